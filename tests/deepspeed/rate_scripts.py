@@ -9,7 +9,7 @@ from torch import Tensor, nn
 __all__ = ["RATES", "groups_of", "network", "rows_of"]
 
 Script = Callable[[Any, int, int, int, str], list[float]]
-ADAMW = {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True, "weight_decay": 0.01}}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}}  # torch's decay of 0.01
 SCHEDULERS: dict[str, Any] = {
     "none": None,
     "warmup": ("WarmupLR", {"warmup_num_steps": 3}),
@@ -28,7 +28,7 @@ def network(seed: int = 0) -> nn.Module:
 def groups_of(model: Any) -> list[dict[str, Any]]:
     """With the rates 0, 0.007 and the optimizer's."""
     return [
-        {"params": [*model[0].parameters()], "lr": 0.0},
+        {"params": [*model[0].parameters()], "lr": 0.0, "weight_decay": 0.2},
         {"params": [*model[2].parameters()], "lr": 0.007, "weight_decay": 0.1},
         {"params": [*model[3].parameters()]},
     ]

@@ -124,3 +124,17 @@ def test_a_function_may_make_a_scheduler_that_cycles_betas() -> None:
     expected = by_torch(plain, optimizer, make(optimizer), range(5))
     assert drive(engine, range(5)) == expected
     same(engine, plain)
+
+
+def test_only_what_the_optimizer_keeps_is_set() -> None:
+    module = network()
+    module[2].requires_grad_(False)  # type: ignore[index]
+    engine, *_ = ds.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=CONFIG)
+    engine.backward(engine(rows_of(0, 0)).square().mean())
+    assert ds.utils.safe_get_full_grad(module[2].weight) is None  # type: ignore[index]
+    engine.step()
+    with pytest.raises(KeyError, match="keeps no 'exp_avgg'"):
+        ds.utils.safe_set_full_optimizer_state(module[0].weight, torch.zeros(6, 4), "exp_avgg")  # type: ignore[index]
+    ds.utils.safe_set_full_optimizer_state(module[0].weight, torch.ones(6, 4), "exp_avg")  # type: ignore[index]
+    found = ds.utils.safe_get_full_optimizer_state(module[0].weight, "exp_avg")  # type: ignore[index]
+    assert torch.equal(found, torch.ones(6, 4))

@@ -34,9 +34,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._counts, self._loop, self._drops = counts, loop, drops
         self._groups: list[dict[str, Any]] = []
-        first = {name: value for name, value in groups[0].given.items() if name != "params"}  # torch's schedulers read these
-        defaults = first if client is None else client.defaults
-        super().__init__([group.given for group in groups], defaults)
+        super().__init__([group.given for group in groups], {} if client is None else client.defaults)
+        if client is None:  # torch's schedulers read them; no group is filled from them
+            self.defaults = {name: value for name, value in groups[0].given.items() if name != "params"}
         self.optimizer = client
         if client is not None:
             self._groups = client.param_groups

@@ -14,7 +14,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import FakeTensor
 
 from .engine_loop import EngineLoop
-from .leaf_values import PARAMS, gathered, written
+from .leaf_values import PARAMS, gathered, has_role, written
 from .zero_init import broadcast_deferred
 
 __all__ = [
@@ -197,10 +197,15 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         param: whose.
         value: of the parameter's shape.
         optim_state_key: as in ``safe_get_full_optimizer_state``.
+
+    Raises:
+        KeyError: the optimizer keeps nothing of that name.
     """
     loop, path = owner_of(param, "safe_set_full_optimizer_state")
     with writing(loop):
-        written(loop.state, state_roles(optim_state_key), path, value)
+        roles = state_roles(optim_state_key)
+        if not written(loop.state, roles, path, value) and not has_role(loop.state, roles):
+            raise KeyError(f"safe_set_full_optimizer_state: the optimizer keeps no {optim_state_key!r}")
 
 
 def state_roles(key: str) -> tuple[str, ...]:

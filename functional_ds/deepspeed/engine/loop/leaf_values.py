@@ -10,7 +10,7 @@ from functional_ds.base import tree
 from functional_ds.state_dict.describe import TensorShard, as_tensors, describe
 from functional_ds.step.state import State
 
-__all__ = ["PARAMS", "gathered", "own_shards", "refuse_disk", "written"]
+__all__ = ["PARAMS", "gathered", "has_role", "own_shards", "refuse_disk", "written"]
 
 PARAMS = ("masters", "params")
 """The roles in which a state may have a leaf, the most exact first."""
@@ -24,6 +24,12 @@ def own_shards(state: State, roles: Sequence[str], leaf: str) -> dict[str, list[
         if shard.name in wanted:
             found[wanted[shard.name]].append(shard)
     return found
+
+
+def has_role(state: State, roles: Sequence[str]) -> bool:
+    """Whether this rank has any leaf in one of these roles, or has no optimizer state at all. Not collective."""
+    here = {shard.name.partition("/")[0] for shard in describe(as_tensors(state))}
+    return any(role in here for role in roles) or not any(role.startswith("optimizer.") for role in here)
 
 
 def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
