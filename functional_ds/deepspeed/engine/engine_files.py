@@ -134,7 +134,7 @@ def load_engine(
 
 
 def _param_groups(engine: Saved) -> list[dict[str, Any]]:
-    return [] if engine.optimizer is None else engine.optimizer.param_groups  # type: ignore[no-any-return]
+    return [] if engine.optimizer is None else engine.optimizer.param_groups
 
 
 def save_weights(weights: Mapping[str, Tensor], folder: Any, name: str) -> bool:
