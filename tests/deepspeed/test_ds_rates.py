@@ -129,7 +129,9 @@ def test_a_function_may_make_a_scheduler_that_cycles_betas() -> None:
 def test_only_what_the_optimizer_keeps_is_set() -> None:
     module = network()
     module[2].requires_grad_(False)  # type: ignore[index]
-    engine, *_ = ds.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=CONFIG)
+    engine, *_ = ds.initialize(
+        model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=CONFIG
+    )
     engine.backward(engine(rows_of(0, 0)).square().mean())
     assert ds.utils.safe_get_full_grad(module[2].weight) is None  # type: ignore[index]
     engine.step()

@@ -72,7 +72,7 @@ class EngineCounts:
             scheduler.count(self.updates)
         elif scheduler is not None:
             for _ in range(made):
-                self.move(scheduler, lr_kwargs or {})
+                self.move(scheduler, lr_kwargs)
 
     def restart(self, numbers: Mapping[str, int]) -> None:
         """Goes on from the counts of a checkpoint. As in DeepSpeed, ``micro_steps`` stay: gradients are not saved."""
@@ -83,10 +83,10 @@ class EngineCounts:
         if isinstance(self.scheduler, ConfigScheduler):
             self.scheduler.count(self.updates)
 
-    def move(self, scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
+    def move(self, scheduler: Any, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Calls the scheduler, after an update."""
         with warnings.catch_warnings():
             if not self._stepped:  # torch's schedulers look for calls of optimizer.step(), which is the engine's here
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            scheduler.step(**lr_kwargs)
+            scheduler.step(**(lr_kwargs or {}))
         self._stepped = True

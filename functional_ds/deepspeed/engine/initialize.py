@@ -164,7 +164,7 @@ def _set_log_level(plan: ConfigPlan) -> None:
 def _pipeline(
     model: nn.Module, config: dict[str, Any], client: Any, given: Any, lr_scheduler: Any, data: Any, collate_fn: Any
 ) -> tuple[Any, Any, Any, Any]:
-    from functional_ds.deepspeed.pipe.pipeline_engine import pipeline_engine  # pipelining may be left out
+    from functional_ds.deepspeed.pipe.pipeline_engine import GivenOptimizer, pipeline_engine  # pipelining may be left out
 
     if client is None and lr_scheduler is not None:
         raise ValueError(
@@ -185,10 +185,12 @@ def _pipeline(
     if lr_scheduler is not None:
         config = {name: block for name, block in config.items() if name != "scheduler"}
 
-    def make(plan: ConfigPlan) -> tuple[list[LiveGroup], Any]:
+    def make(plan: ConfigPlan) -> GivenOptimizer:
         groups = _groups(plan, client, model, dicts, names)
         holder = client or SimpleNamespace(param_groups=[group.given for group in groups])
-        return groups, _scheduler(plan, lr_scheduler, holder, groups, EngineCounts(1), on_host=True)
+        counts = EngineCounts(1)
+        moved = _scheduler(plan, lr_scheduler, holder, groups, counts, on_host=True)
+        return GivenOptimizer(live_optimizer(groups), [each.given for each in groups], moved, counts.move)
 
     engine = pipeline_engine(
         model,  # type: ignore[arg-type]

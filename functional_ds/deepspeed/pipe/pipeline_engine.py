@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import attrs
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -12,10 +13,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from functional_ds import comm
 from functional_ds.base.files import write_atomically
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
-from functional_ds.deepspeed.engine.engine_counts import EngineCounts
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
-from functional_ds.deepspeed.engine.optimizer_groups import LiveGroup, live_optimizer
+from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Metrics
 from functional_ds.step.train_step import train_step
@@ -23,10 +23,31 @@ from functional_ds.step.train_step import train_step
 from .pipeline_module import PipelineModule
 from .pipeline_parts import PipelineParts, pipeline_parts
 
-__all__ = ["PipelineEngine", "pipeline_engine"]
+__all__ = ["GivenOptimizer", "PipelineEngine", "pipeline_engine"]
 
 _STATE = "state"  # the tag within a tag's folder
 _WHOLE = "the micro-batches of a pipeline run together: call train_batch or eval_batch"
+
+
+def _stepped(scheduler: Any) -> None:
+    scheduler.step()
+
+
+@attrs.frozen(eq=False)
+class GivenOptimizer:
+    """What takes the place of a config's optimizer and scheduler in a pipeline; by default nothing does.
+
+    Attributes:
+        rule: the optimizer.
+        groups: its param groups, whose numbers the rule follows.
+        scheduler: what moves their rates after each update.
+        move: calls it.
+    """
+
+    rule: Optimizer | PerParameter | None = None
+    groups: list[dict[str, Any]] = attrs.field(factory=list)
+    scheduler: Any = None
+    move: Callable[[Any], None] = _stepped
 
 
 class PipelineEngine:
@@ -51,13 +72,12 @@ class PipelineEngine:
         plan: ConfigPlan,
         parts: PipelineParts,
         step: Any,
-        lr_scheduler: Any,
-        param_groups: list[dict[str, Any]],
+        given: "GivenOptimizer",
     ) -> None:
-        self.module, self.lr_scheduler, self.param_groups = module, lr_scheduler, param_groups
+        self.module, self.lr_scheduler, self.param_groups = module, given.scheduler, given.groups
+        self._given = given
         self.global_steps = self.global_samples = 0
         self._skipped: Any = 0
-        self._counts = EngineCounts(1)
         self.training_dataloader: DataLoader[Any] | None = None
         self.plan, self._parts, self._step = plan, parts, step
         self._state = step.init(parts.params, modules=parts.modules)
@@ -112,7 +132,7 @@ class PipelineEngine:
         self._metrics = metrics
         self._skipped = self._skipped + metrics.get("skipped", 0)
         if self.lr_scheduler is not None and self.was_step_applied():
-            self._counts.move(self.lr_scheduler, {})
+            self._given.move(self.lr_scheduler)
         loss: Tensor = metrics["loss"]
         return loss
 
@@ -310,7 +330,7 @@ def pipeline_engine(
     module: PipelineModule,
     config: Any,
     *,
-    make: Callable[[ConfigPlan], tuple[list[LiveGroup], Any]] | None = None,
+    make: Callable[[ConfigPlan], GivenOptimizer] | None = None,
     lr: float | None = None,
     training_data: Dataset[Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
@@ -320,8 +340,7 @@ def pipeline_engine(
     Args:
         module: the layers; of each parameter the first rank's count that has its stage, of those given whole rank 0's.
         config: as ``from_ds_config`` takes it. Its batch's sizes are per data-parallel rank, as there.
-        make: from the config's plan to param groups, instead of its optimizer, and what moves their rates after each update,
-            instead of its scheduler.
+        make: from the config's plan to what takes the place of its optimizer and scheduler.
         lr: the rate of an optimizer that the config does not have, for a scheduler in it.
         training_data: each data-parallel rank reads its part, shuffled as torch's DistributedSampler does.
         collate_fn: makes a micro-batch of rows.
@@ -347,19 +366,17 @@ def pipeline_engine(
     plan = from_ds_config(config, parts.data.size, group=parts.data, lr=lr, warn=True)
     whole = plan.to_ds_config()  # the pipeline cuts the batch into micro-batches, so nothing else accumulates
     whole.update(gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=plan.batch.rows)
-    groups, scheduler = ([], None) if make is None else make(plan)
-    if scheduler is not None:
+    given = GivenOptimizer() if make is None else make(plan)
+    if given.scheduler is not None:
         whole.pop("scheduler", None)
     plain = from_ds_config(whole, parts.data.size, group=parts.data, lr=lr, warn=True)
-    rule = live_optimizer(groups) if groups else plain.optimizer
+    rule = given.rule or plain.optimizer
     if rule is None:
         raise ValueError("config: it names no optimizer, and none is given")
     strategy = compose(
         plain.transform, parts.transform(plan.batch.gradient_accumulation_steps), LossShare.of(plain).transform()
     )
-    engine = PipelineEngine(
-        module, plan, parts, strategy(train_step(parts.stages, rule)), scheduler, [group.given for group in groups]
-    )
+    engine = PipelineEngine(module, plan, parts, strategy(train_step(parts.stages, rule)), given)
     if training_data is not None:
         sampler: DistributedSampler[Any] = DistributedSampler(training_data, parts.data.size, parts.data.rank)
         engine.training_dataloader = DataLoader(
