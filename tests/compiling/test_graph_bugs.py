@@ -43,7 +43,7 @@ BUGS: dict[Callable[[], Any], list[Bug]] = {
     named(test_check_pass.other_value_on_rank_1, 3, "changes a value on rank"): [
         Bug("values are not compared", CHECK, "if any(told):", "if False:", pytest.fail.Exception),
     ],
-    partial(test_jit_axes.test_a_jitted_step_is_the_step, "experts"): [
+    partial(test_jit_axes.test_a_jitted_step_is_the_step, "balance"): [
         Bug(
             "a trace takes what it sees for a trial",
             "comm.record.call_recorder",

@@ -56,6 +56,18 @@ def local_experts() -> Made:
     return T.zero(3)(fds.train_step(loss, fds.adamw(0.01))), params, torch.randn(8, WIDE, generator=draws)
 
 
+def balanced() -> Made:
+    """A router whose bias follows the counts of its choices."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        routing = moe.route(x @ p["router"].T, 2, bias=moe.router_bias("router"))
+        moe.count_demand("router", routing.demand())
+        return moe.exchange(moe.mlp(p["up"], p["down"]), x, routing=routing).square().mean()
+
+    _, params, x = local_experts()
+    return T.balance(0.1, {"router": 4})(T.zero(1)(fds.train_step(loss, fds.adamw(0.01)))), params, x
+
+
 def vocabulary() -> Made:
     mesh = comm.mesh(tp=2)
 
@@ -103,6 +115,7 @@ CASES: dict[str, tuple[Callable[[], Made], str]] = {
     "tensor": (lambda: layer({"tp": 2}), ""),
     "sequence": (lambda: layer({"sp": 2}), ""),
     "local experts": (local_experts, ""),
+    "balance": (balanced, ""),
     "vocabulary": (vocabulary, ""),
     "experts": (lambda: layer({"dp": 2}), ""),
     "pipeline": (pipeline, "runs stages by messages, which no graph holds"),
