@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import attrs
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from functional_ds.comm.record.collective import Call
+from functional_ds.comm.record.collective import Call, Here
+from functional_ds.comm.record.group import Group
 from functional_ds.step.step import Step
 
 __all__ = ["Heartbeat", "Heartbeats", "PeerStatus", "activity"]
@@ -65,8 +66,8 @@ _PARTS = ("call", "tensors", "group", "here")
 
 def _signature(parts: dict[str, Any]) -> str | None:
     call, tensors, group, here = (parts.get(name) for name in _PARTS)
-    if not isinstance(call, Call) or tensors is None or group is None or here is None:
-        return None
+    if not isinstance(call, Call) or tensors is None or not isinstance(group, Group) or not isinstance(here, Here):
+        return None  # a ledger's frame has a group's name, for one
     return f"{call.signature(tensors, here)} on group {group.name!r} [{group.size}]"
 
 

@@ -2,16 +2,19 @@
 
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
 import functional_ds as fds
 from functional_ds import comm
-from functional_ds.fitting import EXIT_CODE, watchdog
+from functional_ds.comm.record.ledger import Ledger
+from functional_ds.fitting import EXIT_CODE, heartbeat, watchdog
 from functional_ds.fitting.heartbeat import activity
 from tests.fitting import programs
 from tests.fitting.ranks import Ranks
@@ -114,3 +117,26 @@ def test_activity_names_the_phase_and_the_site() -> None:
     step(step.init({"w": torch.ones(2)}), torch.ones(2))
     assert found[-1]["phase"]
     assert found[-1]["site"].startswith("test_watchdog.py:")
+
+
+def test_activity_while_a_ledger_books_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger's frame has a call, tensors and a group's name: reading it must not fail, or a run that is well would end."""
+    found: list[dict[str, str]] = []
+    record = Ledger.record
+
+    def looked(ledger: Ledger, *args: Any, **options: Any) -> Any:
+        def traced(frame: Any, event: str, arg: Any) -> None:
+            found.append({})
+            heartbeat._note_call(frame, found[-1])  # as ``activity`` does for frames of comm
+
+        sys.settrace(lambda frame, event, arg: traced if frame.f_code is record.__code__ else None)
+        try:
+            return record(ledger, *args, **options)
+        finally:
+            sys.settrace(None)
+
+    monkeypatch.setattr(Ledger, "record", looked)
+    with comm.ledger():
+        comm.all_reduce(torch.ones(2))
+    assert found
+    assert all(each == {"call": "record"} for each in found)
