@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
@@ -46,9 +47,9 @@ def from_deepspeed(
 
     Reads checkpoints of ZeRO 1, 2 and 3 in fp32, bf16 and fp16, of any number of ranks, into any number of ranks, stage, mesh
     and precision. It takes over the fp32 masters; the optimizer's moments (Adam's, LAMB's, Lion's, Adagrad's sums, SGD's
-    momentum); its number of updates, and with it schedules; frozen parameters; a dynamic loss scale. It does not take over
-    random generators, the data's position, learning-rate schedulers and hyperparameters, which are arguments here. A mean of
-    the params (``T.ema``) starts at the params. Buffers are not part of a state.
+    momentum); its number of updates, and with it schedules; frozen parameters; modules' buffers; a dynamic loss scale. It does
+    not take over random generators, the data's position, learning-rate schedulers and hyperparameters, which are arguments
+    here. A mean of the params (``T.ema``) starts at the params, and a buffer that was not saved at ``like``'s.
 
     Law: masters and moments are DeepSpeed's, bit for bit.
 
@@ -120,6 +121,9 @@ class _Reading:
     def compare(self, shard: TensorShard, found: Differences) -> None:
         """Notes what does not fit about one shard."""
         role, slash, _ = shard.name.partition("/")
+        buffer = self.buffer(shard)
+        if buffer is not None and self.choice.wants(shard.name) and tuple(buffer.shape) != shard.shape:
+            found.other.add(f"{shard.name} ({list(buffer.shape)} there, {list(shard.shape)} here)")
         if not slash or not shard.view.numel() or not self.choice.wants(shard.name):
             known = role in ("step", "skip") or fits(role, _OURS)
             if not slash and not known and self.choice.wants(role) and not fits(role, self.choice.allow_missing):
@@ -158,6 +162,11 @@ class _Reading:
         kind = _OPTIMIZER.get(last)
         return _ShardSource(param, kind) if kind in self.files.kinds() and not shard.shared else None
 
+    def buffer(self, shard: TensorShard) -> Tensor | None:
+        """The module's buffer that fills a shard; None if it is of another kind, or the checkpoint does not have it."""
+        prefix, name = f"{Role.BUFFER.value}.", shard.name
+        return self.files.buffers.get(self.rename(name.removeprefix(prefix))) if name.startswith(prefix) else None
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -167,7 +176,7 @@ class _Reading:
             if self.choice.wants(shard.name):
                 self.fill_shard(shard)
         if self.choice.wants("step"):
-            state.step.fill_(self.updates())
+            state.step.fill_(self.files.made())
         scaler = self.files.scaler
         for scale in fields_of_role(state, Role.SETTING):
             dynamic = all(hasattr(scale, name) for name in ("window", "value", "run", "patience"))
@@ -176,6 +185,10 @@ class _Reading:
 
     def fill_shard(self, shard: TensorShard) -> None:
         """Writes into one shard, if the checkpoint has it."""
+        buffer = self.buffer(shard)
+        if buffer is not None:
+            shard.view.copy_(buffer.reshape(-1))
+            return
         source = self.source(shard) if "/" in shard.name and shard.view.numel() else None
         if source is None:
             return
@@ -191,11 +204,6 @@ class _Reading:
                 room[at - there.place : at - there.place + values.numel()].copy_(values)
             if not direct:
                 own.copy_(there.view(room, there.place))
-
-    def updates(self) -> int:
-        """The number of updates; steps that overflowed do not count."""
-        made = max(self.files.updates, default=0)
-        return made or self.files.steps[0] - self.files.steps[1]
 
 
 def _fill_scale(scale: Any, scaler: Any) -> None:

@@ -77,6 +77,11 @@ def _others(path: Path) -> list[str]:
         return []
 
 
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+# What DeepSpeed's engines write beside the caller's ``client_state``.
+_OWN = {"module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
+_OWN |= {*_COUNTS, "lr_scheduler", "data_sampler", "random_ltd", "dp_world_size", "mp_world_size", "ds_config", "ds_version"}
+_OWN |= {"checkpoint_parallel_dimensions", "sparse_tensor_module_names", "universal_checkpoint_info"}
 MASTER = "master"  # the kind of value that every parameter has; the others are the optimizer's keys
 
 
@@ -124,7 +129,10 @@ class ZeroFiles:
         aliases: from further names of tied parameters to their names in ``params``.
         flats: for each rank and each flat tensor, its values by kind.
         updates: for each flat tensor, the number of updates.
-        steps: how many the engine counted, and how many of these it skipped.
+        groups: each param group's numbers; empty where the checkpoint keeps none.
+        buffers: the module's own, those that are saved, by name.
+        counts: the engine's.
+        entries: all that its first file has, the scheduler's state and the caller's ``client_state`` among it.
         scaler: the loss scaler's attributes.
     """
 
@@ -134,7 +142,10 @@ class ZeroFiles:
     aliases: Mapping[str, str]
     flats: Sequence[Sequence[Mapping[str, Tensor]]]
     updates: Sequence[int]
-    steps: tuple[int, ...]
+    groups: Sequence[Mapping[str, Any]]
+    buffers: Mapping[str, Tensor]
+    counts: Mapping[str, int]
+    entries: Mapping[str, Any]
     scaler: Any
 
     @staticmethod
@@ -173,8 +184,17 @@ class ZeroFiles:
         scaler = optim[0].get("loss_scaler")
         if scaler is not None and getattr(scaler, "dynamic", False):
             float(scaler.cur_scale), int(scaler.cur_iter), int(scaler.last_overflow_iter)
-        counts = tuple(int(models[0].get(name, 0)) for name in ("global_steps", "skipped_steps"))
-        return ZeroFiles(folder, stage, params, aliases, flats, _updates(optim[0], stage), counts, scaler)
+        counts = {name: int(models[0][name]) for name in _COUNTS if name in models[0]}
+        updates, groups = _updates(optim[0], stage), _numbers(optim[0], stage)
+        return ZeroFiles(folder, stage, params, aliases, flats, updates, groups, _buffers(models[0]), counts, models[0], scaler)
+
+    def made(self) -> int:
+        """The number of updates; steps that overflowed do not count."""
+        return max(self.updates, default=0) or self.counts.get("global_steps", 0) - self.counts.get("skipped_steps", 0)
+
+    def client_state(self) -> dict[str, Any]:
+        """What the caller of ``save_checkpoint`` gave it."""
+        return {name: value for name, value in self.entries.items() if name not in _OWN}
 
     def kinds(self) -> set[str]:
         """The kinds of values that every trained parameter has."""
@@ -312,6 +332,21 @@ def _updates(section: Mapping[str, Any], stage: int) -> list[int]:
     found = [int(state.get("step", common)) for state in states]
     if min(found, default=0) < 0:
         raise ValueError(f"the numbers of updates are {found}")
+    return found
+
+
+def _numbers(section: Mapping[str, Any], stage: int) -> list[dict[str, Any]]:
+    """The param groups without their params."""
+    base = _base(section, stage)
+    groups = [] if isinstance(base, list) else base.get("param_groups", [])
+    return [{str(name): value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    module = model.get("module") or {}
+    found = {name: module[name] for name in model.get("buffer_names") or () if name in module}
+    if not all(isinstance(value, Tensor) for value in found.values()):
+        raise TypeError("a buffer is no tensor")
     return found
 
 

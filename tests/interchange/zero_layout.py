@@ -65,6 +65,9 @@ class Layout:
         groups: the param groups, as names; each has at least one.
         frozen: by name.
         padding: stages 1 and 2 pad each group to a multiple of this times the ranks.
+        buffers: the module's, by name.
+        numbers: of each param group.
+        entries: what the engine and its caller save beside.
     """
 
     stage: int
@@ -77,6 +80,9 @@ class Layout:
     updates: int = 3
     padding: int = 2
     scaler: Any = None
+    buffers: Mapping[str, Tensor] = attrs.field(factory=dict)
+    numbers: Mapping[str, Any] = attrs.field(factory=lambda: {"lr": 0.1})
+    entries: Mapping[str, Any] = attrs.field(factory=dict)
 
     def write(self, path: Path, tag: str = "global_step3") -> Path:
         """The folder, with its ``latest``."""
@@ -98,7 +104,7 @@ class Layout:
         flats = [{kind: self._flat(group, kind, rank) for kind in KINDS} for group in self.groups]
         step = torch.tensor(float(self.updates))
         state = {i: {"step": step, **{kind: flat[kind] for kind in KINDS[1:]}} for i, flat in enumerate(flats)}
-        base = {"state": state, "param_groups": [{"lr": 0.1, "params": [i]} for i in range(len(flats))]}
+        base = {"state": state, "param_groups": [{**self.numbers, "params": [i]} for i in range(len(flats))]}
         common = {"zero_stage": ZeroStageEnum(self.stage), "loss_scaler": self.scaler, "overflow": False}
         if self.stage == 3:
             masters = [flat["master"] for flat in flats]
@@ -134,8 +140,8 @@ class Layout:
         fragments = {name: x if rank is None else self._fragment(x, rank) for name, x in self.frozen.items()}
         in_stage_1 = self.stage == 1  # DeepSpeed leaves them to the module's dict there
         return {
-            "module": OrderedDict(module),
-            "buffer_names": [],
+            "module": OrderedDict({**module, **self.buffers}),
+            "buffer_names": [*self.buffers],
             "param_shapes": [OrderedDict((name, masters[name].shape) for name in group) for group in self.groups],
             "frozen_param_shapes": None if in_stage_1 else OrderedDict((name, x.shape) for name, x in self.frozen.items()),
             "frozen_param_fragments": None if in_stage_1 else OrderedDict(fragments),
@@ -143,6 +149,7 @@ class Layout:
             "global_steps": self.updates,
             "skipped_steps": 0,
             "dp_world_size": self.ranks,
+            **self.entries,
         }
 
     def _fragment(self, x: Tensor, rank: int) -> Tensor:

@@ -179,7 +179,7 @@ def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
     }
     trained = [name for name, param in files.params.items() if not param.frozen and kinds]
     tensors |= {f"optimizer.steps/{name}": TensorHeader((), torch.float32) for name in trained}
-    updates = max(files.updates, default=0) or files.steps[0] - files.steps[1]
+    updates = files.made()
     tensors["step"] = TensorHeader((), torch.int64)
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:

@@ -7,14 +7,16 @@ from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base.files import write_atomically, written_atomically
+from functional_ds.step.state import State
 
 from .config_scheduler import ConfigScheduler
 from .engine_counts import EngineCounts
 from .loop.engine_loop import EngineLoop
+from .loop.saved_beside import LOOSE, check_resumable, module_roles, numbers_of, saved_buffers
 
 __all__ = ["load_engine", "save_engine", "save_weights"]
 
@@ -24,6 +26,7 @@ _STATE = "state"  # the tag within a tag's folder
 class Saved(Protocol):
     """What is saved of an engine."""
 
+    module: nn.Module
     lr_scheduler: Any
     optimizer: Any
     _loop: EngineLoop
@@ -57,12 +60,13 @@ def save_engine(engine: Saved, folder: Any, tag: Any, client_state: Mapping[str,
     held = {
         "client_state": dict(client_state),
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-        "groups": [{name: value for name, value in group.items() if name != "params"} for group in _param_groups(engine)],
+        "groups": numbers_of(_param_groups(engine)),
     }
     numbers = {
         each: getattr(counts, each) for each in ("global_steps", "global_samples", "skipped_steps", "updates", "micro_steps")
     }
-    save(state, place, tag=_STATE, extra={"engine": numbers, "pickled": _pickled(held)})
+    extra = {"engine": numbers, "pickled": _pickled(held), "buffers": saved_buffers(engine.module)}
+    save(state, place, tag=_STATE, extra=extra)
     if save_latest and comm.world().rank == 0:
         write_atomically(Path(folder) / "latest", name.encode())
     comm.barrier()
@@ -79,7 +83,7 @@ def load_engine(
         folder: that of ``save_engine``, or of DeepSpeed's ``save_checkpoint``.
         tag: which; None for the one that ``latest`` names.
         strict: whether params must have the same names.
-        optimizer: whether to read more than params; with it the param groups' numbers, rates among them.
+        optimizer: whether to read more than params and buffers; with it the param groups' numbers, rates among them.
         scheduler: whether to read the scheduler's state. A config's goes on from where it is, otherwise.
         counts: whether to read the counts of steps.
 
@@ -89,7 +93,7 @@ def load_engine(
     Raises:
         NoCheckpointError: there is no such tag.
         StructureError: names or shapes differ.
-        ValueError: the checkpoint has another number of param groups.
+        ValueError: the checkpoint has another number of param groups, or no state of the user's scheduler.
     """
     latest = Path(folder) / "latest"
     if tag is None:
@@ -98,39 +102,45 @@ def load_engine(
         if tag is None:
             return None, None
     place, name = _place(folder, tag)
-    loop = engine._loop
+    loop, own = engine._loop, _param_groups(engine)
     loop.discard()
-    options: dict[str, Any] = {} if optimizer else {"only": "params"}
+    options: dict[str, Any] = {} if optimizer else {"only": module_roles(loop.state)}
     if not strict:
-        options |= {"allow_missing": "params/*", "allow_extra": "params/*"}
+        options |= {"allow_missing": LOOSE, "allow_extra": LOOSE}
     if any(place.glob("*model_states.pt")):
-        from functional_ds.interchange.deepspeed import from_deepspeed  # may be left out of an installation
+        state, numbers, held = _of_deepspeed(folder, name, engine, options)
+    else:
+        from functional_ds.checkpointing.load import load  # may be left out of an installation
 
-        loop.replace(from_deepspeed(folder, like=loop.state, tag=name, **options))
-        if counts and optimizer:
-            engine._counts.restart({"updates": int(loop.state.step), "global_steps": int(loop.state.step)})
-        return str(place), {}
-    from functional_ds.checkpointing.load import load  # may be left out of an installation
-
-    state, extra = load(place, like=loop.state, tag=_STATE, with_extra=True, **options)
-    held = _unpickled(extra["pickled"])
-    own, saved = _param_groups(engine), held.get("groups") if optimizer else None
-    if saved is not None and len(saved) != len(own):
-        raise ValueError(
-            f"load_checkpoint: {place} has {len(saved)} param groups, and the engine {len(own)}; make as many, or pass "
-            "load_optimizer_states=False"
-        )
+        state, extra = load(place, like=loop.state, tag=_STATE, with_extra=True, **options)
+        numbers, held = extra["engine"], _unpickled(extra["pickled"])
+    groups = held.get("groups") if optimizer else None
+    resumed = engine.lr_scheduler if scheduler and not isinstance(engine.lr_scheduler, ConfigScheduler) else None
+    check_resumable(place, groups=own, saved_groups=groups, scheduler=resumed, saved_scheduler=held["lr_scheduler"])
     position = engine.lr_scheduler.state_dict() if isinstance(engine.lr_scheduler, ConfigScheduler) else None
     loop.replace(state)
     if counts:
-        numbers = extra["engine"] if optimizer else {**extra["engine"], "updates": int(loop.state.step)}
-        engine._counts.restart(numbers)
+        engine._counts.restart(numbers if optimizer else {**numbers, "updates": int(loop.state.step)})
     moved = held["lr_scheduler"] if scheduler else position
     if moved is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
         engine.lr_scheduler.load_state_dict(moved)
-    for group, numbers in zip(own, saved or (), strict=False):
-        group.update(numbers)
+    for group, now in zip(own, groups or (), strict=False):
+        group.update(now)
     return str(place), held["client_state"]
+
+
+def _of_deepspeed(
+    folder: Any, tag: str, engine: Saved, options: dict[str, Any]
+) -> tuple[State, dict[str, int], dict[str, Any]]:
+    """The state of a checkpoint of DeepSpeed's, its counts, and what ``save_engine`` pickles. Collective."""
+    from functional_ds.interchange.deepspeed import from_deepspeed  # may be left out of an installation
+    from functional_ds.interchange.deepspeed_files import ZeroFiles
+
+    state, files = from_deepspeed(folder, like=engine._loop.state, tag=tag, **options), ZeroFiles.open(Path(folder), tag)
+    known = {name for group in _param_groups(engine) for name in group} | {"initial_lr"}  # theirs have more of their own
+    groups = [{name: value for name, value in group.items() if name in known} for group in files.groups]
+    held = {"client_state": files.client_state(), "lr_scheduler": files.entries.get("lr_scheduler"), "groups": groups or None}
+    return state, {**files.counts, "updates": int(state.step)}, held
 
 
 def _param_groups(engine: Saved) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from functional_ds.base.files import write_atomically
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
+from functional_ds.deepspeed.engine.loop.saved_beside import LOOSE, check_resumable, module_roles, numbers_of, saved_buffers
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Metrics
@@ -274,22 +275,38 @@ class PipelineEngine:
         from functional_ds.checkpointing.save import save  # may be left out of an installation
 
         name = tag or f"global_step{self.global_steps}"
-        scheduler = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        scheduler = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
         counts = {"global_steps": self.global_steps, "global_samples": self.global_samples, "skipped_steps": self.skipped_steps}
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
-        save(
-            self._state,
-            Path(save_dir) / name,
-            tag=_STATE,
-            extra={"counts": counts, "client_state": dict(client_state or {}), "lr_scheduler": scheduler, "groups": groups},
-        )
+        extra = {"counts": counts, "client_state": dict(client_state or {}), "lr_scheduler": scheduler}
+        extra |= {"groups": numbers_of(self.param_groups), "buffers": saved_buffers(self.module)}
+        save(self._state, Path(save_dir) / name, tag=_STATE, extra=extra)
         if save_latest and comm.world().rank == 0:
             write_atomically(Path(save_dir) / "latest", name.encode())
         comm.barrier()
         return True
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None) -> tuple[str | None, Any]:
-        """Goes on from ``load_dir/tag``, by default the one that ``latest`` names; (None, None) without one. Collective."""
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, Any]:
+        """Goes on from ``load_dir/tag``, by default the one that ``latest`` names; (None, None) without one. Collective.
+
+        Args:
+            load_dir: the folder that was passed to ``save_checkpoint``.
+            tag: which one.
+            load_module_strict: False lets params and buffers differ by name.
+            load_optimizer_states: False reads params and buffers alone.
+            load_lr_scheduler_states: False leaves the scheduler as it is.
+            load_module_only: True reads params and buffers alone, and leaves counts and scheduler as they are.
+
+        Raises:
+            ValueError: the checkpoint has another number of param groups, or no state of the scheduler.
+        """
         from functional_ds.checkpointing.load import load  # may be left out of an installation
 
         latest = Path(load_dir) / "latest"
@@ -297,15 +314,25 @@ class PipelineEngine:
         name = comm.all_gather_object(name)[0]
         if name is None:
             return None, None
-        self._state, extra = load(Path(load_dir) / name, like=self._state, tag=_STATE, with_extra=True)
+        whole, place = load_optimizer_states and not load_module_only, Path(load_dir) / name
+        only, loose = None if whole else module_roles(self._state), () if load_module_strict else LOOSE
+        state, extra = load(
+            place, like=self._state, tag=_STATE, with_extra=True, only=only, allow_missing=loose, allow_extra=loose
+        )
+        groups = extra["groups"] if whole else None
+        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
+        moved = extra["lr_scheduler"]
+        check_resumable(place, groups=self.param_groups, saved_groups=groups, scheduler=scheduler, saved_scheduler=moved)
+        self._state = state
         self._show()
-        self.global_steps, self.global_samples = (extra["counts"][each] for each in ("global_steps", "global_samples"))
-        self._skipped = extra["counts"].get("skipped_steps", 0)
-        if self.lr_scheduler is not None and extra["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        for group, numbers in zip(self.param_groups, extra.get("groups", ()), strict=False):
+        if not load_module_only:
+            self.global_steps, self.global_samples = (extra["counts"][each] for each in ("global_steps", "global_samples"))
+            self._skipped = extra["counts"].get("skipped_steps", 0)
+        if scheduler is not None and hasattr(scheduler, "load_state_dict"):
+            scheduler.load_state_dict(moved)
+        for group, numbers in zip(self.param_groups, groups or (), strict=False):
             group.update(numbers)
-        return str(Path(load_dir) / name), extra["client_state"]
+        return str(place), extra["client_state"]
 
 
 def _repeated(loader: Iterable[Any]) -> Iterator[Any]:

@@ -1,6 +1,7 @@
-"""``deepspeed.utils.zero_to_fp32``: whole fp32 params out of checkpoints, DeepSpeed's own or those of an engine here."""
+"""``deepspeed.utils.zero_to_fp32``: whole params and buffers in fp32 out of checkpoints, DeepSpeed's or an engine's here."""
 
 import os
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,15 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from functional_ds import comm
 from functional_ds.base.files import written_atomically
-from functional_ds.checkpointing.directory import open_manifest
-from functional_ds.checkpointing.load import load
+from functional_ds.checkpointing.dcp import CheckpointReader
 from functional_ds.interchange.deepspeed_files import MASTER, ZeroFiles
 from functional_ds.interchange.export import export
-from functional_ds.optim.sgd import sgd
+from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import NoCheckpointError
-from functional_ds.step.train_step import train_step
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -26,12 +24,15 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module)
 _STATE = "state"  # the tag that engines use within a tag's folder
+_EXACT_FIRST = ("masters/", "exact/", "params/")
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> "OrderedDict[str, Tensor]":
-    """The params by name, whole, in fp32, on the CPU. A process that calls it reads by itself; buffers are not among them.
+    """The params and saved buffers by name, whole, in fp32, on the CPU. A process that calls it reads by itself.
+
+    Buffers of whole numbers and flags keep their dtypes.
 
     Args:
         checkpoint_dir: the folder that was passed to ``save_checkpoint``.
@@ -57,6 +58,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
             for at, piece in files.read(param, MASTER, start=0, stop=whole.numel()):
                 whole.view(-1)[at : at + piece.numel()] = piece
             found[path] = whole
+    found.update((path, _fp32(value)) for path, value in files.buffers.items())
     found.update((alias, found[path]) for alias, path in files.aliases.items() if path in found)
     return found
 
@@ -70,20 +72,29 @@ def _latest(folder: Path) -> str:
 
 def _ours(place: Path) -> "OrderedDict[str, Tensor]":
     """Of a checkpoint that this library has written."""
-    _, manifest = open_manifest(place, _STATE)
-    names = {name.partition("/")[2]: each.shape for name, each in manifest.tensors.items() if name.startswith("params/")}
-    empty = {name: torch.zeros(shape) for name, shape in names.items()}
-    step = train_step(lambda params, batch: batch, sgd(0.0))
-    alone = comm.new_group([comm.world().rank])
-    state = load(place, like=step.init(empty), tag=_STATE, only="params", group=alone)
-    return OrderedDict(step.params(state))
+    reader = CheckpointReader(place, _STATE)
+    tensors = {name: each for name, each in reader.manifest.tensors.items() if each.whole}
+    names: dict[str, str] = {}
+    for prefix in _EXACT_FIRST:
+        names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)} | names
+    for name in tensors:
+        path = re.sub(r"^buffers\.(stage \d+\.)?", "", name)  # pipelines say whose they are
+        if path != name and path in (reader.manifest.extra or {}).get("buffers", ()):
+            names[path] = name
+    found = {path: torch.empty(tensors[name].shape, dtype=tensors[name].dtype) for path, name in names.items()}
+    reader.fill({names[path]: [TensorShard.whole(names[path], value)] for path, value in found.items()})
+    return OrderedDict((path, _fp32(value)) for path, value in found.items())
+
+
+def _fp32(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
 
 
 def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: str, tag: str | None = None) -> M:
-    """The model, on the CPU, with the params of a checkpoint.
+    """The model, on the CPU, with the params and buffers of a checkpoint.
 
     Args:
-        model: its params get the values, in their dtypes.
+        model: its tensors get the values, in their dtypes.
         checkpoint_dir: the folder that was passed to ``save_checkpoint``.
         tag: which checkpoint; None for the one that ``latest`` names.
 
@@ -103,7 +114,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes the params into a folder: ``pytorch_model.bin``, or safetensors files. A write that fails leaves what was there.
+    """Writes params and buffers into a folder: ``pytorch_model.bin``, or safetensors. A failed write leaves what was there.
 
     Args:
         checkpoint_dir: the folder that was passed to ``save_checkpoint``.

@@ -92,6 +92,39 @@ def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Path) -> None:
     assert (name, client, counts) == ("global_step1", {"epoch": 1}, (1, 8))
 
 
+def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path) -> None:
+    """And gives its params alone where these are asked for."""
+
+    def built(groups: bool, scheduler: bool) -> Any:
+        torch.manual_seed(0)
+        module = pipe.PipelineModule([pipe.LayerSpec(nn.Linear, 4, 4)] * 2, num_stages=2, loss_fn=nn.functional.mse_loss)
+        optimizer = torch.optim.AdamW(groups_of(module) if groups else module.parameters(), lr=0.1)
+        made = torch.optim.lr_scheduler.StepLR(optimizer, 2) if scheduler else None
+        sizes = {"train_batch_size": 3, "train_micro_batch_size_per_gpu": 3}
+        return initialize(model=module, optimizer=optimizer, lr_scheduler=made, config=sizes)[0]
+
+    def on_rank() -> None:
+        batch = torch.ones(3, 4), torch.zeros(3, 4)
+        first = built(groups=True, scheduler=False)
+        first.train_batch(iter([batch]))
+        first.save_checkpoint(str(tmp_path))
+        saved = first.module_state_dict()
+        for groups, scheduler, message in (
+            (False, False, "has 2 param groups, and the engine 1"),
+            (True, True, "has no state of a scheduler, and the engine has a StepLR"),
+        ):
+            engine = built(groups, scheduler)
+            before = engine.module_state_dict()
+            with pytest.raises(ValueError, match=message):
+                engine.load_checkpoint(str(tmp_path))
+            assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
+            engine.load_checkpoint(str(tmp_path), load_module_only=True)
+            assert all(torch.equal(value, saved[name]) for name, value in engine.module_state_dict().items())
+            assert engine.global_steps == 0
+
+    comm.simulate(on_rank, world_size=2)
+
+
 def groups_of(module: Any) -> list[dict[str, Any]]:
     params = [*module.parameters()]
     weights = {"params": [p for p in params if p.ndim == 2], "lr": 0.005, "weight_decay": 0.3}

@@ -98,7 +98,7 @@ def test_another_number_of_ranks_and_stage(tmp_path: Path) -> None:
 
     weights = engine_of(2)
     weights.load_checkpoint(tmp_path, load_module_only=True)
-    assert equal(values(weights)[:6], expected[:6])
+    assert equal(values(weights), expected)
     assert weights.global_steps == 0
     assert not moments(weights.module[0].weight, "exp_avg").any()
     with pytest.raises(fds.checkpointing.NoCheckpointError):

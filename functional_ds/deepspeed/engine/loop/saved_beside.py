@@ -1,0 +1,68 @@
+"""What engines save beside a state: param groups' numbers, a scheduler's state, and which buffers are persistent."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from functional_ds.state_dict.describe import describe
+from functional_ds.step.slots import Role
+from functional_ds.step.state import State
+
+__all__ = ["LOOSE", "check_resumable", "module_roles", "numbers_of", "saved_buffers"]
+
+LOOSE = ("params/*", f"{Role.BUFFER.value}.*")  # what may be missing or extra if names need not be the same
+
+
+def saved_buffers(module: nn.Module) -> list[str]:
+    """The names of the buffers that are in the module's ``state_dict``; a state has the others, too."""
+    saved = module.state_dict().keys()
+    return [name for name, _ in module.named_buffers(remove_duplicate=False) if name in saved]
+
+
+def module_roles(state: State) -> tuple[str, ...]:
+    """What a state has of a module: for ``only`` of ``load``, where weights alone are to be read."""
+    buffers = any(shard.name.startswith(f"{Role.BUFFER.value}.") for shard in describe(state))
+    return ("params", *([Role.BUFFER.value] if buffers else []))
+
+
+def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The param groups without their params."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def check_resumable(
+    place: Path,
+    *,
+    groups: Sequence[Any] = (),
+    saved_groups: Sequence[Any] | None = None,
+    scheduler: Any = None,
+    saved_scheduler: Any = None,
+) -> None:
+    """Refuses a checkpoint whose groups or scheduler are not the engine's, before anything is changed.
+
+    Args:
+        place: of the checkpoint.
+        groups: of the engine.
+        saved_groups: None where they are not to be loaded.
+        scheduler: one of the user's own that is to go on; None where there is none.
+        saved_scheduler: its state.
+
+    Raises:
+        ValueError: there are more or fewer groups; the checkpoint has no scheduler's state, or one of another kind.
+    """
+    if saved_groups is not None and len(saved_groups) != len(groups):
+        raise ValueError(
+            f"load_checkpoint: {place} has {len(saved_groups)} param groups, and the engine {len(groups)}; make as many, or "
+            "pass load_optimizer_states=False"
+        )
+    if not hasattr(scheduler, "load_state_dict"):
+        return
+    kind, advice = type(scheduler).__name__, "pass load_lr_scheduler_states=False to begin with the scheduler as it is"
+    if saved_scheduler is None:
+        raise ValueError(f"load_checkpoint: {place} has no state of a scheduler, and the engine has a {kind}; {advice}")
+    known = scheduler.state_dict().keys()
+    if known and not known & saved_scheduler.keys():
+        held = f"the state of a scheduler with {', '.join(sorted(map(str, saved_scheduler)))}"
+        raise ValueError(f"load_checkpoint: {place} has {held}, and the engine a {kind}, which has no such thing; {advice}")
