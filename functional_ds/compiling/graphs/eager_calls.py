@@ -67,7 +67,7 @@ class EagerSite:
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The result, and a token with what the backward pass needs."""
-        kept = _Kept({x.untyped_storage().data_ptr(): (place, x.dtype) for place, x in enumerate(xs) if x.numel()})
+        kept = _Kept.of(xs)
         outer = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, *_ in self.autocasts]
         _set_autocasts(self.autocasts)
         try:
@@ -105,12 +105,24 @@ def _set_autocasts(found: Sequence[tuple[str, bool, torch.dtype]]) -> None:
 
 @attrs.define(eq=False)
 class _Kept:
-    """What autograd keeps of a call: the given tensors by their places, so that their memory may go."""
+    """What autograd keeps of a call: the given tensors by their places, so that their memory may go.
 
-    memory: dict[int, tuple[int, torch.dtype]]
+    Leaves of a unit share memory, and a unit that is gathered anew may lie elsewhere: what is kept is a place within its leaf.
+    """
+
+    memory: dict[int, list[tuple[int, Tensor]]]
     out: Tensor | None = None
     edges: list[GradientEdge] = attrs.field(factory=list)
     now: Sequence[Tensor] = ()
+
+    @staticmethod
+    def of(xs: Sequence[Tensor]) -> "_Kept":
+        """Before a call with these."""
+        found: dict[int, list[tuple[int, Tensor]]] = {}
+        for place, x in enumerate(xs):
+            if x.numel() and x.is_contiguous():
+                found.setdefault(x.untyped_storage().data_ptr(), []).append((place, x.detach()))
+        return _Kept(found)
 
     def called(self, function: Callable[..., Tensor], xs: Sequence[Tensor], asks: Sequence[bool]) -> Tensor:
         """The result; keeps its graph."""
@@ -121,7 +133,7 @@ class _Kept:
                     given[place] = _Given.apply(anchor, xs[place])
                     self.edges.append(get_gradient_edge(given[place]))
             out = function(*given)
-        self.out = out if self.edges else None
+        self.out, self.memory = out if self.edges else None, {}
         return out
 
     def gradients(self, xs: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor | None]:
@@ -136,14 +148,19 @@ class _Kept:
         return found
 
     def pack(self, x: Tensor) -> Any:
-        place, dtype = self.memory.get(x.untyped_storage().data_ptr(), (None, None))
-        return x if place is None or x.dtype != dtype else (place, x.shape, x.stride(), x.storage_offset())
+        for place, given in self.memory.get(x.untyped_storage().data_ptr(), ()):
+            begin = x.storage_offset() - given.storage_offset()
+            span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            if x.dtype == given.dtype and x.numel() and 0 <= begin and begin + span <= given.numel():
+                return place, x.shape, x.stride(), begin
+        return x
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        place, *layout = packed
-        return torch.as_strided(self.now[place], *layout)
+        place, shape, stride, begin = packed
+        given = self.now[place].contiguous()
+        return torch.as_strided(given, shape, stride, given.storage_offset() + begin)
 
 
 class _Given(torch.autograd.Function):
