@@ -18,7 +18,7 @@ def test_given_tensors_may_lie_elsewhere_in_the_backward_pass(begin: int) -> Non
     a, b = memory[begin : begin + 9].view(3, 3), memory[20:32].view(4, 3)
     xs = [a.clone().requires_grad_(), b.clone().requires_grad_()]
     expected = torch.autograd.grad(product(*xs).sum(), xs)
-    site = EagerSite(product, (True, True), torch.empty(2, 4), ((), ()), ())
+    site = EagerSite(product, (True, True), torch.empty(2, 4), ((), ()), 0, ())
     out, token = site.run([a, b])
     later = torch.cat([b.reshape(-1), a.reshape(-1), torch.zeros(9)])
     memory.zero_()

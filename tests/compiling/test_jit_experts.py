@@ -1,6 +1,8 @@
 """Law 58 for experts: their exchange is a call in the graph, forward and backward, with equal bits and bytes."""
 
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,10 @@ import functional_ds as fds
 from functional_ds import comm, moe
 from functional_ds import transforms as T
 from functional_ds.compiling import JitWarning
-from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD
+from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD, _Kept
+from functional_ds.compiling.graphs.graph_collectives import START, WAIT, carrying_out
+from functional_ds.modules.flops import FlopCounter
+from tests.compiling.test_graph_live import Measuring
 from tests.planting import Bug, planted
 
 WIDE = 8
@@ -104,8 +109,71 @@ def test_the_graph_has_a_node_each_way() -> None:
     graph = step.graph(state, torch.randn(6, WIDE))
     targets = [node.target for node in graph.module.graph.nodes]
     assert (targets.count(RUN), targets.count(RUN_BACKWARD)) == (1, 1)
-    with pytest.raises(ValueError, match="exchanges rows of experts"):
-        graph.cost(fds.scaling.Machine("mine", 1e9, 1e9, 1e9, link_bandwidth=1e9))
+
+
+def evenly(ranks: int, way: Any, kept: list[tuple[weakref.ref[Any], int]]) -> None:
+    """What a graph says of a step that gives each expert as many rows is what the step does."""
+    mesh = comm.mesh(dp=ranks).split("dp", edp=1, ep=ranks)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for name in "ab":
+            own = moe.gated_mlp(p[name]["up"], p[name]["down"])
+            routing = moe.Routing(torch.arange(len(x)).reshape(-1, 1) % 4, x[:, :1].sigmoid(), 4)
+            x = torch.tanh(moe.exchange(own, x, routing=routing, way=way))
+        return x.square().mean()
+
+    shapes = {"up": (4, 8, WIDE), "down": (4, WIDE, 4)}
+    params = {name: {leaf: torch.randn(shape) for leaf, shape in shapes.items()} for name in "ab"}
+    step = fds.compose(T.zero(3, mesh["edp", "ep"]), T.experts("up|down", mesh["ep"]))(fds.train_step(loss, fds.adamw(0.01)))
+    jitted, x = fds.jit(step), torch.randn(8, WIDE)
+    state, _ = jitted(jitted.init(params), x)
+    graph = jitted.graph(state, x)
+    cost = graph.cost(fds.scaling.Machine("mine", 1e9, 1e9, 1e9, link_bandwidth=1e9))
+    with comm.ledger() as book, FlopCounter() as counter:
+        step(state, x, donate=False)
+    assert cost.sent == [row for row in book.rows if not row.group.endswith("/control")]
+    assert cost.flops == counter.total > 0
+    assert cost.seconds == pytest.approx(cost.compute + cost.host + sum(cost.exposed.values()))
+
+    run, held, told = Measuring(graph), graph.live(), list[tuple[str, int, int]]()
+    kept.clear()
+    on_the_way, beside, run_node = 0, dict[Any, int](), run.run_node
+
+    def measured(n: Any) -> Any:
+        nonlocal on_the_way
+        found = run_node(n)
+        beside[n] = sum(size for alive, size in kept if alive() is not None)
+        on_the_way += sum(x.nbytes for x in next(iter(n.users)).meta["val"]) if n.target is START else 0
+        on_the_way -= sum(x.nbytes for x in n.meta["val"]) if n.target is WAIT else 0
+        told.append((n, run.found[n][0] + beside[n] + on_the_way, held[n].bytes))
+        return found
+
+    run.run_node = measured  # type: ignore[method-assign]
+    with torch.no_grad(), carrying_out(graph.sites):
+        run.run(*fds.tree.leaves((state, x)))
+    assert max(beside.values()) > 0
+    for node, found, counted in told:
+        assert found <= counted if node.target is RUN_BACKWARD else found == counted, node
+
+
+@pytest.mark.law(58)
+@pytest.mark.parametrize(("ranks", "way"), [(1, "auto"), (2, "all_to_all"), (2, "gather")])
+def test_a_graph_counts_what_even_exchanges_do(ranks: int, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = threading.local()
+    pack = _Kept._pack
+
+    def noting(self: Any, x: Tensor) -> Any:
+        found = pack(self, x)
+        if isinstance(found, Tensor) and id(storage := x.untyped_storage()) not in {id(ref()) for ref, _ in kept.found}:
+            kept.found.append((weakref.ref(storage), storage.nbytes()))
+        return found
+
+    def program() -> None:
+        kept.found = []
+        evenly(ranks, way, kept.found)
+
+    monkeypatch.setattr(_Kept, "_pack", noting)
+    comm.simulate(program, world_size=ranks)
 
 
 class Holding:
@@ -169,7 +237,16 @@ BUGS: list[tuple[Callable[[], Any], Bug]] = [
         on_two,
         Bug("gradients are mixed up", CALLS, "[out], self.edges, [grad]", "[out], self.edges[::-1], [grad]", Exception),
     ),
-    (on_two, Bug("what was given is kept at another place", CALLS, "(place, x.dtype) for", "(0, x.dtype) for", Exception)),
+    (
+        on_two,
+        Bug(
+            "what was given is kept at another place",
+            CALLS,
+            "append((place, x.detach()))",
+            "append((0, x.detach()))",
+            Exception,
+        ),
+    ),
 ]
 
 

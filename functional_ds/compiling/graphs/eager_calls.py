@@ -15,15 +15,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import TorchDispatchMode
+from functional_ds.base.torch_private import TorchDispatchMode, storage_id
 from functional_ds.comm.dispatch import outline
 from functional_ds.comm.record.call_recorder import recording
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group, Ready
+from functional_ds.modules.flops import flops_of
+from functional_ds.modules.operation_cost import SizedOperation, operation_of
 
 from .graph_collectives import GraphRecorder, site_here
 
-__all__ = ["RUN", "RUN_BACKWARD", "EagerSite", "InnerCall", "StepRecorder"]
+__all__ = ["RUN", "RUN_BACKWARD", "EagerSite", "InnerCall", "StepRecorder", "eager_site"]
 
 
 @attrs.frozen(eq=False)
@@ -50,14 +52,16 @@ class EagerSite:
         function: of tensors; its result has a shape that values do not change.
         asks: which of its tensors have gradients.
         output: the result without values.
-        inner: its collectives, forward and backward, in order.
+        work: its operations and collectives, forward and backward, in order, if as many rows go to each expert.
+        kept: the bytes beside the given tensors that the backward pass needs, likewise.
         autocasts: for each kind of device whether autocast is on, and its dtype.
     """
 
     function: Callable[..., Tensor]
     asks: tuple[bool, ...]
     output: Tensor
-    inner: tuple[Sequence[InnerCall], Sequence[InnerCall]]
+    work: tuple[Sequence[SizedOperation | InnerCall], Sequence[SizedOperation | InnerCall]]
+    kept: int
     autocasts: Sequence[tuple[str, bool, torch.dtype]]
 
     @property
@@ -65,14 +69,17 @@ class EagerSite:
         """For those who list sites."""
         return "eager"
 
+    def inner(self, *, backward: bool) -> list[InnerCall]:
+        """Its collectives."""
+        return [each for each in self.work[backward] if isinstance(each, InnerCall)]
+
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The result, and a token with what the backward pass needs."""
         kept = _Kept.of(xs)
         outer = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, *_ in self.autocasts]
         _set_autocasts(self.autocasts)
         try:
-            with saved_tensors_hooks(kept.pack, kept.unpack):
-                out = kept.called(self.function, xs, self.asks)
+            out = kept.called(self.function, xs, self.asks)
         finally:
             _set_autocasts(outer)
         token = torch.zeros((), dtype=torch.int64)
@@ -93,6 +100,11 @@ class EagerSite:
         ]
 
 
+def eager_site(node: fx.Node, sites: Sequence[Any]) -> EagerSite | None:
+    """What a node calls; None for other nodes."""
+    return sites[int(str(node.args[-1]))] if node.target in (RUN, RUN_BACKWARD) else None
+
+
 def _autocasts() -> list[tuple[str, bool, torch.dtype]]:
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
 
@@ -108,12 +120,17 @@ class _Kept:
     """What autograd keeps of a call: the given tensors by their places, so that their memory may go.
 
     Leaves of a unit share memory, and a unit that is gathered anew may lie elsewhere: what is kept is a place within its leaf.
+
+    Attributes:
+        memory: the given tensors by their storages, while the call runs.
+        beside: bytes of the other storages that are kept.
     """
 
     memory: dict[int, list[tuple[int, Tensor]]]
-    out: Tensor | None = None
+    beside: dict[int, int] = attrs.field(factory=dict)
     edges: list[GradientEdge] = attrs.field(factory=list)
     now: Sequence[Tensor] = ()
+    _out: list[GradientEdge | None] = attrs.field(factory=list)  # taken by the backward pass
 
     @staticmethod
     def of(xs: Sequence[Tensor]) -> "_Kept":
@@ -121,41 +138,45 @@ class _Kept:
         found: dict[int, list[tuple[int, Tensor]]] = {}
         for place, x in enumerate(xs):
             if x.numel() and x.is_contiguous():
-                found.setdefault(x.untyped_storage().data_ptr(), []).append((place, x.detach()))
+                found.setdefault(storage_id(x.untyped_storage()), []).append((place, x.detach()))
         return _Kept(found)
 
     def called(self, function: Callable[..., Tensor], xs: Sequence[Tensor], asks: Sequence[bool]) -> Tensor:
         """The result; keeps its graph."""
         anchor, given = torch.empty(0, requires_grad=True), [*xs]
-        with torch.set_grad_enabled(any(asks)):
+        with torch.set_grad_enabled(any(asks)), saved_tensors_hooks(self._pack, self._unpack):
             for place, ask in enumerate(asks):
                 if ask:
                     given[place] = _Given.apply(anchor, xs[place])
                     self.edges.append(get_gradient_edge(given[place]))
             out = function(*given)
-        self.out, self.memory = out if self.edges else None, {}
+        self.memory = {}
+        if self.edges:
+            self._out.append(get_gradient_edge(out) if out.requires_grad else None)
         return out
 
     def gradients(self, xs: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor | None]:
         """By the given tensors that ask, which have their memory here; once."""
-        out, self.out, self.now = self.out, None, xs
-        if out is None:
+        if not self._out:
             raise RuntimeError("the backward pass of a call in a graph runs once, behind its forward pass")
-        if not out.requires_grad:
+        out, self.now = self._out.pop(), xs
+        if out is None:
             return [None] * len(self.edges)
         found = torch.autograd.grad([out], self.edges, [grad], allow_unused=True)
         self.now = ()
         return found
 
-    def pack(self, x: Tensor) -> Any:
-        for place, given in self.memory.get(x.untyped_storage().data_ptr(), ()):
+    def _pack(self, x: Tensor) -> Any:
+        storage = x.untyped_storage()
+        for place, given in self.memory.get(storage_id(storage), ()):
             begin = x.storage_offset() - given.storage_offset()
             span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-            if x.dtype == given.dtype and x.numel() and 0 <= begin and begin + span <= given.numel():
+            if x.dtype == given.dtype and x.numel() and begin >= 0 and begin + span <= given.numel():
                 return place, x.shape, x.stride(), begin
-        return x
+        self.beside[storage_id(storage)] = storage.nbytes()
+        return x.detach()
 
-    def unpack(self, packed: Any) -> Tensor:
+    def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         place, shape, stride, begin = packed
@@ -180,28 +201,31 @@ class _InnerCalls:
 
     trial: bool = True
     notes: dict[str, Any] = attrs.field(factory=dict)
-    calls: list[InnerCall] = attrs.field(factory=list)
+    work: list[SizedOperation | InnerCall] = attrs.field(factory=list)
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
-        self.calls.append(InnerCall(call, group, [leaf.detach() for leaf in leaves]))
+        self.work.append(InnerCall(call, group, [leaf.detach() for leaf in leaves]))
         return Ready([outline(call, leaf, Here(call.options, group.rank, group.size)) for leaf in leaves])
 
     def recomputing(self) -> Any:
         raise RuntimeError("an exchange of experts' rows is recomputed or offloaded, which no graph holds")
 
 
-class _Others(TorchDispatchMode):
-    """What a function does that a call in a graph cannot: it uses tensors of the trace that it was not given, or draws."""
+class _Operations(TorchDispatchMode):
+    """What a function does: its operations; whether it uses tensors of the trace that it was not given, or draws."""
 
-    def __init__(self, tracer: Any) -> None:
+    def __init__(self, tracer: Any, work: list[SizedOperation | InnerCall]) -> None:
         super().__init__()
-        self.tracer, self.found, self.draws = tracer, False, False
+        self.tracer, self.work, self.others, self.draws = tracer, work, False, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         given = (x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor))
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
-        self.found = self.found or any(get_proxy_slot(x, self.tracer, None) is not None for x in given)
-        return func(*args, **(kwargs or {}))
+        self.others = self.others or any(get_proxy_slot(x, self.tracer, None) is not None for x in given)
+        found = func(*args, **kwargs)
+        self.work.append(operation_of(func, args, kwargs, found, flops=flops_of(func, args, kwargs, found) or 0))
+        return found
 
 
 class StepRecorder(GraphRecorder):
@@ -216,24 +240,30 @@ class StepRecorder(GraphRecorder):
         xs = [x.view_as(x) for x in xs]  # fetches params that are in shards
         asks = tuple(x.requires_grad and torch.is_grad_enabled() for x in xs)
         mode = get_proxy_mode()
-        trial, kept = _InnerCalls(), _Kept({})
+        trial = _InnerCalls()
         with disable_proxy_modes_tracing():
             fresh = [x.detach() for x in xs]
-            with recording(trial), _Others(mode and mode.tracer) as others:  # type: ignore[arg-type]
+            kept = _Kept.of(fresh)
+            with recording(trial), _Operations(mode and mode.tracer, trial.work) as seen:  # type: ignore[arg-type]
                 out = kept.called(function, fresh, asks)
-                forward, trial.calls = trial.calls, []
+                forward = [*trial.work]
                 if out.requires_grad:
-                    kept.gradients(fresh, torch.ones_like(out))
-            if others.found:
+                    grad = torch.ones_like(out)
+                    trial.work.clear()
+                    kept.gradients(fresh, grad)
+            backward = trial.work if out.requires_grad else []
+            if seen.others:
                 raise RuntimeError(
                     "a function of experts' rows uses tensors that are no variables of it, such as a module's parameters: "
                     "pass fds.moe.gated_mlp(...), or a function that names its tensors"
                 )
-            if others.draws:
+            if seen.draws:
                 raise RuntimeError("a function of experts' rows draws by torch's generator: draw outside of it, or by fds.Key")
             output = torch.empty_like(out.detach(), memory_format=torch.contiguous_format)
-        self.sites.append(EagerSite(function, asks, output, (forward, trial.calls), _autocasts()))  # type: ignore[arg-type]
-        found: Tensor = _EagerCall.apply(len(self.sites) - 1, asks, forward[0].group if forward else None, *xs)
+        site = EagerSite(function, asks, output, (forward, backward), sum(kept.beside.values()), _autocasts())
+        self.sites.append(site)  # type: ignore[arg-type]
+        group = next((each.group for each in site.inner(backward=False)), None)
+        found: Tensor = _EagerCall.apply(len(self.sites) - 1, asks, group, *xs)
         return found
 
 

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import attrs
-from torch import fx
+from torch import Tensor, fx
 
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.collective import Here
@@ -14,6 +14,7 @@ from functional_ds.comm.record.ledger import Ledger, Row
 from functional_ds.modules.flops import flops_of
 from functional_ds.modules.operation_cost import SizedOperation, operation_of
 
+from .eager_calls import RUN_BACKWARD, InnerCall, eager_site
 from .graph_collectives import START, WAIT, CallSite, site_of
 from .graph_nodes import OPERATOR, PHASE
 
@@ -218,9 +219,8 @@ class _RankTimeline:
     _channels: dict[Any, int] = attrs.field(factory=dict)  # of each group: its last span
     _under_way: dict[int, int] = attrs.field(factory=dict)  # of each site: its span
 
-    def compute(self, node: fx.Node) -> None:
-        """An operator: the host starts it, and the device runs it after what it has run before."""
-        operation = _operation(node)
+    def compute(self, node: fx.Node, operation: SizedOperation, name: str) -> None:
+        """An operation: the host starts it, and the device runs it after what it has run before."""
         seconds = self.machine.operation_seconds(operation)
         self.host += self.machine.node_seconds
         begin, before = self.device, self.last
@@ -233,10 +233,10 @@ class _RankTimeline:
         self.device += seconds
         self.last = len(self.spans)
         self.host = self.device if self.machine.host_computes else self.host
-        self._add(node, _name(node), COMPUTE, begin, self.device, operation.flops, operation.bytes, before)
+        self._add(node, name, COMPUTE, begin, self.device, operation.flops, operation.bytes, before)
 
-    def start(self, node: fx.Node, site: CallSite, row: Row) -> None:
-        """A collective: it begins when its inputs are computed and its channel is free."""
+    def start(self, node: fx.Node, site: CallSite | InnerCall, row: Row) -> int:
+        """A collective: it begins when its inputs are computed and its channel is free. Gives its span."""
         key = (site.group.name, site.group.ranks)
         begin, before, last = max(self.device, self.host), self.last, self._channels.get(key)
         if last is not None and self.spans[last].end > begin:
@@ -244,14 +244,15 @@ class _RankTimeline:
         elif begin > self.device:
             before = None
         seconds = self.machine.collective_seconds(row, self.links.get(site.group.name.partition("/")[0]))
-        place = self._under_way[site_of(node)] = self._channels[key] = len(self.spans)
+        place = self._channels[key] = len(self.spans)
         self._add(node, _carries(site), site.group.name, begin, begin + seconds, 0, row.bytes, before)
         if self.machine.overlaps < 1:
             self._hold(node, site, seconds * (1 - self.machine.overlaps))
-        if self.machine.host_computes and not site.async_op:  # the host carries it out
+        if isinstance(site, InnerCall) or (self.machine.host_computes and not site.async_op):  # the host carries it out
             self._until(place, node)
+        return place
 
-    def _hold(self, node: fx.Node, site: CallSite, seconds: float) -> None:
+    def _hold(self, node: fx.Node, site: CallSite | InnerCall, seconds: float) -> None:
         """The device does nothing but a part of a collective."""
         begin = max(self.device, self.host)
         self.idle += begin - self.device
@@ -260,6 +261,10 @@ class _RankTimeline:
         self.host = self.device if self.machine.host_computes else self.host
         self.waits.append(ExposedWait(_carries(site), node.meta.get(PHASE) or "", begin, self.device))
         self._add(node, _carries(site), COMPUTE, begin, self.device, 0, 0, before)
+
+    def begin(self, node: fx.Node, site: CallSite, row: Row) -> None:
+        """A collective that another node waits for."""
+        self._under_way[site_of(node)] = self.start(node, site, row)
 
     def wait(self, node: fx.Node) -> None:
         """The device goes on when the collective is over."""
@@ -301,25 +306,32 @@ def graph_cost(
     memory: list[tuple[float, InMemory]] = []
     for node in nodes:
         memory.append((clock.device, held[node]))
-        if node.target is START:
+        eager = eager_site(node, sites)
+        if eager is not None:
+            for each in eager.work[node.target is RUN_BACKWARD]:
+                if isinstance(each, InnerCall):
+                    clock.start(node, each, _count(each, each.xs, book))
+                else:
+                    clock.compute(node, each, each.kind)
+        elif node.target is START:
             site = sites[site_of(node)]
-            _count(node, site, book)
-            clock.start(node, site, _count(node, site, Ledger()))
+            xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
+            clock.begin(node, site, _count(site, xs, book))
         elif node.target is WAIT:
             clock.wait(node)
         elif node.op == "call_function" and isinstance(node.target, OPERATOR):
-            clock.compute(node)
+            clock.compute(node, _operation(node), _name(node))
         elif node.op == "output":
             clock.finish(node)
     return GraphCost(clock.spans, clock.waits, clock.device, clock.busy, clock.idle, book.rows, memory)
 
 
-def _count(node: fx.Node, site: CallSite, book: Ledger) -> Row:
-    """The ledger with a collective in it, and its row."""
+def _count(site: CallSite | InnerCall, xs: Sequence[Tensor], book: Ledger) -> Row:
+    """A collective's own row, which the ledger counts, too."""
     here = Here(site.call.options, site.group.rank, site.group.size)
-    xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
-    book.record(site.call, xs, here, site.group.name, site.group.ranks, Ready([]), 0.0, early=False)
-    return book.rows[-1]
+    for each in (book, alone := Ledger()):
+        each.record(site.call, xs, here, site.group.name, site.group.ranks, Ready([]), 0.0, early=False)
+    return alone.rows[-1]
 
 
 def _operation(node: fx.Node) -> SizedOperation:
@@ -334,5 +346,7 @@ def _name(node: fx.Node) -> str:
     return str(node.target).removeprefix("aten.").partition(".")[0]
 
 
-def _carries(site: CallSite) -> str:
+def _carries(site: CallSite | InnerCall) -> str:
+    if isinstance(site, InnerCall):
+        return f"{site.call.collective.name} of rows on {site.group.name}"
     return f"{site.name} of {site.label!r}" if site.label else f"{site.name} on {site.group.name}"

@@ -15,7 +15,7 @@ from functional_ds.base.marks import like_marked
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.step.state import State
 
-from .eager_calls import RUN
+from .eager_calls import RUN, eager_site
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
 from .graph_cost import GraphCost, InMemory, Rates, graph_cost
 from .graph_draw import draw_cost
@@ -116,7 +116,8 @@ class StepGraph:
     def live(self) -> dict[fx.Node, InMemory]:
         """For each node what is in memory while it runs. A tensor lives until the last use of it, or of a view of it.
 
-        What a collective gives has memory from its start on.
+        What a collective gives has memory from its start on. What an exchange of experts' rows keeps for the backward pass
+        counts as if each expert had as many rows.
         """
         nodes = list(self.module.graph.nodes)
         places = {node: place for place, node in enumerate(nodes)}
@@ -126,7 +127,7 @@ class StepGraph:
             if node.op != "call_function" or _is_item(node) or root_of(node) is not node:
                 continue
             begin = places[node.args[0] if node.target is WAIT else node]
-            for size, end in _sizes(node, ends):
+            for size, end in _sizes(node, ends, self.sites):
                 changes[begin] += size
                 changes[end + 1] -= size
         for gather in self.gathers():
@@ -149,14 +150,12 @@ class StepGraph:
         not share links. A pass that starts a collective earlier is cheaper here, too.
 
         Laws: with infinitely fast links the step takes what it computes; with an infinitely fast device no less than any
-        channel is busy, and no more than all are; names change nothing. The bytes are those that a ledger counts in a run.
+        channel is busy, and no more than all are; names change nothing. The bytes are those that a ledger counts in a run; an
+        exchange of experts' rows is that of a run that gives each expert as many.
 
         Args:
             machine: ``fds.scaling.Machine``, or what has its rates.
             links: of groups, by the name of their axis; others have the machine's.
-
-        Raises:
-            ValueError: the graph exchanges rows of experts, whose numbers are values.
 
         >>> import torch, functional_ds as fds
         >>> step = fds.jit(fds.train_step(lambda w, x: (x @ w).sum(), fds.sgd(0.5)))
@@ -167,8 +166,6 @@ class StepGraph:
         >>> cost.flops, round(cost.seconds, 3)  # forward, and backward for the params
         (1024, 0.001)
         """
-        if any(node.target is RUN for node in self.module.graph.nodes):
-            raise ValueError("the graph exchanges rows of experts, whose numbers are values, so nobody knows its cost")
         return graph_cost(list(self.module.graph.nodes), self.sites, self.live(), machine, links)
 
     def draw(
@@ -222,13 +219,14 @@ def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     return found
 
 
-def _sizes(node: fx.Node, ends: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:
+def _sizes(node: fx.Node, ends: Mapping[fx.Node, int], sites: Sequence[Any]) -> Iterator[tuple[int, int]]:
     """The bytes of each of a node's results, and the place of its last use; what nobody reads stays with the others' list."""
     value = node.meta.get("val")
+    kept = 0 if node.target is not RUN else eager_site(node, sites).kept  # type: ignore[union-attr]
     for place, x in enumerate(value if isinstance(value, (list, tuple)) else [value]):
         if isinstance(x, Tensor):
             items = [user for user in node.users if _is_item(user) and user.args[1] == place]
-            yield x.numel() * x.element_size(), max(ends[each] for each in (node, *items))
+            yield x.numel() * x.element_size() + (kept if place else 0), max(ends[each] for each in (node, *items))
 
 
 def _is_item(node: fx.Node) -> bool:

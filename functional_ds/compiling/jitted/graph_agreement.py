@@ -2,13 +2,12 @@
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 from torch import fx
 
 from functional_ds.comm.record.collective import Here
-from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD, InnerCall
+from functional_ds.compiling.graphs.eager_calls import RUN_BACKWARD, eager_site
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, site_of
 
 __all__ = ["RankCollectives", "disagreement", "rank_collectives"]
@@ -74,7 +73,8 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         if node.target is WAIT and site_of(node) in under_way:
             event = under_way[site_of(node)]
             found.events.append(attrs.evolve(event, digest=None, holds=True))
-        for inner in _inner_calls(node, sites):
+        eager = eager_site(node, sites)
+        for inner in [] if eager is None else eager.inner(backward=node.target is RUN_BACKWARD):
             key = (inner.group.name, inner.group.ranks)
             if inner.group.size > 1:
                 if key not in places:
@@ -103,14 +103,6 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         counts[places[key]] += 1
         under_way[site_of(node)] = event
         found.events.append(event)
-    return found
-
-
-def _inner_calls(node: fx.Node, sites: Sequence[Any]) -> Sequence[InnerCall]:
-    """Those of a function that a node calls."""
-    if node.target not in (RUN, RUN_BACKWARD):
-        return ()
-    found: Sequence[InnerCall] = sites[int(str(node.args[-1]))].inner[node.target is RUN_BACKWARD]
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from functional_ds.base.torch_private import FakeTensorMode, is_fake
 from functional_ds.comm.record.call_recorder import runs_on_shapes
 
 __all__ = ["RowGroups", "grouped_linear"]
@@ -98,12 +99,13 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
         ctx.groups = groups
         ctx.save_for_backward(rows, matrices)
-        if runs_on_shapes(rows):
+        if rows.is_meta:
             return rows.new_empty(len(rows), matrices.shape[2])
         if len(rows) and _fits(rows) and _fits(matrices):
             return F.grouped_mm(rows, matrices, offs=groups.ends)
         found = rows.new_empty(len(rows), matrices.shape[2])
-        for piece, matrix, out in zip(rows.split(groups.read()), matrices, found.split(groups.read()), strict=True):
+        counts = _counts(groups, rows)
+        for piece, matrix, out in zip(rows.split(counts), matrices, found.split(counts), strict=True):
             torch.mm(piece, matrix, out=out)
         return found
 
@@ -124,14 +126,15 @@ class _GroupedOuterProduct(torch.autograd.Function):
         ctx.groups = groups
         ctx.save_for_backward(left, right)
         shape = (groups.size, left.shape[1], right.shape[1])
-        if runs_on_shapes(left):
+        if left.is_meta:
             return left.new_empty(shape)
         if not len(left):
             return left.new_zeros(shape)
         if _fits(left) and _fits(right):
             return F.grouped_mm(left.mT, right, offs=groups.ends)
         found = left.new_empty(shape)
-        for a, b, out in zip(left.split(groups.read()), right.split(groups.read()), found, strict=True):
+        counts = _counts(groups, left)
+        for a, b, out in zip(left.split(counts), right.split(counts), found, strict=True):
             torch.mm(a.mT, b, out=out)
         return found
 
@@ -144,9 +147,21 @@ class _GroupedOuterProduct(torch.autograd.Function):
         return by_left, by_right, None
 
 
+def _counts(groups: RowGroups, rows: Tensor) -> list[int]:
+    """The numbers of rows; a trial without values, which counts what is done, takes them to be even."""
+    if groups.counts is None and runs_on_shapes(rows):
+        return [len(rows) // groups.size + (place < len(rows) % groups.size) for place in range(groups.size)]
+    return groups.read()
+
+
 def _fits(tensor: Tensor) -> bool:
     """Whether ``grouped_mm`` takes it: dense along one of the last dims, with strides and an address of whole 16 bytes."""
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) or tensor.data_ptr() % 16:
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if is_fake(tensor):
+        if tensor.dtype != torch.bfloat16 and not isinstance(tensor.fake_mode, FakeTensorMode):  # type: ignore[attr-defined]
+            return False  # torch's own knows no other dtype
+    elif tensor.data_ptr() % 16:
         return False
     *outer, row, column = tensor.stride()
     dense, other = (row, column) if row == 1 and tensor.shape[-2] != 1 else (column, row)
