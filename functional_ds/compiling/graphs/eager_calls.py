@@ -211,7 +211,7 @@ class _InnerCalls:
         raise RuntimeError("an exchange of experts' rows is recomputed or offloaded, which no graph holds")
 
 
-class _Operations(TorchDispatchMode):
+class _WorkOfCall(TorchDispatchMode):
     """What a function does: its operations; whether it uses tensors of the trace that it was not given, or draws."""
 
     def __init__(self, tracer: Any, work: list[SizedOperation | InnerCall]) -> None:
@@ -244,7 +244,7 @@ class StepRecorder(GraphRecorder):
         with disable_proxy_modes_tracing():
             fresh = [x.detach() for x in xs]
             kept = _Kept.of(fresh)
-            with recording(trial), _Operations(mode and mode.tracer, trial.work) as seen:  # type: ignore[arg-type]
+            with recording(trial), _WorkOfCall(mode and mode.tracer, trial.work) as seen:  # type: ignore[arg-type]
                 out = kept.called(function, fresh, asks)
                 forward = [*trial.work]
                 if out.requires_grad:
