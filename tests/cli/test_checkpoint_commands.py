@@ -143,12 +143,15 @@ def test_a_converted_checkpoint_starts_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeeds_checkpoints(stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = values_of(SHAPES)
-    path = Layout(stage, 2, [["a.w", "b"]], values).write(tmp_path / "ds")
+    mean = torch.tensor([0.5, 2.0])
+    path = Layout(stage, 2, [["a.w", "b"]], values, buffers={"norm.mean": mean}).write(tmp_path / "ds")
     found = answer(capsys, "inspect", path)
     assert (found["kind"], found["stage"], found["ranks"], found["step"]) == ("deepspeed", stage, 2, 3)
     assert found["groups"].keys() == {"masters", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.steps", "others"}
     answer(capsys, "convert", path / "global_step3", tmp_path / "m.safetensors")
-    for name, x in open_checkpoint(str(tmp_path / "m.safetensors")).read(list(SHAPES)).items():
+    read = open_checkpoint(str(tmp_path / "m.safetensors")).read([*SHAPES, "norm.mean"])
+    assert torch.equal(read.pop("norm.mean"), mean)
+    for name, x in read.items():
         assert torch.equal(x, values[name]["master"])
 
 
@@ -195,12 +198,18 @@ def test_averages_are_converted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_deepspeed_run_goes_on_here(stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: the state is that of ``fds.from_deepspeed``; what a state has no place for is named."""
-    path = Layout(stage, 2, [["a.w"], ["b"]], values_of(SHAPES)).write(tmp_path / "ds")
+    buffers = {"mean": torch.tensor([0.5, 2.0]), "count": torch.tensor(7)}
+    path = Layout(stage, 2, [["a.w"], ["b"]], values_of(SHAPES), buffers=buffers).write(tmp_path / "ds")
     found = answer(capsys, "convert", path, tmp_path / "ours", "--to", "functional-ds")
-    assert {"lr_scheduler", "modules' buffers"} <= set(found["left_out"])
-    _, like = fresh(T.zero(1))
+    assert {"lr_scheduler", "client_state"} <= set(found["left_out"])
+    step, _ = fresh(T.zero(1))
+    module = torch.nn.Module()
+    for name, value in buffers.items():
+        module.register_buffer(name, torch.zeros_like(value))
+    like = step.init({name: torch.zeros(shape) for name, shape in SHAPES.items()}, modules=fds.functional(module)[0])
     one = fds.interchange.from_deepspeed(path, like=like)
     two = fds.load(tmp_path / "ours", like=like, allow_missing="key*")
+    assert {name: x.tolist() for name, x in step.module_buffers(two).items()} == {"mean": [0.5, 2.0], "count": 7}
     assert two.step == 3
     for a, b in zip(fds.tree.leaves(one), fds.tree.leaves(two), strict=True):
         assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))

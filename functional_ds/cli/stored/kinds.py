@@ -181,11 +181,16 @@ def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
     tensors |= {f"optimizer.steps/{name}": TensorHeader((), torch.float32) for name in trained}
     updates = files.made()
     tensors["step"] = TensorHeader((), torch.int64)
+    buffers = {f"buffers.{name}": value for name, value in files.buffers.items()}
+    tensors |= {name: TensorHeader(tuple(value.shape), value.dtype) for name, value in buffers.items()}
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         found = {}
         for name in names:
             role, _, leaf = name.partition("/")
+            if name in buffers:
+                found[name] = buffers[name].clone()
+                continue
             if role in ("step", "optimizer.steps"):
                 count = updates if role == "step" else files.updates[files.params[leaf].group]
                 found[name] = torch.tensor(count, dtype=tensors[name].dtype)
@@ -201,9 +206,9 @@ def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
     notes = {"tag": files.path.name, "stage": files.stage, "ranks": len(files.flats), "aliases": dict(files.aliases)}
     notes |= {
         "step": updates,
-        "beside": ("loss_scaler", "lr_scheduler", "client_state", "modules' buffers", "random generators"),
+        "beside": ("loss_scaler", "lr_scheduler", "client_state", "random generators"),
     }
-    params = {name: f"masters/{name}" for name in files.params}
+    params = {name: f"masters/{name}" for name in files.params} | {name: f"buffers.{name}" for name in files.buffers}
     return NamedTensors("deepspeed", path, tensors, params, notes, read)
 
 
