@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from functional_ds import comm
 from functional_ds.base.files import write_atomically
+from functional_ds.deepspeed.api_names import ENGINE, PIPELINE_ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.deepspeed.engine.config_questions import ConfigQuestions
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
 from functional_ds.optim.optimizer import Optimizer, PerParameter
@@ -22,6 +24,7 @@ from functional_ds.step.train_step import train_step
 
 from .pipeline_module import PipelineModule
 from .pipeline_parts import PipelineParts, pipeline_parts
+from .topology import PipelineParallelGrid
 
 __all__ = ["GivenOptimizer", "PipelineEngine", "pipeline_engine"]
 
@@ -50,7 +53,7 @@ class GivenOptimizer:
     move: Callable[[Any], None] = _stepped
 
 
-class PipelineEngine:
+class PipelineEngine(ConfigQuestions):
     """An engine whose update takes ``gradient_accumulation_steps()`` micro-batches from an iterator.
 
     Law: its losses and params are those of the module on one device, on the micro-batches of all data-parallel ranks.
@@ -63,6 +66,7 @@ class PipelineEngine:
         training_dataloader: the loader of ``training_data``; None without it.
         lr_scheduler: is moved after each update that was made, where one was given.
         plan: of the config.
+        grid: which ranks share a stage, a pipeline, a slice.
         param_groups: of an optimizer that was given, or of ``model_parameters`` with numbers of their own; else none.
     """
 
@@ -80,6 +84,7 @@ class PipelineEngine:
         self._skipped: Any = 0
         self.training_dataloader: DataLoader[Any] | None = None
         self.plan, self._parts, self._step = plan, parts, step
+        self.grid = PipelineParallelGrid(module.topology())
         self._state = step.init(parts.params, modules=parts.modules)
         stage = plan.value("zero_optimization.stage")
         module.empty_bare()
@@ -238,6 +243,28 @@ class PipelineEngine:
         """Whether this rank has the last stage."""
         return self.stage_id == self.num_stages - 1
 
+    def get_data_parallel_rank(self) -> int:
+        """Which of the pipelines this rank is in."""
+        return self.grid.data_parallel_id
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """False: between calls of ``train_batch`` no update is under way."""
+        return False
+
+    def get_additional_losses(self) -> None:
+        """None: a ``loss_fn`` gives one scalar."""
+
+    def reset_activation_shape(self) -> None:
+        """Nothing: each update may have its own shapes."""
+
+    def __getattr__(self, name: str) -> Any:
+        why = REFUSED.get(f"{PIPELINE_ENGINE}.{name}") or REFUSED.get(f"{ENGINE}.{name}")
+        raise AttributeError(f"engine.{name}: {why or 'a PipelineEngine has no such attribute'}")
+
     def get_lr(self) -> list[float]:
         """The rate of the next update, for each param group."""
         if self.param_groups:
@@ -342,7 +369,8 @@ def pipeline_engine(
         config: as ``from_ds_config`` takes it. Its batch's sizes are per data-parallel rank, as there.
         make: from the config's plan to what takes the place of its optimizer and scheduler.
         lr: the rate of an optimizer that the config does not have, for a scheduler in it.
-        training_data: each data-parallel rank reads its part, shuffled as torch's DistributedSampler does.
+        training_data: each data-parallel rank reads its part; ``train_batch`` without an iterator in order, as DeepSpeed's,
+            and ``engine.training_dataloader`` shuffled, as torch's DistributedSampler does.
         collate_fn: makes a micro-batch of rows.
 
     Raises:
@@ -378,14 +406,17 @@ def pipeline_engine(
     )
     engine = PipelineEngine(module, plan, parts, strategy(train_step(parts.stages, rule)), given)
     if training_data is not None:
-        sampler: DistributedSampler[Any] = DistributedSampler(training_data, parts.data.size, parts.data.rank)
-        engine.training_dataloader = DataLoader(
-            training_data,
-            plan.batch.train_micro_batch_size_per_gpu,
-            sampler=sampler,
-            drop_last=True,
-            collate_fn=collate_fn,
-            pin_memory=torch.cuda.is_available(),
+        loaders = (
+            DataLoader(
+                training_data,
+                plan.batch.train_micro_batch_size_per_gpu,
+                sampler=DistributedSampler(training_data, parts.data.size, parts.data.rank, shuffle=shuffle),
+                drop_last=True,
+                collate_fn=collate_fn,
+                pin_memory=torch.cuda.is_available(),
+            )
+            for shuffle in (True, False)
         )
-        engine.set_dataloader(engine.training_dataloader)
+        engine.training_dataloader, ordered = loaders
+        engine.set_dataloader(ordered)
     return engine

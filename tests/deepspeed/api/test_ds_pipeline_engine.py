@@ -177,9 +177,12 @@ def test_data_schedulers_and_evaluation() -> None:
             config=config,
             training_data=rows,  # type: ignore[arg-type]
         )
-        engine.set_batch_fn(tuple)
+        seen: list[torch.Tensor] = []
+        engine.set_batch_fn(lambda batch: seen.append(batch[0]) or tuple(batch))  # type: ignore[func-returns-value]
         before = engine.eval_batch(iter(micros(0))).item()
+        seen.clear()
         engine.train_batch()
+        assert torch.equal(torch.cat(seen), torch.stack([row[0] for row in rows]))  # in order, as DeepSpeed's
         engine.train_batch()  # the loader starts over
         after = engine.eval_batch(iter(micros(0)), num_micro_batches=2).item()
         weights = engine.module_state_dict()
@@ -207,6 +210,10 @@ def test_refusals() -> None:
         engine.eval_batch(iter([]), return_logits=True)
     with pytest.raises(StopIteration):
         engine.train_batch(iter(micros(0)[:2]))
+    with pytest.raises(AttributeError, match="initialize another engine"):
+        engine.set_train_batch_size(4)
+    with pytest.raises(AttributeError, match=r"engine\.offload_states: offload_optimizer and"):
+        engine.offload_states()
     with pytest.raises(ConfigError, match="optimiser"):
         made(1, optimiser={})
     module = pipe.PipelineModule(layers(pipe), num_stages=1, loss_fn=loss_of)
