@@ -149,7 +149,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         **{f"{ENGINE}.{name}": why for why, names in _OF_ENGINES.items() for name in names},
         f"{PIPELINE_ENGINE}.log_for_device": "print what you want, where engine.grid says",
         f"{PIPELINE_ENGINE}.set_has_attention_mask": "any tensor of a tuple may pass between stages, with or without gradients",
-        f"{PIPELINE_ENGINE}.set_train_batch_size": "a schedule is made for a number of micro-batches: initialize another engine",
+        f"{PIPELINE_ENGINE}.set_train_batch_size": "a schedule has its number of micro-batches: initialize another engine",
         f"{PIPELINE_ENGINE}.tput_log": "print what you want, where engine.grid says",
         "autotuning": "measure a few composed steps, or predict with fds.memory",
         "checkpoint": "universal checkpoints are not here; fds.from_deepspeed reads ZeRO's, for any number of ranks",

@@ -17,6 +17,7 @@ from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.deepspeed.engine.config_questions import ConfigQuestions
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
+from functional_ds.deepspeed.engine.monitors import Monitors
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Metrics
@@ -66,6 +67,7 @@ class PipelineEngine(ConfigQuestions):
         training_dataloader: the loader of ``training_data``; None without it.
         lr_scheduler: is moved after each update that was made, where one was given.
         plan: of the config.
+        monitor: the config's monitors, told of "lr", "train_loss" and "eval_loss" by rows, and in fp16 of "loss_scale".
         grid: which ranks share a stage, a pipeline, a slice.
         param_groups: of an optimizer that was given, or of ``model_parameters`` with numbers of their own; else none.
     """
@@ -84,6 +86,7 @@ class PipelineEngine(ConfigQuestions):
         self._skipped: Any = 0
         self.training_dataloader: DataLoader[Any] | None = None
         self.plan, self._parts, self._step = plan, parts, step
+        self.monitor = Monitors.of(plan)
         self.grid = PipelineParallelGrid(module.topology())
         self._state = step.init(parts.params, modules=parts.modules)
         stage = plan.value("zero_optimization.stage")
@@ -139,7 +142,14 @@ class PipelineEngine(ConfigQuestions):
         if self.lr_scheduler is not None and self.was_step_applied():
             self._given.move(self.lr_scheduler)
         loss: Tensor = metrics["loss"]
+        if self.monitor.enabled:
+            held = getattr(self._state.slots.get("mixed_precision"), "loss_scale", None)
+            scale = {"loss_scale": held.value} if held is not None and self.fp16_enabled() else {}
+            self._log(lr=self.get_lr()[0], **scale, train_loss=loss)
         return loss
+
+    def _log(self, **numbers: Any) -> None:
+        self.monitor.write_events((f"Train/Samples/{name}", value, self.global_samples) for name, value in numbers.items())
 
     def eval_batch(
         self,
@@ -174,6 +184,8 @@ class PipelineEngine(ConfigQuestions):
             found: Tensor = self._step.evaluate(self._state, batch)
         finally:
             self._parts.train(self.module.training)
+        if self.monitor.enabled:
+            self._log(eval_loss=found)
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:

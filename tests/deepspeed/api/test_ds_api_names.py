@@ -38,6 +38,7 @@ OURS = {
         "pipeline_engine",
         "pipeline_parts",
     },
+    "utils": {"clone_tensors_for_torch_save"},  # DeepSpeed has it in checkpoint.utils
     "utils.groups": {"expert_data_ranks", "expert_ranks"},
 }
 
