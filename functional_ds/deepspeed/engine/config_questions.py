@@ -115,7 +115,7 @@ class ConfigQuestions:
 
     def initial_dynamic_scale(self) -> int:
         """A moving loss scale's first value."""
-        return 2 ** int(self.plan.value("fp16.initial_scale_power"))
+        return 1 << int(self.plan.value("fp16.initial_scale_power"))
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """``torch_autocast.dtype``; None where it is off."""
@@ -127,7 +127,7 @@ class ConfigQuestions:
 
     def optimizer_name(self) -> str | None:
         """``optimizer.type``; DeepSpeed's own optimizers in lower case."""
-        name = self.plan.value("optimizer.type")
+        name: str | None = self.plan.value("optimizer.type")
         return name.lower() if name and rule_of(name) else name
 
     scheduler_name = _asks("scheduler.type")

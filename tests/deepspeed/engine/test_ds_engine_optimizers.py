@@ -129,6 +129,22 @@ def test_a_scheduler_of_torch_over_a_configs_optimizer() -> None:
     close(drive(engine, 3), by_torch(other, plain, 3, scheduler=torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)))
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # torch looks for optimizer.step(), the engine's here
+def test_a_scheduler_of_ones_own_is_moved_by_hand() -> None:
+    module, other = model(), model()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.1, weight_decay=0.1)
+    engine, optimizer, *_ = ds.initialize(model=module, config={**BASE, "optimizer": ADAMW})
+    assert optimizer is not None
+    mine, theirs = (torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer.optimizer, plain))
+    for update in range(3):
+        drive(engine, 1)
+        by_torch(other, plain, 1)
+        mine.step()
+        theirs.step()
+        assert engine.get_lr() == theirs.get_last_lr(), update
+    torch.testing.assert_close([*module.parameters()], [*other.parameters()])
+
+
 @pytest.mark.parametrize("passed", [False, True])
 def test_a_scheduler_of_another_optimizer_is_refused(passed: bool) -> None:
     """Its rates would be nobody's."""
