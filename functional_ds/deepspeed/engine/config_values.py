@@ -7,8 +7,8 @@ from torch.utils.data import DistributedSampler
 
 from functional_ds import comm
 
-from .config_questions import ConfigQuestions
 from .data_loader import EngineLoader, data_loader
+from .loop.config_questions import ConfigQuestions
 
 __all__ = ["ConfigValues"]
 

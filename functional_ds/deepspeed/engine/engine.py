@@ -22,7 +22,7 @@ from .engine_files import load_engine, save_engine
 from .engine_reports import Reports
 from .engine_weights import EngineWeights
 from .loop.engine_loop import EngineLoop, grad_norm_of
-from .monitors import Monitors
+from .loop.monitors import Monitors
 
 __all__ = ["DeepSpeedEngine"]
 

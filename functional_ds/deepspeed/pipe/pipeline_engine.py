@@ -14,10 +14,10 @@ from functional_ds import comm
 from functional_ds.base.files import write_atomically
 from functional_ds.deepspeed.api_names import ENGINE, PIPELINE_ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
-from functional_ds.deepspeed.engine.config_questions import ConfigQuestions
+from functional_ds.deepspeed.engine.loop.config_questions import ConfigQuestions
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
-from functional_ds.deepspeed.engine.monitors import Monitors
+from functional_ds.deepspeed.engine.loop.monitors import Monitors
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Metrics
