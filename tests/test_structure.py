@@ -83,7 +83,7 @@ LATE = {
     ("deepspeed.engine.engine_files", "interchange.deepspeed"): "interchange may be left out",
     ("deepspeed.engine.engine_files", "interchange.deepspeed_files"): "interchange may be left out",
     ("deepspeed.engine.engine_files", "interchange.export"): "interchange may be left out",
-    ("deepspeed.engine.monitors", "fitting.loggers"): "fitting may be left out",
+    ("deepspeed.engine.loop.monitors", "fitting.loggers"): "fitting may be left out",
     ("deepspeed.engine.engine_reports", "profiling.profiler"): "profiling may be left out",
     ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
     ("fitting.checkpoints", "checkpointing.save"): "checkpointing may be left out",

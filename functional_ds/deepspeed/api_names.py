@@ -7,7 +7,7 @@ from types import MappingProxyType, ModuleType
 
 import attrs
 
-__all__ = ["ALIASES", "HERE", "REFUSED", "VERSION", "found", "why_missing"]
+__all__ = ["ALIASES", "ENGINE", "HERE", "PIPELINE_ENGINE", "REFUSED", "VERSION", "found", "why_missing"]
 
 VERSION = "0.19.8"  # whose names these are
 _US = "functional_ds.deepspeed"
@@ -69,9 +69,88 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 _KERNELS = "DeepSpeed's kernels are not here; torch's are used"
 _SERVING = "serving and generation are not here; export the params with fds.export"
 
+_EFFICIENCY = "data efficiency is not here"
+_OFFLOAD = "offload_optimizer and offload_param in the config offload for good; see docs/offload.md"
+_SUMS = "the last backward pass of an update, or step, sums over ranks; deepspeed.comm has the collectives"
+_COMPILE = "compile functions of the model with torch.compile, before initialize"
+_KEYS = "engine.plan.value(path) has every key of the config"
+
+# Attributes of DeepSpeed's engines, by what would do.
+_OF_ENGINES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        _EFFICIENCY: (
+            "curriculum_learning_config",
+            "data_efficiency_config",
+            "data_sampling_config",
+            "random_ltd_config",
+            "random_ltd_initialize",
+            "random_ltd_scheduler",
+            "set_custom_curriculum_learning_schedule",
+        ),
+        _OFFLOAD: ("aio_config", "offload_states", "reload_states", "swap_tensor_config", "zenflow_config"),
+        _SUMS: (
+            "all_gather_scalar",
+            "allreduce_and_copy",
+            "allreduce_bucket",
+            "allreduce_no_retain",
+            "buffered_allreduce_fallback",
+            "sparse_all_gather",
+            "sparse_allreduce",
+            "sparse_allreduce_bucket",
+            "sparse_allreduce_no_retain",
+        ),
+        _COMPILE: (
+            "compile",
+            "compile_autosp",
+            "compile_autotp",
+            "compile_zero_optimization_stage",
+            "get_autosp_backend",
+            "get_autotp_backend",
+            "get_compile_time",
+            "get_deepcompile_backend",
+            "get_deepspeed_compile_backend",
+            "register_compile_pass",
+            "uses_parallelization_pass_only",
+        ),
+        _KEYS: (
+            "autotuning_end_profile_step",
+            "autotuning_metric",
+            "autotuning_metric_path",
+            "autotuning_model_info_path",
+            "autotuning_profile_model_info",
+            "autotuning_start_profile_step",
+            "checkpoint_serialization_enabled",
+            "checkpoint_writer_enabled",
+            "cpuadam_cores_perc",
+            "dynamic_loss_scale_args",
+            "tensor_parallel_config",
+            "torch_autocast_lower_precision_safe_modules",
+        ),
+        "the config's gradient_clipping clips in step()": ("clip_fp32_gradients",),
+        "use no_sync, or several backward passes of one step, which are summed in every stage": ("coalesce_grad_reduction",),
+        "nothing is to be freed: gathered params live as long as a pass needs them": ("empty_partition_cache",),
+        "engine.plan.optimizer is the config's optimizer": ("get_optimizer_configuration",),
+        "isinstance(data, torch.utils.data.IterableDataset) says it": ("is_iterable_style_dataset", "is_map_style_dataset"),
+        "call gc.collect() where you want it": ("collect_python_gc",),
+        "use load_checkpoint(folder, load_module_only=True), or safe_set_full_fp32_param for each parameter": (
+            "load_module_state_dict",
+            "load_moe_state_dict",
+        ),
+        "fds.profile shows times by module; see docs/profile.md": ("print_forward_breakdown",),
+        "give initialize a collate_fn": ("set_data_post_process_func",),
+        "engine.get_wall_clock_timers() and fds.profile have the times": ("timers", "tput_timer", "flops_profiler"),
+    }
+)
+ENGINE, PIPELINE_ENGINE = "runtime.engine.DeepSpeedEngine", "runtime.pipe.engine.PipelineEngine"
+
 # By the name's or module's path in DeepSpeed.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
+        **{f"{ENGINE}.{name}": why for why, names in _OF_ENGINES.items() for name in names},
+        f"{PIPELINE_ENGINE}.log_for_device": "print what you want, where engine.grid says",
+        f"{PIPELINE_ENGINE}.set_has_attention_mask": "any tensor of a tuple may pass between stages, with or without gradients",
+        f"{PIPELINE_ENGINE}.set_train_batch_size": "a schedule has its number of micro-batches: initialize another engine",
+        f"{PIPELINE_ENGINE}.tput_log": "print what you want, where engine.grid says",
         "autotuning": "measure a few composed steps, or predict with fds.memory",
         "checkpoint": "universal checkpoints are not here; fds.from_deepspeed reads ZeRO's, for any number of ranks",
         "checkpointing.get_cuda_rng_tracker": "ranks draw alike or apart by fds.Key; see docs/tensor-parallel.md",
@@ -93,14 +172,14 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "ops.deepspeed4science": _KERNELS,
         "ops.fp_quantizer": _KERNELS,
         "ops.op_builder": "nothing is compiled here",
-        "ops.random_ltd": "data efficiency is not here",
+        "ops.random_ltd": _EFFICIENCY,
         "ops.sparse_attention": "DeepSpeed 0.19.8 has removed it",
         "ops.transformer": _KERNELS,
         "pipe.DualPipeVModule": "a schedule is data: fds.pipelining.dualpipe_v",
         "profiling": "fds.profile counts operations and bytes; see docs/profile.md",
         "replace_transformer_layer": _SERVING,
         "runtime.bf16_optimizer": "ds_config's bf16 block becomes T.mixed_precision",
-        "runtime.data_pipeline": "data efficiency is not here",
+        "runtime.data_pipeline": _EFFICIENCY,
         "runtime.fp16": "ds_config's fp16 block becomes T.mixed_precision; its one-bit optimizers are in the config",
         "runtime.hybrid_engine": _SERVING,
         "runtime.sequence_parallel": "T.sequence and fds.seq; see docs/sequence-parallel.md",

@@ -1,65 +1,40 @@
-"""The engine's questions about its config, by DeepSpeed's names."""
+"""The engine's sizes and place: what its config says, and what programs have changed since."""
 
 from typing import Any
 
 import torch
+from torch.utils.data import DistributedSampler
 
 from functional_ds import comm
-from functional_ds.deepspeed.config.ds_plan import ConfigPlan
+
+from .data_loader import EngineLoader, data_loader
+from .loop.config_questions import ConfigQuestions
 
 __all__ = ["ConfigValues"]
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_ROUTES = ("train", "eval", "predict")
 
 
-class ConfigValues:
-    """Methods of an engine that only read its plan.
+class ConfigValues(ConfigQuestions):
+    """Questions of an engine whose answers may change, and the calls that change them."""
 
-    ``plan.value(path)`` gives any key.
-    """
-
-    plan: ConfigPlan
     _loop: Any
     _counts: Any
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The config with nothing left open."""
-        return self.plan.to_ds_config()
+    collate_fn: Any
 
     @property
     def device(self) -> torch.device:
         """Where params are."""
         return self._loop.state.step.device  # type: ignore[no-any-return]
 
-    @property
-    def local_rank(self) -> int:
-        """This rank's place on its host."""
-        return comm.get_local_rank()
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's place in the world."""
-        return comm.world().rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return comm.world().size
-
-    @property
-    def dp_world_size(self) -> int:
-        """The number of data-parallel ranks."""
-        return self.plan.batch.world_size
-
-    @property
-    def mp_world_size(self) -> int:
-        """The number of model-parallel ranks, which an engine here has none of."""
-        return 1
-
     def get_data_parallel_rank(self) -> int:
         """This rank's place among the data-parallel ranks."""
         return comm.world().rank
+
+    @property
+    def data_parallel_group(self) -> comm.Group:
+        """The data-parallel ranks: all."""
+        return comm.world()
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -100,107 +75,40 @@ class ConfigValues:
         """Changes the rows of a micro-batch, for counts and loaders made later."""
         self._counts.micro_rows = micro_batch_size
 
-    # -- precision and gradients ---------------------------------------------------------------------------------------
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> EngineLoader:
+        """A loader of this rank's part of a data set, as ``initialize`` makes one of ``training_data``.
 
-    def fp16_enabled(self) -> bool:
-        """``fp16.enabled``."""
-        return bool(self.plan.value("fp16.enabled"))
+        Args:
+            dataset: torch's.
+            batch_size: rows of a micro-batch on this rank; by default the config's.
+            route: "train" for shuffled rows; "eval" and "predict" leave them in order.
+            pin_memory: of no effect: memory is pinned where there is a GPU.
+            data_sampler: another than ``DistributedSampler``.
+            collate_fn: from rows to a batch; by default the one that ``initialize`` was given.
+            num_local_io_workers: of no effect: this process reads.
 
-    def bfloat16_enabled(self) -> bool:
-        """``bf16.enabled``."""
-        return bool(self.plan.value("bf16.enabled"))
-
-    def torch_autocast_enabled(self) -> bool:
-        """``torch_autocast.enabled``."""
-        return bool(self.plan.value("torch_autocast.enabled"))
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of the forward pass and of sums of gradients."""
-        found = next((_DTYPES[name] for name in _DTYPES if self.plan.value(f"{name}.enabled")), torch.float32)
-        return found, torch.float32
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
-        return self.fp16_enabled() and not self.plan.value("fp16.loss_scale")
-
-    def loss_scale(self) -> float:
-        """``fp16.loss_scale``: 0 where the scale moves; ``optimizer.cur_scale`` is what the next loss is multiplied by."""
-        return float(self.plan.value("fp16.loss_scale"))
-
-    def gradient_clipping(self) -> float:
-        """The limit of the gradients' norm; 0 for none."""
-        return float(self.plan.value("gradient_clipping"))
-
-    def steps_per_print(self) -> Any:
-        """``steps_per_print``."""
-        return self.plan.value("steps_per_print")
-
-    def wall_clock_breakdown(self) -> bool:
-        """``wall_clock_breakdown``."""
-        return bool(self.plan.value("wall_clock_breakdown"))
-
-    def memory_breakdown(self) -> bool:
-        """``memory_breakdown``."""
-        return bool(self.plan.value("memory_breakdown"))
-
-    def flops_profiler_enabled(self) -> bool:
-        """``flops_profiler.enabled``."""
-        return bool(self.plan.value("flops_profiler.enabled"))
-
-    def dump_state(self) -> bool:
-        """``dump_state``."""
-        return bool(self.plan.value("dump_state"))
-
-    def dataloader_drop_last(self) -> bool:
-        """``dataloader_drop_last``."""
-        return bool(self.plan.value("dataloader_drop_last"))
-
-    def optimizer_name(self) -> str | None:
-        """``optimizer.type``."""
-        return self.plan.value("optimizer.type")  # type: ignore[no-any-return]
-
-    def optimizer_params(self) -> dict[str, Any]:
-        """``optimizer.params``."""
-        return dict(self.config.get("optimizer", {}).get("params", {}))
-
-    def scheduler_name(self) -> str | None:
-        """``scheduler.type``."""
-        return self.plan.value("scheduler.type")  # type: ignore[no-any-return]
-
-    def scheduler_params(self) -> dict[str, Any]:
-        """``scheduler.params``."""
-        return dict(self.config.get("scheduler", {}).get("params", {}))
-
-    # -- ZeRO ----------------------------------------------------------------------------------------------------------
-
-    def zero_optimization_stage(self) -> int:
-        """The stage."""
-        return int(self.plan.value("zero_optimization.stage"))
-
-    def zero_optimization(self) -> bool:
-        """Whether the stage is not 0."""
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded: stages 2 and 3."""
-        return self.zero_optimization_stage() >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether params are sharded: stage 3."""
-        return self.zero_optimization_stage() == 3
-
-    def zero_offload_optimizer(self) -> bool:
-        """Whether the optimizer's state is offloaded."""
-        return bool(self.plan.value("zero_optimization.offload_optimizer.device") != "none")
-
-    def zero_offload_param(self) -> bool:
-        """Whether params are offloaded."""
-        return bool(self.plan.value("zero_optimization.offload_param.device") != "none")
-
-    def zero_cpu_offload(self) -> bool:
-        """Whether the optimizer's state is on the host."""
-        return bool(self.plan.value("zero_optimization.offload_optimizer.device") == "cpu")
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """True: ``save_16bit_model`` writes whole weights in every stage."""
-        return True
+        Raises:
+            ValueError: the route is another.
+        """
+        del pin_memory, num_local_io_workers
+        if route not in _ROUTES:
+            raise ValueError(f"route={route!r}: one of {', '.join(_ROUTES)}")
+        if data_sampler is None and route != "train":
+            here = comm.world()
+            data_sampler = DistributedSampler(dataset, num_replicas=here.size, rank=here.rank, shuffle=False)
+        return data_loader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            collate_fn=collate_fn or self.collate_fn,
+            drop_last=self.dataloader_drop_last(),
+            sampler=data_sampler,
+        )

@@ -20,7 +20,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     rate after each update, as in DeepSpeed.
 
     Attributes:
-        optimizer: the one that was passed to ``initialize``; None for a config's.
+        optimizer: the one that was passed to ``initialize``; for a config's this object.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__([group.given for group in groups], {} if client is None else client.defaults)
         if client is None:  # torch's schedulers read them; no group is filled from them
             self.defaults = {name: value for name, value in groups[0].given.items() if name != "params"}
-        self.optimizer = client
+        self.optimizer: torch.optim.Optimizer = self if client is None else client
         if client is not None:
             self._groups = client.param_groups
 

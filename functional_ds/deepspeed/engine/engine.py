@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds import comm
+from functional_ds.deepspeed.api_names import ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.modules.functional import Apply
 from functional_ds.step.state import State
@@ -17,15 +18,16 @@ from functional_ds.step.step import Metrics, Step
 from .config_values import ConfigValues
 from .ds_optimizer import EngineOptimizer
 from .engine_counts import EngineCounts
-from .engine_files import load_engine, save_engine, save_weights
+from .engine_files import load_engine, save_engine
 from .engine_reports import Reports
+from .engine_weights import EngineWeights
 from .loop.engine_loop import EngineLoop, grad_norm_of
-from .monitors import Monitors
+from .loop.monitors import Monitors
 
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(ConfigValues, nn.Module):
+class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
     """What ``initialize`` returns: DeepSpeed's engine, as a thin shell over ``step.open``, ``backward`` and ``finish``.
 
     ```
@@ -295,28 +297,13 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
+            why = REFUSED.get(f"{ENGINE}.{name}")
+            if why:
+                raise AttributeError(f"engine.{name}: {why}") from None
             raise AttributeError(f"neither the engine nor its {type(module).__name__} has an attribute {name!r}") from None
 
     def __repr__(self) -> str:
         return f"DeepSpeedEngine({type(self.module).__name__}: {self._loop.step})"
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The module's ``state_dict``; in stage 3 ``whole_state_dict`` has the values."""
-        frozen = {name for name, p in self.module.named_parameters() if exclude_frozen_parameters and not p.requires_grad}
-        return {name: value for name, value in self.module.state_dict().items() if name not in frozen}
-
-    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The module's ``state_dict`` with whole params in the dtype of the forward pass, on the host. Collective in stage 3.
-
-        Args:
-            exclude_frozen_parameters: whether it lacks those.
-        """
-        return self._loop.live.whole(self._loop.step, self._loop.state, frozen=not exclude_frozen_parameters)  # type: ignore[no-any-return]
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """What accelerate and transformers ask for: the whole ``state_dict`` on rank 0, None on others. Collective."""
-        found = self.whole_state_dict(exclude_frozen_parameters)
-        return found if comm.world().rank == 0 else None
 
     # -- whole batches -------------------------------------------------------------------------------------------------
 
@@ -447,20 +434,6 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
             scheduler=load_lr_scheduler_states and not load_module_only,
             counts=not load_module_only,
         )
-
-    def save_16bit_model(
-        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Writes ``whole_state_dict`` into one file, by ``torch.save``, or as safetensors if its name ends so. Collective.
-
-        Args:
-            save_dir: created if missing.
-            save_filename: the file.
-            exclude_frozen_parameters: whether to leave frozen params out.
-        """
-        return save_weights(self.whole_state_dict(exclude_frozen_parameters), save_dir, save_filename)
-
-    save_fp16_model = save_16bit_model
 
     # -- for the functional side ---------------------------------------------------------------------------------------
 

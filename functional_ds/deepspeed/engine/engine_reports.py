@@ -16,7 +16,7 @@ from torch import nn
 from functional_ds import comm
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 
-from .monitors import Monitors
+from .loop.monitors import Monitors
 
 __all__ = ["Reports"]
 

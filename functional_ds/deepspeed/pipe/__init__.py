@@ -4,7 +4,7 @@ from .layer_specs import LayerSpec, TiedLayerSpec
 from .pipeline_engine import PipelineEngine, pipeline_engine
 from .pipeline_module import PipelineModule
 from .pipeline_parts import PipelineParts, pipeline_parts
-from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from .topology import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 
 __all__ = [
     "LayerSpec",
@@ -12,6 +12,7 @@ __all__ = [
     "PipeModelDataParallelTopology",
     "PipelineEngine",
     "PipelineModule",
+    "PipelineParallelGrid",
     "PipelineParts",
     "ProcessTopology",
     "TiedLayerSpec",

@@ -12,9 +12,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from functional_ds import comm
 from functional_ds.base.files import write_atomically
+from functional_ds.deepspeed.api_names import ENGINE, PIPELINE_ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.deepspeed.engine.loop.config_questions import ConfigQuestions
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
+from functional_ds.deepspeed.engine.loop.monitors import Monitors
 from functional_ds.deepspeed.engine.loop.saved_beside import LOOSE, check_resumable, module_roles, numbers_of, saved_buffers
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
@@ -23,6 +26,7 @@ from functional_ds.step.train_step import train_step
 
 from .pipeline_module import PipelineModule
 from .pipeline_parts import PipelineParts, pipeline_parts
+from .topology import PipelineParallelGrid
 
 __all__ = ["GivenOptimizer", "PipelineEngine", "pipeline_engine"]
 
@@ -51,7 +55,7 @@ class GivenOptimizer:
     move: Callable[[Any], None] = _stepped
 
 
-class PipelineEngine:
+class PipelineEngine(ConfigQuestions):
     """An engine whose update takes ``gradient_accumulation_steps()`` micro-batches from an iterator.
 
     Law: its losses and params are those of the module on one device, on the micro-batches of all data-parallel ranks.
@@ -64,6 +68,8 @@ class PipelineEngine:
         training_dataloader: the loader of ``training_data``; None without it.
         lr_scheduler: is moved after each update that was made, where one was given.
         plan: of the config.
+        monitor: the config's monitors, told of "lr", "train_loss" and "eval_loss" by rows, and in fp16 of "loss_scale".
+        grid: which ranks share a stage, a pipeline, a slice.
         param_groups: of an optimizer that was given, or of ``model_parameters`` with numbers of their own; else none.
     """
 
@@ -81,6 +87,8 @@ class PipelineEngine:
         self._skipped: Any = 0
         self.training_dataloader: DataLoader[Any] | None = None
         self.plan, self._parts, self._step = plan, parts, step
+        self.monitor = Monitors.of(plan)
+        self.grid = PipelineParallelGrid(module.topology())
         self._state = step.init(parts.params, modules=parts.modules)
         stage = plan.value("zero_optimization.stage")
         module.empty_bare()
@@ -135,7 +143,14 @@ class PipelineEngine:
         if self.lr_scheduler is not None and self.was_step_applied():
             self._given.move(self.lr_scheduler)
         loss: Tensor = metrics["loss"]
+        if self.monitor.enabled:
+            held = getattr(self._state.slots.get("mixed_precision"), "loss_scale", None)
+            scale = {"loss_scale": held.value} if held is not None and self.fp16_enabled() else {}
+            self._log(lr=self.get_lr()[0], **scale, train_loss=loss)
         return loss
+
+    def _log(self, **numbers: Any) -> None:
+        self.monitor.write_events((f"Train/Samples/{name}", value, self.global_samples) for name, value in numbers.items())
 
     def eval_batch(
         self,
@@ -170,6 +185,8 @@ class PipelineEngine:
             found: Tensor = self._step.evaluate(self._state, batch)
         finally:
             self._parts.train(self.module.training)
+        if self.monitor.enabled:
+            self._log(eval_loss=found)
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -238,6 +255,28 @@ class PipelineEngine:
     def is_last_stage(self) -> bool:
         """Whether this rank has the last stage."""
         return self.stage_id == self.num_stages - 1
+
+    def get_data_parallel_rank(self) -> int:
+        """Which of the pipelines this rank is in."""
+        return self.grid.data_parallel_id
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """False: between calls of ``train_batch`` no update is under way."""
+        return False
+
+    def get_additional_losses(self) -> None:
+        """None: a ``loss_fn`` gives one scalar."""
+
+    def reset_activation_shape(self) -> None:
+        """Nothing: each update may have its own shapes."""
+
+    def __getattr__(self, name: str) -> Any:
+        why = REFUSED.get(f"{PIPELINE_ENGINE}.{name}") or REFUSED.get(f"{ENGINE}.{name}")
+        raise AttributeError(f"engine.{name}: {why or 'a PipelineEngine has no such attribute'}")
 
     def get_lr(self) -> list[float]:
         """The rate of the next update, for each param group."""
@@ -369,7 +408,8 @@ def pipeline_engine(
         config: as ``from_ds_config`` takes it. Its batch's sizes are per data-parallel rank, as there.
         make: from the config's plan to what takes the place of its optimizer and scheduler.
         lr: the rate of an optimizer that the config does not have, for a scheduler in it.
-        training_data: each data-parallel rank reads its part, shuffled as torch's DistributedSampler does.
+        training_data: each data-parallel rank reads its part; ``train_batch`` without an iterator in order, as DeepSpeed's,
+            and ``engine.training_dataloader`` shuffled, as torch's DistributedSampler does.
         collate_fn: makes a micro-batch of rows.
 
     Raises:
@@ -405,14 +445,17 @@ def pipeline_engine(
     )
     engine = PipelineEngine(module, plan, parts, strategy(train_step(parts.stages, rule)), given)
     if training_data is not None:
-        sampler: DistributedSampler[Any] = DistributedSampler(training_data, parts.data.size, parts.data.rank)
-        engine.training_dataloader = DataLoader(
-            training_data,
-            plan.batch.train_micro_batch_size_per_gpu,
-            sampler=sampler,
-            drop_last=True,
-            collate_fn=collate_fn,
-            pin_memory=torch.cuda.is_available(),
+        loaders = (
+            DataLoader(
+                training_data,
+                plan.batch.train_micro_batch_size_per_gpu,
+                sampler=DistributedSampler(training_data, parts.data.size, parts.data.rank, shuffle=shuffle),
+                drop_last=True,
+                collate_fn=collate_fn,
+                pin_memory=torch.cuda.is_available(),
+            )
+            for shuffle in (True, False)
         )
-        engine.set_dataloader(engine.training_dataloader)
+        engine.training_dataloader, ordered = loaders
+        engine.set_dataloader(ordered)
     return engine

@@ -6,7 +6,9 @@ from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]
+from functional_ds import comm
+
+__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology"]
 
 
 class ProcessTopology:
@@ -88,3 +90,123 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """``PipelineEngine.grid``: a topology as seen from this rank, with the groups of ranks that share something.
+
+    Attributes:
+        global_rank: this rank's number.
+        world_size: the number of ranks.
+        stage_id: this rank's stage.
+        data_parallel_id: which of the pipelines this rank is in.
+
+    Args:
+        topology: of all ranks; its axes "pipe" and "data", and "model" where layers are cut.
+        process_group: whose ranks these are; by default all.
+
+    Raises:
+        ValueError: the topology has another number of ranks than there are.
+
+    >>> from functional_ds import comm
+    >>> def place():
+    ...     grid = PipelineParallelGrid(PipeDataParallelTopology(2, 1))
+    ...     return grid.get_stage_id(), grid.get_data_parallel_world_size(), grid.get_pipe_parallel_group().size
+    >>> comm.simulate(place, world_size=2)
+    [(0, 1, 2), (1, 1, 2)]
+    """
+
+    def __init__(self, topology: ProcessTopology, process_group: comm.Group | None = None) -> None:
+        here = comm.world() if process_group is None else process_group
+        if topology.world_size() != here.size:
+            raise ValueError(f"topology: {topology} are {topology.world_size()} ranks, and there are {here.size}")
+        self._topo, self._here = topology, here
+        self.global_rank, self.world_size = here.rank, here.size
+        self._place: dict[str, int] = dict(zip(topology.axes, topology.get_coord(here.rank), strict=True))
+        self.stage_id, self.data_parallel_id = self._place.get("pipe", 0), self._place.get("data", 0)
+        self.pipe_parallel_size, self.data_parallel_size = (max(topology.get_dim(axis), 1) for axis in ("pipe", "data"))
+        self.model_parallel_size = self.slice_parallel_size = max(topology.get_dim("model"), 1)
+        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
+        self.pp_group, self.dp_group, self.slice_group = (self._along(axis) for axis in ("pipe", "data", "model"))
+        self.pipe_groups, self.dp_groups = (topology.get_axis_comm_lists(axis) for axis in ("pipe", "data"))
+        self._model = topology.get_axis_list("data", self.data_parallel_id)
+
+    def _along(self, *axes: str) -> list[int]:
+        return self._topo.filter_match(**{axis: place for axis, place in self._place.items() if axis not in axes})
+
+    def _group(self, ranks: list[int], name: str) -> comm.Group:
+        return comm.new_group([self._here.ranks[rank] for rank in ranks], name)
+
+    def topology(self) -> ProcessTopology:
+        """The topology."""
+        return self._topo
+
+    def stage_to_global(self, stage_id: int, **places: int) -> int:
+        """The rank of a stage in this rank's pipeline, or at other places of other axes."""
+        return self._topo.get_rank(**{**self._place, "pipe": stage_id, **places})
+
+    def get_global_rank(self) -> int:
+        """This rank's number."""
+        return self.global_rank
+
+    def get_stage_id(self) -> int:
+        """This rank's stage."""
+        return self.stage_id
+
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """The number of stages."""
+        return self.pipe_parallel_size
+
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+
+    def get_pipe_parallel_group(self) -> comm.Group:
+        """The ranks of this rank's pipeline."""
+        return self._group(self.pp_group, "pipe")
+
+    def get_data_parallel_id(self) -> int:
+        """Which of the pipelines this rank is in."""
+        return self.data_parallel_id
+
+    get_data_parallel_rank = get_data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """The number of pipelines."""
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> comm.Group:
+        """The ranks with this rank's stage, one a pipeline."""
+        return self._group(self.dp_group, "data")
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Their numbers."""
+        return self.dp_group
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place among the ranks that have one copy of the model: all stages, with all their slices."""
+        return self._model.index(self.global_rank)
+
+    def get_model_parallel_world_size(self) -> int:
+        """The number of these."""
+        return len(self._model)
+
+    def get_model_parallel_group(self) -> comm.Group:
+        """These."""
+        return self._group(self._model, "model")
+
+    def get_slice_parallel_rank(self) -> int:
+        """This rank's slice of its layers; 0 where they are whole."""
+        return self._place.get("model", 0)
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+
+    def get_slice_parallel_world_size(self) -> int:
+        """The number of slices."""
+        return self.slice_parallel_size
+
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+
+    def get_slice_parallel_group(self) -> comm.Group:
+        """The ranks with the slices of this rank's layers; this rank alone where they are whole."""
+        return self._group(self.slice_group, "slice")

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from functional_ds.deepspeed.api_names import ALIASES, HERE, REFUSED, found, why_missing
+from functional_ds.deepspeed.api_names import ALIASES, HERE, PIPELINE_ENGINE, REFUSED, found, why_missing
+from functional_ds.deepspeed.api_names import ENGINE as ENGINE_PATH
+from functional_ds.deepspeed.engine import DeepSpeedEngine
+from functional_ds.deepspeed.pipe import PipelineEngine
 from tests.deepspeed.api.api_page import PAGE, written
 from tests.deepspeed.api.real_imports import ENGINE, IMPORTS
 from tests.deepspeed.real import real
@@ -29,12 +32,13 @@ OURS = {
         "PipeDataParallelTopology",
         "PipeModelDataParallelTopology",
         "PipelineEngine",
+        "PipelineParallelGrid",
         "PipelineParts",
         "ProcessTopology",
         "pipeline_engine",
         "pipeline_parts",
     },
-    "utils": {"clone_tensors_for_torch_save"},  # theirs is in checkpoint.utils, which here is another name of utils
+    "utils": {"clone_tensors_for_torch_save"},  # DeepSpeed has it in checkpoint.utils
     "utils.groups": {"expert_data_ranks", "expert_ranks"},
 }
 
@@ -56,6 +60,10 @@ def here(path: str) -> bool:
 
 def theirs(path: str) -> Any:
     """DeepSpeed's own module or name; None where it has none."""
+    if path.startswith((f"{ENGINE_PATH}.", f"{PIPELINE_ENGINE}.")):
+        of, _, name = path.rpartition(".")
+        engine = getattr(real(f"deepspeed.{of.rpartition('.')[0]}"), of.rpartition(".")[2])
+        return name if hasattr(engine, name) or f"self.{name} = " in inspect.getsource(engine) else None
     attributes = {"checkpointing": "runtime.activation_checkpointing.checkpointing", "zero": "runtime.zero"}  # of the package
     path = re.sub(r"^\w+", lambda word: attributes.get(word[0], word[0]), path)
     parent, _, name = path.rpartition(".")
@@ -199,3 +207,13 @@ def test_the_runners_own_words(words: list[str], code: int, text: str, capsys: p
     assert ended.value.code == code
     out = capsys.readouterr()
     assert text in out.out + out.err
+
+
+@pytest.mark.parametrize("path", [ENGINE_PATH, PIPELINE_ENGINE])
+def test_every_call_of_an_engine_is_here_or_refused_by_name(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    calls = vars(getattr(real(f"deepspeed.{module}"), name)).items()
+    methods = {each for each, call in calls if callable(call) and not each.startswith("_")}
+    ours = DeepSpeedEngine if path == ENGINE_PATH else PipelineEngine
+    refused = {each.rpartition(".")[2] for each in REFUSED if each.startswith((ENGINE_PATH, path))}
+    assert {each for each in methods if not hasattr(ours, each)} <= refused

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.deepspeed import checkpointing
+from functional_ds.deepspeed import checkpointing, pipe
 from functional_ds.deepspeed.moe import layer as experts
 from functional_ds.deepspeed.moe import utils as moe_utils
 from functional_ds.deepspeed.pipe import LayerSpec, PipelineModule, ProcessTopology, TiedLayerSpec, pipeline_parts
@@ -301,3 +301,32 @@ def test_grids_of_ranks_are_deepspeeds() -> None:
     assert ours.get_dim("none") == other.get_dim("none") == 0
     assert [tuple(ours.get_coord(rank)) for rank in range(12)] == [tuple(other.get_coord(rank)) for rank in range(12)]
     assert ours.filter_match(pipe=1, model=0) == other.filter_match(pipe=1, model=0)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 1)])
+def test_a_grid_says_who_shares_what(sizes: tuple[int, int, int]) -> None:
+    """A rank's group along an axis has the ranks whose places differ in that axis alone, in the axis's order."""
+    axes = ("pipe", "data", "model")
+
+    def seen() -> dict[str, Any]:
+        topology = pipe.PipeModelDataParallelTopology(num_pp=sizes[0], num_dp=sizes[1], num_mp=sizes[2])
+        grid = pipe.PipelineParallelGrid(topology)
+        me = dict(zip(axes, topology.get_coord(grid.get_global_rank()), strict=True))
+        places = comm.all_gather_object(me)
+        found = {}
+        for axis, name in zip(axes, ("pipe_parallel", "data_parallel", "slice_parallel"), strict=True):
+            shared = [rank for rank, at in enumerate(places) if all(at[other] == me[other] for other in axes if other != axis)]
+            group = getattr(grid, f"get_{name}_group")()
+            found[axis] = (group.ranks, getattr(grid, f"get_{name}_rank")(), getattr(grid, f"get_{name}_world_size")())
+            assert found[axis] == (tuple(shared), shared.index(comm.world().rank), len(shared))
+            assert [*map(grid.stage_to_global, range(sizes[0]))] == shared or axis != "pipe"
+        model = [rank for rank, at in enumerate(places) if at["data"] == me["data"]]
+        assert grid.get_model_parallel_group().ranks == tuple(model)
+        assert grid.get_model_parallel_rank() == model.index(comm.world().rank)
+        assert (grid.get_stage_id(), grid.get_data_parallel_id()) == (me["pipe"], me["data"])
+        assert grid.get_data_parallel_group_ranks() == [*found["data"][0]]
+        return found
+
+    assert len({str(each) for each in comm.simulate(seen, world_size=4)}) == 4
+    with pytest.raises(ValueError, match="are 4 ranks, and there are 1"):
+        pipe.PipelineParallelGrid(pipe.PipeDataParallelTopology(2, 2))

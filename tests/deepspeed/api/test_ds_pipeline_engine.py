@@ -196,12 +196,13 @@ def test_groups_have_their_own_rates(kind: str, tmp_path: Path) -> None:
         assert found == pytest.approx([*expected, 0], rel=1e-5)
 
 
-def test_data_schedulers_and_evaluation() -> None:
+def test_data_schedulers_and_evaluation(tmp_path: Path) -> None:
     def on_rank() -> tuple[Any, ...]:
         module = values(pipe.PipelineModule(layers(pipe), num_stages=2, loss_fn=loss_of, partition_method="uniform"))
         held = FusedAdam(module.parameters(), lr=0.05)
         rows = [row for pair in micros(0) for row in zip(*pair, strict=True)]
         config = {name: block for name, block in CONFIG.items() if name not in ("optimizer", "scheduler")}
+        config["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
         scheduler = WarmupLR(held, warmup_num_steps=4)
         engine, *_ = initialize(
             model=module,  # type: ignore[arg-type]
@@ -210,9 +211,12 @@ def test_data_schedulers_and_evaluation() -> None:
             config=config,
             training_data=rows,  # type: ignore[arg-type]
         )
-        engine.set_batch_fn(tuple)
+        seen: list[torch.Tensor] = []
+        engine.set_batch_fn(lambda batch: seen.append(batch[0]) or tuple(batch))  # type: ignore[func-returns-value]
         before = engine.eval_batch(iter(micros(0))).item()
+        seen.clear()
         engine.train_batch()
+        assert torch.equal(torch.cat(seen), torch.stack([row[0] for row in rows]))  # in order, as DeepSpeed's
         engine.train_batch()  # the loader starts over
         after = engine.eval_batch(iter(micros(0)), num_micro_batches=2).item()
         weights = engine.module_state_dict()
@@ -220,6 +224,12 @@ def test_data_schedulers_and_evaluation() -> None:
         return before, after, list(weights), engine.get_lr(), engine.global_samples, stage, engine.get_global_grad_norm()
 
     both = comm.simulate(on_rank, world_size=2)
+    logged = {path.stem: path.read_text().split()[1:] for path in (tmp_path / "job").iterdir()}
+    assert {name: [row.split(",")[0] for row in told] for name, told in logged.items()} == {
+        "Train_Samples_lr": ["8", "16"],
+        "Train_Samples_train_loss": ["8", "16"],
+        "Train_Samples_eval_loss": ["0", "16"],
+    }
     assert both[0][:5] == both[1][:5]
     before, after, names, rates, samples, stage, norm = both[0]
     assert after < before
@@ -240,6 +250,10 @@ def test_refusals() -> None:
         engine.eval_batch(iter([]), return_logits=True)
     with pytest.raises(StopIteration):
         engine.train_batch(iter(micros(0)[:2]))
+    with pytest.raises(AttributeError, match="initialize another engine"):
+        engine.set_train_batch_size(4)
+    with pytest.raises(AttributeError, match=r"engine\.offload_states: offload_optimizer and"):
+        engine.offload_states()
     with pytest.raises(ConfigError, match="optimiser"):
         made(1, optimiser={})
     module = pipe.PipelineModule(layers(pipe), num_stages=1, loss_fn=loss_of)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import functional_ds as fds
 
@@ -128,6 +129,22 @@ def test_a_scheduler_of_torch_over_a_configs_optimizer() -> None:
     close(drive(engine, 3), by_torch(other, plain, 3, scheduler=torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)))
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # torch looks for optimizer.step(), the engine's here
+def test_a_scheduler_of_ones_own_is_moved_by_hand() -> None:
+    module, other = model(), model()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.1, weight_decay=0.1)
+    engine, optimizer, *_ = ds.initialize(model=module, config={**BASE, "optimizer": ADAMW})
+    assert optimizer is not None
+    mine, theirs = (torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer.optimizer, plain))
+    for update in range(3):
+        drive(engine, 1)
+        by_torch(other, plain, 1)
+        mine.step()
+        theirs.step()
+        assert engine.get_lr() == theirs.get_last_lr(), update
+    torch.testing.assert_close([*module.parameters()], [*other.parameters()])
+
+
 @pytest.mark.parametrize("passed", [False, True])
 def test_a_scheduler_of_another_optimizer_is_refused(passed: bool) -> None:
     """Its rates would be nobody's."""
@@ -246,3 +263,38 @@ def test_refused_calls() -> None:
     with pytest.raises(RuntimeError, match="no optimizer"):
         bare.backward(bare(rows(0)).mean())
     del engine
+
+
+def test_questions_about_the_config_and_refused_names() -> None:
+    more: dict[str, Any] = {"prescale_gradients": True, "gradient_predivide_factor": 2.0, "steps_per_print": 7}
+    zero = {"stage": 1, "reduce_bucket_size": 100, "stage3_param_persistence_threshold": 5}
+    engine = ds.initialize(
+        model=model(), config={**BASE, "optimizer": ADAMW, **more, "bf16": {"enabled": True}, "zero_optimization": zero}
+    )[0]
+    expected = {
+        "postscale_gradients": False,
+        "gradient_predivide_factor": 2.0,
+        "steps_per_print": 7,
+        "zero_reduce_bucket_size": 100,
+        "zero_param_persistence_threshold": 5,
+        "zero_overlap_comm": False,
+        "optimizer_name": "adamw",
+        "scheduler_params": None,
+        "curriculum_learning_enabled": False,
+        "initial_dynamic_scale": 65536,
+    }
+    assert {name: getattr(engine, name)() for name in expected} == expected
+    assert engine.communication_data_type == torch.bfloat16
+    with pytest.raises(AttributeError, match=r"engine\.offload_states: offload_optimizer and offload_param"):
+        engine.offload_states()
+    with pytest.raises(RuntimeError, match=r"torch\.compile, before initialize"):
+        engine.compile()
+    with pytest.raises(RuntimeError, match=r"no_sync\(\)"):
+        engine.enable_backward_allreduce = False
+    data = TensorDataset(torch.arange(8.0))
+    assert [row.tolist() for (row,) in engine.deepspeed_io(data, 4, route="eval")] == [
+        [0.0, 1.0, 2.0, 3.0],
+        [4.0, 5.0, 6.0, 7.0],
+    ]
+    with pytest.raises(ValueError, match="route='test': one of train, eval, predict"):
+        engine.deepspeed_io(data, route="test")
