@@ -19,6 +19,7 @@ from functional_ds.compiling import JitWarning
 from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD, _Kept
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, carrying_out
 from functional_ds.modules.flops import FlopCounter
+from functional_ds.step.axes import axis
 from tests.compiling.test_graph_live import Measuring
 from tests.planting import Bug, planted
 
@@ -197,6 +198,46 @@ def test_what_a_call_cannot_do_stays_eager(f: Callable[..., Any], reason: str) -
         step(state, torch.randn(6, WIDE))
 
 
+def of_other_losses(case: str) -> None:
+    """Two ranks: a function that asks for an axis of the step, which a graph lacks; and a rank without rows."""
+    mesh, rank = comm.mesh(dp=2).split("dp", edp=1, ep=2), comm.world().rank
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        up, down = p["up"], p["down"]
+
+        def asking(rows: Tensor, groups: Any) -> Tensor:
+            return moe.mlp(up, down)(rows, groups) * (1.0 if axis("ep") else 2.0)
+
+        y = moe.exchange(asking if case == "axis" else moe.mlp(up, down), x, routing=moe.route(x @ p["router"].T, 2))
+        return y.square().mean() if len(x) else p["router"].sum() * 0  # reaches the exchange in no other way
+
+    def run(jits: bool) -> Found:
+        draws = torch.Generator().manual_seed(0)
+        params = {"router": torch.randn(4, WIDE, generator=draws)}
+        params |= {name: torch.randn(4, WIDE, WIDE, generator=draws) for name in ("up", "down")}
+        chain = fds.compose(T.zero(3, mesh["edp", "ep"]), T.experts("up|down", mesh["ep"]))
+        step: Any = chain(fds.train_step(loss, fds.adamw(0.01), unused="zeros"))
+        step = fds.jit(step) if jits else step
+        state, told, rows = step.init(params), [], 0 if case == "no rows" and rank else 6
+        with comm.ledger() as book, warnings.catch_warnings():
+            warnings.simplefilter("ignore", JitWarning)
+            for _ in range(3):
+                state, metrics = step(state, torch.randn(rows, WIDE, generator=draws))
+                told.append(repr(metrics["loss"].item()))
+        sent = [row for row in book.rows if not row.group.endswith(("/control", "/jit"))]
+        return told, [x for x in fds.tree.leaves(state) if isinstance(x, Tensor)], sent, step.reasons if jits else []
+
+    (*found, reasons), expected = run(True), run(False)
+    assert [case == "axis" and "axis 'ep'" in reason for reason in reasons] == [True] * (case == "axis")
+    assert_same((*found, []), expected)
+
+
+@pytest.mark.law(58)
+@pytest.mark.parametrize("case", ["axis", "no rows"])
+def test_another_loss(case: str) -> None:
+    comm.simulate(of_other_losses, case, world_size=2)
+
+
 class Block(torch.nn.Module):
     """Experts in a module."""
 
@@ -232,7 +273,16 @@ def test_recomputed_exchanges_stay_eager(policy: str) -> None:
 
 
 CALLS = "compiling.graphs.eager_calls"
+EXCHANGE = "parallel.experts.token_exchange"
 BUGS: list[tuple[Callable[[], Any], Bug]] = [
+    (
+        lambda: comm.simulate(of_other_losses, "axis", world_size=2),
+        Bug("a call has no axes", CALLS, "if name in self:", "if False:", Exception),
+    ),
+    (
+        lambda: comm.simulate(of_other_losses, "no rows", world_size=2),
+        Bug("a rank without rows stays away", EXCHANGE, "if size > 1 and not len(rows):", "if False:", Exception),
+    ),
     (
         on_two,
         Bug("gradients are mixed up", CALLS, "[out], self.edges, [grad]", "[out], self.edges[::-1], [grad]", Exception),

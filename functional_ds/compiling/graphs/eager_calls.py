@@ -22,6 +22,7 @@ from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group, Ready
 from functional_ds.modules.flops import flops_of
 from functional_ds.modules.operation_cost import SizedOperation, operation_of
+from functional_ds.step.axes import axes, with_axes
 
 from .graph_collectives import GraphRecorder, site_here
 
@@ -228,6 +229,18 @@ class _WorkOfCall(TorchDispatchMode):
         return found
 
 
+class _AxesOutside(dict[str, Any]):
+    """The axes of a step, which a function lacks where a graph calls it."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name in self:
+            raise RuntimeError(
+                f"a function of experts' rows asks for the step's axis {name!r}, which a graph lacks: ask outside of "
+                "it, and pass the group"
+            )
+        return default
+
+
 class StepRecorder(GraphRecorder):
     """Puts collectives into a graph, and functions whose inner sizes depend on values."""
 
@@ -235,7 +248,7 @@ class StepRecorder(GraphRecorder):
         """Two nodes: a call of the function here, and another in the backward pass.
 
         Raises:
-            RuntimeError: it uses tensors of the trace that it is not given, or draws by torch's generator.
+            RuntimeError: it uses tensors of the trace that it is not given, asks for an axis, or draws by torch's generator.
         """
         xs = [x.view_as(x) for x in xs]  # fetches params that are in shards
         asks = tuple(x.requires_grad and torch.is_grad_enabled() for x in xs)
@@ -244,7 +257,8 @@ class StepRecorder(GraphRecorder):
         with disable_proxy_modes_tracing():
             fresh = [x.detach() for x in xs]
             kept = _Kept.of(fresh)
-            with recording(trial), _WorkOfCall(mode and mode.tracer, trial.work) as seen:  # type: ignore[arg-type]
+            tracer: Any = mode and mode.tracer
+            with recording(trial), with_axes(_AxesOutside(axes())), _WorkOfCall(tracer, trial.work) as seen:  # type: ignore[arg-type]
                 out = kept.called(function, fresh, asks)
                 forward = [*trial.work]
                 if out.requires_grad:

@@ -1,7 +1,7 @@
 """Dispatch and combine: tokens travel to the ranks that hold their experts, and the results back."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -119,12 +119,12 @@ def exchange(
     size = 1 if group is None else group.size
     rows = x.reshape(-1, x.shape[-1])
     _check(rows, x, routing, size)
-    recorder = current_recorder()
-    if recorder is not None and not recorder.trial:
-        out = _as_one_call(recorder, f, rows, routing, group, way).view(*x.shape[:-1], -1)
-        return out if shared is None else out + shared(x)
-    if group is None or size == 1:
-        out = _alone(f, rows, routing)
+    recorder: Any = current_recorder()
+    traced = recorder is not None and not recorder.trial
+    if traced or group is None or size == 1:
+        out = _as_one_call(recorder, f, rows, routing, group, way) if traced else _alone(f, rows, routing)
+        if size > 1 and not len(rows):
+            _keep(out)
         out = out.view(*x.shape[:-1], out.shape[-1])
         return out if shared is None else out + shared(x)
     volume = exchange_volume(1, routing.experts.shape[1], width=1, ranks=size, reach=routing.reach(size))
