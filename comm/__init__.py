@@ -1,57 +1,70 @@
 """Collectives as records, and the worlds that run them: groups, meshes, simulated ranks, processes, ledgers."""
 
-from functional_ds.comm.algorithms import cost
-from functional_ds.comm.compression.codecs import Blocks, Cast, Codec, OneBit, TopK
-from functional_ds.comm.compression.compressed import compressed
-from functional_ds.comm.compression.error_feedback import ErrorFeedback, Residual
-from functional_ds.comm.debug.checked import checked, monitored_barrier
-from functional_ds.comm.debug.clock import Offsets, clock_offsets
-from functional_ds.comm.debug.explore import explore
-from functional_ds.comm.debug.trace import Spread, ledger, spreads, write_trace
-from functional_ds.comm.debug.traffic import draw_traffic, traffic
-from functional_ds.comm.record.collective import Call, Collective, Here
-from functional_ds.comm.record.errors import (
-    CommError,
-    DeadlockError,
-    DivergenceError,
-    MismatchError,
-    RankFailedError,
-    TimedOutError,
-    UnmatchedError,
-    VarianceError,
-    WrittenError,
-)
-from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.ledger import Ledger, Row
-from functional_ds.comm.record.pending import Pending
-from functional_ds.comm.record.permutation import Permutation
-from functional_ds.comm.record.table import TABLE
-from functional_ds.comm.record.variance import Variance
-from functional_ds.comm.simulation.simulator import simulate
-from functional_ds.comm.worlds.current import world
-from functional_ds.comm.worlds.symmetric import is_symmetric, symmetric
+from typing import TYPE_CHECKING
 
-from . import algorithms
-from .agree import agree
-from .api import (
-    all_gather,
-    all_reduce,
-    barrier,
-    broadcast,
-    gather,
-    reduce,
-    reduce_scatter,
-    repeat,
-    scatter,
-)
-from .declare import invariant, partial, replicated, varying
-from .exchange import all_to_all, permute
-from .megatron import copy_to, gather_from, reduce_from, scatter_to
-from .mesh import Mesh, mesh
-from .objects import all_gather_object, broadcast_object
-from .p2p import Recv, Send, batch_p2p, irecv, isend, recv, send
-from .setup import destroy_process_group, get_local_rank, get_rank, get_world_size, init_distributed, is_initialized, new_group
-from .spawn import spawn
+from functional_ds.base.lazy import lazy_index
+
+if TYPE_CHECKING:
+    from functional_ds.comm.algorithms import cost
+    from functional_ds.comm.compression.codecs import Blocks, Cast, Codec, OneBit, TopK
+    from functional_ds.comm.compression.compressed import compressed
+    from functional_ds.comm.compression.error_feedback import ErrorFeedback, Residual
+    from functional_ds.comm.debug.checked import checked, monitored_barrier
+    from functional_ds.comm.debug.clock import Offsets, clock_offsets
+    from functional_ds.comm.debug.explore import explore
+    from functional_ds.comm.debug.trace import Spread, ledger, spreads, write_trace
+    from functional_ds.comm.debug.traffic import draw_traffic, traffic
+    from functional_ds.comm.record.collective import Call, Collective, Here
+    from functional_ds.comm.record.errors import (
+        CommError,
+        DeadlockError,
+        DivergenceError,
+        MismatchError,
+        RankFailedError,
+        TimedOutError,
+        UnmatchedError,
+        VarianceError,
+        WrittenError,
+    )
+    from functional_ds.comm.record.group import Group
+    from functional_ds.comm.record.ledger import Ledger, Row
+    from functional_ds.comm.record.pending import Pending
+    from functional_ds.comm.record.permutation import Permutation
+    from functional_ds.comm.record.table import TABLE
+    from functional_ds.comm.record.variance import Variance
+    from functional_ds.comm.simulation.simulator import simulate
+    from functional_ds.comm.worlds.current import world
+    from functional_ds.comm.worlds.symmetric import is_symmetric, symmetric
+
+    from . import algorithms
+    from .agree import agree
+    from .api import (
+        all_gather,
+        all_reduce,
+        barrier,
+        broadcast,
+        gather,
+        reduce,
+        reduce_scatter,
+        repeat,
+        scatter,
+    )
+    from .declare import invariant, partial, replicated, varying
+    from .exchange import all_to_all, permute
+    from .megatron import copy_to, gather_from, reduce_from, scatter_to
+    from .mesh import Mesh, mesh
+    from .objects import all_gather_object, broadcast_object
+    from .p2p import Recv, Send, batch_p2p, irecv, isend, recv, send
+    from .setup import (
+        destroy_process_group,
+        get_local_rank,
+        get_rank,
+        get_world_size,
+        init_distributed,
+        is_initialized,
+        new_group,
+    )
+    from .spawn import spawn
 
 __all__ = [
     "TABLE",
@@ -139,6 +152,4 @@ __all__ = [
     "write_trace",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+lazy_index(__name__)

@@ -1,76 +1,67 @@
 """Training steps as pure functions, and transforms that parallelise them."""
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-from functional_ds.base import tree
-from functional_ds.base.marks import freeze
-from functional_ds.base.optional import optional
-from functional_ds.base.prng import Key
-from functional_ds.base.weighted import Weighted
-from functional_ds.modules.deferred_init import deferred
-from functional_ds.modules.functional import Apply, functional
-from functional_ds.optim.adagrad import adagrad
-from functional_ds.optim.adam import adam, adamw
-from functional_ds.optim.lamb import lamb
-from functional_ds.optim.lion import lion
-from functional_ds.optim.muon import muon
-from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
-from functional_ds.optim.optimizer import Optimizer, PerParameter
-from functional_ds.optim.param_groups import param_groups
-from functional_ds.optim.per_matrix import per_matrix
-from functional_ds.optim.sgd import sgd
-from functional_ds.remat import policy as remat_policies
-from functional_ds.remat.policy import RematPolicy
-from functional_ds.remat.remat import checkpoint_name, remat
-from functional_ds.remat.report import RematReport, remat_report
-from functional_ds.sharding import grouping as units
-from functional_ds.sharding.layout import Layout, shard, unshard
-from functional_ds.sharding.leaf_map import LeafMap
-from functional_ds.sharding.sources import from_source
-from functional_ds.step.compose import compose, wrap
-from functional_ds.step.forward_pass import Gradients, Pass
-from functional_ds.step.phases import innermost, outermost
-from functional_ds.step.state import DonatedStateError, State, UpdateError
-from functional_ds.step.step import Step, Transform
-from functional_ds.step.tape import Tape
-from functional_ds.step.train_step import train_step
+from functional_ds.base.lazy import lazy_index
 
-from . import comm
+if TYPE_CHECKING:
+    from functional_ds.base import tree
+    from functional_ds.base.marks import freeze
+    from functional_ds.base.prng import Key
+    from functional_ds.base.weighted import Weighted
+    from functional_ds.modules.deferred_init import deferred
+    from functional_ds.modules.functional import Apply, functional
+    from functional_ds.optim.adagrad import adagrad
+    from functional_ds.optim.adam import adam, adamw
+    from functional_ds.optim.lamb import lamb
+    from functional_ds.optim.lion import lion
+    from functional_ds.optim.muon import muon
+    from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
+    from functional_ds.optim.optimizer import Optimizer, PerParameter
+    from functional_ds.optim.param_groups import param_groups
+    from functional_ds.optim.per_matrix import per_matrix
+    from functional_ds.optim.sgd import sgd
+    from functional_ds.remat import policy as remat_policies
+    from functional_ds.remat.policy import RematPolicy
+    from functional_ds.remat.remat import checkpoint_name, remat
+    from functional_ds.remat.report import RematReport, remat_report
+    from functional_ds.sharding import grouping as units
+    from functional_ds.sharding.layout import Layout, shard, unshard
+    from functional_ds.sharding.leaf_map import LeafMap
+    from functional_ds.sharding.sources import from_source
+    from functional_ds.step.compose import compose, wrap
+    from functional_ds.step.forward_pass import Gradients, Pass
+    from functional_ds.step.phases import innermost, outermost
+    from functional_ds.step.state import DonatedStateError, State, UpdateError
+    from functional_ds.step.step import Step, Transform
+    from functional_ds.step.tape import Tape
+    from functional_ds.step.train_step import train_step
 
-from . import transforms  # isort: skip  (the layer above: it imports the names above)
-
-# Each of these folders can be left out of an installation.
-with optional("functional_ds.checkpointing"):
-    from . import checkpointing
+    from . import (
+        checkpointing,
+        comm,
+        compiling,
+        deepspeed,
+        interchange,
+        jobs,
+        memory,
+        pipelining,
+        profiling,
+        scaling,
+        transforms,
+    )
     from .checkpointing import load, save
-with optional("functional_ds.compiling"):
-    from . import compiling
     from .compiling import CompileReport, compile_report, jit
-with optional("functional_ds.deepspeed"):
-    from . import deepspeed
     from .deepspeed import from_ds_config
-with optional("functional_ds.fitting"):
     from .fitting import Checkpoints, Evaluation, Logging, fit
-with optional("functional_ds.interchange"):
-    from . import interchange
     from .interchange import export, from_deepspeed, load_params
-with optional("functional_ds.jobs", "functional_ds.fitting"):
-    from . import jobs
     from .jobs import Job, load_job, run_job
-with optional("functional_ds.memory"):
-    from . import memory
-with optional("functional_ds.parallel"):
     from .parallel import experts as moe
     from .parallel import sequence as seq
     from .parallel import tensor as tp
     from .parallel.sequence.tiled import tiled
-with optional("functional_ds.pipelining"):
-    from . import pipelining
-with optional("functional_ds.profiling"):
-    from . import profiling
     from .profiling import profile
-with optional("functional_ds.scaling", "functional_ds.memory", "functional_ds.pipelining"):
-    from . import scaling
 
 __all__ = [
     "Apply",
@@ -155,6 +146,4 @@ __all__ = [
 
 __version__ = version("functional-ds")
 
-
-def __dir__() -> list[str]:
-    return __all__
+lazy_index(__name__)

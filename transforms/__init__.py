@@ -1,34 +1,32 @@
 """Transforms: functions from steps to steps, for data parallelism, precision, memory and schedules."""
 
-from functional_ds.base.optional import optional
-from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale
-from functional_ds.transforms.precision.mixed_precision import mixed_precision
-from functional_ds.transforms.precision.policy import Policy
-from functional_ds.transforms.zero.zero import Zero, zero
+from typing import TYPE_CHECKING
 
-from .accumulate import accumulate
-from .clip import clip
-from .compressed_gradients import compressed_gradients
-from .ema import averaged, ema
-from .local_gradients import local_gradients
-from .remat import remat
-from .replicated import replicated
-from .schedule import one_cycle, range_test, schedule, warmup, warmup_cosine, warmup_decay
+from functional_ds.base.lazy import lazy_index
 
-# Each of these files and folders can be left out of an installation.
-with optional("functional_ds.compiling", "functional_ds.transforms.compiled"):
-    from .compiled import compiled
-with optional("functional_ds.transforms.offloading", "functional_ds.transforms.offload"):
+if TYPE_CHECKING:
+    from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale
+    from functional_ds.transforms.precision.mixed_precision import mixed_precision
+    from functional_ds.transforms.precision.policy import Policy
+    from functional_ds.transforms.zero.zero import Zero, zero
+
     from . import offloading
+    from .accumulate import accumulate
+    from .clip import clip
+    from .compiled import compiled
+    from .compressed_gradients import compressed_gradients
+    from .ema import averaged, ema
+    from .local_gradients import local_gradients
     from .offload import offload
     from .offloading import OffloadError
-with optional("functional_ds.pipelining", "functional_ds.transforms.pipeline"):
-    from .pipeline import pipeline
-with optional("functional_ds.parallel", "functional_ds.transforms.parallel"):
     from .parallel.experts import Experts, experts
     from .parallel.load_balance import balance
     from .parallel.sequence import sequence
     from .parallel.tensor_parallel import tensor_parallel
+    from .pipeline import pipeline
+    from .remat import remat
+    from .replicated import replicated
+    from .schedule import one_cycle, range_test, schedule, warmup, warmup_cosine, warmup_decay
 
 __all__ = [
     "DynamicScale",
@@ -65,6 +63,4 @@ __all__ = [
     "zero",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+lazy_index(__name__)

@@ -1,0 +1,61 @@
+"""Packages that import each name of their index when it is first used."""
+
+import ast
+import sys
+from importlib import import_module
+from importlib.util import resolve_name
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["lazy_index"]
+
+
+class _Index(ModuleType):
+    """A package with a lazy index: its names are attributes, although some are submodules' names, too."""
+
+    _index: dict[str, tuple[str, str]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._index:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        module, attribute = self._index[name]
+        try:
+            value = import_module(f"{module}.{name}") if module == self.__name__ else _imported(module, attribute)
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith("functional_ds."):
+                raise
+            raise AttributeError(f"{self.__name__}.{name} needs {error.name}, which this installation leaves out") from error
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The import system binds a submodule here; a function of the same name that the index lists goes before it."""
+        if not (isinstance(value, ModuleType) and self._index.get(name, (self.__name__, name)) != (self.__name__, name)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return list(self.__all__)
+
+
+def lazy_index(package: str) -> None:
+    """Makes the imports under ``if TYPE_CHECKING:`` in a package's ``__init__.py`` its index, whose names load when first used.
+
+    Type checkers and editors read the same lines. ``__all__`` stands beside them.
+    """
+    module = sys.modules[package]
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    index = {}
+    for node in ast.walk(ast.Module(blocks, [])):
+        if isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package) if node.level else str(node.module)
+            index |= {name.asname or name.name: (source, name.name) for name in node.names}
+    module.__dict__["_index"] = index
+    module.__class__ = _Index
+
+
+def _imported(module: str, attribute: str) -> Any:
+    """``from module import attribute``."""
+    owner = import_module(module)
+    return getattr(owner, attribute) if hasattr(owner, attribute) else import_module(f"{module}.{attribute}")
