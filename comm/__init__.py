@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from functional_ds.base.lazy import lazy_index
+from functional_ds.base.package_index import lazy_index
 
 if TYPE_CHECKING:
     from functional_ds.comm.algorithms import cost

@@ -3,13 +3,28 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from functional_ds.base.lazy import lazy_index
+from functional_ds.base.package_index import lazy_index
 
 if TYPE_CHECKING:
     from functional_ds.base import tree
     from functional_ds.base.marks import freeze
     from functional_ds.base.prng import Key
     from functional_ds.base.weighted import Weighted
+    from functional_ds.checkpointing.load import load
+    from functional_ds.checkpointing.save import save
+    from functional_ds.compiling.compile_log import CompileReport, compile_report
+    from functional_ds.compiling.jitted.jit_step import jit
+    from functional_ds.deepspeed.config.ds_plan import from_ds_config
+    from functional_ds.fitting.checkpoints import Checkpoints
+    from functional_ds.fitting.fit import fit
+    from functional_ds.fitting.loggers import Logging
+    from functional_ds.fitting.run import Evaluation
+    from functional_ds.interchange.deepspeed import from_deepspeed
+    from functional_ds.interchange.export import export
+    from functional_ds.interchange.load_params import load_params
+    from functional_ds.jobs.job import Job
+    from functional_ds.jobs.job_file import load_job
+    from functional_ds.jobs.run_job import run_job
     from functional_ds.modules.deferred_init import deferred
     from functional_ds.modules.functional import Apply, functional
     from functional_ds.optim.adagrad import adagrad
@@ -22,6 +37,11 @@ if TYPE_CHECKING:
     from functional_ds.optim.param_groups import param_groups
     from functional_ds.optim.per_matrix import per_matrix
     from functional_ds.optim.sgd import sgd
+    from functional_ds.parallel import experts as moe
+    from functional_ds.parallel import sequence as seq
+    from functional_ds.parallel import tensor as tp
+    from functional_ds.parallel.sequence.tiled import tiled
+    from functional_ds.profiling.profiler import profile
     from functional_ds.remat import policy as remat_policies
     from functional_ds.remat.policy import RematPolicy
     from functional_ds.remat.remat import checkpoint_name, remat
@@ -51,17 +71,6 @@ if TYPE_CHECKING:
         scaling,
         transforms,
     )
-    from .checkpointing import load, save
-    from .compiling import CompileReport, compile_report, jit
-    from .deepspeed import from_ds_config
-    from .fitting import Checkpoints, Evaluation, Logging, fit
-    from .interchange import export, from_deepspeed, load_params
-    from .jobs import Job, load_job, run_job
-    from .parallel import experts as moe
-    from .parallel import sequence as seq
-    from .parallel import tensor as tp
-    from .parallel.sequence.tiled import tiled
-    from .profiling import profile
 
 __all__ = [
     "Apply",

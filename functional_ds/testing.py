@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.optional import optional
+from functional_ds.base.package_index import optional
 from functional_ds.simulated_cuda.findings import Finding
 from functional_ds.simulated_cuda.gpu import SimulatedGpu
 from functional_ds.simulated_cuda.stand_ins import simulated_cuda

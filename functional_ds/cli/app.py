@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from functional_ds.base.optional import optional
+from functional_ds.base.package_index import optional
 
 from .hosts_command import hosts
 from .report_command import report

@@ -1,6 +1,6 @@
 """DeepSpeed's front door: its configs, read key by key into a plan, its engine, and what scripts import beside it."""
 
-from functional_ds.base.optional import optional
+from functional_ds.base.package_index import optional
 
 from . import accelerator, checkpointing, comm, ops, runtime, utils, zero
 from .accelerator import get_accelerator

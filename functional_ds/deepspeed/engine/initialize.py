@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from functional_ds import comm
 from functional_ds.base.marks import mark_sharers
-from functional_ds.base.optional import optional
+from functional_ds.base.package_index import optional
 from functional_ds.base.torch_private import FakeTensor
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config

@@ -1,14 +1,16 @@
-"""Packages that import each name of their index when it is first used."""
+"""The indexes of packages: names that are imported when they are first used, folders that an installation may leave out."""
 
 import ast
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import resolve_name
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["lazy_index"]
+__all__ = ["lazy_index", "optional"]
 
 
 class _Index(ModuleType):
@@ -23,8 +25,8 @@ class _Index(ModuleType):
         try:
             value = import_module(f"{module}.{name}") if module == self.__name__ else _imported(module, attribute)
         except ModuleNotFoundError as error:
-            if not str(error.name).startswith("functional_ds."):
-                raise
+            if not isinstance(sys.modules.get(str(error.name).rpartition(".")[0]), _Index):
+                raise  # an error inside of a folder that is there
             raise AttributeError(f"{self.__name__}.{name} needs {error.name}, which this installation leaves out") from error
         self.__dict__[name] = value
         return value
@@ -46,8 +48,8 @@ def lazy_index(package: str) -> None:
     module = sys.modules[package]
     tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    index = {}
-    for node in ast.walk(ast.Module(blocks, [])):
+    index: dict[str, tuple[str, str]] = {}
+    for node in (inner for block in blocks for inner in block.body):
         if isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package) if node.level else str(node.module)
             index |= {name.asname or name.name: (source, name.name) for name in node.names}
@@ -59,3 +61,13 @@ def _imported(module: str, attribute: str) -> Any:
     """``from module import attribute``."""
     owner = import_module(module)
     return getattr(owner, attribute) if hasattr(owner, attribute) else import_module(f"{module}.{attribute}")
+
+
+@contextmanager
+def optional(*modules: str) -> Iterator[None]:
+    """Ignores that the imports in its body fail, if one of these modules is not installed."""
+    try:
+        yield
+    except ImportError:
+        if all(find_spec(module) is not None for module in modules):
+            raise
