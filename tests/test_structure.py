@@ -258,6 +258,36 @@ def test_functions_with_three_parameters_describe_them() -> None:
     assert lacking == []
 
 
+# -- what an import loads ----------------------------------------------------------------------------------------------
+
+_CORE = """
+import sys
+import torch, functional_ds as fds
+
+def loaded():
+    return {name for name in sys.modules if name.startswith("functional_ds")}
+
+assert len(loaded()) <= 3, loaded()
+from functional_ds import comm, transforms as T
+
+def program():
+    apply, params = fds.functional(torch.nn.Linear(2, 1))
+    step = fds.train_step(lambda params, x: apply(params, x).square().mean(), fds.adamw(0.1))
+    step = fds.compose(T.zero(3), T.accumulate(2), T.clip(1.0))(step)
+    step(step.init(params), torch.ones(4, 2))
+
+comm.simulate(program, world_size=2)
+assert len(loaded()) <= 150, len(loaded())
+satellites = {name.split(".")[1] for name in loaded() if "." in name}
+assert satellites == {"base", "comm", "modules", "optim", "remat", "sharding", "step", "transforms"}, satellites
+"""
+
+
+def test_an_import_loads_what_is_used(server: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    """Nothing at first; for a ZeRO-3 step its own modules alone."""
+    _run(server, _CORE, ROOT, tmp_path)
+
+
 # -- folders that can be left out --------------------------------------------------------------------------------------
 
 # By folder: what is deleted with it, and the public names that go.
