@@ -18,7 +18,6 @@ from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Group, Ready, call_site
 from functional_ds.comm.record.ledger import begin
 from functional_ds.comm.record.pending import Pending
-from functional_ds.comm.record.result_shapes import result_on_shapes
 from functional_ds.comm.worlds.current import world
 
 __all__ = [
@@ -157,7 +156,7 @@ def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: Here, async
 def outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
     """The result of a call on fake tensors, as if all ranks had passed the same shapes; nothing is sent."""
     if call.collective.private:  # the others' sizes are not this rank's, and its own say what arrives
-        return result_on_shapes(call.collective, leaf.detach(), here)
+        return call.collective.on_shapes(leaf.detach(), here)
     members = list(call.collective.members(here.options, here.n))
     outputs = call.collective.denotation([leaf.detach()] * len(members), call.merged([call.private()] * len(members)))
     return outputs[members.index(here.rank)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .variance import Variance
 
-__all__ = ["Call", "Collective", "Handle", "Here", "Options"]
+__all__ = ["Call", "Collective", "Handle", "Here", "Options", "Traffic"]
 
 Options = Mapping[str, Any]
 
@@ -78,23 +78,55 @@ def _nothing_private(options: Options) -> None:
     return None
 
 
-def _silent(leaf: Tensor, here: Here) -> int:
-    return 0
-
-
 def _to_all_alike(here: Here) -> None:
     return None
 
 
+@attrs.frozen
+class Traffic:
+    """What the busiest link carries of a collective's value, whatever the algorithm, as nccl-tests defines it.
+
+    Attributes:
+        passes: how often the value passes: twice for an all-reduce, once to add and once to hand out.
+        keeps_share: whether a rank's own n-th of the value stays where it is.
+        of_result: whether the value is the result, n times a rank's input; else it is the input.
+    """
+
+    passes: int = 1
+    keeps_share: bool = False
+    of_result: bool = False
+
+    def bus(self, n: int) -> float:
+        """The value's bytes that the busiest of n ranks' links carries, as a factor."""
+        return self.passes * ((n - 1) / n if self.keeps_share and n else 1.0)
+
+
+_NO_TRAFFIC = Traffic()
+
+
+def _silent(leaf: Tensor, here: Here) -> int:
+    return 0
+
+
+def _of_payload(shape: Sequence[int], here: Here) -> Sequence[int]:
+    return shape
+
+
 @attrs.frozen(eq=False)
 class Collective:
-    """One row of the table.
+    """One row of the table: all that the library knows of a collective.
+
+    A row with a primitive communicates, and says its ``volume``, ``result``, ``traffic`` and ``role``.
 
     Attributes:
         name: as in ``comm.<name>``.
         denotation: the meaning; from all members' inputs, in rank order, to all members' outputs.
         adjoint: the call that is the transpose, or None where there is none (max, say).
         volume: elements that this rank sends.
+        result: the shape of the primitive's result, from that of this rank's payload.
+        traffic: what links carry of it.
+        role: "gather" where it makes a value whole on all ranks, "reduction" where it adds up, "exchange" otherwise.
+        joins: whether calls may become one call of all their tensors: no result depends on its place in a message.
         shares: what of its volume this rank sends to which ranks of the group, as weights; None for equal parts to all others.
         primitive: the flat exchange that carries it, a key of the backends' tables (``gloo``, ``nccl``, ``shapes``).
         pack: a leaf as the payload of the primitive; payloads of several leaves concatenate along the last dim.
@@ -116,6 +148,10 @@ class Collective:
     denotation: Callable[[Sequence[Tensor], Options], list[Tensor]]
     adjoint: Callable[[Options], "Call | None"] = _no_transpose
     volume: Callable[[Tensor, Here], int] = _silent
+    result: Callable[[Sequence[int], Here], Sequence[int]] = _of_payload
+    traffic: Traffic = _NO_TRAFFIC
+    role: str = ""
+    joins: bool = False
     shares: Callable[[Here], Mapping[int, int] | None] = _to_all_alike
     primitive: str = ""
     pack: Callable[[Tensor, Here], Tensor] = _flat
@@ -132,8 +168,19 @@ class Collective:
     takes: Variance = Variance.VARYING
     gives: Variance = Variance.VARYING
 
+    def __attrs_post_init__(self) -> None:
+        unsaid = {"volume": _silent, "result": _of_payload, "traffic": _NO_TRAFFIC, "role": ""}
+        lacking = [part for part, default in unsaid.items() if getattr(self, part) is default]
+        if self.primitive and lacking:
+            raise TypeError(f"Collective {self.name!r} communicates, so it needs {', '.join(lacking)}")
+
     def __repr__(self) -> str:
         return f"Collective({self.name!r})"
+
+    def on_shapes(self, leaf: Tensor, here: Here) -> Tensor:
+        """The result for a leaf without values: a tensor of the right shape, without values."""
+        payload = self.pack(leaf, here)
+        return self.unpack(payload.new_empty(list(self.result(payload.shape, here))), leaf, here)
 
 
 def _kind(tensor: Tensor) -> str:

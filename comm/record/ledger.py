@@ -13,13 +13,10 @@ from torch import Tensor
 
 from functional_ds.base.device import synchronize
 
-from .collective import Call, Handle, Here
+from .collective import Call, Handle, Here, Traffic
 
 __all__ = ["Event", "Ledger", "Row", "RowsBySize", "add_by_size", "begin"]
 
-_RANKS_TIMES_INPUT = {"all_gather", "gather", "gather_from"}  # their value is the output, n times the input
-_SHARES = {"reduce_scatter", "all_to_all", "scatter", *_RANKS_TIMES_INPUT}  # (n - 1) / n of their value must move
-_TWICE = {"all_reduce", "reduce_from"}
 _OVERLAP = 0.1  # of a call's time: if its rank did other things for longer, its time says nothing about the transfer
 
 
@@ -42,6 +39,7 @@ class Row:
         sent_to: of the bytes, those that went to single ranks of the world: messages, rows. The rest went to all others alike.
         payload: bytes of their values: the output of a gather, the input of any other collective.
         overlapped_seconds, overlapped_payload: those of the overlapped calls.
+        traffic: what links carry of the collective's values.
     """
 
     collective: str
@@ -58,6 +56,7 @@ class Row:
     overlapped: int = attrs.field(default=0, repr=False, eq=False)
     overlapped_seconds: float = attrs.field(default=0.0, repr=False, eq=False)
     overlapped_payload: int = attrs.field(default=0, repr=False, eq=False)
+    traffic: Traffic = attrs.field(default=Traffic(), repr=False, eq=False)
 
     def time(self, event: "Event") -> None:
         """Adds a timed call's time, and the bytes of its values."""
@@ -82,9 +81,7 @@ class Row:
         2 (n - 1) / n times the algorithmic bandwidth for an all-reduce; (n - 1) / n for gathers, scatters, reduce-scatters
         and all-to-alls; the same for the rest.
         """
-        shares = (self.size - 1) / self.size if self.size else 0.0
-        factor = 2 * shares if self.collective in _TWICE else shares if self.collective in _SHARES else 1.0
-        return None if self.algorithmic_bandwidth is None else self.algorithmic_bandwidth * factor
+        return None if self.algorithmic_bandwidth is None else self.algorithmic_bandwidth * self.traffic.bus(self.size)
 
 
 @attrs.frozen
@@ -101,6 +98,7 @@ class Event:
         payload: bytes of its values, as a row counts them.
         overlapped: whether this rank did something else meanwhile, as a row says.
         ranks: the group's ranks.
+        traffic: as a row has it.
     """
 
     collective: str
@@ -112,6 +110,7 @@ class Event:
     payload: int
     overlapped: bool
     ranks: tuple[int, ...] = attrs.field(repr=False)
+    traffic: Traffic = attrs.field(repr=False)
 
     @property
     def seconds(self) -> float:
@@ -125,7 +124,7 @@ RowsBySize = dict[tuple[str, str, tuple[int, ...], int], Row]
 def add_by_size(rows: RowsBySize, events: Iterable[Event]) -> None:
     """Adds timed calls to the rows of their collective, group, ranks and size of their values."""
     for event in events:
-        fresh = Row(event.collective, event.group, len(event.ranks), ranks=event.ranks)
+        fresh = Row(event.collective, event.group, len(event.ranks), ranks=event.ranks, traffic=event.traffic)
         row = rows.setdefault((event.collective, event.group, event.ranks, event.payload), fresh)
         row.calls += 1
         row.elements += event.elements
@@ -158,7 +157,16 @@ class _Timed:
         ended = self.inner.ended or perf_counter()
         row, overlapped = self.row, self.early and meanwhile > _OVERLAP * (ended - self.began)
         event = Event(
-            row.collective, row.group, self.began, ended, self.elements, self.sent, self.payload, overlapped, row.ranks
+            row.collective,
+            row.group,
+            self.began,
+            ended,
+            self.elements,
+            self.sent,
+            self.payload,
+            overlapped,
+            row.ranks,
+            row.traffic,
         )
         row.time(event)
         self.ledger.events.append(event)
@@ -220,7 +228,7 @@ class Ledger:
             began: when it started.
             early: whether the caller goes on before it waits.
         """
-        row = self._row(call.title(here.rank)[0], group, ranks)
+        row = self._row(call.title(here.rank)[0], group, ranks, call.collective.traffic)
         row.calls += 1
         payload = elements = bytes_sent = 0
         for tensor in tensors:
@@ -236,14 +244,14 @@ class Ledger:
             row.sent_to[ranks[peer]] = row.sent_to.get(ranks[peer], 0) + bytes_sent * part // whole
         if not self.times:
             return handle
-        payload *= here.n if row.collective in _RANKS_TIMES_INPUT else 1
+        payload *= here.n if row.traffic.of_result else 1
         return _Timed(handle, self, row, began, elements, bytes_sent, payload, early, perf_counter())
 
-    def _row(self, collective: str, group: str, ranks: tuple[int, ...]) -> Row:
+    def _row(self, collective: str, group: str, ranks: tuple[int, ...], traffic: Traffic) -> Row:
         key = (collective, group, ranks)
         row = self._found.get(key)
         if row is None:
-            row = self._found[key] = Row(collective, group, len(ranks), ranks=ranks)
+            row = self._found[key] = Row(collective, group, len(ranks), ranks=ranks, traffic=traffic)
             self.rows.append(row)
         return row
 
@@ -311,7 +319,7 @@ class Ledger:
         """Writes the rows as CSV; sizes in bytes, times in seconds."""
         with Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
-            names = [field.name for field in attrs.fields(Row) if field.name != "sent_to"]
+            names = [field.name for field in attrs.fields(Row) if field.name not in ("sent_to", "traffic")]
             writer.writerow([*names, "algorithmic_bandwidth", "bus_bandwidth"])
             for row in self.rows:
                 values = {**attrs.asdict(row), "ranks": " ".join(map(str, row.ranks))}

@@ -4,13 +4,13 @@ The rows are in the order of the docs: reductions, gathers and scatters, exchang
 transposes depend on whether a value is replicated, varying or a partial sum along the group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from .collective import Call, Collective, Here, Options
+from .collective import Call, Collective, Here, Options, Traffic
 from .errors import MismatchError
 from .reduction import OPS, chunk_bounds, fold
 from .tiling import check_cut, check_dim, cut, join, pack_cut, pack_rows, piece_shape, unpack_joined, unpack_piece, unpack_rows
@@ -34,11 +34,18 @@ __all__ = [
     "SCATTER_TO",
     "TABLE",
     "TRANSFER",
+    "as_sent",
+    "check_primitives",
 ]
 
 
 def _copies(value: Tensor, n: int) -> list[Tensor]:
     return [value.clone() for _ in range(n)]
+
+
+def as_sent(shape: Sequence[int], here: Here) -> Sequence[int]:
+    """The ``result`` of a primitive that gives as much as it is given."""
+    return shape
 
 
 def _nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -99,6 +106,9 @@ ALL_REDUCE: Collective = Collective(
     adjoint=lambda options: Call(ALL_REDUCE, options) if options["op"] == "sum" else None,
     volume=_all_reduce_volume,
     primitive="all_reduce",
+    result=as_sent,
+    traffic=Traffic(passes=2, keeps_share=True),
+    role="reduction",
     check=_check_op,
     takes=Variance.PARTIAL,
     gives=Variance.REPLICATED,
@@ -111,6 +121,9 @@ REDUCE: Collective = Collective(
     volume=lambda leaf, here: 0 if here.rank == here["dst"] else leaf.numel(),
     shares=lambda here: {here["dst"]: 1},
     primitive="reduce",
+    result=as_sent,
+    traffic=Traffic(),
+    role="reduction",
     check=_check_reduce,
     takes=Variance.PARTIAL,
 )
@@ -122,6 +135,10 @@ BROADCAST: Collective = Collective(
     volume=lambda leaf, here: (here.n - 1) * leaf.numel() if here.rank == here["src"] else 0,
     reads=lambda here: here.rank == here["src"],
     primitive="broadcast",
+    result=as_sent,
+    traffic=Traffic(),
+    role="gather",
+    joins=True,
     check=lambda leaf, here: _check_rank("src", here),
     gives=Variance.REPLICATED,
 )
@@ -154,6 +171,14 @@ def _rows_shape(leaf: Tensor, here: Here) -> Sequence[int | str]:
 
 def _unpack_gathered(rows: Tensor, leaf: Tensor, here: Here) -> Tensor:
     return unpack_rows(rows, leaf, here) if _uneven(here.options) else unpack_joined(rows, leaf.shape, here)
+
+
+def _gathered(shape: Sequence[int], here: Here) -> Sequence[int]:
+    return [sum(here["sizes"]), shape[1]] if _uneven(here.options) else [here.n, *shape]  # [rows, m] or [n, m]
+
+
+def _reduced(shape: Sequence[int], here: Here) -> Sequence[int]:
+    return [here["sizes"][here.rank], shape[1]] if _uneven(here.options) else shape[1:]
 
 
 def _check_gather(leaf: Tensor, here: Here) -> None:
@@ -196,6 +221,10 @@ ALL_GATHER: Collective = Collective(
     adjoint=lambda options: Call(REDUCE_SCATTER, {**options, "op": "sum"}),
     volume=lambda leaf, here: (here.n - 1) * leaf.numel(),
     primitive="all_gather",
+    result=_gathered,
+    traffic=Traffic(keeps_share=True, of_result=True),
+    role="gather",
+    joins=True,
     pack=lambda leaf, here: pack_rows(leaf, here) if _uneven(here.options) else leaf.reshape(-1),
     unpack=_unpack_gathered,
     check=_check_gather,
@@ -209,6 +238,10 @@ REDUCE_SCATTER: Collective = Collective(
     adjoint=lambda options: Call(ALL_GATHER, _but(options, "op")) if options["op"] == "sum" else None,
     volume=_scattered,
     primitive="reduce_scatter",
+    result=_reduced,
+    traffic=Traffic(keeps_share=True),
+    role="reduction",
+    joins=True,
     pack=lambda leaf, here: pack_rows(leaf, here) if _uneven(here.options) else pack_cut(leaf, here),
     unpack=lambda piece, leaf, here: (unpack_rows if _uneven(here.options) else unpack_piece)(piece, leaf, here),
     check=_check_reduce_scatter,
@@ -222,6 +255,9 @@ GATHER: Collective = Collective(
     volume=lambda leaf, here: 0 if here.rank == here["dst"] else leaf.numel(),
     shares=lambda here: {here["dst"]: 1},
     primitive="gather",
+    result=lambda shape, here: [here.n, *shape],
+    traffic=Traffic(keeps_share=True, of_result=True),
+    role="exchange",
     unpack=lambda rows, leaf, here: unpack_joined(rows, leaf.shape, here),
     check=_check_gather_to,
 )
@@ -233,6 +269,9 @@ SCATTER: Collective = Collective(
     volume=lambda leaf, here: (here.n - 1) * (leaf.numel() // here.n) if here.rank == here["src"] else 0,
     reads=lambda here: here.rank == here["src"],
     primitive="scatter",
+    result=lambda shape, here: shape[-1:],
+    traffic=Traffic(keeps_share=True),
+    role="exchange",
     pack=_pack_scattered,
     unpack=unpack_piece,
     check=_check_scatter,
@@ -311,6 +350,9 @@ ALL_TO_ALL: Collective = Collective(
     adjoint=lambda o: Call(ALL_TO_ALL, {"split_dim": o["concat_dim"], "concat_dim": o["split_dim"]}),
     volume=lambda leaf, here: (here.n - 1) * (leaf.numel() // here.n),
     primitive="all_to_all",
+    result=as_sent,
+    traffic=Traffic(keeps_share=True),
+    role="exchange",
     pack=lambda leaf, here: pack_cut(leaf, here, here["split_dim"]),
     unpack=lambda rows, leaf, here: unpack_joined(rows, piece_shape(leaf, here, here["split_dim"]), here, here["concat_dim"]),
     check=_check_all_to_all,
@@ -323,6 +365,9 @@ ALL_TO_ALL_ROWS: Collective = Collective(
     volume=_rows_sent,
     shares=lambda here: {rank: rows for rank, rows in enumerate(here["input_splits"]) if rank != here.rank},
     primitive="all_to_all_rows",
+    result=lambda shape, here: [sum(here["output_splits"]), shape[1]],
+    traffic=Traffic(keeps_share=True),
+    role="exchange",
     pack=pack_rows,
     unpack=unpack_rows,
     check=_check_rows,
@@ -340,6 +385,9 @@ PERMUTE: Collective = Collective(
     shares=lambda here: {here["perm"].target.get(here.rank, here.rank): 1},
     reads=lambda here: here.rank in here["perm"].target,
     primitive="permute",
+    result=as_sent,
+    traffic=Traffic(),
+    role="exchange",
     check=_check_permute,
 )
 
@@ -361,12 +409,23 @@ TRANSFER: Collective = Collective(
     shares=lambda here: {here["dst"]: 1},
     reads=lambda here: here.rank == here["src"],
     primitive="transfer",
+    result=as_sent,
+    traffic=Traffic(),
+    role="exchange",
     members=lambda options, n: (options["src"], options["dst"]),
     order=lambda options: (options["src"], options["dst"], options["tag"]),
     title=_transfer_title,
 )
 
-BARRIER: Collective = Collective(name="barrier", denotation=lambda xs, options: list(xs), primitive="barrier")
+BARRIER: Collective = Collective(
+    name="barrier",
+    denotation=lambda xs, options: list(xs),
+    volume=lambda leaf, here: 0,
+    primitive="barrier",
+    result=as_sent,
+    traffic=Traffic(),
+    role="exchange",
+)
 
 
 # -- Megatron's four, in pairs of transposes ----------------------------------------------------------------------------
@@ -391,6 +450,9 @@ REDUCE_FROM: Collective = Collective(
     adjoint=lambda options: Call(COPY_TO, {}),
     volume=ALL_REDUCE.volume,
     primitive="all_reduce",
+    result=ALL_REDUCE.result,
+    traffic=ALL_REDUCE.traffic,
+    role="reduction",
     check=_check_op,
     takes=Variance.PARTIAL,
     gives=Variance.INVARIANT,
@@ -411,6 +473,9 @@ GATHER_FROM: Collective = Collective(
     adjoint=lambda options: Call(SCATTER_TO, _but(options, "tiled")),
     volume=ALL_GATHER.volume,
     primitive="all_gather",
+    result=ALL_GATHER.result,
+    traffic=ALL_GATHER.traffic,
+    role="gather",
     unpack=ALL_GATHER.unpack,
     check=_check_gather,
     gives=Variance.INVARIANT,
@@ -434,3 +499,16 @@ TABLE: tuple[Collective, ...] = (
     SCATTER_TO,
     GATHER_FROM,
 )
+
+
+def check_primitives(backend: str, primitives: Collection[str]) -> None:
+    """Called by a back end when it is imported.
+
+    Raises:
+        ImportError: a row's primitive is none of the back end's.
+    """
+    lacking = sorted({row.primitive for row in TABLE if row.primitive} - set(primitives))
+    if lacking:
+        raise ImportError(
+            f"the back end {backend} does not carry out {', '.join(lacking)}, which the table of collectives uses"
+        )

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup, Work
 from functional_ds.base.byte_ranges import begin_together
 from functional_ds.comm.record.collective import Options
 from functional_ds.comm.record.reduction import chunk_bounds, fold
+from functional_ds.comm.record.table import check_primitives
 
 __all__ = ["GLOO", "Communicator", "Prepared", "Started"]
 
@@ -288,3 +289,4 @@ GLOO: dict[str, Primitive] = {
     "transfer": transfer,
     "barrier": barrier,
 }
+check_primitives("gloo", GLOO)

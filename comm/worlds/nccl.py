@@ -13,6 +13,7 @@ from torch.nn import functional
 from functional_ds.base.byte_ranges import begin_together
 from functional_ds.comm.record.collective import Call, Options
 from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.table import check_primitives
 
 from .gloo import Started
 
@@ -220,3 +221,4 @@ NCCL: dict[str, Callable[[ProcessGroup, Tensor, Options], Started]] = {
     "transfer": transfer,
     "barrier": barrier,
 }
+check_primitives("nccl", NCCL)

@@ -18,7 +18,6 @@ from torch import Tensor
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import MismatchError
 from functional_ds.comm.record.group import Group, Ready, World
-from functional_ds.comm.record.result_shapes import result_on_shapes
 
 from .current import enter, exclusive_simulation
 from .rng_state import kept_rng
@@ -129,7 +128,7 @@ class ShapesWorld(World):
     def carried(self, call: Call, tensors: Sequence[Tensor], group: Group) -> Handle:
         """A call's results; no rank waits for another."""
         here = Here(call.options, group.rank, group.size)
-        return Ready([result_on_shapes(call.collective, tensor.detach(), here) for tensor in tensors])
+        return Ready([call.collective.on_shapes(tensor.detach(), here) for tensor in tensors])
 
     def log(self, call: Call, tensors: Sequence[Tensor], group: Group) -> None:
         """Notes a call for the comparison with the other ranks'."""

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group, Ready, World
-from functional_ds.comm.record.result_shapes import result_on_shapes
 
 from .current import enter, exclusive_simulation
 from .rng_state import kept_rng
@@ -36,7 +35,7 @@ class SymmetricWorld(World):
 
     def _result(self, call: Call, tensor: Tensor, group: Group) -> Tensor:
         if tensor.is_meta:
-            return result_on_shapes(call.collective, tensor, Here(call.options, group.rank, group.size))
+            return call.collective.on_shapes(tensor, Here(call.options, group.rank, group.size))
         options = call.merged([call.private()] * group.size)
         return call.collective.denotation([tensor.contiguous()] * group.size, options)[group.rank]
 

@@ -15,7 +15,6 @@ __all__ = ["FACTORS", "Machine"]
 FACTORS = (*WORK_KINDS, "starts", "communicate")
 
 _AGAIN = 2.5  # starts that a recomputed operation takes: its hooks on saved tensors are Python, in both passes
-_TWICE = ("all_reduce", "reduce_from")
 
 
 def _all_factors(given: Any) -> dict[str, float]:
@@ -138,7 +137,7 @@ class Machine:
     def sends(self, row: Row, link: Link | None = None) -> float:
         """Seconds of a ledger's row: rings, one call after another; other collectives send their bytes once."""
         link = link or Link(latency=self.link_latency, bandwidth=self.link_bandwidth)
-        if row.collective in _TWICE and row.calls:
+        if row.traffic.passes == 2 and row.calls:
             payload = row.bytes / row.calls * row.size / max(1, 2 * (row.size - 1))
             return row.calls * predict("ring", payload, row.size, Network(link)).seconds
         return row.calls * max(1, row.size - 1) * link.latency + row.bytes / link.bandwidth

@@ -18,6 +18,7 @@ from functional_ds.cli.planning.known_machines import MACHINES
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import step_shape
 from functional_ds.comm.record.ledger import Row
+from functional_ds.comm.record.table import ALL_REDUCE
 from functional_ds.modules.flops import FlopCounter
 from functional_ds.modules.operation_cost import SizedOperation
 from functional_ds.scaling.machine import FACTORS, Machine
@@ -298,7 +299,7 @@ def test_a_schedule_is_the_plans() -> None:
 def test_a_ring_takes_what_the_model_says() -> None:
     machine = Machine("m", 1e12, 1e12, 1e12, link_bandwidth=1e9, link_latency=1e-6)
     payload, n = 4 * 10**6, 4
-    row = Row("all_reduce", "world", n, calls=2, bytes=2 * 2 * (n - 1) * payload // n)
+    row = Row("all_reduce", "world", n, calls=2, bytes=2 * 2 * (n - 1) * payload // n, traffic=ALL_REDUCE.traffic)
     assert machine.sends(row) == pytest.approx(2 * (2 * (n - 1) * 1e-6 + 2 * (n - 1) / n * payload / 1e9))
 
 

@@ -15,8 +15,6 @@ from .graph_record import StepGraph
 
 __all__ = ["bucketing"]
 
-_JOINED = ("all_gather", "broadcast", "reduce_scatter")  # whose results do not depend on where in a message a tensor lies
-
 
 def bucketing(size: int = 1 << 20) -> Callable[[StepGraph], StepGraph]:
     """Joins collectives that follow each other on a group, while they take no more than so many bytes together.
@@ -63,7 +61,7 @@ def _buckets(graph: StepGraph, writes: GraphWrites, size: int) -> Iterator[list[
 
 def _fits(graph: StepGraph, writes: GraphWrites, bucket: Sequence[fx.Node], node: fx.Node, size: int) -> bool:
     sites = [graph.sites[site_of(each)] for each in (bucket[0], node)]
-    if sites[0].name not in _JOINED or _kind(sites[0], bucket[0]) != _kind(sites[1], node):
+    if not sites[0].call.collective.joins or _kind(sites[0], bucket[0]) != _kind(sites[1], node):
         return False
     if sum(map(_bytes, (*bucket, node))) > size:
         return False

@@ -23,8 +23,6 @@ from .graph_nodes import PHASE, RECOMPUTED, UNIT, JoinedUnits, root_of
 
 __all__ = ["StepGraph", "UnitGather"]
 
-_GATHERS = ("all_gather", "broadcast")
-
 
 @attrs.frozen(eq=False)
 class UnitGather:
@@ -111,7 +109,7 @@ class StepGraph:
         return sorted(found, key=lambda each: order[each.wait])
 
     def _gathers(self, node: fx.Node) -> bool:
-        return node.target is WAIT and self.sites[site_of(node)].name in _GATHERS
+        return node.target is WAIT and self.sites[site_of(node)].call.collective.role == "gather"
 
     def live(self) -> dict[fx.Node, InMemory]:
         """For each node what is in memory while it runs. A tensor lives until the last use of it, or of a view of it.
