@@ -7,6 +7,7 @@ transposes depend on whether a value is replicated, varying or a partial sum alo
 from collections.abc import Collection, Sequence
 from itertools import product
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -444,18 +445,8 @@ COPY_TO: Collective = Collective(
     gives=Variance.REPLICATED,
 )
 
-REDUCE_FROM: Collective = Collective(
-    name="reduce_from",
-    denotation=ALL_REDUCE.denotation,
-    adjoint=lambda options: Call(COPY_TO, {}),
-    volume=ALL_REDUCE.volume,
-    primitive="all_reduce",
-    result=ALL_REDUCE.result,
-    traffic=ALL_REDUCE.traffic,
-    role="reduction",
-    check=_check_op,
-    takes=Variance.PARTIAL,
-    gives=Variance.INVARIANT,
+REDUCE_FROM: Collective = attrs.evolve(
+    ALL_REDUCE, name="reduce_from", adjoint=lambda options: Call(COPY_TO, {}), gives=Variance.INVARIANT
 )
 
 SCATTER_TO: Collective = Collective(
@@ -467,17 +458,11 @@ SCATTER_TO: Collective = Collective(
     takes=Variance.INVARIANT,
 )
 
-GATHER_FROM: Collective = Collective(
+GATHER_FROM: Collective = attrs.evolve(
+    ALL_GATHER,
     name="gather_from",
-    denotation=ALL_GATHER.denotation,
     adjoint=lambda options: Call(SCATTER_TO, _but(options, "tiled")),
-    volume=ALL_GATHER.volume,
-    primitive="all_gather",
-    result=ALL_GATHER.result,
-    traffic=ALL_GATHER.traffic,
-    role="gather",
-    unpack=ALL_GATHER.unpack,
-    check=_check_gather,
+    joins=False,
     gives=Variance.INVARIANT,
 )
 
