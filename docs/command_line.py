@@ -29,7 +29,7 @@ PICTURES = {
     "tune": "tune train.py:model --rows 64 --zero 0,2 --micro-batch 16,64 --best 3 --steps 2 --save-machine here.json",
     "inspect": "inspect run --verify",
     "convert": "convert run params.safetensors",
-    "draw": "draw schedule zb-h1 --ranks 4 --microbatches 8",
+    "draw": "draw schedule zb_h1 --ranks 4 --microbatches 8",
     "hosts": "hosts hostfile --exclude worker-1:0 -- train.py --epochs 3",
     "train": "train job.toml",
 }

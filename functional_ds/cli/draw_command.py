@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,16 +16,7 @@ from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.planning.draw import draw as draw_timeline
 from functional_ds.pipelining.planning.timeline import timeline
 from functional_ds.pipelining.schedules.csv import from_csv
-from functional_ds.pipelining.schedules.generators import (
-    breadth_first,
-    gpipe,
-    interleaved_one_f_one_b,
-    one_f_one_b,
-    zb_2p,
-    zb_h1,
-)
-from functional_ds.pipelining.schedules.schedule import Schedule
-from functional_ds.pipelining.schedules.v_shaped import dualpipe_v, zbv
+from functional_ds.pipelining.schedules.published import published
 
 from .planning.candidate import Candidate, base_config
 from .planning.mesh_axes import MeshAxes
@@ -37,16 +28,6 @@ from .words.pages import OutputTable, emit, seconds_of
 
 __all__ = ["draw"]
 
-_SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved_one_f_one_b,
-    "breadth-first": breadth_first,
-    "zb-h1": zb_h1,
-    "zb-2p": zb_2p,
-    "zbv": zbv,
-    "dualpipe-v": dualpipe_v,
-}
 _CONVENTIONS = {"16": SIXTEEN, "18": EIGHTEEN, "fp32": SINGLE}
 _MOST = 64  # ranks that are simulated for a picture of traffic
 
@@ -70,7 +51,7 @@ def draw(
 
     \b
     Examples:
-      functional-ds draw schedule 1f1b --ranks 4 --microbatches 8
+      functional-ds draw schedule one_f_one_b --ranks 4 --microbatches 8
       functional-ds draw schedule mine.csv -o mine.svg
       functional-ds draw memory --params 7e9 --ranks 64 -o memory.png
       functional-ds draw traffic train.py:model --mesh dp=4 --zero 3 -o traffic.svg
@@ -81,7 +62,7 @@ def draw(
     if out is not None and Path(out).suffix not in (".svg", ".png", ".pdf"):
         raise CommandError(f"--out: {out} should end with .svg, .png or .pdf")
     if what == "schedule":
-        page, data, figure = _schedule(of or "1f1b", ranks, microbatches, costs, width)
+        page, data, figure = _schedule(of or "one_f_one_b", ranks, microbatches, costs, width)
     elif what == "memory":
         page, data, figure = _memory(params, ranks, convention)
     elif what == "traffic":
@@ -112,10 +93,8 @@ def _schedule(name: str, ranks: int, microbatches: int, costs: str, width: int) 
             if not Path(name).is_file():
                 raise CommandError(f"OF: there is no file {name}")
             schedule = from_csv(name)
-        elif name in _SCHEDULES:
-            schedule = _SCHEDULES[name](ranks, microbatches)
         else:
-            raise CommandError(f"OF: {name!r} is no CSV file, and none of {', '.join(_SCHEDULES)}")
+            schedule = published(name, ranks, microbatches)
         found = timeline(schedule, Costs(forward=times[0], inputs=times[1], weights=times[2]))
     except ValueError as error:
         raise CommandError(f"schedule {name}: {error}") from error

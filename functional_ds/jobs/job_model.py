@@ -57,9 +57,6 @@ def huggingface(config: str | dict[str, Any], *, folder: str = ".", attention: s
     return model.train()
 
 
-_PER_RANK = {"zbv": 2, "dualpipe_v": 2}  # stages of a rank; others are told, or have one
-
-
 def pipeline_schedule(schedule: str, micro_batches: int, *, ranks: int, stages_per_rank: int | None = None) -> Any:
     """A published schedule by its name.
 
@@ -67,17 +64,14 @@ def pipeline_schedule(schedule: str, micro_batches: int, *, ranks: int, stages_p
         JobError: the name is unknown, or has another number of stages a rank.
         ValueError: too few micro-batches.
     """
-    pipelining = import_module("functional_ds.pipelining")
-    several = ("interleaved_one_f_one_b", "breadth_first")
-    names = ("gpipe", "one_f_one_b", "zb_h1", "zb_2p", *_PER_RANK, *several)
-    if schedule not in names:
-        raise JobError(f"there is no schedule {schedule!r}; {nearest(schedule, names)}", entry="schedule", value=schedule)
-    if schedule in several:
-        return getattr(pipelining, schedule)(ranks, micro_batches, v=2 if stages_per_rank is None else stages_per_rank)
-    known = _PER_RANK.get(schedule, 1)
-    if stages_per_rank not in (None, known):
+    table = import_module("functional_ds.pipelining.schedules.published")
+    if schedule not in table.PUBLISHED:
+        words = nearest(schedule, table.PUBLISHED)
+        raise JobError(f"there is no schedule {schedule!r}; {words}", entry="schedule", value=schedule)
+    known = table.PUBLISHED[schedule].chunks
+    if None not in (stages_per_rank, known) and stages_per_rank != known:
         raise JobError(f"{schedule} has {known} a rank; leave it out", entry="stages_per_rank", value=stages_per_rank)
-    return getattr(pipelining, schedule)(ranks, micro_batches)
+    return table.published(schedule, ranks, micro_batches, v=stages_per_rank)
 
 
 def pipeline(

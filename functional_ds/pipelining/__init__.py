@@ -19,8 +19,9 @@ from functional_ds.pipelining.schedules.generators import (
     zb_h1,
 )
 from functional_ds.pipelining.schedules.lower import lower
+from functional_ds.pipelining.schedules.published import PUBLISHED, Published, by_name, published
 from functional_ds.pipelining.schedules.schedule import Schedule, ScheduleError, stage_to_rank
-from functional_ds.pipelining.schedules.v_shaped import by_name, dualpipe_v, zbv
+from functional_ds.pipelining.schedules.v_shaped import dualpipe_v, zbv
 from functional_ds.pipelining.schedules.validate import in_flight, validate
 from functional_ds.pipelining.stages.balance import balanced, uniformly
 from functional_ds.pipelining.stages.from_functions import Piece, stages
@@ -29,11 +30,13 @@ from functional_ds.pipelining.tracing.cut import cut
 
 __all__ = [
     "ALL",
+    "PUBLISHED",
     "Action",
     "Costs",
     "Kind",
     "LossInput",
     "Piece",
+    "Published",
     "Recorder",
     "Schedule",
     "ScheduleError",
@@ -59,6 +62,7 @@ __all__ = [
     "observed",
     "one_f_one_b",
     "optimize",
+    "published",
     "stage_to_rank",
     "stages",
     "text",

@@ -12,6 +12,7 @@ from functional_ds.cli import entry
 from functional_ds.cli.app import application
 from functional_ds.cli.report_command import environment, warnings_of
 from functional_ds.cli.words.pages import OutputTable, emit, plain, svg
+from functional_ds.pipelining import PUBLISHED
 from tests.cli.running import answer, refusal, run
 
 COMMANDS = ["report", "plan", "tune", "inspect", "convert", "draw", "hosts", "train"]
@@ -44,7 +45,7 @@ def test_the_commands_are_these(capsys: pytest.CaptureFixture[str]) -> None:
         (["inspect"], "Missing argument"),
         (["draw", "schedule", "--ranks", "x"], "--ranks"),
         (["draw", "pictures"], "none of schedule, memory, traffic, trace"),
-        (["draw", "schedule", "none"], "none of gpipe, 1f1b"),
+        (["draw", "schedule", "none"], "there is no schedule 'none'; the nearest is 'one_f_one_b', of gpipe, one_f_one_b"),
         (["draw", "schedule", "interleaved", "--ranks", "3", "--microbatches", "0"], "above 0"),
         (["draw", "schedule", "--costs", "1,2"], "three numbers"),
         (["draw", "memory", "-o", "x.txt"], "should end with"),
@@ -119,7 +120,7 @@ def test_warnings() -> None:
 # -- draw --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-2p", "zbv", "dualpipe-v"])
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_schedules(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "draw", "schedule", name, "--ranks", 2, "--microbatches", 4)
     assert found.keys() == {"what", "name", "ranks", "microbatches", "makespan", "bubble", "peak", "rows"}
@@ -127,9 +128,9 @@ def test_schedules(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_bubble_is_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "draw", "schedule", "1f1b", "--ranks", 4, "--microbatches", 8)
+    found = answer(capsys, "draw", "schedule", "one_f_one_b", "--ranks", 4, "--microbatches", 8)
     assert found["bubble"] == pytest.approx(3 / 11)
-    assert "rank 3 |" in run(capsys, "draw", "schedule", "1f1b")[1]
+    assert "rank 3 |" in run(capsys, "draw", "schedule", "one_f_one_b")[1]
 
 
 def test_pictures(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 
 from functional_ds.pipelining.schedules.generators import check
+from functional_ds.pipelining.schedules.published import by_name
 from functional_ds.pipelining.schedules.schedule import Schedule, ScheduleError, check_placement
-from functional_ds.pipelining.schedules.v_shaped import by_name
 
 from .costs import Costs
 from .list_scheduling import PriorityRule, list_schedule

@@ -1,19 +1,18 @@
 """Schedules whose stages go down the ranks and up again: rank r of p holds stages r and 2 p - 1 - r.
 
 So the last rank sends itself nothing, the first rank holds both ends of the model, and all ranks have the same number of
-micro-batches in flight. ``by_name``: all published schedules for given sizes.
+micro-batches in flight.
 """
 
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 
 from .action import Action, Codes, Kind, microbatches, pack, packed
-from .generators import breadth_first, check, gpipe, interleaved_one_f_one_b, one_f_one_b, weave, zb_2p, zb_h1
+from .generators import check, weave
 from .schedule import Schedule, stage_to_rank
 
-__all__ = ["by_name", "dualpipe_v", "zbv"]
+__all__ = ["dualpipe_v", "zbv"]
 
 
 def zbv(p: int, m: int) -> Schedule:
@@ -146,26 +145,3 @@ def _dualpipe_row(p: int, m: int, rank: int) -> Codes:
     while row.waiting:
         row.weights()
     return packed(row.actions)
-
-
-def by_name(p: int, m: int, placement: Sequence[int] | None = None) -> dict[str, Schedule]:
-    """The published training schedules for these sizes and this placement, by their functions' names.
-
-    Args:
-        p: ranks.
-        m: micro-batches; schedules that need more are left out.
-        placement: the rank that holds each stage; by default stage s is on rank s.
-
-    >>> sorted(by_name(2, 3)), sorted(by_name(2, 3, (0, 1, 1, 0)))
-    (['gpipe', 'one_f_one_b', 'zb_2p', 'zb_h1'], ['zbv'])
-    """
-    placement = tuple(range(p)) if placement is None else tuple(placement)
-    if placement == stage_to_rank(p):
-        return {each.__name__: each(p, m) for each in (gpipe, one_f_one_b, zb_h1, zb_2p)}
-    if placement == stage_to_rank(p, 2, "v"):
-        found = {"zbv": zbv(p, m)}
-        return found | {"dualpipe_v": dualpipe_v(p, m)} if m >= 2 * p else found
-    v, rest = divmod(len(placement), p)
-    if not rest and placement == stage_to_rank(p, v):
-        return {each.__name__: each(p, m, v=v) for each in (interleaved_one_f_one_b, breadth_first)}
-    return {}
