@@ -48,9 +48,9 @@ laws: $(VENV)/.extra-test  ## run the laws alone, with many more examples each, 
 	@HYPOTHESIS_PROFILE=laws $(PYTEST) -m "law or sample" --timeout=3600 $(ARGS)
 
 .PHONY: faults
-faults: $(VENV)/.extra-test  ## kill ranks fifty times under torchrun; cut off a host; end processes two hundred times
+faults: $(VENV)/.extra-test $(VENV)/.extra-clusters  ## kill ranks under torchrun, SLURM and Ray; cut off a host; end processes two hundred times
 	@FUNCTIONAL_DS_KILLS=50 FUNCTIONAL_DS_ENDS=200 $(BIN)/python -m pytest --timeout=600 \
-	  tests/fitting/test_killed.py tests/fitting/test_hosts.py tests/ends $(ARGS)
+	  tests/fitting/test_killed.py tests/fitting/test_hosts.py tests/fitting/test_clusters.py tests/ends $(ARGS)
 
 .PHONY: versions
 versions:  ## run the tests on each Python and torch that this machine can have
