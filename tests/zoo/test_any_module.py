@@ -18,6 +18,8 @@ from functional_ds import transforms as T
 from tests.zoo import derivatives, generative, hugging_face, sequences, vision
 from tests.zoo.program import Program
 
+LAWS = settings.default.max_examples > 100
+
 ZOO: Mapping[str, Program] = {
     **vision.PROGRAMS,
     **sequences.PROGRAMS,
@@ -148,9 +150,10 @@ WARNED = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarn
 
 @WARNED
 @pytest.mark.law(21)
-@settings(max_examples=600 if settings.default.max_examples > 100 else 9)
+@pytest.mark.parametrize("part", range(4 if LAWS else 1))  # of the examples: workers share them
+@settings(max_examples=150 if LAWS else 9)
 @given(name=st.sampled_from(sorted(ZOO)), rule=st.sampled_from(sorted(RULES)), data=st.data(), seed=st.integers(0, 99))
-def test_any_module_under_any_strategy_is_plain_torch(name: str, rule: str, data: st.DataObject, seed: int) -> None:
+def test_any_module_under_any_strategy_is_plain_torch(name: str, rule: str, data: st.DataObject, seed: int, part: int) -> None:
     program = ZOO[name]
     strategy = data.draw(strategies(program.by_row), label="strategy")
     event(f"stage {strategy.stage}, {strategy.ranks} ranks")

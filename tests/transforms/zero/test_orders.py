@@ -125,9 +125,10 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 @pytest.mark.law(19)
-@settings(max_examples=1500 if LAWS else 12)
+@pytest.mark.parametrize("part", range(5 if LAWS else 1))  # of the examples: workers share them
+@settings(max_examples=300 if LAWS else 12)
 @given(program=programs(), seed=st.integers(0, 9999))
-def test_any_units_in_any_order(program: Program, seed: int) -> None:
+def test_any_units_in_any_order(program: Program, seed: int, part: int) -> None:
     """Stage 3 with any knobs together on any levels, whatever each rank uses and when, is plain PyTorch.
 
     ``make laws`` draws 3,000 programs, on up to 8 ranks in nodes and replicas.
