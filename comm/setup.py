@@ -6,18 +6,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from operator import index
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
+from functional_ds.base.torch_private import set_timeout_of_calls
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.worlds.current import simulated_world, world
 from functional_ds.comm.worlds.process import DEFAULT_TIMEOUT, leave_process_world, process_world
-from functional_ds.comm.worlds.rendezvous import meet
+from functional_ds.comm.worlds.rendezvous import Joining, connect, meet, open_store
 
 __all__ = [
     "destroy_process_group",
@@ -137,7 +138,7 @@ def init_distributed(
         rank: this process's rank; None reads RANK.
         init_method: where the processes meet: "tcp://host:port", "file:///path", or "env://" for MASTER_ADDR and MASTER_PORT,
             the default.
-        timeout: for joining, and for each message.
+        timeout: for joining as a whole, and then for each message.
         store: a torch store in which the processes meet, instead of ``init_method``.
 
     Raises:
@@ -178,16 +179,21 @@ def _join(backend: str | None, rank: int, size: int, init_method: str | None, ti
         _from_environment("MASTER_PORT")
     if "nccl" not in chosen:
         keep_freed_memory()
+    joining = Joining(rank, size, timeout)
     if store is None:
-        store, rank, size = next(rendezvous(init_method or "env://", rank, size, timeout=timeout))
+        store = open_store(init_method or "env://", joining)
     # The launcher's store may outlive a world: a prefix keeps this world's keys apart from those of an earlier one.
-    store = meet(store, rank=rank, size=size, timeout=timeout)
+    store = meet(store, joining)
+    store.set_timeout(joining.remaining)
     if device is not None:
         store.set(f"functional_ds/gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
         if ranks_here > torch.cuda.device_count():
             _check_own_gpu(store, rank, size)
     # With a device, NCCL connects all ranks here, not at a first call that some of them may have no part in.
-    dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+    make = partial(dist.init_process_group, chosen, store=store, rank=rank, world_size=size, device_id=device)
+    connect(store, joining, lambda remaining: make(timeout=remaining))
+    store.set_timeout(timeout)
+    set_timeout_of_calls(timeout)
 
 
 def destroy_process_group() -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ __all__ = ["spawn"]
 
 _HOST = "127.0.0.1"
 _GRACE = 0.5  # seconds: for the cause of an error that another rank has reported first
+_END = 5.0  # seconds: for ranks that are asked to end
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -81,8 +83,17 @@ def _become(rank: int, world_size: int, port: int, backend: str | None, threads:
     init_distributed(backend, store=store, timeout=timeout)
 
 
+def _end_with_parent() -> None:
+    """Ends this process when the one that has called ``spawn`` is gone, however it ended."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], rank: int, setting: tuple[Any, ...]) -> None:
     world_size = setting[0]
+    threading.Thread(target=_end_with_parent, daemon=True, name="ends with its parent").start()
     try:
         _become(rank, *setting)
         message: tuple[str, Any, float] = ("result", program(*args), time.monotonic())
@@ -132,6 +143,20 @@ def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[
     return results
 
 
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """Ends what still runs: asks first, then kills, as a rank may ignore SIGTERM and a stopped one does not get it."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + _END
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
 def spawn(
     program: Callable[[*Ts], T],
     *args: *Ts,
@@ -141,9 +166,9 @@ def spawn(
 ) -> list[T]:
     """Runs ``program(*args)`` on ``world_size`` local processes and returns their results in rank order.
 
-    The processes connect over loopback and share the CPU's cores evenly. They import ``program`` by its name, so it must be at
-    the top level of a module or a script file; its arguments and results must be picklable. A script calls ``spawn`` under
-    ``if __name__ == "__main__":``.
+    The processes connect over loopback, share the CPU's cores evenly, and end with the calling process. They import ``program``
+    by its name, so it must be at the top level of a module or a script file; its arguments and results must be picklable. A
+    script calls ``spawn`` under ``if __name__ == "__main__":``.
 
     Law: ``spawn(program, world_size=n) = simulate(program, world_size=n)``, bit for bit.
 
@@ -157,7 +182,7 @@ def spawn(
     Raises:
         ValueError: ``program`` cannot be imported by other processes: it is a lambda, a closure, or from a notebook or stdin.
         Exception: the first error that a rank raised, with the rank and its traceback as a note. It has its own type where
-            that can be pickled, else RankFailedError. The other ranks are ended.
+            that can be pickled, else RankFailedError. The other ranks are asked to end, and killed 5 s later.
         RankFailedError: a process ended without a result.
     """
     if type(world_size) is not int or world_size < 1:
@@ -181,8 +206,4 @@ def spawn(
             process.join()
         return results
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        for process in processes:
-            process.join()
+        _end(processes)

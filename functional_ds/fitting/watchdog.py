@@ -168,9 +168,21 @@ def watchdog(timeout: timedelta | None) -> Iterator[Watch]:
         guard.over.set()
 
 
-def _reconnected(store: Store) -> Store:
-    """The same store over another connection, so that a request that waits on the first one does not delay heartbeats."""
-    clone: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+def _reconnected(store: Store, timeout: float) -> Store:
+    """The same store over another connection, so that a request that waits on the first one does not delay heartbeats.
+
+    Raises:
+        TimedOutError: the process that holds the store does not answer.
+    """
+    before = store.timeout
+    store.set_timeout(min(before, timedelta(seconds=timeout)))
+    try:
+        clone: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    except RuntimeError as error:
+        words = f"the process that holds the store has not answered for {timeout} s: rank 0, or torchrun's agent, has ended"
+        raise comm.TimedOutError(words) from error
+    finally:
+        store.set_timeout(before)
     return clone
 
 
@@ -192,7 +204,7 @@ class _Guard:
     def of(watch: Watch, timeout: float) -> "_Guard":
         everyone = comm.world()
         world = everyone.world
-        store: Store = _reconnected(world.store) if isinstance(world, ProcessWorld) else HashStore()
+        store: Store = _reconnected(world.store, timeout) if isinstance(world, ProcessWorld) else HashStore()
         turn = store.add(f"functional_ds/watchdog/{everyone.rank}", 1)  # all ranks have entered equally often
         beats = Heartbeats(
             everyone.rank, everyone.size, PrefixStore(f"functional_ds/watchdog/{turn}", store), threading.get_ident()

@@ -3,9 +3,13 @@
 import functools
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import textwrap
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +107,63 @@ def test_a_world_has_a_whole_number_of_ranks(size: Any) -> None:
     """Refused at once."""
     with pytest.raises(ValueError, match="world_size="):
         comm.spawn(adds, 1, 2, world_size=size)
+
+
+# -- ranks that do not end by themselves -------------------------------------------------------------------------------
+
+
+def stays(how: str) -> None:
+    """Rank 0 raises; rank 1 does not hear SIGTERM."""
+    if comm.world().rank == 0:
+        time.sleep(0.2)
+        raise ValueError("seven")
+    if how == "ignores":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(300)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["ignores", "is stopped"])
+def test_a_rank_that_does_not_hear_is_killed(how: str) -> None:
+    with pytest.raises(ValueError, match="seven"):
+        comm.spawn(stays, how, world_size=2)
+
+
+PARENT = """
+import os, sys, time
+from functional_ds import comm
+
+def ranks(folder):
+    open(f"{folder}/pid-{comm.world().rank}.new", "w").write(str(os.getpid()))
+    os.rename(f"{folder}/pid-{comm.world().rank}.new", f"{folder}/pid-{comm.world().rank}")
+    time.sleep(300)
+
+if __name__ == "__main__":
+    comm.spawn(ranks, sys.argv[1], world_size=2)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+    """Also where that is killed."""
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(PARENT))
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"}) as parent:
+        files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+        wait_until(lambda: all(file.exists() for file in files))
+        parent.kill()
+    wait_until(lambda: not any(is_running(int(file.read_text())) for file in files))
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # the test's time-out ends this
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
