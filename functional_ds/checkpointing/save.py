@@ -122,6 +122,11 @@ class Saver:
         if self._writer is not None:
             self._writer.check()
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's writer has failed by now; ``wait`` raises its error on all ranks."""
+        return self._writer is not None and self._writer.error is not None
+
     def close(self) -> None:
         """Ends the pending save, if there is one, without the other ranks, and unlocks the folder.
 

@@ -164,8 +164,10 @@ class TrainingRun:
     def _end_step(self, reader: BatchReader, metrics: Metrics) -> None:
         done = self.done
         self.watch.at(done, "agreeing on what to do next")
-        number, late = _agreed(_number(self.flag), comm.world().rank == 0 and self.checkpoints.late())
-        self.checkpoints.check()
+        here = _number(self.flag), comm.world().rank == 0 and self.checkpoints.late(), self.checkpoints.failed
+        number, late, failed = _agreed(*here)
+        if failed:
+            self.checkpoints.wait()  # raises the error of one rank's writer on all
         if self.metrics.due(done):
             self.watch.at(done, "logging")
             self.metrics.log(done, metrics)

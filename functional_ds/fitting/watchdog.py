@@ -174,7 +174,7 @@ def _reconnected(store: Store, timeout: float) -> Store:
     Raises:
         TimedOutError: the process that holds the store does not answer.
     """
-    before = store.timeout
+    before: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
     store.set_timeout(min(before, timedelta(seconds=timeout)))
     try:
         clone: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it

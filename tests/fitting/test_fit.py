@@ -430,3 +430,27 @@ def test_what_is_no_record_is_refused() -> None:
         fds.fit(step, state, models.batch, steps=1, checkpoints="run")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"logging=None: pass fds.Logging\(loggers\)"):
         fds.fit(step, state, models.batch, steps=1, logging=None)  # type: ignore[arg-type]
+
+
+def fitted_with_a_full_disk(folder: str) -> str:
+    """Rank 1 has no room; each rank says how the run ends."""
+
+    def full(handle: int, data: Any, position: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    if comm.world().rank == 1:
+        os.pwritev = full
+    step, state = models.build()
+    try:
+        fds.fit(step, state, models.batch, steps=40, checkpoints=fds.Checkpoints(Path(folder), every=2))
+    except checkpointing.CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_full_disk_ends_all_ranks_alike(tmp_path: Path) -> None:
+    """The writer is a thread of one rank; the error is raised on every rank in one step, and names the rank that has it."""
+    first, second = comm.spawn(fitted_with_a_full_disk, str(tmp_path), world_size=2)
+    assert "No space left on device" in second
+    assert "No space left on device" in first
+    assert checkpointing.tags(tmp_path) == []
