@@ -9,6 +9,7 @@ import attrs
 
 from functional_ds.base.weighted import Weighted
 
+from .skipped import keeping
 from .state import State
 from .traits import Trait
 
@@ -109,11 +110,15 @@ def mapped(layer: Layer, change: Callable[[str, Phase], Phase]) -> Layer:
 
 def compose_phase(phase: str, base: Phase, layers: tuple[Layer, ...]) -> Phase:
     """The base function inside of all that wrap it, in their order."""
-    found = [(layer.name, layer.phases[phase]) for layer in layers if phase in layer.phases]
     places: dict[str, list[tuple[str, Phase]]] = {"innermost": [], "": [], "outermost": []}
-    for name, given in found:
+    for layer in layers:
+        if phase not in layer.phases:
+            continue
+        given = layer.phases[phase]
         place, function = (given.place, given.function) if isinstance(given, _Placed) else ("", given)
-        places[place].append((name, function))
+        if phase == "update" and Trait.HEEDS_SKIPS not in layer.traits:
+            function = keeping(layer.name, layer.slot, function)
+        places[place].append((layer.name, function))
     composed = base
     for name, function in (*reversed(places["innermost"]), *places[""], *places["outermost"]):
         composed = _bind(name, phase, function, composed)
