@@ -91,7 +91,7 @@ def mine() -> dict[str, fds.Transform]:
         "decay": decay_in_update(),
         "every other": fds.wrap("every_other", slot="other", init=other, update=every_other),
         "grown": fds.wrap("grown", slot="other", init=other, update=grown),
-        **{name: worked()[name] for name in ("clip_spikes", "lookahead", "count_rows", "within_the_box", "diagonal", "noise")},
+        **{name: worked()[name] for name in ("clip_spikes", "lookahead", "count_rows", "within_the_box", "diagonal", "add_l2")},
         "gradient_memory": worked()["gradient_memory"],
         "ema of docs": worked()["ema"],
         "sam": worked()["sam"],
@@ -136,7 +136,7 @@ def test_a_skipped_step_keeps_what_transforms_keep(name: str, stage: int | None,
     def strategy() -> list[fds.Transform]:
         zero = [] if stage is None else [T.zero(stage)]
         moves_params = name in ("decay", "lookahead", "within_the_box")  # the masters, so before mixed precision
-        asks = name in ("sam", "diagonal", "gradient_memory", "queue")  # for ``step.trained``, so after zero
+        asks = name in ("add_l2", "sam", "diagonal", "gradient_memory", "queue")  # for ``step.trained``, so after zero
         return [mine()[name], HALF, *zero] if moves_params or (inside and not asks) else [HALF, *zero, mine()[name]]
 
     unchanged(strategy, n, None if n == 1 else 1, donate)

@@ -32,7 +32,7 @@ def worked() -> dict[str, fds.Transform]:
     readme, phases, first = defined("README.md"), defined("docs/phases.md"), defined("docs/first-transform.md")
     coordinates, steps, second = defined("docs/coordinates.md"), defined("docs/steps.md"), defined("docs/second-order.md")
     second["params"] = {"a": torch.zeros(3, 5), "b": torch.zeros(5, 1)}  # shapes by path, for its random signs
-    wraps: dict[str, Callable[..., Any]] = {name: phases[name] for name in ("sign_gradient", "within_the_box", "noise")}
+    wraps: dict[str, Callable[..., Any]] = {name: phases[name] for name in ("sign_gradient", "within_the_box", "add_l2")}
     return {
         "unit_gradient": readme["unit_gradient"](),
         "half_rate": fds.wrap("half_rate", rate=phases["half_rate"]),
