@@ -20,8 +20,7 @@ from .buffer_sync import agreed_anew, unagreed
 from .buffers import BUFFERS, Buffers, Modules
 from .checks import check_batch, check_params, check_state, name_sum, refuse_inference, refuse_other_names
 from .forward_pass import Gradients, Pass, refuse_open
-from .phases import Layer, Phase, check_phases, compose_phase
-from .skipped import kept_slots, unaware
+from .phases import Layer, Phase, check_phases, compose_phase, kept_slots, unaware
 from .state import State, UpdateError, mark_donated
 from .tape import Tape
 from .traits import Trait
