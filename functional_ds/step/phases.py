@@ -1,4 +1,4 @@
-"""The phases of a step as data: what each takes and returns, and how the functions that wrap a phase are composed, in skipped steps, too."""
+"""The phases of a step as data: what each takes and returns, and how the functions that wrap a phase are composed."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping

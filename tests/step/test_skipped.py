@@ -246,7 +246,7 @@ BUGS = [
     Bug("slots change", "step.phases", "if skip is None or not changed:", "if True:"),
     Bug("params change", "step.phases", "if after is self.state or after.skip is None:", "if True:"),
     Bug("the wrong one is chosen", "step.phases", "old.detach(), new.detach()", "new.detach(), old.detach()"),
-    Bug("all transforms are trusted", "step.phases", "Trait.HEEDS_SKIPS not in layer.traits", "False"),
+    Bug("all transforms are trusted", "step.phases", 'phase == "update" and Trait', "False and Trait"),
     Bug("gradients are asked too late", "transforms.precision.mixed_precision", "reduce=outermost(self.reduce),", ""),
     Bug("a vote hides an overflow", "transforms.replicated", "_finite(means, weight) & (bad", "(bad >= 0) | (bad"),
 ]

@@ -269,24 +269,27 @@ class _MixedPrecision:
     def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
         """The inner sums, and whether they are finite: asked here, so that every transform's update knows of a skip."""
         state, grads = inner(step, state, grads)
-        return state if isinstance(_slot(state).loss_scale, NoScale) else self._asked(step, state, grads), grads
+        if isinstance(_slot(state).loss_scale, NoScale):
+            return state, grads
+        finite, skip = self._asked(step, state, grads)
+        return tree.replace(state, finite=finite, skip=skip), grads
 
-    def _asked(self, step: Step, state: State, grads: Weighted) -> State:
-        """The state that knows whether these gradients are finite, too."""
+    def _asked(self, step: Step, state: State, grads: Weighted) -> tuple[Tensor, Tensor]:
+        """Whether these gradients, and those asked before, are finite, and whether the step is skipped."""
         finite = step.finite(state, grads.sum).to(state.step.device)
         finite = finite if state.finite is None else finite & state.finite
         skip = finite.logical_not()
-        return tree.replace(state, finite=finite, skip=skip if state.skip is None else skip | state.skip)
+        return finite, skip if state.skip is None else skip | state.skip
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """The inner update, left out where gradients are not finite."""
         scale = _slot(state).loss_scale
         if isinstance(scale, NoScale):
             return self._move(inner, step, state, grads)
-        if state.finite is None or step.wraps("update", without=Trait.HEEDS_SKIPS):  # which may have made others of them
-            state = self._asked(step, state, grads)
         finite, skip = state.finite, state.skip
-        state, metrics = self._move(inner, step, state, grads)
+        if finite is None or skip is None or step.wraps("update", without=Trait.HEEDS_SKIPS):  # which may have made others
+            finite, skip = self._asked(step, state, grads)
+        state, metrics = self._move(inner, step, tree.replace(state, finite=finite, skip=skip), grads)
         state = state.put(mixed_precision=tree.replace(_slot(state), loss_scale=scale.adjust(finite)))
         return state, {**metrics, "loss_scale": torch.as_tensor(scale.now), "skipped": skip.float()}
 
