@@ -9,6 +9,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform
+from functional_ds.step.traits import Trait
 
 __all__ = ["clip"]
 
@@ -39,4 +40,4 @@ def clip(limit: float) -> Transform:
         state, metrics = inner(step, state, shrunk)
         return state, {**metrics, "grad_norm": norm}
 
-    return wrap(f"clip({limit})", update=update)
+    return wrap(f"clip({limit})", traits=[Trait.HEEDS_SKIPS], update=update)

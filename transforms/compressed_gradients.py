@@ -27,7 +27,7 @@ def compressed_gradients(codec: comm.Codec, group: comm.Group | None = None) -> 
     params count at ``init``.
 
     Cost: in bytes of the codec's payload, each rank sends (n - 1) / n of each leaf and (n - 1) times its piece, which is
-    1/n; and 4 bytes for the weight. Memory: one fp32 tensor a leaf and 1/n of one.
+    1/n; and 8 bytes for the weight and for whether all gradients are finite. Memory: one fp32 tensor a leaf and 1/n of one.
 
     Raises:
         ValueError: the ranks' params differ in structure; another transform reduces gradients, such as ``zero``.

@@ -83,7 +83,8 @@ def ema(decay: float) -> Transform:
                 "mixed_precision, and use one ema"
             )
 
-    return wrap(f"ema({decay})", slot="ema", traits=[Trait.COPIES_PARAMS], check=check, init=init, update=update, params=params)
+    traits = [Trait.COPIES_PARAMS, Trait.HEEDS_SKIPS]
+    return wrap(f"ema({decay})", slot="ema", traits=traits, check=check, init=init, update=update, params=params)
 
 
 def averaged(step: Step, state: State) -> Any:

@@ -124,7 +124,7 @@ class _Offload:
             str(self),
             check=self.check,
             slot="offload",
-            traits=[Trait.OFFLOADS, *([] if self.root is None else [Trait.USES_FILES])],
+            traits=[Trait.OFFLOADS, Trait.HEEDS_SKIPS, *([] if self.root is None else [Trait.USES_FILES])],
             init=self.init,
             update=self.update,
             params=self.params,

@@ -124,7 +124,7 @@ class _Pipeline:
             str(self),
             check=self.check,
             slot="pipeline",
-            traits=[Trait.PIPELINES],
+            traits=[Trait.PIPELINES, Trait.HEEDS_SKIPS],
             init=self.init,
             gradients=self.gradients,
             sync_buffers=self.sync_buffers,

@@ -42,7 +42,7 @@ def replicated(
     on any rank leaves it as it was. Transforms that wrap ``update``, ``clip`` for one, get the combined gradient. Rank 0's
     params count at ``init``.
 
-    Cost: what ``reduce`` sends, and 4 bytes for the weight.
+    Cost: what ``reduce`` sends, and 8 bytes for the weight and for whether all gradients are finite.
 
     Args:
         group: the ranks; None for the whole world.
@@ -79,27 +79,43 @@ def replicated(
     def combine(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
         state, grads = inner(step, state, grads)
         ranks, before = replicas.ranks(), state.slots[slot]
-        weight = comm.all_reduce(grads.weight, ranks)
+        bad = _finite(reals(grads.sum), grads.weight).logical_not()  # on this rank: ``reduce`` may make numbers of infinities
+        weight, bad = comm.all_reduce(torch.stack([grads.weight, bad.to(grads.weight.dtype)]), ranks)
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)
         own = [_wide(grad) * (ranks.size / weight) for grad in reals(grads.sum)]
         means, memory = reduce(own, before, ranks)
-        finite = torch.stack([mean.isfinite().all() for mean in means]).all() if means else torch.tensor(True)
+        finite = _finite(means, weight) & (bad == 0)
         memory = tree.map(lambda new, old: torch.where(finite, new, old), memory, before)
+        state = tree.replace(state, finite=finite if state.finite is None else finite & state.finite)
         shaped = [_like((mean * weight).view(-1), grad) for mean, grad in zip(means, grads.sum, strict=True)]
         state = state if init is None else tree.replace(state, unused=frozenset())  # what is owed comes in any step
         return state.put(**{slot: memory}), tree.replace(grads, sum=shaped)
+
+    def norm(inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
+        if state.reduced is False:
+            raise ValueError(
+                f"{title}: step.norm is asked within the phase gradients, where each rank has gradients of its rows alone; use "
+                "reduced, grads = step.reduce(state, grads) first, and step.norm(reduced, grads.sum)"
+            )
+        return inner(step, state, grads)  # type: ignore[no-any-return]
 
     return wrap(
         title,
         check=lambda step: replicas.alone(step, title),
         slot=slot,
-        traits=[Trait.REDUCES_GRADIENTS, Trait.RESIDENT_SLOT],
+        traits=[Trait.REDUCES_GRADIENTS, Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
         init=begin,
         sync_buffers=replicas.sync_buffers,
         reduce=combine,
         sum_over_ranks=replicas.sum_over_ranks,
         batch_shard=replicas.batch_shard,
+        norm=norm,
     )
+
+
+def _finite(tensors: Sequence[Tensor], model: Tensor) -> Tensor:
+    """Whether all of them are finite, a bool where the model is."""
+    return torch.stack([x.isfinite().all() for x in tensors]).all() if tensors else torch.ones_like(model, dtype=torch.bool)
 
 
 def _wide(grad: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform
+from functional_ds.step.traits import Trait
 
 __all__ = ["Factor", "check_floor", "one_cycle", "range_test", "schedule", "warmup", "warmup_cosine", "warmup_decay"]
 
@@ -183,7 +184,8 @@ def schedule(fn: Callable[[Tensor], float | Tensor]) -> Transform:
         state, metrics = inner(step, state, grads)
         return state, {**metrics, "rate": factor}
 
-    return wrap(f"schedule({getattr(fn, '__name__', fn)})", rate=rate, update=update)
+    name = f"schedule({getattr(fn, '__name__', fn)})"
+    return wrap(name, traits=[Trait.HEEDS_SKIPS], rate=rate, update=update)
 
 
 def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Factor:

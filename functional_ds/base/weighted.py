@@ -8,7 +8,7 @@ from torch import Tensor
 from . import tree
 from .device import overlaps
 
-__all__ = ["Weighted", "weigh"]
+__all__ = ["Weighted", "check_constant", "weigh"]
 
 
 @tree.record
@@ -17,7 +17,8 @@ class Weighted:
 
     A loss function returns ``Weighted(sum over tokens, number of tokens)`` where batches differ in tokens. Gradients and
     metrics travel like this through micro-batches and ranks and are divided once, at the end, so that every token weighs
-    the same (law 22: ``∇L(B) = Σ wᵢ ∇L(Bᵢ)``, ``wᵢ = tokensᵢ / Σ tokens``).
+    the same (law 22: ``∇L(B) = Σ wᵢ ∇L(Bᵢ)``, ``wᵢ = tokensᵢ / Σ tokens``). So a loss's weight is a constant: one that requires
+    grad is refused.
 
     >>> a, b = Weighted(torch.tensor(6.0), torch.tensor(2.0)), Weighted(torch.tensor(1.0), torch.tensor(1.0))
     >>> tree.map(torch.add, a, b).mean()
@@ -40,8 +41,14 @@ class Weighted:
         return tree.map(lambda leaf: leaf / self.weight, self.sum)
 
 
-def weigh(value: Any, what: str) -> Weighted:
-    """A scalar as a mean of weight one, a Weighted as it is; anything else is refused."""
+def weigh(value: Any, what: str, *, constant: bool = False) -> Weighted:
+    """A scalar as a mean of weight one, a Weighted with its weight as a constant; anything else is refused.
+
+    Args:
+        value: the scalar or Weighted.
+        what: its name in errors.
+        constant: refuses a weight that requires grad, which would get none.
+    """
     found = value if isinstance(value, Weighted) else Weighted(value, 1.0)
     for name, part in (("sum", found.sum), ("weight", found.weight)):
         if isinstance(part, Tensor) and part.numel() != 1:
@@ -55,8 +62,24 @@ def weigh(value: Any, what: str) -> Weighted:
     if total.dtype == torch.bool or (whole and found is not value):
         total = total.to(torch.get_default_dtype())  # sums of bools are bools; means are weighed, on other ranks if not here
     if isinstance(found.weight, Tensor):
+        if constant:
+            check_constant(found.weight, what)
         return Weighted(total, _number(found.weight.detach().reshape(()), total.device))
     return Weighted(total, torch.full((), float(found.weight), dtype=torch.float32, device=total.device))
+
+
+def check_constant(weight: Any, what: str) -> None:
+    """Refuses a weight that would get no gradient, although it requires one.
+
+    Raises:
+        ValueError: it is such a weight.
+    """
+    if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{what} is Weighted(sum, weight) with a weight that requires grad, and weights are constants: the gradient is "
+            "that of the sum, divided by the weight. Return the mean itself, sum / weight, to differentiate both; or "
+            "Weighted(sum, weight.detach()), if the weight is meant as a constant"
+        )
 
 
 def _number(weight: Tensor, device: torch.device) -> Tensor:

@@ -66,8 +66,11 @@ class State:
         step: how many updates were made, an int64 scalar.
         key: where random draws come from; None while evaluating.
         slots: what each transform keeps, by the name of its slot, and ``"buffers"``: what modules hold beside parameters.
-        skip: within an update: a bool scalar, whether it is to leave params, optimizer and step as they are. None for never.
+        skip: after ``reduce``, within a step: a bool scalar, whether the update is to leave params, optimizer and step as they
+            are. None for never.
+        finite: as long: whether the gradients that ``reduce`` gave were finite, where a loss scale asks. None where none does.
         idle: for each leaf that the loss did not always use: how many updates left it alone, by path; int64, on the host.
+        reduced: within a step: False in ``gradients``, whose sums may be this rank's alone, and True once ``reduce`` has run.
         unused: within a step: the paths of the trained leaves that the loss has not used so far, after the gradients on no
             rank. None where nothing has been differentiated yet, and where all were used.
         batch: the structure of the batches so far; None before the first.
@@ -80,7 +83,9 @@ class State:
     key: Key | None
     slots: dict[str, Any]
     skip: Tensor | None = None
+    finite: Tensor | None = None
     idle: dict[str, Tensor] = attrs.field(factory=dict)
+    reduced: bool | None = tree.static(default=None)
     unused: frozenset[str] | None = tree.static(default=None)
     batch: optree.PyTreeSpec | None = tree.static(default=None)
     graphs: SeenGraphs = tree.static(default=attrs.Factory(SeenGraphs))

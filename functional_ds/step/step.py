@@ -13,14 +13,14 @@ from functional_ds.base import tree
 from functional_ds.base.batch import rows_of
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import trainable
-from functional_ds.base.weighted import Weighted
+from functional_ds.base.weighted import Weighted, check_constant
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffer_sync import agreed_anew, unagreed
 from .buffers import BUFFERS, Buffers, Modules
 from .checks import check_batch, check_params, check_state, name_sum, refuse_inference, refuse_other_names
 from .forward_pass import Gradients, Pass, refuse_open
-from .phases import Layer, Phase, check_phases, compose_phase
+from .phases import Layer, Phase, check_phases, compose_phase, kept_slots, unaware
 from .state import State, UpdateError, mark_donated
 from .tape import Tape
 from .traits import Trait
@@ -235,6 +235,7 @@ class Step:
     ) -> tuple[State, Metrics]:
         after, grads, metrics = found
         after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
+        after = kept_slots(state, after, unaware(self.layers))
         names = name_sum(self, state, metrics)
         weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, unagreed(after), names))
         refuse_other_names(metrics, names)
@@ -247,6 +248,7 @@ class Step:
         except UpdateError:
             state.restore(before)
             raise
+        own = tree.replace(own, skip=None, finite=None, reduced=None)
         if donate:
             own = tree.replace(own, step=own.step.detach()) if own.step is before.step else own  # an update that counted none
             mark_donated(before)
@@ -260,7 +262,9 @@ class Step:
 
     def loss(self, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         """The loss of a batch and further metrics."""
-        return self.phases["loss"](self, state, params, batch)  # type: ignore[no-any-return]
+        loss, metrics = self.phases["loss"](self, state, params, batch)
+        check_constant(loss.weight, "the loss")
+        return loss, metrics
 
     def forward(self, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """``function(batch)``, run as the user's function is."""
@@ -271,8 +275,10 @@ class Step:
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
         """The state after the forward and backward passes, ``carry`` plus a batch's gradients, and the batch's metrics.
 
-        The state is not donated yet: a phase puts new tensors into the one that it returns and changes none in place.
+        Sums may be this rank's alone: ``reduce`` gives those over all ranks. The state is not donated yet: a phase puts new
+        tensors into the one that it returns and changes none in place.
         """
+        state = tree.replace(state, reduced=False)
         return self.phases["gradients"](self, state, batch, carry, last)  # type: ignore[no-any-return]
 
     def sync_buffers(self, state: State) -> State:
@@ -280,11 +286,12 @@ class Step:
         return self.phases["sync_buffers"](self, state)  # type: ignore[no-any-return]
 
     def reduce(self, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        """The gradients after the last micro-batch, as the update wants them, and what this leaves behind.
+        """The gradients after the last micro-batch, as the update wants them: over all ranks; and what this leaves behind.
 
         The state is not donated yet: a phase puts new tensors into the one that it returns and changes none in place.
         """
-        return self.phases["reduce"](self, state, grads)  # type: ignore[no-any-return]
+        after, grads = self.phases["reduce"](self, state, grads)
+        return tree.replace(after, reduced=True), grads
 
     def comm_dtype(self, state: State, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a dtype travel between ranks."""
@@ -348,9 +355,9 @@ class Step:
         layers = self.layers if after is None else self.layers[self.names.index(after) :]
         return next((layer.name for layer in layers if trait in layer.traits), None)
 
-    def wraps(self, phase: str) -> bool:
-        """Whether a transform wraps this phase."""
-        return any(phase in layer.phases for layer in self.layers)
+    def wraps(self, phase: str, *, without: Trait | None = None) -> bool:
+        """Whether a transform wraps this phase; ``without``: one that does not have this trait."""
+        return any(phase in layer.phases and without not in layer.traits for layer in self.layers)
 
     def wrapped(
         self, name: str, *, slot: str | None = None, traits: Collection[Trait] = (), **phases: Callable[..., Any]

@@ -97,7 +97,7 @@ def train_step(
             raise ValueError('the loss function returned a metric named "loss", which is the name of the loss: rename it')
         if tape is not None:
             tape.slots["mean"] = not isinstance(value, Weighted)
-        return weigh(value, "the loss"), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
+        return weigh(value, "the loss", constant=True), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         leaves, spec = tree.flatten(state.params)

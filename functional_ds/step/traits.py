@@ -24,4 +24,5 @@ class Trait(Enum):
     PIPELINES = auto()  # runs stages on several ranks, each with its own leaves
     CUTS_SEQUENCES = auto()  # gives ranks other positions of the same sequences
     CASTS = auto()  # stores params in another dtype than the optimizer updates
+    HEEDS_SKIPS = auto()  # its update and its slot change in a step that a loss scale skips only as they must
     CUTS_EXPERTS = auto()  # stores slices of experts over some of the data-parallel ranks

@@ -155,6 +155,15 @@ REFUSALS = [
         program=lambda: once(lambda params, x: x @ params["w"]),
     ),
     Refusal(
+        what="a loss `Weighted(sum, weight)` whose weight requires grad: learned weights of rows",
+        error=ValueError,
+        says="with a weight that requires grad, and weights are constants",
+        advises="Return the mean itself, sum / weight",
+        why="The quotient of the whole batch is known only after the backward pass of its parts.",
+        instead="Return `sum / weight`, to differentiate both, or `Weighted(sum, weight.detach())`.",
+        program=lambda: once(lambda params, x: fds.Weighted((x @ params["w"]).sum(), params["w"].exp().sum())),
+    ),
+    Refusal(
         what="a parameter straight into a custom `autograd.Function`, under ZeRO",
         error=RuntimeError,
         says="the parameter 'w' went straight into a custom autograd.Function",

@@ -213,7 +213,50 @@ def other_models() -> None:
     comm.simulate(lambda: made(T.zero(1)).init({"w": torch.ones(3, 2 + comm.world().rank)}), world_size=2)
 
 
+def norm_too_early() -> None:
+    """A transform that takes the norm of gradients before they are reduced."""
+
+    def gradients(inner: Any, step: fds.Step, state: fds.State, batch: Any, carry: Any, last: bool) -> Any:
+        after, grads, metrics = inner(step, state, batch, carry, last)
+        step.norm(after, grads.sum)
+        return after, grads, metrics
+
+    mean = T.replicated(reduce=lambda grads, memory, group: (comm.all_reduce(grads, group, op="avg"), memory))
+    step = made(mean, fds.wrap("normed", gradients=gradients))
+    step(step.init(weights()), rows())
+
+
+def clamped_in_place(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+    state, metrics = inner(step, state, grads)
+    for leaf in fds.tree.leaves(state.params):
+        leaf.clamp_(-1, 1)
+    return state, metrics
+
+
+def writes_beside_a_loss_scale() -> None:
+    step = made(fds.wrap("clamped", update=clamped_in_place), T.mixed_precision("fp16"))
+    step(step.init(weights()), rows())
+
+
 REFUSALS = [
+    Refusal(
+        what="`step.norm` of gradients in a phase `gradients`, with `replicated` or `compressed_gradients`",
+        error=ValueError,
+        says="step.norm is asked within the phase gradients",
+        advises=r"use reduced, grads = step\.reduce\(state, grads\) first",
+        why="Each rank has the gradients of its rows alone there.",
+        instead="`reduced, grads = step.reduce(after, grads)`, then `step.norm(reduced, grads.sum)`.",
+        program=norm_too_early,
+    ),
+    Refusal(
+        what="an `update` of yours that writes params or its slot in place, with a loss scale",
+        error=ValueError,
+        says=r"its update writes state\.params\.w in place",
+        advises="put a new tensor into the state",
+        why="A skipped step must leave them as they were.",
+        instead="Put new tensors into the state; or heed `state.skip`, and say so by `traits=[Trait.HEEDS_SKIPS]`.",
+        program=writes_beside_a_loss_scale,
+    ),
     Refusal(
         what="a state that another strategy made",
         error=ValueError,

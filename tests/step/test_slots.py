@@ -130,7 +130,8 @@ def sam(rho: float) -> fds.Transform:
 
     def gradients(inner: Any, step: fds.Step, state: fds.State, batch: Any, carry: Any, last: bool) -> Any:
         after, grads, metrics = inner(step, state, batch, None, True)
-        length = rho / step.norm(state, grads.sum)
+        reduced, grads = step.reduce(after, grads)
+        length = rho / step.norm(reduced, grads.sum)
         wide = step.scatter(state)
         leaves, spec = tree.flatten(wide.params)
         moved = iter(grads.sum)

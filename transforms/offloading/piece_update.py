@@ -55,6 +55,7 @@ class PieceUpdate:
             step=self.state.step.to(device),
             slots={**self.state.slots, **rest["slots"]},
             skip=on_device(self.state.skip, device),
+            finite=on_device(self.state.finite, device),
         )
         after, metrics = self.inner(step, state, Weighted(grads, on_device(self.grads.weight, device)))
         self._first = self._first or [(after, metrics)]

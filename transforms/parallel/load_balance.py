@@ -104,7 +104,7 @@ class _Balance:
         return wrap(
             str(self),
             slot="balance",
-            traits=[Trait.RESIDENT_SLOT],
+            traits=[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
             init=self.init,
             forward=self.forward,
             gradients=self.gradients,
@@ -162,7 +162,6 @@ class _Balance:
         demand = step.sum_over_ranks(state, slot.demand)
         demand = demand if self.over is None else comm.all_reduce(demand, self.over)
         state, metrics = inner(step, state, grads)
-        skip = metrics["skipped"] > 0 if skip is None and "skipped" in metrics else skip
         biases = {name: self._moved(bias, demand[name], skip) for name, bias in self._biases(state).items()}
         most = [(c.max() * len(c) - c.sum()) / c.sum().clamp(min=1) for c in demand.values()]
         further = {"max_violation": torch.stack(most).amax()} if most else {}

@@ -149,6 +149,7 @@ class _TensorParallel:
         return wrap(
             f"tensor_parallel({dict(self.plan)}, {where})",
             slot=_SLOT,
+            traits=[Trait.HEEDS_SKIPS],
             init=self.init,
             forward=innermost(self.forward),
             reduce=self.reduce,

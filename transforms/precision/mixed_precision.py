@@ -15,6 +15,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, mark_stored, module_of, stored_in
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
+from functional_ds.step.phases import outermost
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform
@@ -143,13 +144,14 @@ class _MixedPrecision:
             str(self),
             check=self.check,
             slot=_SLOT,
-            traits=[Trait.CASTS, Trait.COPIES_PARAMS],
+            traits=[Trait.CASTS, Trait.COPIES_PARAMS, Trait.HEEDS_SKIPS],
             prepare=self.prepare,
             init=self.init,
             loss=self.loss,
             forward=self.forward,
             comm_dtype=self.comm_dtype,
             scatter=self.scatter,
+            reduce=outermost(self.reduce),
             update=self.update,
             publish=self.publish,
             params=self.params,
@@ -264,17 +266,31 @@ class _MixedPrecision:
         """What was computed in ``compute`` travels in ``reduce``; sums that are wider stay so."""
         return inner(step, state, self.policy.reduce if dtype == self.policy.compute else dtype)  # type: ignore[no-any-return]
 
+    def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
+        """The inner sums, and whether they are finite: asked here, so that every transform's update knows of a skip."""
+        state, grads = inner(step, state, grads)
+        if isinstance(_slot(state).loss_scale, NoScale):
+            return state, grads
+        finite, skip = self._asked(step, state, grads)
+        return tree.replace(state, finite=finite, skip=skip), grads
+
+    def _asked(self, step: Step, state: State, grads: Weighted) -> tuple[Tensor, Tensor]:
+        """Whether these gradients, and those asked before, are finite, and whether the step is skipped."""
+        finite = step.finite(state, grads.sum).to(state.step.device)
+        finite = finite if state.finite is None else finite & state.finite
+        skip = finite.logical_not()
+        return finite, skip if state.skip is None else skip | state.skip
+
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """The inner update, left out where gradients are not finite."""
         scale = _slot(state).loss_scale
         if isinstance(scale, NoScale):
             return self._move(inner, step, state, grads)
-        finite = step.finite(state, grads.sum).to(state.step.device)
-        before, skip = state.skip, finite.logical_not()
-        skip = skip if before is None else skip | before
-        state, metrics = self._move(inner, step, tree.replace(state, skip=skip), grads)
-        slot = tree.replace(_slot(state), loss_scale=scale.adjust(finite))
-        state = tree.replace(state, skip=before).put(mixed_precision=slot)
+        finite, skip = state.finite, state.skip
+        if finite is None or skip is None or step.wraps("update", without=Trait.HEEDS_SKIPS):  # which may have made others
+            finite, skip = self._asked(step, state, grads)
+        state, metrics = self._move(inner, step, tree.replace(state, finite=finite, skip=skip), grads)
+        state = state.put(mixed_precision=tree.replace(_slot(state), loss_scale=scale.adjust(finite)))
         return state, {**metrics, "loss_scale": torch.as_tensor(scale.now), "skipped": skip.float()}
 
     def _move(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:

@@ -132,7 +132,7 @@ class Zero(ZeroConfig):
         )(step)
 
     def _traits(self) -> list[Trait]:
-        found = [Trait.REDUCES_GRADIENTS]
+        found = [Trait.REDUCES_GRADIENTS, Trait.HEEDS_SKIPS]
         found += [Trait.SUMS_LAST] if self.stage < 2 or self.replicate is not None else []
         found += [Trait.SHARDS_STATE] if self.stage else []
         found += [Trait.SHARDS_PARAMS] if self.stage == 3 else []

@@ -8,6 +8,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State, UpdateError
 from functional_ds.step.step import Metrics, Step, Transform
+from functional_ds.step.traits import Trait
 
 __all__ = ["LossScaleError", "for_ranks", "stop_at_minimum", "sum_gradients"]
 
@@ -37,7 +38,7 @@ def sum_gradients(ranks: int) -> Transform:
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         return inner(step, state, tree.replace(grads, weight=grads.weight / ranks))  # type: ignore[no-any-return]
 
-    return wrap(f"sum_gradients({ranks})", update=update)
+    return wrap(f"sum_gradients({ranks})", traits=[Trait.HEEDS_SKIPS], update=update)
 
 
 def stop_at_minimum() -> Transform:
@@ -59,4 +60,4 @@ def stop_at_minimum() -> Transform:
             )
         return state, metrics
 
-    return wrap("stop_at_minimum", update=update)
+    return wrap("stop_at_minimum", traits=[Trait.HEEDS_SKIPS], update=update)

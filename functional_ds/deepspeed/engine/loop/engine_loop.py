@@ -66,7 +66,7 @@ class LossShare:
             state, metrics = inner(step, state, grads)
             return state, {**metrics, "grad_norm": norm}
 
-        return wrap("engine", update=update)
+        return wrap("engine", traits=[Trait.HEEDS_SKIPS], update=update)
 
 
 def grad_norm_of(metrics: Metrics) -> float | None:
