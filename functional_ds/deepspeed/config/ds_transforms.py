@@ -28,16 +28,15 @@ def precision(s: Settings) -> Transform | None:
     if fp16 and bf16:
         s.refuse("bf16.enabled", "fp16 is enabled, too; enable one of them")
         return None
-    if autocast and (fp16 or bf16):
-        s.refuse("torch_autocast.enabled", "fp16 or bf16 is enabled, too; enable one of them")
-        return None
-    dtype = _word(s["torch_autocast.dtype"] or "bf16") if autocast else "f16" if fp16 else "bf16" if bf16 else "f32"
+    held = "f16" if fp16 else "bf16" if bf16 else "f32"
+    dtype = _word(s["torch_autocast.dtype"] or "bf16") if autocast else held
     named = s["data_types.param_dtype"]
-    if named is not None and _word(named) != ("f32" if autocast else dtype):
-        s.refuse("data_types.param_dtype", f"the config computes in {dtype}; leave it out, or enable fp16 or bf16")
+    if named is not None and _word(named) != held:
+        s.refuse("data_types.param_dtype", f"the params are {held}; leave it out, or enable fp16 or bf16")
         return None
-    if autocast and dtype != "bf16":
-        s.refuse("torch_autocast.dtype", "autocast to fp16 needs DeepSpeed's second loss scaler, which is not here; use bf16")
+    if autocast and dtype != held and (held, dtype) != ("f32", "bf16"):
+        why = f"params are {held}" if held != "f32" else "without fp16.enabled it needs a second loss scaler, which is not here"
+        s.refuse("torch_autocast.dtype", f"{why}; use {'bf16' if held == 'f32' else held}")
         return None
     low = (fp16 and s["fp16.fp16_master_weights_and_grads"]) or (bf16 and s["bf16.bf16_master_weights_and_grads"])
     states = torch.bfloat16 if bf16 and s["bf16.bf16_optimizer_states"] else None
@@ -148,7 +147,13 @@ def offload_places(s: Settings) -> tuple[str, str]:
     found = []
     for block, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
         word = s[f"{_ZERO}.{block}.device"]
-        found.append(_PLACES.get("cpu" if s[f"{_ZERO}.{old}"] else word, "device"))
+        place = _PLACES.get("cpu" if s[f"{_ZERO}.{old}"] else word, "device")
+        if block == "offload_param" and s[f"{_ZERO}.stage"] < 3:
+            for path in (f"{_ZERO}.{block}.device", f"{_ZERO}.{old}"):
+                if place != "device" and path in s:
+                    s.note(path, Fate.IGNORED, "It is for stage 3, as in DeepSpeed, which ignores it below: params stay whole.")
+            place = "device"
+        found.append(place)
     order = ("device", "cpu", "disk")
     return max(found, key=order.index), found[1]  # where params are updated, the state must be
 
@@ -157,10 +162,6 @@ def offloading(s: Settings) -> dict[str, Any] | None:
     """The arguments of ``T.offload``, which looks for its folder as soon as it is called."""
     optimizer, params = offload_places(s)
     stage = s[f"{_ZERO}.stage"]
-    if params != "device" and stage != 3:
-        where = f"{_ZERO}.cpu_offload_param" if s[f"{_ZERO}.cpu_offload_param"] else f"{_ZERO}.offload_param.device"
-        s.refuse(where, f"params are whole in stage {stage}; it is for stage 3")
-        return None
     if optimizer == "device":
         return None
     if stage == 0:
