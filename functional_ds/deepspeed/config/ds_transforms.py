@@ -15,7 +15,7 @@ from functional_ds.transforms.zero.zero import zero
 from .config_reader import Settings
 from .keys.config_key import Fate
 
-__all__ = ["offload_places", "offloading", "precision", "sharding"]
+__all__ = ["offload_places", "offloading", "precision", "sharding", "word_of"]
 
 _FP16, _BF16, _ZERO = "fp16", "bf16", "zero_optimization"
 _PLACES = {"cpu": "cpu", "nvme": "disk"}
@@ -29,15 +29,18 @@ def precision(s: Settings) -> Transform | None:
         s.refuse("bf16.enabled", "fp16 is enabled, too; enable one of them")
         return None
     held = "f16" if fp16 else "bf16" if bf16 else "f32"
-    dtype = _word(s["torch_autocast.dtype"] or "bf16") if autocast else held
+    dtype = word_of(s["torch_autocast.dtype"] or "bf16") if autocast else held
     named = s["data_types.param_dtype"]
-    if named is not None and _word(named) != held:
+    if named is not None and word_of(named) != held:
         s.refuse("data_types.param_dtype", f"the params are {held}; leave it out, or enable fp16 or bf16")
         return None
     if autocast and dtype != held and (held, dtype) != ("f32", "bf16"):
         why = f"params are {held}" if held != "f32" else "without fp16.enabled it needs a second loss scaler, which is not here"
         s.refuse("torch_autocast.dtype", f"{why}; use {'bf16' if held == 'f32' else held}")
         return None
+    sums = s["data_types.grad_accum_dtype"]
+    if sums and word_of(sums) != held and not s[f"{_ZERO}.stage"]:
+        s.refuse("data_types.grad_accum_dtype", f"DeepSpeed's stage 0 sums in the params' dtype, {held}; leave it out")
     low = (fp16 and s["fp16.fp16_master_weights_and_grads"]) or (bf16 and s["bf16.bf16_master_weights_and_grads"])
     states = torch.bfloat16 if bf16 and s["bf16.bf16_optimizer_states"] else None
     if states is not None and not low:
@@ -45,7 +48,7 @@ def precision(s: Settings) -> Transform | None:
     if low and s[f"{_ZERO}.stage"] == 0:
         s.refuse(f"{'fp16.fp16' if fp16 else 'bf16.bf16'}_master_weights_and_grads", "DeepSpeed has it in stages 1 to 3 alone")
     sent = s["communication_data_type"]
-    reduce = _word(sent) if sent else dtype
+    reduce = word_of(sent) if sent else dtype
     policy = Policy.parse(f"params={dtype if low else 'f32'},compute={dtype},output=f32,reduce={reduce}")
     scale = _loss_scale(s, dtype)
     if dtype == "f32" and reduce == "f32" and isinstance(scale, NoScale):
@@ -53,7 +56,8 @@ def precision(s: Settings) -> Transform | None:
     return mixed_precision(policy, scale, autocast=autocast, states=states)
 
 
-def _word(name: str) -> str:
+def word_of(name: str) -> str:
+    """This library's word for a dtype that a config names: "f32", "f16", "bf16"."""
     last = name.removeprefix("torch.")
     return _WORDS.get(last, last.replace("float", "f").replace("fp", "f"))
 
@@ -87,7 +91,7 @@ def checks_finite(s: Settings) -> bool:
     if stage == 0:
         return bool(bf16)
     sums = s["data_types.grad_accum_dtype"]
-    if bf16 and stage == 1 and sums and _word(sums) == "f32" and s[f"{_ZERO}.offload_optimizer.device"] == "none":
+    if bf16 and stage == 1 and sums and word_of(sums) == "f32" and s[f"{_ZERO}.offload_optimizer.device"] == "none":
         return True
     return bool(s["bf16.check_grad_overflow"] if bf16 else s[f"{_ZERO}.compute_grad_norm"])
 
