@@ -49,7 +49,6 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "checkpoint": "",
         "checkpoint.utils": "utils",
         "comm.comm": "comm",
-        "dist": "comm",
         "comm.reduce_op": "comm",
         "compression.helper": "utils",
         "moe.sharded_moe": "moe.top_k_gate",
@@ -233,7 +232,7 @@ def found(path: str) -> FoundModule | None:
     'functional_ds.deepspeed.pipe'
     """
     if path in INDEXES:
-        return FoundModule(path, IndexModule(f"{_US}.{path}", _US, INDEXES[path]))
+        return FoundModule(path, IndexModule(f"deepspeed.{path}", _US, INDEXES[path]))
     target = ALIASES.get(path, path if path in HERE else None)
     if target is None:
         return None
@@ -272,7 +271,7 @@ def why_missing(path: str) -> str:
     names = [*getattr(parent.module, "__all__", ()), *(each for each in below if each and "." not in each)]
     near = difflib.get_close_matches(words[-1], set(names) - {words[-1]}, 1, 0.8 if rest else 0.6)
     if near:
-        return f"did you mean {near[0]}?" + f" Otherwise: {rest}" * bool(rest)
+        return f"did you mean {near[0]}?"
     return rest or f"deepspeed{'.' * bool(prefix)}{prefix} has {', '.join(sorted(set(names)))}"
 
 

@@ -88,6 +88,7 @@ REST: Mapping[str, str] = MappingProxyType(
         "utils.comms_logging": "deepspeed.comm.log_summary() and fds.profile show messages",
         "utils.debug": "comm.debug and errors name params and ranks; see docs/comm.md",
         "utils.groups": "axes of fds.comm.mesh are the groups of tensor, expert and sequence parallelism",
+        "utils.logging": "deepspeed.utils.logger is a logging.Logger, and log_dist writes on chosen ranks",
         "utils.mixed_precision_linkage": "safe_get_full_fp32_param and its like read masters and states",
         "utils.pin_memory": "torch's tensor.pin_memory() pins; T.offload pins what it uses",
         "utils.pin_memory_tracker": "torch's tensor.pin_memory() pins; T.offload pins what it uses",
