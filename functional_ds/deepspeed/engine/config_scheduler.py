@@ -36,6 +36,7 @@ class ConfigScheduler:
     _settle: Callable[[], None] = attrs.field(alias="settle", repr=False)
     _make: Callable[[Any], Any] = attrs.field(alias="make", repr=False)  # of the scheduler that the config names
     _twin: Any = attrs.field(default=None, init=False, repr=False)
+    _lrs: list[float] = attrs.field(factory=list, init=False, repr=False)  # of each group at the start
     _updates: int = 0  # of the step
     _moved: int = 0  # how often somebody else called ``step``
     _own: list[RateSchedule] = attrs.field(factory=list, repr=False)  # of each group
@@ -44,6 +45,7 @@ class ConfigScheduler:
     def __attrs_post_init__(self) -> None:
         for group in self._groups:
             lr = float(group.given["lr"])
+            self._lrs.append(lr)
             self._own.append(self.schedule if group.base == self.schedule.reference == lr else self.schedule.for_group(lr))
             differs = group.base != lr or (not self.multiples and lr != self.schedule.reference)
             self._host.append(self.on_host or differs)
@@ -52,7 +54,7 @@ class ConfigScheduler:
     def _named(self) -> Any:
         """The scheduler that the config names, over groups of its own, at this iteration."""
         if self._twin is None:
-            groups = [{"params": [torch.zeros(1)], "lr": float(group.given["lr"])} for group in self._groups]
+            groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in self._lrs]
             self._twin = self._make(torch.optim.Adam(groups))
         return self._twin
 

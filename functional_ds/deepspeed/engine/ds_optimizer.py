@@ -61,7 +61,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self is other or (self._bare and other is self.optimizer)
 
     def __hash__(self) -> int:
-        return id(self.optimizer) if self._bare else id(self)
+        return hash(self.optimizer) if self._bare else id(self)
 
     @property
     def low_precision_dtype(self) -> torch.dtype:
