@@ -25,6 +25,7 @@ from functional_ds.interchange.deepspeed_files import ZeroFiles, load_pickle
 from functional_ds.state_dict.describe import describe
 from functional_ds.testing import assert_same
 from tests.interchange.zero_layout import DynamicLossScaler, Layout, values_of
+from tests.planting import Bug, planted
 from tests.tools.deepspeed_checkpoint import ADAMW, STEPS, batch, loss_of, model
 
 ROLES = {"params": "master", "masters": "master", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
@@ -215,6 +216,22 @@ def test_a_pipelines_folder_of_stage_0_and_one_that_lacks_states_are_errors(tmp_
         torch.save({**content, **new}, file)
         with pytest.raises(CheckpointError, match=message):
             fds.from_deepspeed(tmp_path, like=state)
+
+
+LAYOUT = "interchange.deepspeed_layout"
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        Bug("a group's vector begins anew for each parameter", LAYOUT, "len(flats) - 1, begin)", "len(flats) - 1, 0)"),
+        Bug("tied names count twice", LAYOUT, "(x.data_ptr(), x.shape) if x.numel() else name", "name", StructureError),
+    ],
+    ids=lambda bug: bug.name,
+)
+def test_bugs_of_stage_0_are_seen(tmp_path: Path, bug: Bug) -> None:
+    with planted(bug), pytest.raises(bug.shows):
+        test_one_group_of_stage_0_has_the_modules_order(tmp_path, torch.float16, True)
 
 
 def test_weights_alone(tmp_path: Path) -> None:
