@@ -10,8 +10,8 @@ from .api_names import VERSION as __version__
 from .api_names import lazily
 from .comm import init_distributed
 from .config import ConfigError, ConfigPlan, ExplainedKey, Explanation, UsageError, from_ds_config
-from .config.config_objects import DeepSpeedConfig
 from .config_arguments import add_config_arguments
+from .config_objects import DeepSpeedConfig
 from .engine import DeepSpeedEngine, initialize
 from .utils import OnDevice, log_dist, logger
 

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["INDEXES", "REST", "IndexModule"]
 
-_CONFIG, _KINDS = "config.config_objects", "engine.optimizer_kinds"
+_CONFIG, _KINDS = "config_objects", "engine.optimizer_kinds"
 
 # By a path in DeepSpeed, the modules of functional_ds.deepspeed whose names it has.
 INDEXES: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -18,9 +18,9 @@ INDEXES: Mapping[str, Sequence[str]] = MappingProxyType(
         "ops.op_builder.builder": ("ops.builders",),
         "runtime.base_optimizer": (_KINDS,),
         "runtime.bf16_optimizer": (_KINDS,),
-        "runtime.config": (_CONFIG, "config.config_words"),
-        "runtime.config_utils": ("config.config_words",),
-        "runtime.constants": ("config.config_words",),
+        "runtime.config": (_CONFIG, "config_words"),
+        "runtime.config_utils": ("config_words",),
+        "runtime.constants": ("config_words",),
         "runtime.fp16": (),
         "runtime.fp16.fused_optimizer": (_KINDS,),
         "runtime.fp16.unfused_optimizer": (_KINDS,),
@@ -104,10 +104,9 @@ REST: Mapping[str, str] = MappingProxyType(
 class IndexModule(ModuleType):
     """A module that looks its names up in others."""
 
-    __path__: Sequence[str] = ()
-
     def __init__(self, name: str, package: str, modules: Sequence[str]) -> None:
         super().__init__(name)
+        self.__path__ = []  # the import system then asks for names that are missing as for sub-modules
         self._modules = [f"{package}.{module}" for module in modules]
 
     @property

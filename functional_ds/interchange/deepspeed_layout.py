@@ -20,7 +20,7 @@ __all__ = [
     "MASTER",
     "FlatRange",
     "Param",
-    "WholeParams",
+    "StageZeroParams",
     "frozen_params",
     "in_groups",
     "in_pieces",
@@ -136,7 +136,7 @@ def frozen_params(models: Sequence[Mapping[str, Any]], trained: Mapping[str, Par
 
 
 @attrs.frozen(eq=False)
-class WholeParams:
+class StageZeroParams:
     """What the one file of stage 0 says, as ``ZeroFiles`` has it."""
 
     params: Mapping[str, Param]
@@ -146,7 +146,7 @@ class WholeParams:
     groups: Sequence[Mapping[str, Any]]
 
 
-def whole_params(model: Mapping[str, Any], order: Sequence[Sequence[str]] | None, where: str) -> WholeParams:
+def whole_params(model: Mapping[str, Any], order: Sequence[Sequence[str]] | None, where: str) -> StageZeroParams:
     """The parameters of stage 0. Each is a flat tensor; FusedAdam in half precision has one for a whole param group.
 
     Args:
@@ -187,7 +187,7 @@ def whole_params(model: Mapping[str, Any], order: Sequence[Sequence[str]] | None
         flat.update({kind: torch.zeros(1).expand(flat[MASTER].numel()) for kind in kinds - flat.keys()})
     frozen = {name: Param(tuple(held[name].shape), whole=(held[name],)) for name in first.values() if name not in params}
     aliases = {name: owner for name, owner in owners.items() if name != owner}
-    return WholeParams({**params, **frozen}, aliases, [flats], updates, numbers_of(groups))
+    return StageZeroParams({**params, **frozen}, aliases, [flats], updates, numbers_of(groups))
 
 
 def _check_order(order: Sequence[Sequence[str]], counts: Sequence[int | None], held: Mapping[str, Tensor], where: str) -> None:

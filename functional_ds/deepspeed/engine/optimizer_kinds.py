@@ -9,6 +9,7 @@ import torch
 
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.deepspeed.config.ds_transforms import word_of
+from functional_ds.deepspeed.ops.adam import FusedAdam
 
 __all__ = [
     "BF16_Optimizer",
@@ -65,8 +66,6 @@ def kind_of(plan: ConfigPlan, client: torch.optim.Optimizer | None) -> type | No
         plan: of the config.
         client: the optimizer that was passed to ``initialize``.
     """
-    from functional_ds.deepspeed.ops.adam import FusedAdam  # it imports the rules of configs
-
     stage, bf16, sums = (
         plan.value("zero_optimization.stage"),
         plan.value("bf16.enabled"),

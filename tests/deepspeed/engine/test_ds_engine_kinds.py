@@ -10,7 +10,7 @@ from torch import nn
 
 import functional_ds as fds
 from functional_ds.deepspeed import UsageError
-from functional_ds.deepspeed.config import config_objects as blocks
+from functional_ds.deepspeed import config_objects as blocks
 from functional_ds.deepspeed.engine import optimizer_kinds as kinds
 from functional_ds.deepspeed.ops.adam import FusedAdam
 from functional_ds.deepspeed.ops.builders import COMPATIBLE

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from functional_ds import comm
 
-from .config_reader import read
-from .ds_plan import from_ds_config
-from .explain import ConfigError
-from .keys.config_key import Fate
-from .keys.config_table import key_of
+from .config.config_reader import read, source
+from .config.ds_plan import from_ds_config
+from .config.explain import ConfigError
+from .config.keys.config_key import Fate
+from .config.keys.config_table import key_of
 
 __all__ = [
     "DeepSpeedBF16Config",
@@ -58,6 +58,9 @@ class OffloadStateTypeEnum(StrEnum):
     lp_params = "lp_params"
     lp_grads = "lp_grads"
     contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+B = TypeVar("B", bound="ConfigBlock")
 
 
 class ConfigBlock:
@@ -136,7 +139,7 @@ class DeepSpeedZeroConfig(ConfigBlock):
         names = ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
         return any(self._settings[f"{self.path}.{name}"] for name in names)
 
-    def _block(self, name: str, old: str, make: Any) -> Any:
+    def _block(self, name: str, old: str, make: type[B]) -> B | None:
         given = self._keys.get(name)
         if given is None and self._settings[f"{self.path}.{old}"]:
             given = {"device": "cpu"}
@@ -187,8 +190,6 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        from .config_reader import source
-
         del mesh_device
         self.world_size = comm.world().size if mpu is None else mpu.get_data_parallel_world_size()
         self._param_dict = source(config)

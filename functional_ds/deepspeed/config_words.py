@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .config_reader import unique
-from .ds_optimizers import OPTIMIZERS
-from .keys.config_table import KEYS
+from .config.config_reader import unique
+from .config.ds_optimizers import OPTIMIZERS
+from .config.keys.config_table import KEYS
 
 __all__ = ["dict_raise_error_on_duplicate_keys", "get_dict_param", "get_list_param", "get_scalar_param"]
 
