@@ -1,13 +1,17 @@
 """DeepSpeed's front door: its configs, read key by key into a plan, its engine, and what scripts import beside it."""
 
+from typing import TYPE_CHECKING
+
 from functional_ds.base.package_index import optional
 
 from . import accelerator, checkpointing, comm, ops, runtime, utils, zero
 from .accelerator import get_accelerator
 from .api_names import VERSION as __version__
+from .api_names import lazily
 from .comm import init_distributed
-from .config import ConfigError, ConfigPlan, ExplainedKey, Explanation, from_ds_config
+from .config import ConfigError, ConfigPlan, ExplainedKey, Explanation, UsageError, from_ds_config
 from .config_arguments import add_config_arguments
+from .config_objects import DeepSpeedConfig
 from .engine import DeepSpeedEngine, initialize
 from .utils import OnDevice, log_dist, logger
 
@@ -15,16 +19,22 @@ with optional("functional_ds.parallel"):
     from . import moe
 with optional("functional_ds.pipelining"):
     from . import pipe
-    from .pipe import PipelineModule
+    from .pipe import PipelineEngine, PipelineModule
+
+__git_hash__ = __git_branch__ = None
+__version_major__, __version_minor__, __version_patch__ = (int(each) for each in __version__.split("."))
 
 __all__ = [
     "ConfigError",
     "ConfigPlan",
+    "DeepSpeedConfig",
     "DeepSpeedEngine",
     "ExplainedKey",
     "Explanation",
     "OnDevice",
+    "PipelineEngine",
     "PipelineModule",
+    "UsageError",
     "__version__",
     "accelerator",
     "add_config_arguments",
@@ -43,6 +53,9 @@ __all__ = [
     "utils",
     "zero",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazily("")
 
 
 def __dir__() -> list[str]:

@@ -2,14 +2,18 @@
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
+from typing import Any
 
 import attrs
 
-__all__ = ["ALIASES", "ENGINE", "HERE", "PIPELINE_ENGINE", "REFUSED", "VERSION", "found", "why_missing"]
+from .indexed_names import INDEXES, REST, IndexModule
+from .version_info import version
 
-VERSION = "0.19.8"  # whose names these are
+__all__ = ["ALIASES", "ENGINE", "HERE", "PIPELINE_ENGINE", "REFUSED", "VERSION", "found", "lazily", "why_missing"]
+
+VERSION = version  # whose names these are
 _US = "functional_ds.deepspeed"
 
 # Modules of ``functional_ds.deepspeed`` that have the path that they have in DeepSpeed; "" is the package itself.
@@ -38,6 +42,9 @@ HERE = (
 # From a path in DeepSpeed to one of those, or to a module that is an attribute of the package.
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
+        "accelerator.abstract_accelerator": "accelerator",
+        "accelerator.cpu_accelerator": "accelerator",
+        "accelerator.cuda_accelerator": "accelerator",
         "accelerator.real_accelerator": "accelerator",
         "checkpoint": "",
         "checkpoint.utils": "utils",
@@ -53,7 +60,6 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "ops.lion.fused_lion": "ops.lion",
         "runtime.activation_checkpointing": "",
         "runtime.activation_checkpointing.checkpointing": "checkpointing",
-        "runtime.config": "",
         "runtime.dataloader": "utils",
         "runtime.engine": "",
         "runtime.pipe": "pipe",
@@ -62,7 +68,11 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "runtime.pipe.topology": "pipe",
         "runtime.zero": "zero",
         "runtime.zero.partition_parameters": "zero",
+        "utils.init_on_device": "utils",
         "utils.logging": "utils",
+        "utils.module_utils": "utils",
+        "utils.tensor_fragment": "utils",
+        "utils.z3_leaf_module": "utils",
     }
 )
 
@@ -144,6 +154,7 @@ _OF_ENGINES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 ENGINE, PIPELINE_ENGINE = "runtime.engine.DeepSpeedEngine", "runtime.pipe.engine.PipelineEngine"
 
 # By the name's or module's path in DeepSpeed.
+_TENSOR = "T.tensor_parallel cuts modules as they are; see docs/tensor-parallel.md"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **{f"{ENGINE}.{name}": why for why, names in _OF_ENGINES.items() for name in names},
@@ -162,34 +173,43 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "default_inference_config": _SERVING,
         "inference": _SERVING,
         "init_inference": _SERVING,
+        "DeepSpeedDataLoader": "initialize(training_data=) and engine.deepspeed_io make loaders",
+        "DeepSpeedHybridEngine": _SERVING,
+        "DeepSpeedInferenceConfig": _SERVING,
+        "DeepSpeedOptimizerCallable": "initialize(optimizer=) takes any function of parameters",
+        "DeepSpeedSchedulerCallable": "initialize(lr_scheduler=) takes any function of an optimizer",
+        "DeepSpeedTransformerConfig": _KERNELS,
+        "DeepSpeedTransformerLayer": _KERNELS,
+        "DualPipeVEngine": "a schedule is data: fds.pipelining.dualpipe_v",
+        "DualPipeVModule": "a schedule is data: fds.pipelining.dualpipe_v",
+        "InferenceEngine": _SERVING,
+        "merge_tp_model_init_into_config": _TENSOR,
+        "record_tp_model_init_args": _TENSOR,
+        "set_autotp_mode": _TENSOR,
+        "set_optimizer_flags": "fds.muon chooses its matrices by matrices=; see docs/matrices.md",
         "launcher": "torchrun launches",
         "linear": "freeze params with fds.freeze, and add adapters in the model",
         "model_implementations": _SERVING,
-        "module_inject": "T.tensor_parallel cuts modules as they are; see docs/tensor-parallel.md",
+        "module_inject": _TENSOR,
         "moe.mappings": "fds.tp has such functions",
         "monitor": "fit's loggers write to TensorBoard and W&B; see docs/fitting.md",
         "ops.aio": "T.offload reads and writes files; see docs/offload.md",
         "ops.deepspeed4science": _KERNELS,
         "ops.fp_quantizer": _KERNELS,
-        "ops.op_builder": "nothing is compiled here",
         "ops.random_ltd": _EFFICIENCY,
         "ops.sparse_attention": "DeepSpeed 0.19.8 has removed it",
         "ops.transformer": _KERNELS,
         "pipe.DualPipeVModule": "a schedule is data: fds.pipelining.dualpipe_v",
         "profiling": "fds.profile counts operations and bytes; see docs/profile.md",
         "replace_transformer_layer": _SERVING,
-        "runtime.bf16_optimizer": "ds_config's bf16 block becomes T.mixed_precision",
         "runtime.data_pipeline": _EFFICIENCY,
-        "runtime.fp16": "ds_config's fp16 block becomes T.mixed_precision; its one-bit optimizers are in the config",
         "runtime.hybrid_engine": _SERVING,
         "runtime.sequence_parallel": "T.sequence and fds.seq; see docs/sequence-parallel.md",
         "runtime.state_dict_factory": "fds.from_deepspeed reads DeepSpeed's files",
         "runtime.swap_tensor": "T.offload reads and writes files; see docs/offload.md",
-        "runtime.tensor_parallel": "T.tensor_parallel cuts modules as they are; see docs/tensor-parallel.md",
-        "runtime.zero.stage3": "stages are T.zero's; what scripts touch of them is in deepspeed.zero",
-        "runtime.zero.stage_1_and_2": "stages are T.zero's; what scripts touch of them is in deepspeed.zero",
+        "runtime.tensor_parallel": _TENSOR,
         "sequence": "T.sequence and fds.seq.ulysses; see docs/sequence-parallel.md",
-        "tp_model_init": "T.tensor_parallel cuts modules as they are; see docs/tensor-parallel.md",
+        "tp_model_init": _TENSOR,
         "utils.numa": "torchrun or the launcher binds processes to cores",
         "utils.nvtx": "torch.cuda.nvtx.range",
         "utils.timer": "fds.profile measures; see docs/profile.md",
@@ -211,6 +231,8 @@ def found(path: str) -> FoundModule | None:
     >>> found("runtime.pipe.module").module.__name__
     'functional_ds.deepspeed.pipe'
     """
+    if path in INDEXES:
+        return FoundModule(path, IndexModule(f"deepspeed.{path}", _US, INDEXES[path]))
     target = ALIASES.get(path, path if path in HERE else None)
     if target is None:
         return None
@@ -233,16 +255,39 @@ def why_missing(path: str) -> str:
     'did you mean FusedAdam?'
     """
     words = path.split(".")
-    for count in range(len(words), 0, -1):
-        reason = REFUSED.get(".".join(words[:count]))
-        if reason:
-            return reason
-    parent = found(".".join(words[:-1])) if len(words) > 1 else found("")
-    if parent is None:
-        near = difflib.get_close_matches(path, [each for each in (*HERE, *ALIASES) if each], 1, 0.0)
-        return f"the nearest module is deepspeed.{near[0]}"
+    above = [".".join(words[:count]) for count in range(len(words), 0, -1)]
+    reason = next((REFUSED[each] for each in above if each in REFUSED), None)
+    if reason:
+        return reason
+    rest = next((REST[each] for each in above if each in REST), None)
     prefix = ".".join(words[:-1])
-    below = [each.removeprefix(f"{prefix}.") for each in (*HERE, *ALIASES) if each.startswith(f"{prefix}.") or not prefix]
+    parent = found(prefix)
+    if parent is None:
+        near = difflib.get_close_matches(path, [each for each in (*HERE, *ALIASES, *INDEXES) if each], 1, 0.8 if rest else 0.0)
+        return f"the nearest module is deepspeed.{near[0]}" if near else str(rest)
+    below = [
+        each.removeprefix(f"{prefix}.") for each in (*HERE, *ALIASES, *INDEXES) if each.startswith(f"{prefix}.") or not prefix
+    ]
     names = [*getattr(parent.module, "__all__", ()), *(each for each in below if each and "." not in each)]
-    near = difflib.get_close_matches(words[-1], names, 1)
-    return f"did you mean {near[0]}?" if near else f"deepspeed{'.' * bool(prefix)}{prefix} has {', '.join(sorted(set(names)))}"
+    near = difflib.get_close_matches(words[-1], set(names) - {words[-1]}, 1, 0.8 if rest else 0.6)
+    if near:
+        return f"did you mean {near[0]}?"
+    return rest or f"deepspeed{'.' * bool(prefix)}{prefix} has {', '.join(sorted(set(names)))}"
+
+
+def lazily(path: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module: its sub-modules that are indexes or other paths, and why a name is missing.
+
+    Args:
+        path: the module's in DeepSpeed.
+    """
+
+    def attribute(name: str) -> Any:
+        inner = f"{path}.{name}".lstrip(".")
+        held = found(inner) if inner in INDEXES or inner in ALIASES else None
+        if held is not None:
+            return held.module
+        why = "" if name.startswith("__") else f": {why_missing(inner)}"
+        raise AttributeError(f"deepspeed.{inner} is not in {_US}{why}")
+
+    return attribute

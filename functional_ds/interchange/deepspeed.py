@@ -18,7 +18,8 @@ from functional_ds.state_dict.matching import Choice, Differences, fits
 from functional_ds.step.slots import Role, fields_of_role
 from functional_ds.step.state import State
 
-from .deepspeed_files import MASTER, Param, ZeroFiles
+from .deepspeed_files import ZeroFiles
+from .deepspeed_layout import MASTER, Param
 
 __all__ = ["from_deepspeed"]
 
@@ -36,6 +37,7 @@ def from_deepspeed(
     *,
     like: State,
     tag: str | None = None,
+    order: Sequence[Sequence[str]] | None = None,
     rename: Callable[[str], str] | None = None,
     only: str | Sequence[str] | None = None,
     allow_missing: str | Sequence[str] = (),
@@ -45,7 +47,7 @@ def from_deepspeed(
 ) -> State:
     """The saved state of a DeepSpeed run as a value of ``like``'s structure, from which training continues.
 
-    Reads checkpoints of ZeRO 1, 2 and 3 in fp32, bf16 and fp16, of any number of ranks, into any number of ranks, stage, mesh
+    Reads checkpoints of stages 0 to 3 in fp32, bf16 and fp16, of any number of ranks, into any number of ranks, stage, mesh
     and precision. It takes over the fp32 masters; the optimizer's moments (Adam's, LAMB's, Lion's, Adagrad's sums, SGD's
     momentum); its number of updates, and with it schedules; frozen parameters; modules' buffers; a dynamic loss scale. It does
     not take over random generators, the data's position, learning-rate schedulers and hyperparameters, which are arguments
@@ -62,6 +64,8 @@ def from_deepspeed(
         path: the folder that was passed to DeepSpeed's ``save_checkpoint``.
         like: a state from ``step.init``; it is not changed.
         tag: which checkpoint; None for the one that the file ``latest`` names.
+        order: of a checkpoint of stage 0, DeepSpeed's names of the parameters in each param group of its optimizer, in its
+            order, as the file has none; None where one group has all parameters in the module's order.
         rename: from a leaf's path to DeepSpeed's name for it, if they differ.
         only: patterns (``fnmatch``'s) of what to read, as in ``load``: ``only="params"`` reads the weights alone.
         allow_missing: patterns of what may be missing in the checkpoint; it keeps ``like``'s values.
@@ -72,14 +76,14 @@ def from_deepspeed(
     Raises:
         NoCheckpointError: there is no such folder, tag or file.
         DamagedError: a file is damaged, or does not belong to the others.
-        StructureError: the checkpoint and ``like`` differ in leaves or shapes; the message lists them.
+        StructureError: the checkpoint and ``like`` differ in leaves or shapes, which the message lists; ``order`` does not fit.
         CheckpointError: a file holds objects of unknown classes; the model was split by tensor or pipeline parallelism.
         ValueError: the tag is not a plain name; a pattern of ``only`` matches nothing in ``like``.
     """
     if not isinstance(like, State):
         raise TypeError(f"like={type(like).__name__}: from_deepspeed takes a state that a step made, as from step.init(params)")
     ranks = comm.world() if group is None else group
-    files = all_or_none(ranks, lambda: ZeroFiles.open(Path(path), tag))
+    files = all_or_none(ranks, lambda: ZeroFiles.open(Path(path), tag, order))
     choice = Choice.of(only, missing=allow_missing, extra=allow_extra)
     numbers = as_tensors(like)
     _Reading(files, rename or str, choice).check(describe(numbers), ranks)
@@ -212,4 +216,5 @@ def _fill_scale(scale: Any, scaler: Any) -> None:
     run = since % scale.window - 1
     scale.value.fill_(float(scaler.cur_scale))
     scale.run.fill_(scale.window - 1 if run < 0 < since else run)
-    scale.patience.fill_(scaler.cur_hysteresis)
+    if hasattr(scaler, "cur_hysteresis"):  # stage 0 has none
+        scale.patience.fill_(scaler.cur_hysteresis)

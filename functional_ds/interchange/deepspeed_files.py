@@ -1,18 +1,15 @@
-"""DeepSpeed's ZeRO checkpoints as data: which elements of which parameter are where in which rank's file.
+"""DeepSpeed's checkpoints as data, and their files opened without running code.
 
 A folder ``<tag>`` has, for every rank, ``*zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` with flat fp32 tensors and the
 optimizer's states of them. ``*mp_rank_00_model_states.pt`` has the parameters' names and shapes.
 
-    stages 1, 2   each param group is one flat vector, split into the ranks' partitions; only its end is padded
-    stage 3       each parameter is padded and split into equal pieces for the ranks; a rank's pieces are concatenated
+In stage 0 this one file has everything, as the module's and the optimizer's ``state_dict``.
 """
 
 import contextlib
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from functional_ds.state_dict.errors import CheckpointError, DamagedError, NoCheckpointError
 
-__all__ = ["MASTER", "Param", "PlainAttributes", "ZeroFiles", "load_pickle"]
+from .deepspeed_layout import MASTER, Param, frozen_params, in_groups, in_pieces, numbers_of, whole_params
+
+__all__ = ["PlainAttributes", "ZeroFiles", "load_pickle"]
 
 
 class PlainAttributes:
@@ -82,40 +81,6 @@ _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _OWN = {"module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
 _OWN |= {*_COUNTS, "lr_scheduler", "data_sampler", "random_ltd", "dp_world_size", "mp_world_size", "ds_config", "ds_version"}
 _OWN |= {"checkpoint_parallel_dimensions", "sparse_tensor_module_names", "universal_checkpoint_info"}
-MASTER = "master"  # the kind of value that every parameter has; the others are the optimizer's keys
-
-
-@attrs.frozen
-class FlatRange:
-    """``numel`` elements of a flattened parameter from ``offset`` on: in a rank's flat tensor ``which``, from ``start`` on."""
-
-    offset: int
-    numel: int
-    rank: int
-    which: int
-    start: int
-
-
-@attrs.frozen
-class Param:
-    """A parameter of the checkpoint.
-
-    Attributes:
-        shape: its shape.
-        group: the number of the flat tensor in which its elements begin, and whose number of updates counts for it.
-        ranges: where its elements are, in order.
-        whole: a frozen parameter's values, one piece from each rank that has one; empty for a trained parameter.
-    """
-
-    shape: tuple[int, ...]
-    group: int = 0
-    ranges: tuple[FlatRange, ...] = ()
-    whole: tuple[Tensor, ...] = attrs.field(default=(), eq=False, repr=False)
-
-    @property
-    def frozen(self) -> bool:
-        """Whether the optimizer does not update it."""
-        return not self.ranges and prod(self.shape) > 0
 
 
 @attrs.frozen(eq=False)
@@ -149,8 +114,13 @@ class ZeroFiles:
     scaler: Any
 
     @staticmethod
-    def open(path: Path, tag: str | None = None) -> "ZeroFiles":
+    def open(path: Path, tag: str | None = None, order: Sequence[Sequence[str]] | None = None) -> "ZeroFiles":
         """Opens the checkpoint of a tag; by default the one that the file ``latest`` names.
+
+        Args:
+            path: the folder of the run.
+            tag: the name of the checkpoint.
+            order: of stage 0, as ``from_deepspeed`` has it.
 
         Raises:
             NoCheckpointError: there is no such folder or file.
@@ -158,6 +128,11 @@ class ZeroFiles:
             CheckpointError: the model was also split by tensor or pipeline parallelism.
         """
         folder = _tagged(path, tag)
+        if not any(folder.glob("*_optim_states.pt")) and (folder / "mp_rank_00_model_states.pt").is_file():
+            (model,) = (load_pickle(file) for file in _model_files(folder, 0))
+            with _structured(folder):
+                if model["param_shapes"] is None:
+                    return ZeroFiles._parse_whole(folder, model, order)
         ranks = _by_rank(folder, "_optim_states.pt")
         optim = [_section(load_pickle(file), file) for file in ranks]
         with _structured(folder):
@@ -165,6 +140,19 @@ class ZeroFiles:
         models = [load_pickle(file) for file in _model_files(folder, stage)]
         with _structured(folder):
             return ZeroFiles._parse(folder, stage, optim, models)
+
+    @staticmethod
+    def _parse_whole(folder: Path, model: Mapping[str, Any], order: Sequence[Sequence[str]] | None) -> "ZeroFiles":
+        """Of stage 0."""
+        if not isinstance(model["module"], Mapping):
+            raise CheckpointError(f"path: {folder} is of a pipeline parallel model, which is not read")
+        held, section = whole_params(model, order, str(folder)), model["optimizer"] or {}
+        scaler = None
+        if section.get("dynamic_loss_scale"):
+            numbers = {"cur_iter": int(section["cur_iter"]), "last_overflow_iter": int(section["last_overflow_iter"])}
+            scaler = PlainAttributes(dynamic=True, cur_scale=float(section["cur_scale"]), **numbers)
+        fields = (held.params, held.aliases, held.flats, held.updates, held.groups)
+        return ZeroFiles(folder, 0, *fields, _buffers(model), _counts(model), model, scaler)
 
     @staticmethod
     def _parse(
@@ -178,19 +166,19 @@ class ZeroFiles:
         shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
         if any(side < 0 for group in shapes for shape in group.values() for side in shape):
             raise ValueError("a parameter has a negative size")
-        trained = _in_pieces(shapes, flats) if stage == 3 else _in_groups(shapes, flats, optim[0])
-        params = {**trained, **_frozen(models, trained)}
+        trained = in_pieces(shapes, flats) if stage == 3 else in_groups(shapes, flats, optim[0])
+        params = {**trained, **frozen_params(models, trained)}
         aliases = {alias: name for alias, name in models[0].get("shared_params", {}).items() if alias not in params}
         scaler = optim[0].get("loss_scaler")
         if scaler is not None and getattr(scaler, "dynamic", False):
             float(scaler.cur_scale), int(scaler.cur_iter), int(scaler.last_overflow_iter)
-        counts = {name: int(models[0][name]) for name in _COUNTS if name in models[0]}
-        updates, groups = _updates(optim[0], stage), _numbers(optim[0], stage)
+        updates, groups, counts = _updates(optim[0], stage), _numbers(optim[0], stage), _counts(models[0])
         return ZeroFiles(folder, stage, params, aliases, flats, updates, groups, _buffers(models[0]), counts, models[0], scaler)
 
     def made(self) -> int:
         """The number of updates; steps that overflowed do not count."""
-        return max(self.updates, default=0) or self.counts.get("global_steps", 0) - self.counts.get("skipped_steps", 0)
+        counted = 0 if self.stage == 0 else max(self.updates, default=0)  # stage 0 may begin with an update of zeros
+        return counted or self.counts.get("global_steps", 0) - self.counts.get("skipped_steps", 0)
 
     def client_state(self) -> dict[str, Any]:
         """What the caller of ``save_checkpoint`` gave it."""
@@ -338,8 +326,11 @@ def _updates(section: Mapping[str, Any], stage: int) -> list[int]:
 def _numbers(section: Mapping[str, Any], stage: int) -> list[dict[str, Any]]:
     """The param groups without their params."""
     base = _base(section, stage)
-    groups = [] if isinstance(base, list) else base.get("param_groups", [])
-    return [{str(name): value for name, value in group.items() if name != "params"} for group in groups]
+    return numbers_of([] if isinstance(base, list) else base.get("param_groups", []))
+
+
+def _counts(model: Mapping[str, Any]) -> dict[str, int]:
+    return {name: int(model[name]) for name in _COUNTS if name in model}
 
 
 def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -347,75 +338,4 @@ def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
     found = {name: module[name] for name in model.get("buffer_names") or () if name in module}
     if not all(isinstance(value, Tensor) for value in found.values()):
         raise TypeError("a buffer is no tensor")
-    return found
-
-
-# -- which elements are where ----------------------------------------------------------------------------------------------
-
-
-def _in_groups(
-    shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Sequence[Sequence[Mapping[str, Tensor]]], section: Mapping[str, Any]
-) -> dict[str, Param]:
-    """Stages 1 and 2."""
-    found = {}
-    paddings = section.get("param_alignment_paddings")
-    for group, names in enumerate(shapes):
-        ends = [0]
-        for rank in flats:
-            ends.append(ends[-1] + rank[group][MASTER].numel())
-        at = 0
-        for place, (name, shape) in enumerate(names.items()):
-            end = at + prod(shape)
-            if end > ends[-1]:
-                raise ValueError(f"{name!r} ends at {end} of {ends[-1]} elements of group {group}")
-            ranges = tuple(
-                FlatRange(max(at, low) - at, min(end, high) - max(at, low), rank, group, max(at, low) - low)
-                for rank, (low, high) in enumerate(pairwise(ends))
-                if max(at, low) < min(end, high)
-            )
-            found[name] = Param(shape, group, ranges)
-            at = end + (paddings[group][place] if paddings else 0)
-    return found
-
-
-def _in_pieces(
-    shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Sequence[Sequence[Mapping[str, Tensor]]]
-) -> dict[str, Param]:
-    """Stage 3. The flat tensors are concatenated, and a piece may span several."""
-    sizes = [values[MASTER].numel() for values in flats[0]]
-    begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    found, at = {}, 0
-    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        numel = prod(shape)
-        piece = -(-numel // len(flats))
-        if at + piece > begins[-1]:
-            raise ValueError(f"{name!r} ends at {at + piece} of a rank's {begins[-1]} elements")
-        ranges = []
-        for rank in range(len(flats)):
-            first, last = rank * piece, min(numel, (rank + 1) * piece)
-            for which, begin in enumerate(begins[:-1]):
-                low, high = max(at, begin), min(at + last - first, begins[which + 1])
-                if low < high:
-                    ranges.append(FlatRange(first + low - at, high - low, rank, which, low - begin))
-        group = next((found_in.which for found_in in ranges), 0)
-        found[name] = Param(shape, group, tuple(ranges))
-        at += piece
-    return found
-
-
-def _frozen(models: Sequence[Mapping[str, Any]], trained: Mapping[str, Param]) -> dict[str, Param]:
-    """The frozen parameters: in stage 3 a piece from each rank, else whole; in stage 1 in the module's dict."""
-    first = models[0]
-    shapes = first.get("frozen_param_shapes") or {}
-    pieces = [model.get("frozen_param_fragments") or {} for model in models]
-    found = {}
-    for name, shape in shapes.items():
-        numel, parts = prod(shape), [each[name].reshape(-1) for each in pieces if name in each]
-        if sum(part.numel() for part in parts) >= numel:
-            found[name] = Param(tuple(shape), whole=tuple(parts))
-    tied = first.get("shared_params", {})
-    for name, value in (first.get("module") or {}).items():
-        kept = isinstance(value, Tensor) and name not in trained and name not in found and name not in tied
-        if kept and name not in first.get("buffer_names", []) and len(models) == 1:
-            found[name] = Param(tuple(value.shape), whole=(value,))
     return found

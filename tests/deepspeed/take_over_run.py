@@ -50,7 +50,7 @@ def drive(engine: Any, updates: range) -> list[float]:
 def cases(folder: Path) -> Iterator[tuple[str, Path, tuple[str, int, dict[str, bool]]]]:
     """A name, the checkpoint, and how it is loaded."""
     for kind in MADE:
-        for stage in (1, 2, 3):
+        for stage in (0, 1, 2, 3):
             place = folder / f"{kind}-{stage}"
             for options in ({}, {"load_lr_scheduler_states": False}):
                 yield f"{place.name} {options}", place, (kind, stage, options)

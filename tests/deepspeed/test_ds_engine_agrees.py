@@ -42,6 +42,14 @@ RUNS: dict[str, tuple[dict[str, Any], int | None]] = {
         f"stage {stage}, autocast": ({**_stage(stage), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None)
         for stage in (0, 2)
     },
+    **{
+        f"stage {stage}, bf16 in autocast": (
+            {**_stage(stage), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16": {"enabled": True}},
+            None,
+        )
+        for stage in (1, 2, 3)
+    },
+    "params offloaded below stage 3": ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, None),
     "unclipped": ({**_stage(1), "gradient_clipping": 0.0}, None),
     "clipped hard": ({**_stage(2), "gradient_clipping": 0.01, "optimizer": _SGD}, None),
     "Adam with L2": (

@@ -12,6 +12,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds.deepspeed import ConfigError
 from functional_ds.deepspeed.config.extra_transforms import LossScaleError
+from functional_ds.deepspeed.config.keys.config_key import Fate
 from functional_ds.testing import assert_same
 from tests.deepspeed.real import real
 from tests.deepspeed.test_ds_reader import plan_of, refused
@@ -117,6 +118,29 @@ def test_prescaled_gradients_and_hpz() -> None:
     assert "all_gather=" in second
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_offloaded_params_are_for_stage_3(stage: int) -> None:
+    """Below it DeepSpeed accepts the block and reads it nowhere."""
+    for key, value in (("offload_param", {"device": "cpu"}), ("cpu_offload_param", True)):
+        plan = plan_of(zero_optimization={"stage": stage, key: value})
+        assert "offload" not in str(plan.transform)
+        row = plan.explain()[f"zero_optimization.{key}" + ".device" * (key == "offload_param")]
+        assert row.fate is Fate.IGNORED
+        assert row.reason.startswith("It is for stage 3")
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("low", [False, True])
+def test_half_precision_params_may_run_in_autocast(half: str, low: bool) -> None:
+    more = {f"{half}_master_weights_and_grads": low}
+    told = made(
+        **{half: {"enabled": True, **more}, "torch_autocast": {"enabled": True, "dtype": half}}, zero_optimization={"stage": 1}
+    )
+    alone = made(**{half: {"enabled": True, **more}}, zero_optimization={"stage": 1})
+    assert told.replace(", autocast=True", "") == alone
+    assert told != alone
+
+
 def test_nvme_becomes_a_disk(tmp_path: Path) -> None:
     offload = {"device": "nvme", "nvme_path": str(tmp_path)}
     zero = {"stage": 3, "offload_optimizer": offload, "offload_param": offload}
@@ -131,7 +155,6 @@ def test_nvme_becomes_a_disk(tmp_path: Path) -> None:
     ("config", "key"),
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param.device"),
         (
             {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
             "zero_optimization.offload_optimizer.device",
@@ -150,6 +173,11 @@ def test_nvme_becomes_a_disk(tmp_path: Path) -> None:
         ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "fp16.min_loss_scale"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch_autocast.dtype"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": {"enabled": True}}, "torch_autocast.dtype"),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "data_types": {"param_dtype": "bf16"}},
+            "data_types.param_dtype",
+        ),
         ({"optimizer": {"type": "RMSprop", "params": {"lr": 1}}}, "optimizer.type"),
         ({"optimizer": {"type": "sgd"}}, "optimizer.type"),
         ({"optimizer": {"type": "OneBitLamb"}}, "optimizer.type"),

@@ -54,7 +54,7 @@ def values(engine: Any) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in (*step.params(state).items(), *step.module_buffers(state).items())}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_is_saved_beside_the_values_is_taken_over(tmp_path: Path, stage: int) -> None:
     written(tmp_path, stage, of_step_lr(3))
     engine = engine_of(step_lr)
@@ -68,9 +68,10 @@ def test_what_is_saved_beside_the_values_is_taken_over(tmp_path: Path, stage: in
     assert all(torch.equal(value, expected[name]) for name, value in values(engine).items())
 
 
+@pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}])
-def test_a_module_is_its_params_and_buffers(tmp_path: Path, options: dict[str, bool]) -> None:
-    written(tmp_path, 2, of_step_lr(3))
+def test_a_module_is_its_params_and_buffers(tmp_path: Path, options: dict[str, bool], stage: int) -> None:
+    written(tmp_path, stage, of_step_lr(3))
     engine = engine_of(step_lr)
     engine.load_checkpoint(tmp_path, **options)
     expected = {**{name: each["master"] for name, each in values_of(SHAPES).items()}, **BUFFERS}
@@ -101,8 +102,9 @@ def test_a_scheduler_without_its_state_is_refused(tmp_path: Path) -> None:
         assert engine.lr_scheduler.last_epoch == 0
 
 
-def test_whole_params_come_with_buffers(tmp_path: Path) -> None:
-    written(tmp_path / "theirs")
+@pytest.mark.parametrize("stage", [0, 1])
+def test_whole_params_come_with_buffers(tmp_path: Path, stage: int) -> None:
+    written(tmp_path / "theirs", stage)
     found = load_state_dict_from_zero_checkpoint(run.network(1), str(tmp_path / "theirs")).state_dict()
     assert all(torch.equal(found[name], value) for name, value in BUFFERS.items())
 

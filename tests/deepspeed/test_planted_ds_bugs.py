@@ -86,6 +86,21 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         ],
     ),
     (
+        (plans.test_offloaded_params_are_for_stage_3, 2),
+        [
+            Bug(
+                "params leave the device below stage 3",
+                f"{CONFIG}.ds_transforms",
+                'if block == "offload_param" and',
+                "if False and",
+            )
+        ],
+    ),
+    (
+        (plans.test_half_precision_params_may_run_in_autocast, "bf16", False),
+        [Bug("autocast is off", f"{CONFIG}.ds_transforms", "autocast=autocast, states", "autocast=False, states")],
+    ),
+    (
         (reader.test_known_dead_names_can_warn,),
         [
             Bug("every unknown name only warns", f"{CONFIG}.config_reader", "if path in DEAD and warn:", "if warn:"),

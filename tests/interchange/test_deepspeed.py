@@ -21,10 +21,11 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.checkpointing import CheckpointError, DamagedError, NoCheckpointError, StructureError
-from functional_ds.interchange.deepspeed_files import load_pickle
+from functional_ds.interchange.deepspeed_files import ZeroFiles, load_pickle
 from functional_ds.state_dict.describe import describe
 from functional_ds.testing import assert_same
 from tests.interchange.zero_layout import DynamicLossScaler, Layout, values_of
+from tests.planting import Bug, planted
 from tests.tools.deepspeed_checkpoint import ADAMW, STEPS, batch, loss_of, model
 
 ROLES = {"params": "master", "masters": "master", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
@@ -51,7 +52,7 @@ def imported(path: Path, layout: Layout, stage: int, precision: str) -> tuple[li
     mixed = (T.mixed_precision(precision),) if precision != "fp32" else ()
     step, state = begun(params, (*mixed, T.zero(stage)))
     before = stretches(state)
-    state = fds.from_deepspeed(path, like=state)
+    state = fds.from_deepspeed(path, like=state, order=layout.groups)
     assert len(before) == len(stretches(state))
     return stretches(state), dict(step.params(state)), int(state.step)
 
@@ -63,11 +64,12 @@ SHAPES = st.lists(st.integers(1, 5), max_size=2)
 @given(
     shapes=st.lists(SHAPES, min_size=1, max_size=5),
     cut=st.integers(0, 5),
-    stages=st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([0, 1, 2, 3])),
+    stages=st.tuples(st.sampled_from([0, 1, 2, 3]), st.sampled_from([0, 1, 2, 3])),
     ranks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     frozen=st.none() | SHAPES,
     precision=st.sampled_from(["fp32", "bf16"]),
     padding=st.integers(1, 4),
+    saved=st.sampled_from([(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]),
 )
 def test_masters_and_moments_are_taken_over_from_any_ranks_to_any_ranks(
     tmp_path_factory: pytest.TempPathFactory,
@@ -78,13 +80,15 @@ def test_masters_and_moments_are_taken_over_from_any_ranks_to_any_ranks(
     frozen: list[int] | None,
     precision: str,
     padding: int,
+    saved: tuple[torch.dtype, bool],
 ) -> None:
     """params ∘ from_deepspeed = DeepSpeed's masters, bitwise, and so are moments; Layout's folders."""
     values = values_of({f"layers.{i}.w": shape for i, shape in enumerate(shapes)})
     names = list(values)
     groups = [group for group in (names[:cut], names[cut:]) if group]
     still = {} if frozen is None else {"still": torch.full(frozen, 5.0)}
-    layout = Layout(stages[0], ranks[0], groups, values, still, padding=padding)
+    dtype, flat = saved if stages[0] == 0 else (torch.bfloat16, False)
+    layout = Layout(stages[0], ranks[0], groups, values, still, padding=padding, dtype=dtype, flat=flat)
     path = layout.write(tmp_path_factory.mktemp("ds"))
     for found, params, step in comm.simulate(imported, path, layout, stages[1], precision, world_size=ranks[1]):
         assert step == 3
@@ -144,6 +148,90 @@ def test_names_may_differ_and_like_stays_unless_donated(tmp_path: Path) -> None:
     assert_same(found.params["a"], values["model.a"]["master"])
     with pytest.raises(fds.DonatedStateError):
         _ = state.params
+
+
+def of_stage_0(path: Path, **more: Any) -> Any:
+    """Two parameters, one of them under two names, and a buffer; what takes it over has the first alone."""
+    values = values_of({"a": [3], "b": [2, 2]})
+    entries = {"global_samples": 12, "epoch": 4}
+    layout = Layout(0, 2, [["a", "b"]], values, shared={"tied": "a"}, buffers={"count": torch.ones(1)}, entries=entries, **more)
+    layout.write(path)
+    return values, begun({name: torch.zeros(entry["master"].shape) for name, entry in values.items()}, (T.ema(0.5),))[1]
+
+
+@pytest.mark.parametrize(("dtype", "flat"), [(torch.float32, False), (torch.float16, False), (torch.float16, True)])
+def test_one_group_of_stage_0_has_the_modules_order(tmp_path: Path, dtype: torch.dtype, flat: bool) -> None:
+    values, state = of_stage_0(tmp_path, dtype=dtype, flat=flat)
+    found = fds.from_deepspeed(tmp_path, like=state)
+    for role, leaf, _, view in stretches(found):
+        if role in ROLES:
+            assert_same(view, values[leaf][ROLES[role]].reshape(-1))
+    assert int(found.step) == 3
+    files = ZeroFiles.open(tmp_path)
+    assert (files.stage, files.aliases, [*files.buffers], files.client_state()) == (0, {"tied": "a"}, ["count"], {"epoch": 4})
+    assert (files.counts["global_samples"], files.groups[0]["lr"]) == (12, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([["b", "a"]], r"group 0 has a tensor of another shape than 'b', \[2, 2\]"),
+        ([["a"], ["b"]], r"groups have \[2\] parameters, and order= has \[1, 1\]"),
+        ([["a", "c"]], "it has no 'c'"),
+        ([["a"]], r"groups have \[2\] parameters, and order= has \[1\]"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_order_that_does_not_fit_stage_0_is_an_error(tmp_path: Path, order: Any, message: str, dtype: torch.dtype) -> None:
+    _, state = of_stage_0(tmp_path, dtype=dtype)
+    with pytest.raises(StructureError, match=message):
+        fds.from_deepspeed(tmp_path, like=state, order=order)
+
+
+def test_stage_0_without_an_optimizer_and_half_a_state(tmp_path: Path) -> None:
+    """Parameters that no update has reached have moments of zero; without an optimizer all are values alone."""
+    values, state = of_stage_0(tmp_path, dtype=torch.float32)
+    file = tmp_path / "global_step3/mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=True)
+    del content["optimizer"]["state"][1]
+    torch.save(content, file)
+    for role, leaf, _, view in stretches(fds.from_deepspeed(tmp_path, like=state)):
+        if role in ROLES:
+            reached = role == "params" or leaf == "a"
+            assert_same(view, values[leaf][ROLES[role]].reshape(-1) * reached)
+        elif role == "optimizer.steps":
+            assert view.item() == (3 if leaf == "a" else 0)
+    torch.save({**content, "optimizer": None}, file)
+    found = fds.from_deepspeed(tmp_path, like=state, only="params")
+    assert_same(found.params["b"], values["b"]["master"])
+    with pytest.raises(StructureError, match=r"optimizer\.exp_avg"):
+        fds.from_deepspeed(tmp_path, like=state)
+
+
+def test_a_pipelines_folder_of_stage_0_and_one_that_lacks_states_are_errors(tmp_path: Path) -> None:
+    _, state = of_stage_0(tmp_path)
+    file = tmp_path / "global_step3/mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=True)
+    for new, message in (({"module": None}, "pipeline parallel"), ({"param_shapes": [{"a": [3]}]}, "has no files")):
+        torch.save({**content, **new}, file)
+        with pytest.raises(CheckpointError, match=message):
+            fds.from_deepspeed(tmp_path, like=state)
+
+
+LAYOUT = "interchange.deepspeed_layout"
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        Bug("a group's vector begins anew for each parameter", LAYOUT, "len(flats) - 1, begin)", "len(flats) - 1, 0)"),
+        Bug("tied names count twice", LAYOUT, "(x.data_ptr(), x.shape) if x.numel() else name", "name", StructureError),
+    ],
+    ids=lambda bug: bug.name,
+)
+def test_bugs_of_stage_0_are_seen(tmp_path: Path, bug: Bug) -> None:
+    with planted(bug), pytest.raises(bug.shows):
+        test_one_group_of_stage_0_has_the_modules_order(tmp_path, torch.float16, True)
 
 
 def test_weights_alone(tmp_path: Path) -> None:
@@ -385,7 +473,8 @@ def goes_on(path: Path, stage: int, dtype: str, ranks: int) -> tuple[list[tuple[
     matrices = lambda path: params[path].dim() > 1  # noqa: E731
     base = fds.train_step(lambda p, tokens: loss_of(apply(p, tokens), tokens), fds.adamw(**ADAMW, decay=matrices))
     step = fds.compose(*POLICIES[dtype], T.zero(stage))(base)
-    state = fds.from_deepspeed(path, like=step.init(params))
+    named = [[name for name, p in params.items() if p.requires_grad and matrices(name) == big] for big in (True, False)]
+    state = fds.from_deepspeed(path, like=step.init(params), order=named)
     found, saved = stretches(state), dict(step.params(state))
     here = comm.world()
     tokens = torch.cat([batch(STEPS, rank) for rank in range(ranks)]).tensor_split(here.size)[here.rank]
@@ -395,7 +484,7 @@ def goes_on(path: Path, stage: int, dtype: str, ranks: int) -> tuple[list[tuple[
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: the extra bench")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deepspeeds_own_checkpoints(tmp_path: Path, stage: int, dtype: str) -> None:
     """Masters and moments are those of DeepSpeed's engine, bitwise; and our next step is its next step, within rounding."""
     tool = Path(__file__).parents[1] / "tools" / "deepspeed_checkpoint.py"
@@ -414,5 +503,7 @@ def test_deepspeeds_own_checkpoints(tmp_path: Path, stage: int, dtype: str) -> N
                         assert_same(view, whole[offset : offset + view.numel()].to(view.dtype))
                 # A step moves by lr at most, about; half precision gradients carry 8 or 11 bits.
                 rounding = {"fp32": 1e-5, "bf16": 2**-4, "fp16": 2**-7}[dtype] * ADAMW["lr"]
+                if (stage, dtype) == (0, "fp16"):  # DeepSpeed 0.19.8 divides by its scale there, and multiplies no loss by it
+                    continue
                 for name, entry in truth["after"].items():
                     torch.testing.assert_close(after[name], entry["master"], atol=rounding, rtol=0)

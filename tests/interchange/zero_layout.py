@@ -68,6 +68,7 @@ class Layout:
         buffers: the module's, by name.
         numbers: of each param group.
         entries: what the engine and its caller save beside.
+        flat: stage 0 keeps one vector for a param group, as DeepSpeed's FusedAdam does in half precision.
     """
 
     stage: int
@@ -83,12 +84,16 @@ class Layout:
     buffers: Mapping[str, Tensor] = attrs.field(factory=dict)
     numbers: Mapping[str, Any] = attrs.field(factory=lambda: {"lr": 0.1})
     entries: Mapping[str, Any] = attrs.field(factory=dict)
+    flat: bool = False
 
     def write(self, path: Path, tag: str = "global_step3") -> Path:
         """The folder, with its ``latest``."""
         folder = path / tag
         folder.mkdir(parents=True)
         (path / "latest").write_text(tag)
+        if self.stage == 0:
+            torch.save(self._whole(), folder / "mp_rank_00_model_states.pt")
+            return path
         prefix = "bf16_" if self.dtype == torch.bfloat16 else ""
         with _named_as_deepspeeds():
             for rank in range(self.ranks):
@@ -99,6 +104,31 @@ class Layout:
             if self.stage < 3:
                 torch.save(self._model(None), folder / "mp_rank_00_model_states.pt")
         return path
+
+    def _whole(self) -> dict[str, Any]:
+        """Stage 0: the module, and its optimizer's states by number; with ``flat`` one vector for a param group."""
+        kept = dict.fromkeys(("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"))
+        module = {**self._model(None)["module"], **{alias: torch.empty(0) for alias in self.shared}}
+        module = {name: module[self.shared.get(name, name)] for name in module}
+        rows = [[[name] for name in group] for group in self.groups] if not self.flat else [[[*group]] for group in self.groups]
+        state, groups, masters = {}, [], []
+        for group in rows:
+            numbers = [len(state) + place for place in range(len(group))]
+            held = [{kind: self._joined(names, kind) for kind in KINDS} for names in group]
+            masters.append([each["master"] for each in held])
+            counted = {} if self.flat else {"step": torch.tensor(float(self.updates))}  # FusedAdam counts in the group
+            state |= {n: {**counted, **{k: each[k] for k in KINDS[1:]}} for n, each in zip(numbers, held, strict=True)}
+            groups.append({**self.numbers, **({"step": self.updates} if self.flat else {}), "params": numbers})
+        optimizer: dict[str, Any] = {"state": state, "param_groups": groups}
+        if self.dtype != torch.float32:
+            exact = {"fp32_groups_flat": [each[0] for each in masters]} if self.flat else {"fp32_groups": masters}
+            scale = {} if self.scaler is None else {"dynamic_loss_scale": True, **vars(self.scaler)}
+            optimizer = {"optimizer_state_dict": optimizer, **exact, **scale}
+        return {**self._model(None), **kept, "module": OrderedDict(module), "optimizer": optimizer}
+
+    def _joined(self, names: Sequence[str], kind: str) -> Tensor:
+        values = [self.values[name][kind] for name in names]
+        return torch.cat([x.reshape(-1) for x in values]) if self.flat else values[0]
 
     def _states(self, rank: int) -> dict[str, Any]:
         flats = [{kind: self._flat(group, kind, rank) for kind in KINDS} for group in self.groups]

@@ -128,6 +128,17 @@ def with_code(folder: Path) -> None:
     fds.from_deepspeed(folder, like=state())
 
 
+def without_an_order(folder: Path) -> None:
+    """DeepSpeed's checkpoint of stage 0 with two param groups."""
+    place = folder / "global_step1"
+    place.mkdir()
+    (folder / "latest").write_text(place.name)
+    optimizer = {"state": {}, "param_groups": [{"params": [0]}, {"params": [1]}]}
+    content = {"module": {"w": torch.zeros(2), "b": torch.zeros(2)}, "buffer_names": [], "param_shapes": None}
+    torch.save({**content, "optimizer": optimizer}, place / "mp_rank_00_model_states.pt")
+    fds.from_deepspeed(folder, like=state())
+
+
 REFUSALS = [
     Refusal(
         what="a checkpoint of another structure than `like`",
@@ -173,6 +184,15 @@ REFUSALS = [
         why="The other library would no longer find its checkpoint.",
         instead="Give checkpoints a folder of their own; `fds.from_deepspeed` reads DeepSpeed's.",
         program=within(of_another_library),
+    ),
+    Refusal(
+        what="DeepSpeed's checkpoint of stage 0 with several param groups, without `order=`",
+        error=checkpointing.StructureError,
+        says="whose file does not name the optimizer's parameters",
+        advises="Pass order=",
+        why="The file numbers the optimizer's parameters, and moments would go to others.",
+        instead="Pass the names in each group: `order=[[...], [...]]`; `engine.load_checkpoint` takes its own optimizer's.",
+        program=within(without_an_order),
     ),
     Refusal(
         what="a tag in whose place something else lies",

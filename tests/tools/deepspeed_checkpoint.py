@@ -67,6 +67,19 @@ def groups(net: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def whole(engine: Any) -> dict[str, dict[str, Tensor]]:
+    """Masters and moments of stage 0, which has no accessors: in half precision the optimizer's own parameters are masters."""
+    names = [
+        [name for name, p in engine.module.named_parameters() if p.requires_grad and (p.dim() > 1) == big] for big in (1, 0)
+    ]
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    found = {}
+    for own, group in zip(names, inner.param_groups, strict=True):
+        for name, p in zip(own, group["params"], strict=True):
+            found[name] = {"master": p, **{key: inner.state[p][key] for key in ("exp_avg", "exp_avg_sq")}}
+    return {name: {key: value.detach().clone() for key, value in entry.items()} for name, entry in found.items()}
+
+
 def run(rank: int, port: int, ranks: int, folder: str, stage: int, dtype: str, further: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
@@ -105,6 +118,8 @@ def run(rank: int, port: int, ranks: int, folder: str, stage: int, dtype: str, f
 
     def truth() -> dict[str, dict[str, Tensor]]:
         found = {}
+        if stage == 0:
+            return whole(engine)
         if stage < 3:  # 0.19.8 links the moments after its first param group's first step, when the others have none
             engine.optimizer._hp_optimizer_states_linked = False
             engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -146,7 +161,7 @@ def write(path: Path, *, stage: int, dtype: str, ranks: int = 2, **further: Any)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3))
+    parser.add_argument("--stage", type=int, default=3, choices=(0, 1, 2, 3))
     parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--config", type=json.loads, default={}, help="further entries of DeepSpeed's config, as JSON")

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from functional_ds.checkpointing.dcp import CheckpointReader
 from functional_ds.checkpointing.directory import latest, open_manifest, read_pointer, tags
 from functional_ds.cli.words.errors_in_one_line import CommandError
-from functional_ds.interchange.deepspeed_files import MASTER, ZeroFiles, load_pickle
+from functional_ds.interchange.deepspeed_files import ZeroFiles, load_pickle
+from functional_ds.interchange.deepspeed_layout import MASTER
 from functional_ds.interchange.load_params import open_files
 from functional_ds.state_dict.errors import CheckpointError, DamagedError
 
@@ -100,10 +101,10 @@ def _opener(path: Path) -> Callable[[Path, str | None], NamedTensors]:
         return _safetensors
     if (path / "manifest.json").is_file() or tags(path) or _is_ours(path):
         return _ours
-    if list(path.glob("*_optim_states.pt")) or list(path.glob("*/*_optim_states.pt")):
+    if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
         return _deepspeed
     raise CommandError(
-        f"{path} is a folder without a checkpoint: no manifest.json, no model.safetensors, no .metadata, no *_optim_states.pt"
+        f"{path} is a folder without a checkpoint: no manifest.json, no model.safetensors, no .metadata, no *model_states.pt"
     )
 
 
@@ -167,7 +168,7 @@ def _safetensors(path: Path, tag: str | None) -> NamedTensors:
 
 
 def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
-    direct = bool(list(path.glob("*_optim_states.pt")))
+    direct = bool(list(path.glob("*model_states.pt")))
     files = ZeroFiles.open(path.parent, path.name) if direct else ZeroFiles.open(path, tag)
     kinds = sorted(files.kinds() - {MASTER})
     tensors = {f"masters/{name}": TensorHeader(param.shape, torch.float32) for name, param in files.params.items()}

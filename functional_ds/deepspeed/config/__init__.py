@@ -1,9 +1,9 @@
 """DeepSpeed's configs: a table of every key, a reader that refuses what is unknown, and the plan that a config becomes."""
 
 from .ds_plan import ConfigPlan, from_ds_config
-from .explain import ConfigError, ExplainedKey, Explanation
+from .explain import ConfigError, ExplainedKey, Explanation, UsageError
 
-__all__ = ["ConfigError", "ConfigPlan", "ExplainedKey", "Explanation", "from_ds_config"]
+__all__ = ["ConfigError", "ConfigPlan", "ExplainedKey", "Explanation", "UsageError", "from_ds_config"]
 
 
 def __dir__() -> list[str]:

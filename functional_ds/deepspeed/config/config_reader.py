@@ -20,7 +20,7 @@ from .keys.config_table import BLOCKS, key_of, nearest
 from .keys.keys_of_loops import DEAD
 from .keys.keys_of_zero import OF_STAGE_3
 
-__all__ = ["Config", "Settings", "read", "source", "value_of"]
+__all__ = ["Config", "Settings", "read", "source", "unique", "value_of"]
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -120,7 +120,7 @@ def source(config: Config) -> dict[str, Any]:
 
 def _loads(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text, object_pairs_hook=_unique)
+        found = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         found = _hjson(text, f"{where}: no JSON: {error}")
     if not isinstance(found, dict):
@@ -133,12 +133,17 @@ def _hjson(text: str, message: str) -> Any:
         raise ConfigError(f"{message}; comments and the like need the package hjson") from None
     hjson = import_module("hjson")
     try:
-        return hjson.loads(text, object_pairs_hook=_unique)
+        return hjson.loads(text, object_pairs_hook=unique)
     except hjson.HjsonDecodeError as error:
         raise ConfigError(f"{message}, and no Hjson: {error}") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dict.
+
+    Raises:
+        ConfigError: a key occurs twice.
+    """
     twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
     if twice:
         raise ConfigError(f"these keys occur twice in one block: {', '.join(twice)}; keep one of each")

@@ -15,7 +15,7 @@ from functional_ds.transforms.zero.zero import zero
 from .config_reader import Settings
 from .keys.config_key import Fate
 
-__all__ = ["offload_places", "offloading", "precision", "sharding"]
+__all__ = ["offload_places", "offloading", "precision", "sharding", "word_of"]
 
 _FP16, _BF16, _ZERO = "fp16", "bf16", "zero_optimization"
 _PLACES = {"cpu": "cpu", "nvme": "disk"}
@@ -28,17 +28,19 @@ def precision(s: Settings) -> Transform | None:
     if fp16 and bf16:
         s.refuse("bf16.enabled", "fp16 is enabled, too; enable one of them")
         return None
-    if autocast and (fp16 or bf16):
-        s.refuse("torch_autocast.enabled", "fp16 or bf16 is enabled, too; enable one of them")
-        return None
-    dtype = _word(s["torch_autocast.dtype"] or "bf16") if autocast else "f16" if fp16 else "bf16" if bf16 else "f32"
+    held = "f16" if fp16 else "bf16" if bf16 else "f32"
+    dtype = word_of(s["torch_autocast.dtype"] or "bf16") if autocast else held
     named = s["data_types.param_dtype"]
-    if named is not None and _word(named) != ("f32" if autocast else dtype):
-        s.refuse("data_types.param_dtype", f"the config computes in {dtype}; leave it out, or enable fp16 or bf16")
+    if named is not None and word_of(named) != held:
+        s.refuse("data_types.param_dtype", f"the params are {held}; leave it out, or enable fp16 or bf16")
         return None
-    if autocast and dtype != "bf16":
-        s.refuse("torch_autocast.dtype", "autocast to fp16 needs DeepSpeed's second loss scaler, which is not here; use bf16")
+    if autocast and dtype != held and (held, dtype) != ("f32", "bf16"):
+        why = f"params are {held}" if held != "f32" else "without fp16.enabled it needs a second loss scaler, which is not here"
+        s.refuse("torch_autocast.dtype", f"{why}; use {'bf16' if held == 'f32' else held}")
         return None
+    sums = s["data_types.grad_accum_dtype"]
+    if sums and word_of(sums) != held and not s[f"{_ZERO}.stage"]:
+        s.refuse("data_types.grad_accum_dtype", f"DeepSpeed's stage 0 sums in the params' dtype, {held}; leave it out")
     low = (fp16 and s["fp16.fp16_master_weights_and_grads"]) or (bf16 and s["bf16.bf16_master_weights_and_grads"])
     states = torch.bfloat16 if bf16 and s["bf16.bf16_optimizer_states"] else None
     if states is not None and not low:
@@ -46,7 +48,7 @@ def precision(s: Settings) -> Transform | None:
     if low and s[f"{_ZERO}.stage"] == 0:
         s.refuse(f"{'fp16.fp16' if fp16 else 'bf16.bf16'}_master_weights_and_grads", "DeepSpeed has it in stages 1 to 3 alone")
     sent = s["communication_data_type"]
-    reduce = _word(sent) if sent else dtype
+    reduce = word_of(sent) if sent else dtype
     policy = Policy.parse(f"params={dtype if low else 'f32'},compute={dtype},output=f32,reduce={reduce}")
     scale = _loss_scale(s, dtype)
     if dtype == "f32" and reduce == "f32" and isinstance(scale, NoScale):
@@ -54,7 +56,8 @@ def precision(s: Settings) -> Transform | None:
     return mixed_precision(policy, scale, autocast=autocast, states=states)
 
 
-def _word(name: str) -> str:
+def word_of(name: str) -> str:
+    """This library's word for a dtype that a config names: "f32", "f16", "bf16"."""
     last = name.removeprefix("torch.")
     return _WORDS.get(last, last.replace("float", "f").replace("fp", "f"))
 
@@ -88,7 +91,7 @@ def checks_finite(s: Settings) -> bool:
     if stage == 0:
         return bool(bf16)
     sums = s["data_types.grad_accum_dtype"]
-    if bf16 and stage == 1 and sums and _word(sums) == "f32" and s[f"{_ZERO}.offload_optimizer.device"] == "none":
+    if bf16 and stage == 1 and sums and word_of(sums) == "f32" and s[f"{_ZERO}.offload_optimizer.device"] == "none":
         return True
     return bool(s["bf16.check_grad_overflow"] if bf16 else s[f"{_ZERO}.compute_grad_norm"])
 
@@ -148,7 +151,13 @@ def offload_places(s: Settings) -> tuple[str, str]:
     found = []
     for block, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
         word = s[f"{_ZERO}.{block}.device"]
-        found.append(_PLACES.get("cpu" if s[f"{_ZERO}.{old}"] else word, "device"))
+        place = _PLACES.get("cpu" if s[f"{_ZERO}.{old}"] else word, "device")
+        if block == "offload_param" and s[f"{_ZERO}.stage"] < 3:
+            for path in (f"{_ZERO}.{block}.device", f"{_ZERO}.{old}"):
+                if place != "device" and path in s:
+                    s.note(path, Fate.IGNORED, "It is for stage 3, as in DeepSpeed, which ignores it below: params stay whole.")
+            place = "device"
+        found.append(place)
     order = ("device", "cpu", "disk")
     return max(found, key=order.index), found[1]  # where params are updated, the state must be
 
@@ -157,10 +166,6 @@ def offloading(s: Settings) -> dict[str, Any] | None:
     """The arguments of ``T.offload``, which looks for its folder as soon as it is called."""
     optimizer, params = offload_places(s)
     stage = s[f"{_ZERO}.stage"]
-    if params != "device" and stage != 3:
-        where = f"{_ZERO}.cpu_offload_param" if s[f"{_ZERO}.cpu_offload_param"] else f"{_ZERO}.offload_param.device"
-        s.refuse(where, f"params are whole in stage {stage}; it is for stage 3")
-        return None
     if optimizer == "device":
         return None
     if stage == 0:

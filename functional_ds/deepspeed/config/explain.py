@@ -6,7 +6,7 @@ import attrs
 
 from .keys.config_key import Fate
 
-__all__ = ["ConfigError", "ExplainedKey", "Explanation"]
+__all__ = ["ConfigError", "ExplainedKey", "Explanation", "UsageError"]
 
 
 @attrs.frozen
@@ -54,8 +54,15 @@ class Explanation:
         )
 
 
-class ConfigError(ValueError):
-    """A config that is refused; ``explanation`` has every key of it, the refused ones among them."""
+class UsageError(ValueError, RuntimeError, TypeError, AssertionError):
+    """A call that DeepSpeed refuses by ``assert``; programs may expect that kind, or the kind that fits."""
+
+
+class ConfigError(ValueError, AssertionError, NotImplementedError):
+    """A config that is refused; ``explanation`` has every key of it, the refused ones among them.
+
+    DeepSpeed raises one of the three kinds, by the key.
+    """
 
     def __init__(self, message: str, explanation: Explanation | None = None) -> None:
         super().__init__(message)

@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 from functional_ds.deepspeed.config.ds_optimizers import rule_of
 from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS, RateSchedule
 
 from .optimizer_groups import LiveGroup
 
-__all__ = ["ConfigScheduler", "cycled_on_host"]
+__all__ = ["ConfigScheduler", "cycled_on_host", "named_scheduler"]
 
 
 @attrs.define(eq=False)
@@ -24,6 +25,8 @@ class ConfigScheduler:
         schedule: of the plan.
         multiples: whether a group's rates are always the same multiples of its own.
         on_host: whether the step has no schedule, and all rates come from here.
+
+    It is an instance of the class that the config names, ``WarmupLR`` for example, and has what such an object has.
     """
 
     schedule: RateSchedule
@@ -31,6 +34,9 @@ class ConfigScheduler:
     on_host: bool
     _groups: Sequence[LiveGroup] = attrs.field(alias="groups", repr=False)
     _settle: Callable[[], None] = attrs.field(alias="settle", repr=False)
+    _make: Callable[[Any], Any] = attrs.field(alias="make", repr=False)  # of the scheduler that the config names
+    _twin: Any = attrs.field(default=None, init=False, repr=False)
+    _lrs: list[float] = attrs.field(factory=list, init=False, repr=False)  # of each group at the start
     _updates: int = 0  # of the step
     _moved: int = 0  # how often somebody else called ``step``
     _own: list[RateSchedule] = attrs.field(factory=list, repr=False)  # of each group
@@ -39,10 +45,32 @@ class ConfigScheduler:
     def __attrs_post_init__(self) -> None:
         for group in self._groups:
             lr = float(group.given["lr"])
+            self._lrs.append(lr)
             self._own.append(self.schedule if group.base == self.schedule.reference == lr else self.schedule.for_group(lr))
             differs = group.base != lr or (not self.multiples and lr != self.schedule.reference)
             self._host.append(self.on_host or differs)
         self._show()
+
+    def _named(self) -> Any:
+        """The scheduler that the config names, over groups of its own, at this iteration."""
+        if self._twin is None:
+            groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in self._lrs]
+            self._twin = self._make(torch.optim.Adam(groups))
+        return self._twin
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What ``isinstance`` goes by, beside the type itself."""
+        return type(self._named())
+
+    def __getattr__(self, name: str) -> Any:
+        """What the scheduler that the config names has beside: ``warmup_num_steps``, ``get_lr_ratio``."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        twin = self._named()
+        if hasattr(twin, "last_batch_iteration"):
+            twin.last_batch_iteration = self.last_batch_iteration
+        return getattr(twin, name)
 
     @property
     def differs(self) -> bool:
@@ -97,6 +125,22 @@ class ConfigScheduler:
                 group.shown = None
 
 
+def named_scheduler(name: str, given: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """What makes the scheduler of an optimizer that a config names, one of DeepSpeed's or of torch's.
+
+    Args:
+        name: its type.
+        given: its arguments, as the config has them.
+    """
+    from functional_ds.deepspeed.runtime import lr_schedules  # it logs by utils, which import engines
+
+    if name not in lr_schedules.VALID_LR_SCHEDULES:
+        return lambda optimizer: getattr(torch.optim.lr_scheduler, name)(optimizer, **given)
+    known = {key.name: key for key in SCHEDULERS[name].keys}
+    parsed = {key: known[key].parse(value) for key, value in given.items()}
+    return lambda optimizer: getattr(lr_schedules, name)(optimizer, **parsed)
+
+
 def cycled_on_host(config: dict[str, Any]) -> Callable[[Any], Any] | None:
     """What makes the scheduler of an optimizer where a config's OneCycle cycles betas; else None.
 
@@ -106,17 +150,12 @@ def cycled_on_host(config: dict[str, Any]) -> Callable[[Any], Any] | None:
     params = block.get("params") if isinstance(block, dict) and block.get("type") == "OneCycle" else None
     if not isinstance(params, dict) or params.get("cycle_momentum", True) is False or not _has_betas(config):
         return None
-    rule = SCHEDULERS["OneCycle"]
-    known = {key.name: key for key in rule.keys}
+    if any(name not in params for name in SCHEDULERS["OneCycle"].required) or params.get("last_batch_iteration", -1) != -1:
+        return None
     try:
-        given = {name: known[name].parse(value) for name, value in params.items()}
+        return named_scheduler("OneCycle", params)
     except (KeyError, ValueError):
         return None  # the plan refuses it
-    if any(name not in given for name in rule.required) or given.get("last_batch_iteration", -1) != -1:
-        return None
-    from functional_ds.deepspeed.runtime.lr_schedules import OneCycle  # it logs by utils, which import engines
-
-    return lambda optimizer: OneCycle(optimizer, **given)
 
 
 def _has_betas(config: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.deepspeed.api_names import ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
+from functional_ds.deepspeed.config.explain import UsageError
 from functional_ds.modules.functional import Apply
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step
@@ -115,7 +116,9 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
         """
         self._refuse_no_optimizer("backward")
         if not isinstance(loss, Tensor):
-            raise TypeError(f"backward: the loss is a {type(loss).__name__}, not a tensor; DeepSpeed's engines take one scalar")
+            raise UsageError(
+                f"backward: the loss is a {type(loss).__name__}, not a tensor; DeepSpeed's engines take one scalar"
+            )
         loop: EngineLoop = self._loop
         loop.collect()
         micro = loop.micro_batches
@@ -145,7 +148,7 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
         """
         self._refuse_no_optimizer("step")
         if self._no_sync:
-            raise RuntimeError("step: not within no_sync(), which only sums gradients; leave the block first")
+            raise UsageError("step: not within no_sync(), which only sums gradients; leave the block first")
         loop, counts = self._loop, self._counts
         held = self.__dict__
         held["_stepping"] = True
@@ -181,7 +184,7 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
             RuntimeError: ``managed_gradient_accumulation`` is off, so each ``step`` is a boundary.
         """
         if not self.managed_gradient_accumulation():
-            raise RuntimeError(
+            raise UsageError(
                 "set_gradient_accumulation_boundary: with managed_gradient_accumulation=false each engine.step() is a boundary"
             )
         self.__dict__["_boundary"] = is_boundary
@@ -198,12 +201,12 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
             RuntimeError: in stages 2 and 3, whose gradients are summed in each backward pass; within another such block.
         """
         if self.zero_optimization_stage() >= 2:
-            raise RuntimeError(
+            raise UsageError(
                 f"no_sync: stage {self.zero_optimization_stage()} keeps shards of gradients, so each backward pass sums over "
                 "ranks; leave no_sync out, or use stage 1"
             )
         if self._no_sync:
-            raise RuntimeError("no_sync: not within another no_sync()")
+            raise UsageError("no_sync: not within another no_sync()")
         self.__dict__["_no_sync"] = True
         try:
             yield
@@ -467,7 +470,7 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
 
     def _refuse_no_optimizer(self, what: str) -> None:
         if self.optimizer is None:
-            raise RuntimeError(
+            raise UsageError(
                 f"{what}: the engine has no optimizer; name one in the config ('optimizer': {{'type': 'AdamW', ...}}), or pass "
                 "optimizer= to initialize"
             )

@@ -136,7 +136,10 @@ def _of_deepspeed(
     from functional_ds.interchange.deepspeed import from_deepspeed  # may be left out of an installation
     from functional_ds.interchange.deepspeed_files import ZeroFiles
 
-    state, files = from_deepspeed(folder, like=engine._loop.state, tag=tag, **options), ZeroFiles.open(Path(folder), tag)
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    order = [[names[id(parameter)] for parameter in group["params"]] for group in _param_groups(engine)] or None
+    state = from_deepspeed(folder, like=engine._loop.state, tag=tag, order=order, **options)
+    files = ZeroFiles.open(Path(folder), tag, order)
     known = {name for group in _param_groups(engine) for name in group} | {"initial_lr"}  # theirs have more of their own
     groups = [{name: value for name, value in group.items() if name in known} for group in files.groups]
     held = {"client_state": files.client_state(), "lr_scheduler": files.entries.get("lr_scheduler"), "groups": groups or None}

@@ -16,12 +16,13 @@ from functional_ds.base.package_index import optional
 from functional_ds.base.torch_private import FakeTensor
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.deepspeed.config.explain import UsageError
 from functional_ds.deepspeed.config.model.leaf_modules import get_z3_leaf_modules, mark_leaf_parameters
 from functional_ds.modules.functional import functional
 from functional_ds.optim.sgd import sgd
 from functional_ds.step.train_step import train_step
 
-from .config_scheduler import ConfigScheduler, cycled_on_host
+from .config_scheduler import ConfigScheduler, cycled_on_host, named_scheduler
 from .data_loader import EngineLoader, data_loader
 from .ds_optimizer import EngineOptimizer
 from .engine import DeepSpeedEngine
@@ -90,7 +91,7 @@ def initialize(
     (1, [0.1])
     """
     if model is None:
-        raise ValueError("initialize: pass the model")
+        raise UsageError("initialize: pass the model")
     _join(distributed_port, dist_init_required)
     found = _config(args, config, config_params)
     world = comm.world()
@@ -126,14 +127,14 @@ def initialize(
     del params, made, deferral
     loop = EngineLoop(step, state, live, share, plan.batch.gradient_accumulation_steps)
     live.show(step, state)
-    own_parameters(loop, own)
+    own_parameters(loop, own, plan)
     if not live.shows:
         mark_leaf_parameters(get_z3_leaf_modules(model))
 
     counts = EngineCounts(loop.micro_batches, bool(plan.value("managed_gradient_accumulation")))
     facade = None
     if groups:
-        facade = EngineOptimizer(groups, client, counts, loop, drops=not plan.value("zero_optimization.stage"))
+        facade = EngineOptimizer(groups, client, counts, loop, plan)
     counts.scheduler = _scheduler(plan, lr_scheduler, client or facade, groups, counts)
     engine = DeepSpeedEngine(model, plan, loop, counts, optimizer=facade, lr_scheduler=counts.scheduler)
     engine.collate_fn = collate_fn
@@ -227,10 +228,10 @@ def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
         own = getattr(args, name, None)
         if own is not None:
             if given is not None:
-                raise ValueError(f"config: it is given twice, as args.{name} and as an argument; pass one of them")
+                raise UsageError(f"config: it is given twice, as args.{name} and as an argument; pass one of them")
             given = own
     if given is None:
-        raise ValueError("config: pass it as config=, or by --deepspeed_config in args")
+        raise UsageError("config: pass it as config=, or by --deepspeed_config in args")
     return source(getattr(given, "config", given) if not isinstance(given, Mapping | str) else given)
 
 
@@ -256,10 +257,10 @@ def _client_optimizer(optimizer: Any, model_parameters: Any) -> torch.optim.Opti
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if not callable(optimizer):
-        raise TypeError(f"optimizer={optimizer!r} is neither an optimizer nor a function that makes one")
+        raise UsageError(f"optimizer={optimizer!r} is neither an optimizer nor a function that makes one")
     made = optimizer(model_parameters)
     if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"optimizer: the function returned a {type(made).__name__}, and not a torch optimizer")
+        raise UsageError(f"optimizer: the function returned a {type(made).__name__}, and not a torch optimizer")
     return made
 
 
@@ -267,7 +268,7 @@ def _refuse_foreign(scheduler: Any, client: torch.optim.Optimizer | None) -> Non
     """A scheduler of another optimizer would move rates that no update reads."""
     moved = getattr(scheduler, "optimizer", None)
     if isinstance(moved, torch.optim.Optimizer) and moved is not client:
-        raise ValueError(
+        raise UsageError(
             f"lr_scheduler: {type(scheduler).__name__} moves the rates of another {type(moved).__name__} than the engine's; "
             "pass that optimizer, too, or a function from the engine's optimizer to a scheduler"
         )
@@ -304,7 +305,8 @@ def _scheduler(
     if plan.schedule is None or not groups:
         return None
     multiples = plan.value("scheduler.type") == "WarmupCosineLR"
-    return ConfigScheduler(plan.schedule, multiples, on_host, groups=groups, settle=counts.settle)
+    make = named_scheduler(plan.value("scheduler.type"), plan.value("scheduler.params"))
+    return ConfigScheduler(plan.schedule, multiples, on_host, groups=groups, settle=counts.settle, make=make)
 
 
 def _sharers(model: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:

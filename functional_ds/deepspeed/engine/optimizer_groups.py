@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from functional_ds.base.weighted import Weighted
 from functional_ds.deepspeed.config.ds_optimizers import OptimizerRule, rule_of
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
+from functional_ds.deepspeed.config.explain import UsageError
 from functional_ds.optim.adagrad import adagrad
 from functional_ds.optim.adam import adam, adamw
 from functional_ds.optim.optimizer import Optimizer, PerParameter, Rate
@@ -225,7 +226,7 @@ def _builder(optimizer: torch.optim.Optimizer) -> Callable[[Numbers, float], Rul
     }
     make = known.get(kind)
     if make is None:
-        raise ValueError(
+        raise UsageError(
             f"optimizer: {kind.__module__}.{kind.__qualname__} has no pure form here, which updates of shards need. There are "
             "torch.optim's AdamW, Adam, SGD and Adagrad, DeepSpeed's in functional_ds.deepspeed.ops, and those that a config "
             "names ('optimizer': {'type': ...}); any other rule can be an fds.Optimizer in a step of your own"
@@ -261,5 +262,5 @@ def _check_disjoint(groups: Sequence[LiveGroup]) -> None:
     seen: set[str] = set()
     for group in groups:
         if twice := seen & group.paths:
-            raise ValueError(f"optimizer: {sorted(twice)[0]!r} is in two param groups")
+            raise UsageError(f"optimizer: {sorted(twice)[0]!r} is in two param groups")
         seen |= group.paths

@@ -1,5 +1,12 @@
 """``deepspeed.ops``: DeepSpeed's optimizers by name. Its kernels are not here: torch's are used."""
 
-from . import adagrad, adam, lamb, lion
+from typing import TYPE_CHECKING
 
-__all__ = ["adagrad", "adam", "lamb", "lion"]
+from functional_ds.deepspeed.api_names import lazily
+
+from . import adagrad, adam, lamb, lion
+from .builders import COMPATIBLE as __compatible_ops__
+
+__all__ = ["__compatible_ops__", "adagrad", "adam", "lamb", "lion"]
+if not TYPE_CHECKING:
+    __getattr__ = lazily("ops")

@@ -4,6 +4,7 @@ The rates are those of ``functional_ds.deepspeed.config``, so that an object in 
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,8 +13,37 @@ from torch import Tensor
 from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS, beta_cycle
 from functional_ds.deepspeed.utils.logs import logger
 
-__all__ = ["VALID_LR_SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+from .tuning_arguments import (
+    add_tuning_arguments,
+    get_config_from_args,
+    get_lr_from_config,
+    override_params,
+    parse_arguments,
+)
 
+__all__ = [
+    "VALID_LR_SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "add_tuning_arguments",
+    "get_config_from_args",
+    "get_lr_from_config",
+    "override_params",
+    "parse_arguments",
+]
+
+_ARGUMENTS = (
+    *("lr_schedule", "edge_value", "mid_value"),
+    *(key.name for rule in SCHEDULERS.values() for key in rule.keys if key.name != "last_batch_iteration"),
+)
+_NAMES = "LR_RANGE_TEST=LRRangeTest ONE_CYCLE=OneCycle WARMUP_LR=WarmupLR WARMUP_DECAY_LR=WarmupDecayLR"
+_NAMES += " WARMUP_COSINE_LR=WarmupCosineLR WARMUP_LOG_RATE=log WARMUP_LINEAR_RATE=linear"
+CONSTANTS: Mapping[str, str] = MappingProxyType(
+    {name.upper(): name for name in _ARGUMENTS} | {pair.split("=")[0]: pair.split("=")[1] for pair in _NAMES.split()}
+)
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 Each = float | Sequence[float]  # one for all param groups, or one for each
@@ -45,6 +75,7 @@ class LRScheduler:
     """
 
     name: str
+    shown: str  # DeepSpeed's attributes, as "attribute=argument"; an argument alone is an attribute of its name
 
     def __init__(
         self, optimizer: Any, last_batch_iteration: int, arguments: Mapping[str, Any], *, lists: Sequence[str]
@@ -62,6 +93,10 @@ class LRScheduler:
             rule.make({**own, **{name: column[i] for name, column in columns.items()}}, float(group["lr"]))
             for i, group in enumerate(groups)
         ]
+        for pair in self.shown.split():
+            attribute, argument = pair.split("=") if "=" in pair else (pair, pair)
+            whole = [float(group["lr"]) for group in groups] if arguments[argument] is None else columns[argument]
+            setattr(self, attribute, whole if argument in lists else arguments[argument])
         self._last_lr = self._set() if last_batch_iteration == -1 else [group["lr"] for group in groups]
 
     def get_lr(self) -> list[float]:
@@ -100,6 +135,13 @@ class LRScheduler:
         return f"{type(self).__name__}(iteration {self.last_batch_iteration})"
 
 
+def __getattr__(name: str) -> str:
+    """DeepSpeed's constants for the schedules and their arguments: ``WARMUP_NUM_STEPS`` is "warmup_num_steps"."""
+    if name not in CONSTANTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return CONSTANTS[name]
+
+
 def _check_warmup(steps: Any, kind: str, total: int | None = None) -> str:
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"warmup_num_steps={steps!r}: a whole number above 0")
@@ -121,6 +163,7 @@ class WarmupLR(LRScheduler):
     """
 
     name = "WarmupLR"
+    shown = "min_lrs=warmup_min_lr max_lrs=warmup_max_lr warmup_num_steps warmup_type"
 
     def __init__(
         self,
@@ -144,6 +187,7 @@ class WarmupDecayLR(LRScheduler):
     """``WarmupLR``, then falls to 0 along a line, until ``total_num_steps``."""
 
     name = "WarmupDecayLR"
+    shown = f"{WarmupLR.shown} total_num_steps"
 
     def __init__(
         self,
@@ -169,6 +213,7 @@ class WarmupCosineLR(LRScheduler):
     """Rises to the group's own rate, then falls along a cosine to ``cos_min_ratio`` of it."""
 
     name = "WarmupCosineLR"
+    shown = "total_num_steps warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio"
 
     def __init__(
         self,
@@ -187,13 +232,22 @@ class WarmupCosineLR(LRScheduler):
             "cos_min_ratio": cos_min_ratio,
             "warmup_type": _check_warmup(warmup_num_steps, warmup_type, total_num_steps),
         }
+        self._ratio = SCHEDULERS[self.name].make(given, 1.0)
         super().__init__(optimizer, last_batch_iteration, given, lists=())
+
+    def get_lr_ratio(self) -> float:
+        """What this iteration's rates are of the groups' rates at the start."""
+        return self._ratio(torch.tensor(float(self.last_batch_iteration + 1), dtype=torch.float64)).item()
 
 
 class LRRangeTest(LRScheduler):
     """Raises the rate from ``lr_range_test_min_lr`` on, to find the largest one that trains (Smith 2018)."""
 
     name = "LRRangeTest"
+    shown = (
+        "min_lr=lr_range_test_min_lr step_size=lr_range_test_step_size step_rate=lr_range_test_step_rate "
+        "staircase=lr_range_test_staircase"
+    )
 
     def __init__(
         self,
@@ -219,6 +273,7 @@ class OneCycle(LRScheduler):
     """One rise and fall of the rate, against which the first beta moves, then a decay (Smith 2018)."""
 
     name = "OneCycle"
+    shown = "min_lrs=cycle_min_lr max_lrs=cycle_max_lr decay_lr_rate decay_step_size first_stair_count=cycle_first_stair_count"
 
     def __init__(
         self,
@@ -249,8 +304,11 @@ class OneCycle(LRScheduler):
             "cycle_first_stair_count": cycle_first_stair_count,
             "cycle_second_stair_count": cycle_second_stair_count,
         }
+        self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
+        self.total_size = self.first_step_size + self.second_step_size
+        self.step_ratio = self.first_step_size / self.total_size
         groups = _groups(optimizer)
-        self.cycle_momentum = cycle_momentum and "betas" in groups[0]
+        self.cycle_momentum, self.decay_mom_rate = cycle_momentum and "betas" in groups[0], decay_mom_rate
         if cycle_momentum and not self.cycle_momentum:
             logger.warning(f"cycle_momentum has no effect: {type(optimizer).__name__} has no betas")
         columns = zip(_each(cycle_min_mom, groups, "cycle_min_mom"), _each(cycle_max_mom, groups, "cycle_max_mom"), strict=True)

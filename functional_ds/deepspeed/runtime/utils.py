@@ -18,6 +18,7 @@ __all__ = [
     "get_global_norm_of_tensors",
     "get_ma_status",
     "memory_status",
+    "move_to_device",
     "partition_balanced",
     "partition_uniform",
     "see_memory_usage",
@@ -70,6 +71,18 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 def get_ma_status() -> int:
     """The device's bytes in use; 0 on ranks other than 0."""
     return 0 if comm.world().rank else get_accelerator().memory_allocated()
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
+    """Tensors in lists, tuples and dicts on a device; one for which ``criterion_func`` holds stays the same object there."""
+    if isinstance(item, Tensor) and criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    if isinstance(item, list | tuple):
+        return type(item)([move_to_device(each, device, criterion_func) for each in item])
+    if isinstance(item, dict):
+        return {name: move_to_device(each, device, criterion_func) for name, each in item.items()}
+    return item.to(device)
 
 
 def set_random_seed(seed: int) -> None:

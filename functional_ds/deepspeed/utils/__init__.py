@@ -1,5 +1,8 @@
 """``deepspeed.utils``: its logger, groups, loaders that start over."""
 
+from typing import TYPE_CHECKING
+
+from functional_ds.deepspeed.api_names import lazily
 from functional_ds.deepspeed.config.model.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -66,3 +69,5 @@ __all__ = [
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
+if not TYPE_CHECKING:
+    __getattr__ = lazily("utils")

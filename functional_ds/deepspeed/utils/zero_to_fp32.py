@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from functional_ds.base.files import written_atomically
 from functional_ds.checkpointing.dcp import CheckpointReader
-from functional_ds.interchange.deepspeed_files import MASTER, ZeroFiles
+from functional_ds.interchange.deepspeed_files import ZeroFiles
+from functional_ds.interchange.deepspeed_layout import MASTER
 from functional_ds.interchange.export import export
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import NoCheckpointError
@@ -46,7 +47,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     folder = Path(checkpoint_dir)
     name = tag or _latest(folder)
-    if not any((folder / name).glob("*_optim_states.pt")):
+    if not any((folder / name).glob("*model_states.pt")):
         if exclude_frozen_parameters:
             raise ValueError("exclude_frozen_parameters: this checkpoint does not say which params were frozen; take them out")
         return _ours(folder / name)

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from functional_ds.deepspeed.api_names import ALIASES, HERE, REFUSED, found
+from functional_ds.deepspeed.indexed_names import INDEXES, REST
 
 PAGE = Path(__file__).parents[3] / "docs/deepspeed-api.md"
 START, END = "<!-- names -->\n", "<!-- /names -->"
@@ -17,10 +18,31 @@ def tables() -> str:
         if path and module is not None:
             names = ", ".join(f"`{name}`" for name in module.module.__all__)
             rows.append(f"| `deepspeed.{path}` | {names} |")
+    rows += [
+        "",
+        "### Indexes",
+        "",
+        "Under `deepspeed` alone, in a script that is run as it is.",
+        "",
+        "| module | names |",
+        "|---|---|",
+    ]
+    for path in INDEXES:
+        held = found(path)
+        if held is not None and held.module.__all__:
+            rows.append(f"| `deepspeed.{path}` | {', '.join(f'`{name}`' for name in held.module.__all__)} |")
     rows += ["", "### Other paths of the same modules", "", "| path | module |", "|---|---|"]
     rows += [f"| `deepspeed.{path}` | `deepspeed{'.' if to else ''}{to}` |" for path, to in sorted(ALIASES.items())]
     rows += ["", "### Refused", "", "| name | why, and what would do |", "|---|---|"]
     rows += [f"| `deepspeed.{path}` | {why} |" for path, why in sorted(REFUSED.items())]
+    rows += [
+        "",
+        "### The rest of a module",
+        "",
+        "Every other name of DeepSpeed 0.19.8 below these paths raises an error that says:",
+    ]
+    rows += ["", "| below | use instead |", "|---|---|"]
+    rows += [f"| `deepspeed.{path}` | {why} |" for path, why in sorted(REST.items())]
     return "\n".join(rows) + "\n"
 
 

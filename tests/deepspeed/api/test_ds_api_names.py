@@ -14,6 +14,7 @@ import pytest
 from functional_ds.deepspeed.api_names import ALIASES, HERE, PIPELINE_ENGINE, REFUSED, found, why_missing
 from functional_ds.deepspeed.api_names import ENGINE as ENGINE_PATH
 from functional_ds.deepspeed.engine import DeepSpeedEngine
+from functional_ds.deepspeed.indexed_names import INDEXES, REST
 from functional_ds.deepspeed.pipe import PipelineEngine
 from tests.deepspeed.api.api_page import PAGE, written
 from tests.deepspeed.api.real_imports import ENGINE, IMPORTS
@@ -77,11 +78,16 @@ def theirs(path: str) -> Any:
 
 
 def test_what_programs_import_is_here_or_refused_for_a_reason() -> None:
-    assert {path: why_missing(path) for path in IMPORTS if not here(path) and why_missing(path) not in REFUSED.values()} == {}
+    reasons = {*REFUSED.values(), *REST.values()}
+    assert {path: why_missing(path) for path in IMPORTS if not here(path) and why_missing(path) not in reasons} == {}
 
 
 def test_what_programs_import_is_deepspeeds() -> None:
-    gone = {"compression.compress.init_compression", "ops.sparse_attention.SparseSelfAttention"}
+    gone = {
+        "compression.compress.init_compression",
+        "compression.compress.redundancy_clean",
+        "ops.sparse_attention.SparseSelfAttention",
+    }
     assert {path for path in (*IMPORTS, *ENGINE) if theirs(path) is None} == gone
 
 
@@ -95,6 +101,49 @@ def test_names_of_our_modules_are_deepspeeds() -> None:
 def test_other_paths_and_refused_names_are_deepspeeds() -> None:
     assert {path for path in (*ALIASES, *REFUSED) if theirs(path) is None} == {"ops.sparse_attention"}
     assert {path for path in ALIASES if found(path) is None} <= {"runtime.zero", "runtime.zero.partition_parameters"}
+
+
+def _defined(path: str) -> list[str]:
+    """The public names that a module of DeepSpeed's defines, its constants among them."""
+    module = real(f"deepspeed.{path}" if path else "deepspeed")
+    held = []
+    for name, value in vars(module).items():
+        home = getattr(value, "__module__", None) or ""
+        own = home.startswith(module.__name__) if inspect.isclass(value) or inspect.isroutine(value) else name.isupper()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and own:
+            held.append(name)
+    return held
+
+
+def test_every_module_and_name_of_deepspeeds_is_here_or_has_a_reason() -> None:
+    """A reason says what to use; in deepspeed.utils and deepspeed itself a name may also be answered by those that are here."""
+    root = Path(str(real("deepspeed").__file__)).parent
+    paths = [".".join(file.relative_to(root).with_suffix("").parts) for file in root.rglob("*.py")]
+    reasons = ("did you mean ", "the nearest module is deepspeed.", "deepspeed.utils has ", "deepspeed has ")
+
+    def answered(path: str) -> bool:
+        why = why_missing(path)
+        return why in REFUSED.values() or why in REST.values() or why.startswith(reasons)
+
+    modules = {path.removesuffix(".__init__") for path in paths} - {"__init__"}
+    assert {path for path in modules if found(path) is None and not answered(path)} == set()
+    for path in (*HERE, *ALIASES, *INDEXES):
+        named = {"zero": "runtime.zero", "checkpointing": "runtime.activation_checkpointing.checkpointing"}.get(path, path)
+        names = [] if path == "version" else _defined(named)
+        held = found(path)
+        assert held is not None
+        lacking = [name for name in names if not hasattr(held.module, name)]
+        assert [name for name in lacking if not answered(f"{path}.{name}".lstrip("."))] == [], path
+
+
+def test_constants_are_deepspeeds() -> None:
+    for path in ("runtime.lr_schedules", "runtime.constants", "runtime.config"):
+        ours, other = found(path), theirs(path)
+        assert ours is not None
+        named = [name for name in _defined(path) if name.isupper() and isinstance(getattr(other, name), str)]
+        same = {name: getattr(ours.module, name) for name in named if hasattr(ours.module, name)}
+        assert {name: getattr(other, name) for name in same} == same, path
+        assert len(same) > 4, path
 
 
 def _parameters(function: Any) -> list[str] | None:
@@ -132,6 +181,9 @@ def test_the_pages_tables_are_current() -> None:
     ("path", "message"),
     [
         ("ops.adam.FusedAdm", "did you mean FusedAdam?"),
+        ("config", "did you mean ConfigPlan?"),
+        ("runtime.config.config", "deepspeed.runtime.config.DeepSpeedConfig(config).plan.value(path)"),
+        ("runtime.pipe.schedule.TrainSchedule", "schedules are data in fds.pipelining"),
         ("runtme", "did you mean runtime?"),
         ("nothing.of.the.kind", "the nearest module is deepspeed."),
         ("utils.zzz", "deepspeed.utils has OnDevice, RepeatingLoader"),
@@ -146,6 +198,12 @@ SCRIPT = """
 import os, sys
 import deepspeed
 import deepspeed.runtime.pipe.module as pipe
+import deepspeed.runtime.zero.config
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.runtime.config import DeepSpeedConfig, TRAIN_BATCH_SIZE
+from deepspeed.runtime.lr_schedules import WARMUP_LR
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.utils.torch import required_torch_version
 import beside
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -153,7 +211,13 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.utils.logging import logger
 
-for line in ("from deepspeed.ops.adam import FusedAdm", "from deepspeed import init_inference", "import deepspeed.runtme"):
+for line in (
+    "from deepspeed.ops.adam import FusedAdm",
+    "from deepspeed import init_inference",
+    "import deepspeed.runtme",
+    "from deepspeed.runtime.config import X",
+    "from deepspeed.runtime.pipe import schedule",
+):
     try:
         exec(line)
     except ImportError as error:
@@ -162,6 +226,8 @@ dist.init_distributed()
 import torch
 print(__name__, sys.argv, beside.NAME, pipe.LayerSpec.__name__, dist is deepspeed.comm, deepspeed.ops.adam.__spec__.name)
 print(torch.distributed.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"])
+print(TRAIN_BATCH_SIZE, WARMUP_LR, OffloadDeviceEnum.cpu.value, required_torch_version(2.0), CPUAdamBuilder().is_compatible())
+print(deepspeed.runtime.zero.config.ZeroStageEnum.weights.value, DeepSpeedConfig({"train_batch_size": 2}).train_batch_size)
 """
 
 
@@ -183,9 +249,15 @@ def test_an_unchanged_script_runs(tmp_path: Path) -> None:
         "deepspeed.init_inference is not in functional_ds.deepspeed: "
         "serving and generation are not here; export the params with fds.export",
         "deepspeed.runtme is not in functional_ds.deepspeed: did you mean runtime?",
+        "deepspeed.runtime.config.X is not in functional_ds.deepspeed: "
+        "deepspeed.runtime.config.DeepSpeedConfig(config).plan.value(path) has every key",
+        "deepspeed.pipe.schedule is not in functional_ds.deepspeed: "
+        "schedules are data in fds.pipelining; see docs/pipelines.md",
         "__main__ ['script.py', '--epochs', '1', '--local_rank=0'] functional_ds.deepspeed LayerSpec True "
         "functional_ds.deepspeed.ops.adam",
         "0 1 0",
+        "train_batch_size WarmupLR cpu True True",
+        "3 2",
     ]
 
 

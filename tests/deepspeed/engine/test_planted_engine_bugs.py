@@ -8,6 +8,7 @@ import pytest
 from tests.deepspeed.api import test_ds_stage_params as stage_params
 from tests.deepspeed.engine import test_ds_engine as engines
 from tests.deepspeed.engine import test_ds_engine_files as files
+from tests.deepspeed.engine import test_ds_engine_kinds as kinds
 from tests.deepspeed.engine import test_ds_engine_law as law
 from tests.deepspeed.engine import test_ds_engine_optimizers as optimizers
 from tests.deepspeed.engine import test_ds_engine_parts as parts
@@ -15,6 +16,7 @@ from tests.deepspeed.engine import test_ds_zero_init as zero_init
 from tests.planting import Bug, planted
 
 ENGINE = "deepspeed.engine"
+PERSIST, COSINE = [True, True, False, True], {"total_num_steps": 10, "warmup_num_steps": 4}
 
 BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
     (
@@ -187,6 +189,39 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug("nobody compares", f"{ENGINE}.loop.zero_init", "if comm.world().size == 1:", "if True:"),
             Bug("a copy over itself forgets", "modules.init_recorder", ".count(p.storage) == 1}", ".count(p.storage)}"),
+        ],
+    ),
+    (
+        (kinds.test_in_stage_0_in_fp32_it_is_the_optimizer_that_was_passed,),
+        [
+            Bug(
+                "every stage's optimizer is the one that was passed",
+                f"{ENGINE}.ds_optimizer",
+                "self._bare = client is not None and wrapper is None",
+                "self._bare = client is not None",
+            )
+        ],
+    ),
+    (
+        (kinds.test_params_of_stage_3_say_whether_they_stay_gathered, {"stage3_model_persistence_threshold": 10}, PERSIST),
+        [
+            Bug(
+                "one limit counts",
+                f"{ENGINE}.loop.gathered_parameters",
+                "held.ds_numel <= min(small, left)",
+                "held.ds_numel <= small",
+            )
+        ],
+    ),
+    (
+        (kinds.test_a_scheduler_has_deepspeeds_attributes_as_an_object_and_of_a_config, "WarmupCosineLR", COSINE),
+        [
+            Bug(
+                "the config's scheduler stands still",
+                f"{ENGINE}.config_scheduler",
+                "twin.last_batch_iteration = self.last_batch_iteration",
+                "pass",
+            )
         ],
     ),
     (

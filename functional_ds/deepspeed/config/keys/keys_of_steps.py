@@ -124,7 +124,7 @@ BF16 = (
 )
 
 DTYPES = (
-    became("torch_autocast.enabled", "bool", False, "`T.mixed_precision(..., autocast=True)` with fp32 masters."),
+    became("torch_autocast.enabled", "bool", False, "`T.mixed_precision(..., autocast=True)`, beside `bf16` and `fp16`, too."),
     became("torch_autocast.dtype", "str", None, "The policy's `compute`.", choices=_WORDS),
     refused(
         "torch_autocast.lower_precision_safe_modules",
@@ -136,7 +136,7 @@ DTYPES = (
         "data_types.grad_accum_dtype",
         "str",
         None,
-        "Gradients of micro-batches are always summed in fp32, as with `fp32`.",
+        "Gradients of micro-batches are always summed in fp32, as with `fp32`. In stage 0 it must be the params' dtype.",
         choices=_WORDS,
     ),
     became("data_types.param_dtype", "str", None, "It must be the dtype that fp16 or bf16 enables.", choices=_WORDS),

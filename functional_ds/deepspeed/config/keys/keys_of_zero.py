@@ -153,7 +153,12 @@ _PINNED = "Beside a GPU host memory is pinned."
 
 OFFLOAD = (
     _of_param(
-        "device", "str", "none", "`T.offload(params=)`: the optimizer's state goes as far.", Fate.BECAME, choices=_DEVICES
+        "device",
+        "str",
+        "none",
+        "`T.offload(params=)` in stage 3: the optimizer's state goes as far. Below it has no effect, as in DeepSpeed.",
+        Fate.BECAME,
+        choices=_DEVICES,
     ),
     _of_param("nvme_path", "str", None, "`T.offload(path=)`.", Fate.BECAME),
     _of_param("buffer_count", "int", 5, _BUFFERS, least=0),

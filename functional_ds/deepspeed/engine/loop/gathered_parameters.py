@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import FakeTensor
+from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 
 from .engine_loop import EngineLoop
 from .leaf_values import PARAMS, gathered, has_role, written
@@ -64,8 +65,11 @@ def owner_of(parameter: Tensor, what: str) -> tuple[EngineLoop, str]:
     return loop, owner.path
 
 
-def own_parameters(loop: EngineLoop, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Marks an engine's parameters; those of stage 3 also as DeepSpeed's are: ``ds_id``, ``ds_shape``, ``ds_numel``."""
+def own_parameters(loop: EngineLoop, parameters: Mapping[str, nn.Parameter], plan: ConfigPlan) -> None:
+    """Marks an engine's parameters; those of stage 3 also as DeepSpeed's are: ``ds_id``, ``ds_shape``, ``ds_persist``."""
+    small, left = (plan.value(f"zero_optimization.{name}_persistence_threshold") for name in ("param", "model"))
+    if plan.value("zero_optimization.offload_param.device") != "none":
+        small = -1  # no param stays on the device then
     shapes = {name: bare.shape for name, bare in loop.live.apply.bare.items()}
     for number, (name, parameter) in enumerate(parameters.items()):
         held: Any = parameter
@@ -73,6 +77,8 @@ def own_parameters(loop: EngineLoop, parameters: Mapping[str, nn.Parameter]) -> 
         if not loop.live.shows:
             held.ds_id, held.ds_shape, held.ds_numel = number, shapes[name], shapes[name].numel()
             held.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            held.ds_persist = held.ds_numel <= min(small, left)
+            left -= held.ds_numel * held.ds_persist
 
 
 @contextmanager
