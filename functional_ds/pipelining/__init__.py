@@ -19,7 +19,7 @@ from functional_ds.pipelining.schedules.generators import (
     zb_h1,
 )
 from functional_ds.pipelining.schedules.lower import lower
-from functional_ds.pipelining.schedules.published import PUBLISHED, Published, by_name, published
+from functional_ds.pipelining.schedules.published import PUBLISHED, by_name, published
 from functional_ds.pipelining.schedules.schedule import Schedule, ScheduleError, stage_to_rank
 from functional_ds.pipelining.schedules.v_shaped import dualpipe_v, zbv
 from functional_ds.pipelining.schedules.validate import in_flight, validate
@@ -36,7 +36,6 @@ __all__ = [
     "Kind",
     "LossInput",
     "Piece",
-    "Published",
     "Recorder",
     "Schedule",
     "ScheduleError",
