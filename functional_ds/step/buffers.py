@@ -30,6 +30,7 @@ __all__ = [
     "Modules",
     "OtherAttribute",
     "OtherAttributes",
+    "TensorForm",
     "bit_equal",
 ]
 
@@ -131,22 +132,36 @@ class OtherAttributes:
 
 
 @attrs.frozen
+class TensorForm:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@attrs.frozen
 class Agreement:
-    """Which rank of a group gives which buffer.
+    """Which rank of a group gives which buffer, and which attribute.
 
     Attributes:
         written: this rank's written buffers when the ranks agreed.
         givers: by (key, name): the rank, the shape and the dtype. Ranks that write a buffer themselves know its shape.
         by_writer: whether each rank gives what it writes.
+        own_forms: this rank's attributes, by (key, name), with the forms of their leaves.
+        attributes: by (key, name): the rank that gives the attribute, its form there, and whether all ranks have that form.
     """
 
     written: frozenset[tuple[str, str]]
     givers: Mapping[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]]
     by_writer: bool
+    own_forms: Mapping[tuple[str, str], Any]
+    attributes: Mapping[tuple[str, str], tuple[int, Any, bool]]
 
-    def covers(self, mine: frozenset[tuple[str, str]]) -> bool:
+    def covers(self, buffers: "Buffers") -> bool:
         """Whether it has what this rank's modules write now."""
-        return self.written == mine if self.by_writer else mine <= self.givers.keys()
+        mine = buffers.known.mine
+        known = self.written == mine if self.by_writer else mine <= self.givers.keys()
+        return known and self.own_forms == buffers.forms()
 
 
 @attrs.define(eq=False)
@@ -223,6 +238,14 @@ class Buffers:
         known = Known({module: key for key, module in modules.by_key.items()})
         others = OtherAttributes({}, {key: module.version for key, module in modules.by_key.items()})
         return Buffers(values, {key: {} for key in values}, known, policy, others)
+
+    def forms(self) -> dict[tuple[str, str], Any]:
+        """What the attributes are, without their values: each leaf is its shape and dtype, or the class of a number."""
+        return {
+            (key, name): tree.map(lambda x: TensorForm(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x), value)
+            for key, held in self.attributes.items()
+            for name, value in held.items()
+        }
 
     def of(self, module: HasBuffers) -> Mapping[str, Any]:
         """One module's, by name; none if the state does not know the module."""

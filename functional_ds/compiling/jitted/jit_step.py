@@ -345,7 +345,8 @@ def _is_settled(state: State) -> bool:
     held = state.slots.get(BUFFERS)
     if not isinstance(held, Buffers):
         return True
-    return all(held.known.modes.get(key, module.modes) == module.modes for module, key in held.known.keys.items())
+    now = {key: module.notice() for module, key in held.known.keys.items()}
+    return all(held.known.modes.get(key, modes) == modes for key, modes in now.items())
 
 
 def _leaf_kind(leaf: Any) -> Any:
