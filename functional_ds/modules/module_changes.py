@@ -1,4 +1,4 @@
-"""What a user changes on ``apply.module``, whose copies run: noticed at the next call, and brought into the copies or refused."""
+"""What a user changes on ``apply.module``, whose copies run: noticed at the next call, brought into the copies, or refused."""
 
 import copy
 import functools
@@ -64,8 +64,9 @@ class ModuleChanges:
     """What has been changed on a module and the modules inside of it since it was made."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._made, self._edits = module, list[_Change](), 0
-        self.overlook()
+        self._module, self._now = module, _Snapshot.of(module)
+        self._made: list[_Change] = []
+        self._edits = 0
 
     @property
     def modes(self) -> tuple[int, ...]:
@@ -165,7 +166,9 @@ class _Snapshot:
         for path, owner in found.owners.items():
             found._vars.append(vars(owner))
             for key, value in vars(owner).items():
-                if key not in _PASSED_OVER and not (key in _STRUCTURE and not isinstance(value, dict)):  # scripted modules keep theirs
+                if key not in _PASSED_OVER and not (
+                    key in _STRUCTURE and not isinstance(value, dict)
+                ):  # scripted modules keep theirs
                     found.marks[path, key] = found._tensors_of(value) if key in _TENSORS else found._mark(value)
         found._listed = [*found._vars, *(each for each in found._dicts if each)]
         values = found._values()
@@ -277,14 +280,19 @@ def _written_parameter(before: _Snapshot, after: _Snapshot) -> str | None:
         RuntimeError: one was replaced, added, removed, or frozen.
     """
     was, now = (
-        {_joined(path, name): mark for (path, key), held in each.marks.items() if key == "_parameters" for name, mark in held.items()}
+        {
+            _joined(path, name): mark
+            for (path, key), held in each.marks.items()
+            if key == "_parameters"
+            for name, mark in held.items()
+        }
         for each in (before, after)
     )
     for name in {**was, **now}:
         if was.get(name, [None])[0] != now.get(name, [None])[0]:
             raise RuntimeError(
                 f"the parameter {name!r} of apply.module was replaced, added or removed, and a step trains the params that "
-                "fds.functional gave: change the module that fds.functional is given, call it again, and step.init with its params"
+                "fds.functional gave: change the module before fds.functional, call it again, and then step.init"
             )
         if was[name][2] != now[name][2]:
             raise RuntimeError(

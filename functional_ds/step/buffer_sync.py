@@ -1,7 +1,9 @@
 """Which rank's module buffers and attributes data-parallel ranks keep, and how the ranks agree on what they write."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -9,10 +11,43 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.comm.record.call_recorder import current_recorder
 
-from .buffers import BUFFERS, Agreement, Buffers, TensorForm
+from .buffers import BUFFERS, Buffers
 from .state import State
 
-__all__ = ["agreed_anew", "synced", "synchronized", "unagreed"]
+__all__ = ["Agreement", "agreed_anew", "synced", "synchronized", "unagreed"]
+
+
+@attrs.frozen
+class AttributeForm:
+    """A tensor of an attribute, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@attrs.frozen
+class Agreement:
+    """Which rank of a group gives which buffer, and which attribute.
+
+    Attributes:
+        written: this rank's written buffers when the ranks agreed.
+        givers: by (key, name): the rank, the shape and the dtype. Ranks that write a buffer themselves know its shape.
+        by_writer: whether each rank gives what it writes.
+        own_forms: this rank's attributes, by (key, name), with the forms of their leaves.
+        attributes: by (key, name): the rank that gives the attribute, its form there, and whether all ranks have that form.
+    """
+
+    written: frozenset[tuple[str, str]]
+    givers: Mapping[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]]
+    by_writer: bool
+    own_forms: Mapping[tuple[str, str], Any]
+    attributes: Mapping[tuple[str, str], tuple[int, Any, bool]]
+
+    def covers(self, buffers: Buffers) -> bool:
+        """Whether it has what this rank's modules write now."""
+        mine = buffers.known.mine
+        known = self.written == mine if self.by_writer else mine <= self.givers.keys()
+        return known and self.own_forms == _forms(buffers)
 
 
 def unagreed(state: State) -> Tensor | None:
@@ -41,9 +76,9 @@ def synchronized(buffers: Buffers, group: comm.Group, *, policy: str | None = No
     """The buffers that the ranks of a group keep after each has run its own rows, or its own stages.
 
     ``"first"``: those of the group's first rank, as DistributedDataParallel has it. ``"mean"``: the mean of floating ones, the
-    first rank's of others. ``"own"``: each rank keeps what it has. ``"writer"``: each of the first rank that writes it. The same
-    holds for attributes that forward passes have set to tensors and numbers; where their shapes differ, ``"mean"`` is
-    ``"first"``.
+    first rank's of others. ``"own"``: each rank keeps what it has. ``"writer"``: each of the first rank that writes it.
+    The same holds for attributes that forward passes have set to tensors and numbers; where their shapes differ, ``"mean"``
+    is ``"first"``.
 
     Cost: in the first step, and when modules begin to write others, one small message; in each step a number, by which ranks
     say so, in the sum of the metrics, and a broadcast of the written
@@ -68,9 +103,18 @@ def synced(state: State, group: comm.Group, *, policy: str | None = None) -> Sta
     return state.put(**{BUFFERS: synchronized(held, group, policy=policy)}) if isinstance(held, Buffers) else state
 
 
+def _forms(buffers: Buffers) -> dict[tuple[str, str], Any]:
+    """What the attributes are: each leaf is its shape and dtype, or the class of a number."""
+    return {
+        (key, name): tree.map(lambda x: AttributeForm(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x), value)
+        for key, held in buffers.attributes.items()
+        for name, value in held.items()
+    }
+
+
 def _agree(buffers: Buffers, group: comm.Group, *, by_writer: bool) -> Agreement:
     """Every rank says what it writes."""
-    mine, forms = buffers.known.mine, buffers.forms()
+    mine, forms = buffers.known.mine, _forms(buffers)
     told = [(key, name, tuple(b.shape), b.dtype) for key, name in sorted(mine) if (b := buffers.values[key][name]) is not None]
     givers: dict[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]] = {}
     attributes: dict[tuple[str, str], tuple[int, Any, bool]] = {}
@@ -132,12 +176,12 @@ def _exchanged_attributes(buffers: Buffers, agreed: Agreement, group: comm.Group
 def _leaves_like(buffers: Buffers, which: tuple[str, str], form: Any, group: comm.Group) -> list[Any]:
     """The leaves of this rank's attribute; room for another rank's where it has none of this form."""
     key, name = which
-    if buffers.forms().get(which) == form:
+    if _forms(buffers).get(which) == form:
         return tree.leaves(buffers.attributes[key][name])
     own = (x.device for x in tree.leaves(buffers.attributes[key].get(name)) if isinstance(x, Tensor))
     device = next(own, group.world.device)
     return [
-        torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, TensorForm) else x() for x in tree.leaves(form)
+        torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, AttributeForm) else x() for x in tree.leaves(form)
     ]
 
 

@@ -23,14 +23,12 @@ from .slots import Role
 __all__ = [
     "BUFFERS",
     "POLICIES",
-    "Agreement",
     "BufferScope",
     "Buffers",
     "Held",
     "Modules",
     "OtherAttribute",
     "OtherAttributes",
-    "TensorForm",
     "bit_equal",
 ]
 
@@ -131,39 +129,6 @@ class OtherAttributes:
     __hash__ = None  # type: ignore[assignment]
 
 
-@attrs.frozen
-class TensorForm:
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@attrs.frozen
-class Agreement:
-    """Which rank of a group gives which buffer, and which attribute.
-
-    Attributes:
-        written: this rank's written buffers when the ranks agreed.
-        givers: by (key, name): the rank, the shape and the dtype. Ranks that write a buffer themselves know its shape.
-        by_writer: whether each rank gives what it writes.
-        own_forms: this rank's attributes, by (key, name), with the forms of their leaves.
-        attributes: by (key, name): the rank that gives the attribute, its form there, and whether all ranks have that form.
-    """
-
-    written: frozenset[tuple[str, str]]
-    givers: Mapping[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]]
-    by_writer: bool
-    own_forms: Mapping[tuple[str, str], Any]
-    attributes: Mapping[tuple[str, str], tuple[int, Any, bool]]
-
-    def covers(self, buffers: "Buffers") -> bool:
-        """Whether it has what this rank's modules write now."""
-        mine = buffers.known.mine
-        known = self.written == mine if self.by_writer else mine <= self.givers.keys()
-        return known and self.own_forms == buffers.forms()
-
-
 @attrs.define(eq=False)
 class Known:
     """What a program has found out about its modules; it changes no value, and is not saved.
@@ -172,14 +137,14 @@ class Known:
         keys: each module's key in ``Buffers``.
         written: for each key, which of the module's buffers its passes write, once a pass has been looked at.
         modes: the modes in which that was so.
-        agreed: for each group of ranks, which rank gives which buffer.
+        agreed: for each group of ranks, which rank gives which buffer: an ``Agreement``.
         pickled: whether the state comes out of a pickle, in which modules are not.
     """
 
     keys: dict[Any, str] = attrs.field(factory=dict)
     written: dict[str, frozenset[str]] = attrs.field(factory=dict)
     modes: dict[str, tuple[int, ...]] = attrs.field(factory=dict)
-    agreed: dict[tuple[tuple[int, ...], str], Agreement] = attrs.field(factory=dict)
+    agreed: dict[tuple[tuple[int, ...], str], Any] = attrs.field(factory=dict)
     pickled: bool = False
 
     @property
@@ -239,14 +204,6 @@ class Buffers:
         others = OtherAttributes({}, {key: module.version for key, module in modules.by_key.items()})
         return Buffers(values, {key: {} for key in values}, known, policy, others)
 
-    def forms(self) -> dict[tuple[str, str], Any]:
-        """What the attributes are, without their values: each leaf is its shape and dtype, or the class of a number."""
-        return {
-            (key, name): tree.map(lambda x: TensorForm(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x), value)
-            for key, held in self.attributes.items()
-            for name, value in held.items()
-        }
-
     def of(self, module: HasBuffers) -> Mapping[str, Any]:
         """One module's, by name; none if the state does not know the module."""
         key = self.known.keys.get(module)
@@ -279,7 +236,9 @@ class Buffers:
         for name, value in values.items():
             field = next((field for field, held in fields.items() if name in held.get(key, {})), None)
             if field is None:
-                raise ValueError(f"values={name!r}: the state has no such buffer of the module {key!r}: {sorted(self.values[key])}")
+                raise ValueError(
+                    f"values={name!r}: the state has no such buffer of the module {key!r}: {sorted(self.values[key])}"
+                )
             before = fields[field][key][name]
             if isinstance(before, Tensor) and (before.shape, before.dtype) != (value.shape, value.dtype):
                 one, other = (f"{tuple(x.shape)} of {x.dtype}" for x in (value, before))
@@ -301,10 +260,10 @@ class Buffers:
         version = self.others.versions.get(key, module.version)
         names = module.changed(version) if version != module.version else ()
         for name in sorted({*self.values[key], *self.attributes[key]}.intersection(names)):
-            what = "the buffer" if name in self.values[key] else "the attribute, which forward sets,"
+            what = f"the buffer {name!r}" if name in self.values[key] else f"the attribute {name!r}, which forward sets,"
             where = f", key={key!r}" if key else ""
             raise RuntimeError(
-                f"{what} {name!r} was changed on apply.module after step.init, and a step reads and writes the state's: change "
+                f"{what} was changed on apply.module after step.init, and a step reads and writes the state's: change "
                 f"that one, state = state.put(buffers=state.slots['buffers'].with_values({{{name!r}: value}}{where})), or "
                 "change it on apply.module before step.init(params)"
             )
@@ -458,7 +417,9 @@ class BufferScope:
             values[key], attributes[key] = {n: b for n, b in held.values.items() if n in kept}, held.attributes
             others[key] = held.others
         versions = {key: module.version for module, key in known.keys.items() if key in self._held}
-        rest = OtherAttributes({key: held for key, held in others.items() if held}, {**self.buffers.others.versions, **versions})
+        rest = OtherAttributes(
+            {key: held for key, held in others.items() if held}, {**self.buffers.others.versions, **versions}
+        )
         return tree.replace(self.buffers, values=values, attributes=attributes, others=rest)
 
 

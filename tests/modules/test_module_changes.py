@@ -1,6 +1,7 @@
-"""Changes on ``apply.module`` between steps: each holds from the next call on, as in plain PyTorch, or is refused by its name."""
+"""Changes on ``apply.module`` between steps: each holds from the next call on, as in plain PyTorch, or raises an error."""
 
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 import functional_ds as fds
 from functional_ds import comm
+from functional_ds import pipelining as pp
 from functional_ds import transforms as T
+from tests.planting import Bug, planted
 
 Change = Callable[[Any], Any]
 STEPS = 4
@@ -177,12 +180,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 def quietly(change: Change, module: nn.Module) -> None:
-    with pytest.MonkeyPatch.context(), torch.no_grad():
-        import warnings
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that loading into weights without values does nothing
-            change(module)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that loading into weights without values does nothing
+        change(module)
 
 
 def plain(changes: dict[int, list[Change]], strategy: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -219,7 +219,9 @@ def check(changes: dict[int, list[Change]], strategy: str) -> None:
     for found, held in comm.simulate(lambda: ours(changes, strategy), world_size=ranks):
         torch.testing.assert_close(found, losses, rtol=1e-4, atol=1e-5)
         for name, expected in tensors.items():
-            torch.testing.assert_close(held[name], expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                held[name], expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize("name", HOLD)
@@ -250,3 +252,126 @@ def test_such_a_change_is_refused_with_every_strategy(name: str, strategy: str, 
     change, says = REFUSED[name]
     with pytest.raises(RuntimeError, match=says):
         comm.simulate(lambda: ours({index: [change]}, strategy), world_size=2)
+
+
+class Counts(nn.Module):
+    """Reads a number that its own passes set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.count = nn.Linear(3, 2), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.inner(x) * self.count  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("by_jit", [False, True])
+def test_the_advice_for_what_a_state_has_is_right(by_jit: bool) -> None:
+    """A state with the user's value goes on from it; one without is refused until then."""
+    apply, params = fds.functional(Counts())
+    step = fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.0))
+    run = fds.jit(step) if by_jit else step
+    state, losses = step.init(params), []
+    for _ in range(3):
+        state, metrics = run(state, rows(0))
+        losses.append(metrics["loss"].item())
+    apply.module.count = torch.zeros(())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'count', which forward sets, was changed.*with_values\({'count': value}\)"):
+            run(state, rows(0))
+    state = state.put(buffers=state.slots["buffers"].with_values({"count": torch.zeros(())}))
+    for expected in losses:
+        state, metrics = run(state, rows(0))
+        assert metrics["loss"].item() == pytest.approx(expected)
+    buffers = state.slots["buffers"]
+    with pytest.raises(ValueError, match="'other': the state has no such buffer"):
+        buffers.with_values({"other": torch.zeros(())})
+    with pytest.raises(ValueError, match=r"values\['count'\] is \(2,\) of torch.float32, and the state's is \(\)"):
+        buffers.with_values({"count": torch.zeros(2)})
+
+
+def test_a_changed_buffer_counts_for_states_that_are_made_later() -> None:
+    apply, params = fds.functional(nn.BatchNorm1d(3))
+    step = fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.0))
+    before = step.init(params)
+    apply.module.running_mean.fill_(5.0)
+    after = step.init(params)
+    assert step.module_buffers(after)["running_mean"].tolist() == [5.0] * 3
+    step(after, rows(0))
+    with pytest.raises(RuntimeError, match="the buffer 'running_mean' was changed"):
+        step(before, rows(0))
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0), nn.Tanh(), nn.Linear(3, 2))
+
+
+def test_stages_that_were_cut_follow_changes() -> None:
+    """A stage runs a trace of the module, which a change makes anew."""
+
+    def program() -> list[float]:
+        stages, params = pp.cut(layers(), ["3"], example=rows(0), loss=lambda y, x: y.square().mean())
+        step = T.pipeline(pp.one_f_one_b(2, 2), stages)(fds.train_step(stages, fds.sgd(0.0)))
+        state, losses = step.init(params), []
+        for hooked in (False, True):
+            if hooked:
+                stages.apply.module[2].register_forward_hook(twice)  # type: ignore[union-attr, index]
+            state, metrics = step(state, rows(0))
+            losses.append(metrics["loss"].item())
+        return losses
+
+    module = layers()
+    expected = [module(rows(0)).square().mean().item()]
+    module[2].register_forward_hook(twice)  # type: ignore[index]
+    expected.append(module(rows(0)).square().mean().item())
+    for losses in comm.simulate(program, world_size=2):
+        assert losses == pytest.approx(expected)
+
+
+CHANGES, BUFFERS = "modules.module_changes", "step.buffers"
+BUGS: list[tuple[Callable[[], Any], Bug]] = [
+    (
+        lambda: check({2: [HOLD["dict"]]}, "plain"),
+        Bug("dicts are not looked into", CHANGES, "each for each in found._dicts if each", ""),
+    ),
+    (lambda: check({2: [HOLD["list"]]}, "plain"), Bug("nor lists", CHANGES, "self._sequences.append(value)", "pass")),
+    (lambda: check({2: [HOLD["array"]]}, "plain"), Bug("nor arrays", CHANGES, "self._arrays.append(value)", "pass")),
+    (lambda: check({2: [HOLD["hook"]]}, "plain"), Bug("empty dicts stay empty", CHANGES, "*map(len, self._dicts),", "")),
+    (
+        lambda: check({2: [HOLD["number"]]}, "jit alone"),
+        Bug("graphs stay", CHANGES, 'self._edits += key != "training"', "pass"),
+    ),
+    (
+        lambda: test_a_change_that_a_step_cannot_follow_is_refused("buffer filled"),
+        Bug("versions are not looked at", CHANGES, "*map(version_of, self._tensors),", "", pytest.fail.Exception),
+    ),
+    (
+        lambda: test_a_change_that_a_step_cannot_follow_is_refused("frozen"),
+        Bug("flags are not looked at", CHANGES, "*[each.requires_grad for each in self._tensors],", "", pytest.fail.Exception),
+    ),
+    (
+        lambda: test_a_change_that_a_step_cannot_follow_is_refused("weight filled by data"),
+        Bug(
+            "data has its own version",
+            CHANGES,
+            "return self.detach()",
+            "return Tensor.data.__get__(self)",
+            pytest.fail.Exception,
+        ),
+    ),
+    (
+        test_a_changed_buffer_counts_for_states_that_are_made_later,
+        Bug(
+            "a state takes what it does not have", BUFFERS, "self.buffers.check_changes(module)", "pass", pytest.fail.Exception
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("law", "bug"), [pytest.param(*each, id=each[1].name) for each in BUGS])
+def test_a_bug_is_seen(law: Callable[[], Any], bug: Bug) -> None:
+    law()
+    with planted(bug), pytest.raises(bug.shows):
+        law()

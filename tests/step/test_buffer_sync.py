@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
+from tests.planting import Bug, planted
 
 SETS = ("tensor", "dict", "list", "grown", "int", "float", "shaped", "late", "passing")
 
@@ -95,8 +96,7 @@ def as_one_device(sets: tuple[str, ...], ranks: int, policy: str, steps: int = 5
         losses.append(sum(part.item() for part in parts))
         if policy == "own":
             continue
-        first = {key: value for key, value in vars(modules[0]).items() if key in AGREED}
-        for key, value in first.items():
+        for key in AGREED:
             everyone = [vars(module)[key] for module in modules]
             agreed = fds.tree.map(lambda *xs: _mean(xs) if policy == "mean" else xs[0], *everyone)
             for module in modules:
@@ -155,7 +155,9 @@ def test_what_each_rank_has_of_its_own_is_not_loaded_by_other_ranks(tmp_path: Pa
         fds.save(state, tmp_path)
 
     comm.simulate(save, world_size=2)
-    with pytest.raises(fds.checkpointing.StructureError, match=r"attributes\.mean \(each rank had its own, and there are other"):
+    with pytest.raises(
+        fds.checkpointing.StructureError, match=r"attributes\.mean \(each rank had its own, and there are other"
+    ):
         comm.simulate(lambda: fds.load(tmp_path, like=build(("tensor",), 0, "own")[1]), world_size=3)
 
 
@@ -167,3 +169,27 @@ def test_processes_keep_the_same() -> None:
     expected = as_one_device(("tensor", "list", "int", "float"), 2, "first", steps=3)
     for losses, _ in comm.spawn(process, world_size=2):
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+
+
+SYNC = "step.buffer_sync"
+BUGS: list[tuple[str, Bug]] = [
+    ("first", Bug("ranks keep their own", SYNC, "attributes=_exchanged_attributes(buffers, agreed, group, policy)", "")),
+    ("mean", Bug("the mean is the first rank's", SYNC, 'return policy == "mean" and agreed', "return False and agreed")),
+    ("first", Bug("numbers are not sent", SYNC, "if numbers and current_recorder() is None:", "if False:")),
+]
+
+
+@pytest.mark.parametrize(("policy", "bug"), [pytest.param(*each, id=each[1].name) for each in BUGS])
+def test_a_bug_is_seen(policy: str, bug: Bug) -> None:
+    expected = as_one_device(("dict", "float"), 2, policy)
+    with planted(bug):
+        (losses, _), *_ = comm.simulate(lambda: run(("dict", "float"), 0, policy), world_size=2)
+    assert losses != pytest.approx(expected, rel=1e-4)
+
+
+def test_a_load_that_takes_ranks_for_names_is_seen(tmp_path: Path) -> None:
+    bug = Bug("ranks are parts of names", "state_dict.matching", "if at and rank.isdecimal()", "if False")
+    resumed = comm.simulate(lambda: run(("tensor",), 0, "own", str(tmp_path / "a")), world_size=2)
+    with planted(bug):
+        broken = comm.simulate(lambda: run(("tensor",), 0, "own", str(tmp_path / "b")), world_size=2)
+    assert broken[0][0] != resumed[0][0]

@@ -379,8 +379,8 @@ def jit(
     reductions, norm and update; a donated state's memory is written into.
 
     As in JAX, Python runs while tracing alone: numbers that the loss reads elsewhere than in the state and the batch are as
-    they were then, until ``forget()``. Tensors there are refused. Modes of modules, and what is changed on ``apply.module``, are
-    looked at in every step.
+    they were then, until ``forget()``. Tensors there are refused. Modes of modules, and changes on ``apply.module``, are looked
+    at in every step.
 
     Cost: the ranks send 8 bytes to each other in every step, on a channel of their own, to run the same graph; tracing costs
     a small multiple of an eager step's host time.
