@@ -16,7 +16,7 @@ from functional_ds.base.marks import like_marked
 from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
 from functional_ds.state_dict.describe import TensorShard, as_before, as_tensors, dense, describe
 from functional_ds.state_dict.errors import DamagedError, NoCheckpointError
-from functional_ds.state_dict.matching import Choice, Differences, match
+from functional_ds.state_dict.matching import Choice, Differences, match, per_rank_name, without_rank
 from functional_ds.step.slots import with_room
 from functional_ds.step.state import State
 
@@ -180,7 +180,12 @@ class _Loading:
 
         reader = CheckpointReader(self.folder, tag)
         stored = with_whole_leaves(reader.manifest.tensors, self.known)
-        there = {name: (each.shape, each.dtype) for name, each in stored.items() if self.choice.wants(name)}
+        whose = self.group.rank if reader.manifest.summary.ranks == self.group.size else 0
+        there = {}
+        for name, each in stored.items():
+            base, apart = without_rank(name)
+            if self.choice.wants(base) and (not apart or name == per_rank_name(base, whose)):
+                there[base] = each.shape, each.dtype
         return reader, self._describe(with_room(self.like, there))
 
     def filled(self, reader: Any, sources: Sequence[str | None]) -> State:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor, nn
 
-__all__ = ["TensorPlace", "deep_copy", "reached"]
+__all__ = ["TensorPlace", "deep_copy", "fields_of", "reached"]
 
 _ATOMS = (str, bytes, int, float, complex, type, types.ModuleType, Tensor)
 _REBUILT = (tuple, types.MethodType, functools.partial)  # cannot be written into, so copies of them are made anew, too
@@ -70,7 +70,7 @@ class _Fields:
         object.__setattr__(self.owner, key, value)
 
 
-def _fields_of(value: Any) -> dict[str, Any]:
+def fields_of(value: Any) -> dict[str, Any]:
     """An object's attributes, in its ``__dict__`` and in slots."""
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return {}
@@ -137,7 +137,7 @@ def _leads_to(value: Any, parts: Collection[int], seen: set[int]) -> bool:
     if id(value) in seen or isinstance(value, _ATOMS):
         return False
     seen.add(id(value))
-    return any(_leads_to(each, parts, seen) for each in (*_inside(value), *_fields_of(value).values()))
+    return any(_leads_to(each, parts, seen) for each in (*_inside(value), *fields_of(value).values()))
 
 
 def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, TensorPlace, Any]]:
@@ -327,5 +327,5 @@ class _PlaceSearch:
                 self.visit(item, places, index)
         elif type(value) is not weakref.ref:
             into = _Fields(value)
-            for name, item in _fields_of(value).items():
+            for name, item in fields_of(value).items():
                 self.visit(item, into, name)

@@ -1,7 +1,7 @@
 """Any module as a pure function of its parameters and buffers."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,9 +24,9 @@ from functional_ds.remat.region import called, current_region
 from functional_ds.step.buffers import BufferScope, Held
 from functional_ds.step.tape import Tape, current_tape
 
-from .attribute_changes import AttributeChanges
 from .attributes import is_mutable
 from .deep_copy import TensorPlace, deep_copy, reached
+from .module_changes import BareParameter, ModuleChanges
 from .parameter_marks import ParameterMarks, attributes_on
 from .refusals import check_elsewhere, check_module, refuse_flags, refuse_loading, refuse_placeholders
 from .shared_memory import SharedMemory
@@ -76,30 +76,35 @@ class Apply:
     without memory; one module applied to two trees with recomputation is no special case.
 
     Attributes:
-        module: the module without parameters. Modes (``train()``, ``eval()``) and other attributes that are set on it, or on
-            any module inside of it, hold from the next call on.
+        module: the module without parameters. What is changed on it, or on any module inside of it, holds from the next call
+            on: modes (``train()``, ``eval()``), attributes and what is in them, hooks, modules without parameters. Changes of
+            parameters are refused, as are those of what a state has: buffers, and attributes that forward passes have set.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._places, params = _places(module)
         check_module(module, params)
-        self._bare = {name: nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for name, p in params.items()}
+        self._bare = {name: BareParameter(torch.empty_like(p, device="meta"), p.requires_grad) for name, p in params.items()}
         memo: dict[int, Any] = {id(p): self._bare[name] for name, p in params.items()}
         memory = SharedMemory.of(module, params, _buffer_names(module))
         memo.update(memory.stale)
         self.module = deep_copy(module, memo)
         self._pool: list[Skeleton] = []
+        self._marks = ParameterMarks(params)
+        self._written: dict[tuple[int, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
+        self._changes = ModuleChanges(self.module)
+        self._hidden = HiddenAttributes(self.module, self.notice, self._changes.overlook)
+        self._find_buffers(memory)
+
+    def _find_buffers(self, memory: SharedMemory) -> None:
+        """Where the module has its buffers now."""
         self._names = _buffer_names(self.module)
         self._by_name: dict[str, list[Place]] = {}
         for place, name in self._names.items():
             self._by_name.setdefault(name, []).append(place)
         self._shared, self._aliases = memory.buffers, memory.attributes
-        self._marks = ParameterMarks(params)
         own = {id(buffer): name for name, buffer in self.module.named_buffers()}
         self._elsewhere = {own[key] for key, _, _ in reached(self.module, own)}  # buffers that are attributes or the like, too
-        self._written: dict[tuple[bool, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
-        self._changes = AttributeChanges(self.module)
-        self._hidden = HiddenAttributes(self.module, self._changes.seen)
 
     @property
     def bare(self) -> Mapping[str, nn.Parameter]:
@@ -113,9 +118,29 @@ class Apply:
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in passing}
 
     @property
-    def modes(self) -> tuple[bool, ...]:
-        """Which of its modules are in training mode."""
+    def modes(self) -> tuple[int, ...]:
+        """What its calls depend on beside tensors, as far as it was noticed: which modules train, and the number of edits."""
         return self._changes.modes
+
+    @property
+    def version(self) -> int:
+        """How many changes of ``module`` were noticed."""
+        return len(self._changes)
+
+    def notice(self) -> tuple[int, ...]:
+        """Looks for what was changed on ``module`` since the last call; the modes.
+
+        Raises:
+            RuntimeError: a parameter was replaced, added, removed, frozen or written.
+        """
+        if self._changes.notice():
+            self._pool.clear()
+            self._find_buffers(SharedMemory.of(self.module, self._bare, _buffer_names(self.module)))
+        return self.modes
+
+    def changed(self, version: int) -> set[str]:
+        """The names of the attributes and buffers that were changed since there were so many changes."""
+        return self._changes.since(version)
 
     def container(self, name: str) -> tuple[str, Any] | None:
         """The name and the value of the list, tuple or dict in which the attribute of this name lies; None if it is in none."""
@@ -148,6 +173,7 @@ class Apply:
         >>> buffers["running_mean"], apply.buffers["running_mean"]
         (tensor([2.]), tensor([0.]))
         """
+        self.notice()
         held = self._fresh({name: x for name, x in variables.items() if name not in self._bare})
         params = {name: variables[name] for name in self._bare if name in variables}
         found = self._run(held, params, lambda module: module(*args, **kwargs), None, trial=_is_trial())
@@ -165,6 +191,7 @@ class Apply:
         if not params.keys() <= self._bare.keys():
             given = {name: x for name, x in params.items() if name not in self._bare}
             params = {name: x for name, x in params.items() if name in self._bare}
+        self.notice()
         tape, trial = current_tape(), _is_trial()
         if given or tape is None or trial:
             return self._run(self._fresh(given), params, function, tape, trial=trial)
@@ -245,7 +272,6 @@ class Apply:
         *,
         trial: bool,
     ) -> Any:
-        self._changes.notice()
         if (recorder := current_recorder()) is not None:
             recorder.notes.setdefault("modes", {})[self] = self.modes
         skeleton, temporary = self._lease(params, held, tape, trial)
@@ -340,17 +366,21 @@ class Apply:
 
     def _free(self) -> Skeleton:
         """A copy that nobody uses, with the attributes that ``module`` has now."""
-        try:
+        while self._pool:
             skeleton = self._pool.pop()
-        except IndexError:
-            return self._new()
-        skeleton.version = self._changes.bring([*skeleton.owners.values()], skeleton.version)
-        return skeleton
+            version = self._changes.bring([*skeleton.owners.values()], skeleton.version)
+            if version is not None:
+                skeleton.version = version
+                return skeleton
+        return self._new()
 
     def _new(self) -> Skeleton:
         """One more copy, which shares the module's buffers until it is given others."""
         buffers = dict(self.module.named_buffers())
-        memo: dict[int, Any] = {id(x): x.detach() if name in self._elsewhere else x for name, x in buffers.items()}
+        memo: dict[int, Any] = {
+            id(x): x for _, value in _mutable(self.module) for x in tree.leaves(value) if isinstance(x, Tensor)
+        }  # leases copy them
+        memo.update((id(x), x.detach() if name in self._elsewhere else x) for name, x in buffers.items())
         with unset_fake_temporarily(), torch.inference_mode(False), outside_functorch():
             self._hidden.undo(memo)
             module = deep_copy(self.module, memo)
@@ -363,12 +393,8 @@ class Apply:
         for found, holder, key in reached(module, names):
             (slots if names[found] in slots else elsewhere)[names[found]].append((holder, key))
         rnns = [each for each in owners.values() if isinstance(each, nn.RNNBase)]
-        tensors = [
-            joined(path, key)
-            for path, owner in owners.items()
-            for key, value in vars(owner).items()
-            if key not in _OF_MODULES and is_mutable(value) and not any(id(x) in names for x in tree.leaves(value))
-        ]
+        mutable = {joined(*place): value for place, value in _mutable(module)}
+        tensors = [name for name, value in mutable.items() if not any(id(x) in names for x in tree.leaves(value))]
         return Skeleton(
             module,
             owners,
@@ -383,6 +409,14 @@ class Apply:
             tensors=tensors,
             placeholders={name: memo[id(x)] for name, x in self._bare.items() if id(x) in memo},
         )
+
+
+def _mutable(module: nn.Module) -> Iterator[tuple[Place, Any]]:
+    """The attributes that calls may write into."""
+    for path, owner in module.named_modules():
+        for key, value in vars(owner).items():
+            if key not in _OF_MODULES and is_mutable(value):
+                yield (path, key), value
 
 
 def _is_trial() -> bool:

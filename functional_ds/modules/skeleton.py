@@ -13,9 +13,9 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
 from functional_ds.step.buffers import Held, OtherAttribute, bit_equal
 
-from .attribute_changes import AttributeChanges
 from .attributes import ABSENT, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import TensorPlace
+from .module_changes import ModuleChanges
 from .refusals import refuse_flags
 from .stale import Stale
 
@@ -77,7 +77,7 @@ class Skeleton:
     elsewhere: dict[str, list[tuple[TensorPlace, Any]]]
     rnns: list[nn.RNNBase]
     version: int
-    changes: AttributeChanges
+    changes: ModuleChanges
     tensors: list[str]
     placeholders: dict[str, Tensor]
     attributes: list[dict[str, Any]] = attrs.field(factory=list)
@@ -187,8 +187,7 @@ class Skeleton:
 
     def _is_set_anew(self, name: str, version: int) -> bool:
         """Whether the user has set an attribute of ``Apply.module`` since a forward pass did."""
-        paths = [*self.owners]
-        return any(joined(paths[place], key) == name for place, key in self.changes.since(version))
+        return name in self.changes.since(version)
 
     def _has_written(self, name: str, value: Any, before: Any, held: Held) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""

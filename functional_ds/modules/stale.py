@@ -1,6 +1,7 @@
 """What stands in place of an attribute whose value is another call's, or would not follow training."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -49,27 +50,34 @@ class HiddenAttributes:
 
     Attributes:
         module: ``Apply.module``.
-        seen: for each module in it, the attributes that are no changes of the user's.
+        notice: looks for what a user has changed.
+        overlook: lets what was set since then be no change of the user's.
     """
 
     module: nn.Module
-    seen: list[dict[str, Any]]
+    notice: Callable[[], Any]
+    overlook: Callable[[], None]
     _own: dict[int, tuple[Stale, Any]] = attrs.field(factory=dict)
     _names: set[str] = attrs.field(factory=set)
 
     def hide(self, names: list[str]) -> None:
         """Puts something that says so in their places."""
-        for name in [name for name in names if name not in self._names]:
+        new = [name for name in names if name not in self._names]
+        if new:
+            self.notice()
+        for name in new:
             self._names.add(name)
             path, _, key = name.rpartition(".")
-            place, owner = next((place, owner) for place, (its, owner) in enumerate(self.module.named_modules()) if its == path)
+            owner = self.module.get_submodule(path)
             if key in vars(owner) and not isinstance(vars(owner)[key], Stale):
                 stale = Stale(
                     f"the attribute {name!r} of apply.module is not what a call has set: a call changes a copy of the module; "
                     "let forward return the value, (output, aux), and add it in the loss"
                 )
                 self._own[id(stale)] = stale, vars(owner)[key]
-                owner.__dict__[key] = self.seen[place][key] = stale
+                owner.__dict__[key] = stale
+        if new:
+            self.overlook()
 
     def undo(self, memo: dict[int, Any]) -> None:
         """Lets a deep copy of the module have the attributes that it was built with."""

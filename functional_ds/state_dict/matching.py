@@ -13,7 +13,7 @@ from functional_ds.step.slots import Role
 from .describe import TensorShard
 from .errors import StructureError
 
-__all__ = ["Choice", "Differences", "StoredShape", "fits", "match", "per_rank_name"]
+__all__ = ["Choice", "Differences", "StoredShape", "fits", "match", "per_rank_name", "without_rank"]
 
 # The forms in which a leaf of the model is stored, the most exact first. A state need not have those of the checkpoint.
 _FORMS = (Role.MASTER.value, Role.EXACT.value, "params")  # the forms of a leaf, the most exact first
@@ -147,7 +147,7 @@ class _Matcher:
 
     @per_rank.default
     def _per_rank(self) -> set[str]:
-        return {base for base, own in map(_split, self.stored) if own}
+        return {base for base, own in map(without_rank, self.stored) if own}
 
     def source(self, shard: TensorShard) -> str | None:
         """The name of what fills a shard; None to leave it. Notes what does not fit."""
@@ -200,7 +200,7 @@ class _Matcher:
         """Notes what the checkpoint has and no rank wants."""
         allowed = (*self.choice.allow_extra, *_POLICY)
         for name, tensor in self.stored.items():
-            base = name if name in self.known else _split(name)[0]
+            base = name if name in self.known else without_rank(name)[0]
             role, _, leaf = base.partition("/")
             model = self.stored.get(f"params/{leaf}", tensor)
             wanted = base in self.known or (role in _FORMS and f"params/{leaf}" in self.known)
@@ -209,7 +209,7 @@ class _Matcher:
                 self.found.extra.add(base)
 
 
-def _split(name: str) -> tuple[str, bool]:
+def without_rank(name: str) -> tuple[str, bool]:
     """A name without the rank whose own value it is, and whether it had one: the inverse of ``per_rank_name``."""
     base, at, rank = name.rpartition("@")
     return (base, True) if at and rank.isdecimal() else (name, False)

@@ -1,7 +1,9 @@
-"""Which rank's module buffers data-parallel ranks keep, and how the ranks agree on the buffers that they write."""
+"""Which rank's module buffers and attributes data-parallel ranks keep, and how the ranks agree on what they write."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -9,22 +11,58 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.comm.record.call_recorder import current_recorder
 
-from .buffers import BUFFERS, Agreement, Buffers
+from .buffers import BUFFERS, Buffers
 from .state import State
 
-__all__ = ["agreed_anew", "synced", "synchronized", "unagreed"]
+__all__ = ["Agreement", "agreed_anew", "synced", "synchronized", "unagreed"]
+
+
+@attrs.frozen
+class AttributeForm:
+    """A tensor of an attribute, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@attrs.frozen
+class Agreement:
+    """Which rank of a group gives which buffer, and which attribute.
+
+    Attributes:
+        written: this rank's written buffers when the ranks agreed.
+        givers: by (key, name): the rank, the shape and the dtype. Ranks that write a buffer themselves know its shape.
+        by_writer: whether each rank gives what it writes.
+        own_forms: this rank's attributes, by (key, name), with the forms of their leaves.
+        attributes: by (key, name): the rank that gives the attribute, its form there, and whether all ranks have that form.
+    """
+
+    written: frozenset[tuple[str, str]]
+    givers: Mapping[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]]
+    by_writer: bool
+    own_forms: Mapping[tuple[str, str], Any]
+    attributes: Mapping[tuple[str, str], tuple[int, Any, bool]]
+
+    def covers(self, buffers: Buffers) -> bool:
+        """Whether it has what this rank's modules write now."""
+        mine = buffers.known.mine
+        known = self.written == mine if self.by_writer else mine <= self.givers.keys()
+        return known and self.own_forms == _forms(buffers)
 
 
 def unagreed(state: State) -> Tensor | None:
     """1.0 where this rank writes buffers that the ranks have not agreed on, else 0.0; None where ranks need not ask.
 
-    Only modules with buffers are asked. On a GPU the answer is not waited for: all ranks must begin to write in one step.
+    Only modules are asked that have buffers, or have set attributes by then on any rank. On a GPU the answer is not waited for:
+    all ranks must begin to write in one step.
     """
     held = state.slots.get(BUFFERS)
-    if not isinstance(held, Buffers) or state.step.is_cuda or held.policy == "own" or not any(held.values.values()):
+    if not isinstance(held, Buffers) or state.step.is_cuda or held.policy == "own":
         return None
-    mine = held.known.mine
-    return torch.tensor(float(not all(agreed.covers(mine) for agreed in held.known.agreed.values())))
+    agreements = held.known.agreed.values()
+    if not any(held.values.values()) and not any(agreed.attributes for agreed in agreements):
+        return None
+    return torch.tensor(float(not all(agreed.covers(held) for agreed in agreements)))
 
 
 def agreed_anew(state: State, ranks: Tensor | None) -> State:
@@ -39,21 +77,24 @@ def synchronized(buffers: Buffers, group: comm.Group, *, policy: str | None = No
 
     ``"first"``: those of the group's first rank, as DistributedDataParallel has it. ``"mean"``: the mean of floating ones, the
     first rank's of others. ``"own"``: each rank keeps what it has. ``"writer"``: each of the first rank that writes it.
+    The same holds for attributes that forward passes have set to tensors and numbers; where their shapes differ, ``"mean"``
+    is ``"first"``.
 
     Cost: in the first step, and when modules begin to write others, one small message; in each step a number, by which ranks
     say so, in the sum of the metrics, and a broadcast of the written
-    buffers, or an all-reduce of them for ``"mean"``. Nothing is sent where no rank writes any.
+    buffers and attributes, or an all-reduce of them for ``"mean"``; a small message if attributes are numbers. Nothing is sent
+    where no rank writes any.
     """
     policy = policy or buffers.policy
     if group.size == 1 or policy == "own":
         return buffers
     known = buffers.known
-    mine = known.mine
     where = group.ranks, group.name
     agreed = known.agreed.get(where)
-    if agreed is None or not agreed.covers(mine):
-        known.agreed[where] = _agree(buffers, mine, group, by_writer=policy == "writer")
-    return _exchanged(buffers, known.agreed[where], group, policy)
+    if agreed is None or not agreed.covers(buffers):
+        agreed = known.agreed[where] = _agree(buffers, group, by_writer=policy == "writer")
+    values = _exchanged(buffers, agreed, group, policy)
+    return tree.replace(buffers, values=values, attributes=_exchanged_attributes(buffers, agreed, group, policy))
 
 
 def synced(state: State, group: comm.Group, *, policy: str | None = None) -> State:
@@ -62,17 +103,31 @@ def synced(state: State, group: comm.Group, *, policy: str | None = None) -> Sta
     return state.put(**{BUFFERS: synchronized(held, group, policy=policy)}) if isinstance(held, Buffers) else state
 
 
-def _agree(buffers: Buffers, mine: frozenset[tuple[str, str]], group: comm.Group, *, by_writer: bool) -> Agreement:
+def _forms(buffers: Buffers) -> dict[tuple[str, str], Any]:
+    """What the attributes are: each leaf is its shape and dtype, or the class of a number."""
+    return {
+        (key, name): tree.map(lambda x: AttributeForm(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x), value)
+        for key, held in buffers.attributes.items()
+        for name, value in held.items()
+    }
+
+
+def _agree(buffers: Buffers, group: comm.Group, *, by_writer: bool) -> Agreement:
     """Every rank says what it writes."""
+    mine, forms = buffers.known.mine, _forms(buffers)
     told = [(key, name, tuple(b.shape), b.dtype) for key, name in sorted(mine) if (b := buffers.values[key][name]) is not None]
     givers: dict[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]] = {}
-    for rank, each in enumerate(comm.all_gather_object(told, group.channel("control"))):
-        for key, name, shape, dtype in each:
+    attributes: dict[tuple[str, str], tuple[int, Any, bool]] = {}
+    everyone = comm.all_gather_object((told, forms), group.channel("control"))
+    for rank, (written, its) in enumerate(everyone):
+        for key, name, shape, dtype in written:
             givers.setdefault((key, name), (rank if by_writer else 0, shape, dtype))
-    return Agreement(mine, dict(sorted(givers.items())), by_writer)
+        for which, form in its.items() if by_writer or rank == 0 else ():
+            attributes.setdefault(which, (rank, form, all(others.get(which) == form for _, others in everyone)))
+    return Agreement(mine, dict(sorted(givers.items())), by_writer, forms, dict(sorted(attributes.items())))
 
 
-def _exchanged(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: str) -> Buffers:
+def _exchanged(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: str) -> dict[str, dict[str, Any]]:
     values = {key: dict(held) for key, held in buffers.values.items()}
     means = [each for each, (_, _, dtype) in agreed.givers.items() if policy == "mean" and dtype.is_floating_point]
     if means:
@@ -84,7 +139,50 @@ def _exchanged(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: s
         sent = [_room(values, each, agreed, group) for each in names]
         for (key, name), value in zip(names, comm.broadcast(sent, giver, group) if names else (), strict=True):
             values[key][name] = value
-    return tree.replace(buffers, values=values)
+    return values
+
+
+def _exchanged_attributes(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: str) -> dict[str, dict[str, Any]]:
+    """Those of the ranks that give them; what no rank gives is as the module was built."""
+    leaves = {which: _leaves_like(buffers, which, form, group) for which, (_, form, _) in agreed.attributes.items()}
+    places = [(which, index) for which, held in leaves.items() for index in range(len(held))]
+
+    def is_mean(which: tuple[str, str], leaf: Any) -> bool:
+        floating = leaf.is_floating_point() if isinstance(leaf, Tensor) else isinstance(leaf, float)
+        return policy == "mean" and agreed.attributes[which][2] and floating
+
+    tensors = [(which, index) for which, index in places if isinstance(leaves[which][index], Tensor)]
+    means = [(which, index) for which, index in tensors if is_mean(which, leaves[which][index])]
+    found = comm.all_reduce([leaves[which][index] for which, index in means], group, op="avg") if means else []
+    for (which, index), mean in zip(means, found, strict=True):
+        leaves[which][index] = mean
+    for giver in sorted({rank for rank, _, _ in agreed.attributes.values()}):
+        given = [each for each in tensors if agreed.attributes[each[0]][0] == giver and each not in means]
+        sent = [leaves[which][index] for which, index in given]
+        for (which, index), value in zip(given, comm.broadcast(sent, giver, group) if sent else (), strict=True):
+            leaves[which][index] = value
+    numbers = [each for each in places if each not in tensors]
+    if numbers and current_recorder() is None:  # in a graph they are those of its trace, as all numbers
+        ranks = comm.all_gather_object([leaves[which][index] for which, index in numbers], group.channel("control"))
+        for (which, index), each in zip(numbers, zip(*ranks, strict=True), strict=True):
+            giver = agreed.attributes[which][0]
+            leaves[which][index] = sum(each) / len(each) if is_mean(which, each[giver]) else each[giver]
+    attributes: dict[str, dict[str, Any]] = {key: {} for key in buffers.attributes}
+    for (key, name), (_, form, _) in agreed.attributes.items():
+        attributes[key][name] = tree.unflatten(tree.structure(form), leaves[key, name])
+    return attributes
+
+
+def _leaves_like(buffers: Buffers, which: tuple[str, str], form: Any, group: comm.Group) -> list[Any]:
+    """The leaves of this rank's attribute; room for another rank's where it has none of this form."""
+    key, name = which
+    if _forms(buffers).get(which) == form:
+        return tree.leaves(buffers.attributes[key][name])
+    own = (x.device for x in tree.leaves(buffers.attributes[key].get(name)) if isinstance(x, Tensor))
+    device = next(own, group.world.device)
+    return [
+        torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, AttributeForm) else x() for x in tree.leaves(form)
+    ]
 
 
 def _room(values: dict[str, dict[str, Any]], which: tuple[str, str], agreed: Agreement, group: comm.Group) -> Tensor:

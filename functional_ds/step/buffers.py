@@ -23,7 +23,6 @@ from .slots import Role
 __all__ = [
     "BUFFERS",
     "POLICIES",
-    "Agreement",
     "BufferScope",
     "Buffers",
     "Held",
@@ -47,8 +46,18 @@ class HasBuffers(Protocol):
         """The buffers that its ``state_dict`` has, as the module was built, by name."""
 
     @property
-    def modes(self) -> tuple[bool, ...]:
-        """Which of its modules are in training mode."""
+    def modes(self) -> tuple[int, ...]:
+        """What its calls depend on beside tensors: which of its modules are in training mode, and the number of edits."""
+
+    @property
+    def version(self) -> int:
+        """How many changes a user has made on the module."""
+
+    def notice(self) -> tuple[int, ...]:
+        """Looks for such changes; the modes."""
+
+    def changed(self, version: int) -> Collection[str]:
+        """The names of the attributes and buffers that were changed since there were so many changes."""
 
     def container(self, name: str) -> tuple[str, Any] | None:
         """The name and the value of the list, tuple or dict in which the attribute of this name lies; None if it is in none."""
@@ -107,34 +116,17 @@ class OtherAttributes:
 
     Attributes:
         by_key: for each module by the names of the attributes.
+        versions: for each module how many changes of ``Apply.module`` the state's last pass, or ``init``, knew.
     """
 
     by_key: Mapping[str, Mapping[str, OtherAttribute]] = attrs.field(factory=dict)
+    versions: Mapping[str, int] = attrs.field(factory=dict)
 
     def __eq__(self, other: object) -> bool:
         """They are no part of a state's structure."""
         return isinstance(other, OtherAttributes)
 
     __hash__ = None  # type: ignore[assignment]
-
-
-@attrs.frozen
-class Agreement:
-    """Which rank of a group gives which buffer.
-
-    Attributes:
-        written: this rank's written buffers when the ranks agreed.
-        givers: by (key, name): the rank, the shape and the dtype. Ranks that write a buffer themselves know its shape.
-        by_writer: whether each rank gives what it writes.
-    """
-
-    written: frozenset[tuple[str, str]]
-    givers: Mapping[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]]
-    by_writer: bool
-
-    def covers(self, mine: frozenset[tuple[str, str]]) -> bool:
-        """Whether it has what this rank's modules write now."""
-        return self.written == mine if self.by_writer else mine <= self.givers.keys()
 
 
 @attrs.define(eq=False)
@@ -145,14 +137,14 @@ class Known:
         keys: each module's key in ``Buffers``.
         written: for each key, which of the module's buffers its passes write, once a pass has been looked at.
         modes: the modes in which that was so.
-        agreed: for each group of ranks, which rank gives which buffer.
+        agreed: for each group of ranks, which rank gives which buffer: an ``Agreement``.
         pickled: whether the state comes out of a pickle, in which modules are not.
     """
 
     keys: dict[Any, str] = attrs.field(factory=dict)
     written: dict[str, frozenset[str]] = attrs.field(factory=dict)
-    modes: dict[str, tuple[bool, ...]] = attrs.field(factory=dict)
-    agreed: dict[tuple[tuple[int, ...], str], Agreement] = attrs.field(factory=dict)
+    modes: dict[str, tuple[int, ...]] = attrs.field(factory=dict)
+    agreed: dict[tuple[tuple[int, ...], str], Any] = attrs.field(factory=dict)
     pickled: bool = False
 
     @property
@@ -203,10 +195,14 @@ class Buffers:
         """The modules' own buffers; None where there is no module."""
         if not modules.by_key:
             return None
+        for module in modules.by_key.values():
+            module.notice()
         values = {
             key: {name: _plain(buffer) for name, buffer in module.buffers.items()} for key, module in modules.by_key.items()
         }
-        return Buffers(values, {key: {} for key in values}, Known({m: key for key, m in modules.by_key.items()}), policy)
+        known = Known({module: key for key, module in modules.by_key.items()})
+        others = OtherAttributes({}, {key: module.version for key, module in modules.by_key.items()})
+        return Buffers(values, {key: {} for key in values}, known, policy, others)
 
     def of(self, module: HasBuffers) -> Mapping[str, Any]:
         """One module's, by name; none if the state does not know the module."""
@@ -217,6 +213,60 @@ class Buffers:
         """By name; for several modules by their keys first."""
         found = {key: {**values, **self.attributes.get(key, {})} for key, values in self.values.items()}
         return found[""] if [*found] == [""] else found
+
+    def with_values(self, values: Mapping[str, Any], key: str = "") -> "Buffers":
+        """With other values of buffers, and of tensors and numbers that forward passes have set, whatever the module has now.
+
+        >>> import functional_ds as fds
+        >>> apply, params = fds.functional(torch.nn.BatchNorm1d(2))
+        >>> step = fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1))
+        >>> state = step.init(params)
+        >>> state = state.put(buffers=state.slots["buffers"].with_values({"running_mean": torch.ones(2)}))
+        >>> step.module_buffers(state)["running_mean"]
+        tensor([1., 1.])
+
+        Args:
+            values: by name.
+            key: the module's, where there are several.
+
+        Raises:
+            ValueError: there is no such buffer, or it has another shape or dtype.
+        """
+        fields = {"values": dict(self.values), "attributes": dict(self.attributes)}
+        for name, value in values.items():
+            field = next((field for field, held in fields.items() if name in held.get(key, {})), None)
+            if field is None:
+                raise ValueError(
+                    f"values={name!r}: the state has no such buffer of the module {key!r}: {sorted(self.values[key])}"
+                )
+            before = fields[field][key][name]
+            if isinstance(before, Tensor) and (before.shape, before.dtype) != (value.shape, value.dtype):
+                one, other = (f"{tuple(x.shape)} of {x.dtype}" for x in (value, before))
+                raise ValueError(f"values[{name!r}] is {one}, and the state's is {other}")
+            fields[field][key] = {**fields[field][key], name: _plain(value) if isinstance(value, Tensor) else value}
+        for module, its in self.known.keys.items():
+            if its == key:
+                module.notice()
+                versions = {**self.others.versions, key: module.version}
+        return tree.replace(self, **fields, others=attrs.evolve(self.others, versions=versions))
+
+    def check_changes(self, module: HasBuffers) -> None:
+        """Refuses a module on which a user has changed what this state has.
+
+        Raises:
+            RuntimeError: there is such a buffer, or an attribute that forward passes have set.
+        """
+        key = self.known.keys[module]
+        version = self.others.versions.get(key, module.version)
+        names = module.changed(version) if version != module.version else ()
+        for name in sorted({*self.values[key], *self.attributes[key]}.intersection(names)):
+            what = f"the buffer {name!r}" if name in self.values[key] else f"the attribute {name!r}, which forward sets,"
+            where = f", key={key!r}" if key else ""
+            raise RuntimeError(
+                f"{what} was changed on apply.module after step.init, and a step reads and writes the state's: change "
+                f"that one, state = state.put(buffers=state.slots['buffers'].with_values({{{name!r}: value}}{where})), or "
+                "change it on apply.module before step.init(params)"
+            )
 
     def unsaved(self) -> list[str]:
         """The attributes that no checkpoint has, although forward passes have set them."""
@@ -340,6 +390,7 @@ class BufferScope:
         known = self.buffers.known
         key = known.keys[module]
         if key not in self._held:
+            self.buffers.check_changes(module)
             if self.keeps and known.modes.get(key) != module.modes:  # others of its modules may write now
                 known.written.pop(key, None)
                 known.modes[key] = module.modes
@@ -365,9 +416,11 @@ class BufferScope:
             kept = values[key].keys() | known.written[key]
             values[key], attributes[key] = {n: b for n, b in held.values.items() if n in kept}, held.attributes
             others[key] = held.others
-        others = {key: held for key, held in others.items() if held}
-        changed = {"others": OtherAttributes(others)} if others or self.buffers.others.by_key else {}
-        return tree.replace(self.buffers, values=values, attributes=attributes, **changed)
+        versions = {key: module.version for module, key in known.keys.items() if key in self._held}
+        rest = OtherAttributes(
+            {key: held for key, held in others.items() if held}, {**self.buffers.others.versions, **versions}
+        )
+        return tree.replace(self.buffers, values=values, attributes=attributes, others=rest)
 
 
 def _with_siblings(written: Collection[str], values: Iterable[str]) -> frozenset[str]:

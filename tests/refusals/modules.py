@@ -1,6 +1,7 @@
 """Modules that are refused: what they do is no function of params and buffers."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,27 @@ class Two(nn.Module):
                 self.a.weight.clamp_(-0.1, 0.1)
         kept = self.kept.sum() if self.how == "attribute" else 0.0
         return self.b(self.a(x)) + kept  # type: ignore[no-any-return]
+
+
+class Tallies(nn.Linear):
+    """Counts its calls in a number."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+def between_steps(module: nn.Module, change: Callable[[Any], Any]) -> None:
+    """Changes ``apply.module`` after a step."""
+    apply, params = fds.functional(module)
+    step = made(loss=lambda params, x: apply(params, x).square().mean())
+    state, _ = step(step.init(params), rows())
+    change(apply.module)
+    step(state, rows())
 
 
 class Counts(nn.Module):
@@ -432,5 +454,50 @@ REFUSALS = [
         why="What is tied would be parted.",
         instead="Put the modules into one `nn.ModuleDict`.",
         program=shared_between_two,
+    ),
+    Refusal(
+        what="a buffer that is changed on `apply.module` after `step.init`",
+        error=RuntimeError,
+        says="the buffer 'running_mean' was changed on apply.module after step.init",
+        advises=r"with_values\({'running_mean': value}\)",
+        why="A step reads and writes the state's buffers.",
+        instead="Change the state's: `state.put(buffers=state.slots['buffers'].with_values({name: value}))`.",
+        program=lambda: between_steps(nn.BatchNorm1d(3), lambda module: module.running_mean.fill_(1.0)),
+    ),
+    Refusal(
+        what="a tensor or number that `forward` sets, changed on `apply.module`",
+        error=RuntimeError,
+        says="the attribute 'count', which forward sets, was changed on apply.module",
+        advises=r"with_values\({'count': value}\)",
+        why="The state has the value that counts, and `apply.module` the one that it was built with.",
+        instead="Change the state's: `state.put(buffers=state.slots['buffers'].with_values({name: value}))`.",
+        program=lambda: between_steps(Tallies(), lambda module: setattr(module, "count", 7)),
+    ),
+    Refusal(
+        what="a weight of `apply.module` that is written",
+        error=RuntimeError,
+        says="the parameter 'weight' of apply.module was written, and has no values there",
+        advises="before fds.functional, or change params in a transform",
+        why="A step's params are in its state.",
+        instead="Write it before `fds.functional`, or change params in a transform around `update`.",
+        program=lambda: between_steps(nn.Linear(3, 3), lambda module: nn.init.zeros_(module.weight)),
+    ),
+    Refusal(
+        what="`requires_grad_(False)` on `apply.module`",
+        error=RuntimeError,
+        says="requires_grad of the parameter 'weight' of apply.module was changed",
+        advises="before fds.functional",
+        why="A step trains the same params throughout.",
+        instead="Freeze parameters before `fds.functional`, or train parts by steps of their own.",
+        program=lambda: between_steps(nn.Linear(3, 3), lambda module: module.requires_grad_(False)),
+    ),
+    Refusal(
+        what="a layer of `apply.module` that is replaced, added or removed, if it has parameters",
+        error=RuntimeError,
+        says="the parameter '0.weight' of apply.module was replaced, added or removed",
+        advises="call it again",
+        why="The state has params and optimizer states of the layers that were there.",
+        instead="Change the module, and call `fds.functional` and `step.init` again.",
+        program=lambda: between_steps(nn.Sequential(nn.Linear(3, 3)), lambda module: module.__setitem__(0, nn.Linear(3, 3))),
     ),
 ]

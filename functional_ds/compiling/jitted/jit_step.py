@@ -60,13 +60,13 @@ class _GraphKind:
     """
 
     leaves: Any
-    modes: dict[Any, tuple[bool, ...]] = attrs.field(factory=dict)
+    modes: dict[Any, tuple[int, ...]] = attrs.field(factory=dict)
     buffers: list[tuple[Mapping[str, Any], str, Any]] = attrs.field(factory=list)
 
     def is_now(self) -> bool:
         """Whether the modules are in these modes, with such buffers."""
         like = all(_leaf_kind(store.get(key)) == kind for store, key, kind in self.buffers)
-        return like and all(module.modes == modes for module, modes in self.modes.items())
+        return like and all(module.notice() == modes for module, modes in self.modes.items())
 
 
 @attrs.define(eq=False)
@@ -111,6 +111,9 @@ class JitStep(Step, CompilesRegions):
         if entry is None or entry.graph is None or entry.code is None:
             return Step.__call__(self, state, batch, donate=donate)
         refuse_open(state)
+        if isinstance(held := state.slots.get(BUFFERS), Buffers):
+            for module in held.known.keys:  # they were looked at for the entry
+                held.check_changes(module)
         return _run(entry.graph, entry.code, state, batch, donate)
 
     def graph(self, state: State, batch: Any) -> StepGraph:
@@ -342,7 +345,8 @@ def _is_settled(state: State) -> bool:
     held = state.slots.get(BUFFERS)
     if not isinstance(held, Buffers):
         return True
-    return all(held.known.modes.get(key, module.modes) == module.modes for module, key in held.known.keys.items())
+    now = {key: module.notice() for module, key in held.known.keys.items()}
+    return all(held.known.modes.get(key, modes) == modes for key, modes in now.items())
 
 
 def _leaf_kind(leaf: Any) -> Any:
@@ -375,7 +379,8 @@ def jit(
     reductions, norm and update; a donated state's memory is written into.
 
     As in JAX, Python runs while tracing alone: numbers that the loss reads elsewhere than in the state and the batch are as
-    they were then, until ``forget()``. Tensors there are refused. Modes of modules are looked at in every step.
+    they were then, until ``forget()``. Tensors there are refused. Modes of modules, and changes on ``apply.module``, are looked
+    at in every step.
 
     Cost: the ranks send 8 bytes to each other in every step, on a channel of their own, to run the same graph; tracing costs
     a small multiple of an eager step's host time.

@@ -174,7 +174,7 @@ def _crossing(
     """What crosses between the stages; from the cache, if such a micro-batch came before."""
     placement: Placement = state.slots["pipeline"]
     known, apply = placement.cache.crossing.setdefault(step, {}), spec.stages.apply
-    kind = weight is None, apply is None or apply.module.training, signature(micro, trains=records)
+    kind = weight is None, apply is None or apply.notice(), signature(micro, trains=records)
     if kind not in known:
         if len(known) >= _CAPACITY:
             known.clear()

@@ -111,7 +111,7 @@ class ProgramCache:
         with disable_torch_function_subclass():
             dtypes = tuple([leaf.dtype for leaf in params.values()])
         device = arguments.device(params)
-        return arguments.structure, shapes, dtypes, device, self.apply.module.training, torch_modes(device.type)
+        return arguments.structure, shapes, dtypes, device, self.apply.notice(), torch_modes(device.type)
 
 
 def _without_values(bare: Mapping[str, nn.Parameter], params: Params, device: torch.device) -> dict[str, Tensor]:
