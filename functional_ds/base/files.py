@@ -15,9 +15,11 @@ import attrs
 
 __all__ = [
     "FileLock",
+    "checked_path",
     "lock_folder",
     "open_regular",
     "process_note",
+    "read_open",
     "read_regular",
     "reserve",
     "sync_folder",
@@ -94,10 +96,45 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
-def read_regular(path: Path) -> bytes:
-    """The content of a file, as ``open_regular`` opens it."""
+def read_regular(path: Path, *, limit: int) -> bytes:
+    """The content of a file of at most ``limit`` bytes, as ``open_regular`` opens it.
+
+    A file can say that it has more bytes than any memory or disk, so its size is looked at first.
+
+    Raises:
+        OSError: it cannot be opened, as ``open_regular`` says; has more bytes.
+    """
     with os.fdopen(open_regular(path), "rb") as file:
-        return file.read()
+        return read_open(file, path, limit=limit)
+
+
+def read_open(file: BinaryIO, path: Path, *, limit: int) -> bytes:
+    """The same of a file that is open."""
+    size = os.fstat(file.fileno()).st_size
+    data = file.read(size or limit + 1) if size <= limit else b""  # files of the kernel say that they have 0 bytes
+    if max(size, len(data)) > limit:
+        raise OSError(errno.EFBIG, f"it has {max(size, len(data)):,} bytes, and at most {limit:,} are read", str(path))
+    return data
+
+
+def checked_path(path: str | os.PathLike[str], *, name: str = "path") -> Path:
+    """The path, if a file may be called so.
+
+    Args:
+        path: of a file or folder.
+        name: of the argument, for the error.
+
+    Raises:
+        ValueError: it has a NUL character, or one that file systems cannot write.
+    """
+    text = str(path)
+    if "\0" in text:
+        raise ValueError(f"{name}={text!r} has a NUL character, which no file system takes")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}={text!r} has the character {text[error.start]!r}, which no file system takes") from None
+    return Path(path)
 
 
 def sync_folder(path: Path) -> None:
@@ -145,6 +182,9 @@ def process_note() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid()}
 
 
+_NOTE = 1 << 12  # bytes of a process's note
+
+
 @attrs.define(eq=False)
 class FileLock:
     """An exclusive lock on a file, which states its owner. The kernel releases it when the process ends."""
@@ -179,9 +219,9 @@ class FileLock:
     def owner(path: Path) -> dict[str, Any] | None:
         """The ``process_note`` of the process that has or last had the lock; None if the file does not say."""
         try:
-            found = json.loads(read_regular(path))
+            found = json.loads(read_regular(path, limit=_NOTE))
             return {"host": found["host"], "pid": found["pid"]}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     @property

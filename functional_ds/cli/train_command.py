@@ -2,11 +2,12 @@
 
 import importlib
 import importlib.util
-import json
 import os
 from typing import Annotated, Any
 
 import typer
+
+from functional_ds.base.text_files import parse_json
 
 from .words.errors_in_one_line import CommandError
 from .words.pages import emit
@@ -46,7 +47,7 @@ def _changes(words: list[str]) -> dict[str, Any]:
         if not path or not equals:
             raise CommandError(f"--set: {word!r} should be path=value, such as data.context=64")
         try:
-            found[path] = json.loads(text)
+            found[path] = parse_json(text)
         except ValueError:
             found[path] = text
     return found

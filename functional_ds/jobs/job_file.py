@@ -11,6 +11,8 @@ from typing import Any
 
 import attrs
 
+from functional_ds.base.text_files import check_plain, parse_json, read_text
+
 from .job import Job
 from .job_errors import JobError
 from .job_lines import located
@@ -41,21 +43,31 @@ def load_job(path: str | os.PathLike[str], changes: Mapping[str, Any] | None = N
     if file.suffix not in readers:
         raise JobError(f"a job's file ends in {', '.join(readers)}", file=str(file))
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"it cannot be read: {error}", file=str(file)) from error
     with located(str(file)):
         data = readers[file.suffix](file, text)
+        _check(data, file)
         if isinstance(data, Mapping):
             data = {"folder": str(file.parent), **data}
         job: Job = attrs.evolve(read(Job, data), file=str(file))
         return job.changed(changes) if changes else job
 
 
+def _check(data: Any, file: Path) -> None:
+    try:
+        check_plain(data)
+    except ValueError as error:
+        raise JobError(f"it cannot be read: {error}", file=str(file)) from None
+
+
 def _toml(file: Path, text: str) -> Any:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise JobError("it is no TOML that can be read: its tables are nested too deeply", file=str(file)) from None
+    except ValueError as error:  # TOMLDecodeError, or a number with thousands of digits
         raise JobError(f"it is no TOML: {error}", file=str(file)) from None
 
 
@@ -67,7 +79,7 @@ def _json(file: Path, text: str) -> Any:
         return dict(pairs)
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return parse_json(text, pairs=unique)
     except json.JSONDecodeError as error:
         raise JobError(f"it is no JSON: {error.msg}", file=str(file), line=error.lineno) from None
 

@@ -16,7 +16,7 @@ from functional_ds.step.state import State
 from .config_scheduler import ConfigScheduler
 from .engine_counts import EngineCounts
 from .loop.engine_loop import EngineLoop
-from .loop.saved_beside import LOOSE, check_resumable, module_roles, numbers_of, saved_buffers
+from .loop.saved_beside import LOOSE, check_resumable, latest_on_ranks, module_roles, numbers_of, saved_buffers
 
 __all__ = ["load_engine", "save_engine", "save_weights"]
 
@@ -95,12 +95,9 @@ def load_engine(
         StructureError: names or shapes differ.
         ValueError: the checkpoint has another number of param groups, or no state of the user's scheduler.
     """
-    latest = Path(folder) / "latest"
+    tag = latest_on_ranks(Path(folder)) if tag is None else tag
     if tag is None:
-        known = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
-        (tag,) = set(comm.all_gather_object(known)[:1]) if comm.world().size > 1 else {known}
-        if tag is None:
-            return None, None
+        return None, None
     place, name = _place(folder, tag)
     loop, own = engine._loop, _param_groups(engine)
     loop.discard()

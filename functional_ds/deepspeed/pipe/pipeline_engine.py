@@ -18,7 +18,14 @@ from functional_ds.deepspeed.engine.loop.config_questions import ConfigQuestions
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
 from functional_ds.deepspeed.engine.loop.monitors import Monitors
-from functional_ds.deepspeed.engine.loop.saved_beside import LOOSE, check_resumable, module_roles, numbers_of, saved_buffers
+from functional_ds.deepspeed.engine.loop.saved_beside import (
+    LOOSE,
+    check_resumable,
+    latest_on_ranks,
+    module_roles,
+    numbers_of,
+    saved_buffers,
+)
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Metrics
@@ -348,9 +355,7 @@ class PipelineEngine(ConfigQuestions):
         """
         from functional_ds.checkpointing.load import load  # may be left out of an installation
 
-        latest = Path(load_dir) / "latest"
-        name = tag or (latest.read_text(encoding="utf-8").strip() if latest.is_file() else None)
-        name = comm.all_gather_object(name)[0]
+        name = tag or latest_on_ranks(Path(load_dir))
         if name is None:
             return None, None
         whole, place = load_optimizer_states and not load_module_only, Path(load_dir) / name

@@ -6,13 +6,25 @@ from typing import Any
 
 from torch import nn
 
+from functional_ds import comm
+from functional_ds.state_dict.all_or_none import gather_or_none
 from functional_ds.state_dict.describe import describe
+from functional_ds.state_dict.latest_file import latest_tag
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 
-__all__ = ["LOOSE", "check_resumable", "module_roles", "numbers_of", "saved_buffers"]
+__all__ = ["LOOSE", "check_resumable", "latest_on_ranks", "module_roles", "numbers_of", "saved_buffers"]
 
 LOOSE = ("params/*", f"{Role.BUFFER.value}.*")  # what may be missing or extra if names need not be the same
+
+
+def latest_on_ranks(folder: Path) -> str | None:
+    """The tag in the file ``latest`` of a folder, as rank 0 reads it; None without such a file. Collective.
+
+    Raises:
+        DamagedError: the file is damaged, on some rank; all ranks raise.
+    """
+    return gather_or_none(comm.world(), lambda: latest_tag(folder), share=lambda tag: tag)[1][0]
 
 
 def saved_buffers(module: nn.Module) -> list[str]:
