@@ -209,7 +209,9 @@ class Job:
         default=".",
         always=True,
     )
-    file: str | None = attrs.field(default=None, kw_only=True, eq=False, repr=False)  # where it comes from, for errors
+    file: str | None = attrs.field(default=None, kw_only=True, eq=False, repr=False)  # where it comes from
+    # modules beyond its own that it may name; no entry, as a file cannot allow itself more
+    allow_import: tuple[str, ...] = attrs.field(default=(), converter=tuple, kw_only=True, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         size = math.prod(self.mesh.values())
@@ -251,7 +253,7 @@ class Job:
         with located(self.file):
             for path, value in changes.items():
                 changed(data, path, value)
-            found: Job = attrs.evolve(read(Job, data), file=self.file)
+            found: Job = attrs.evolve(read(Job, data), file=self.file, allow_import=self.allow_import)
         return found
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@ import os
 import runpy
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from .job_reader import read
 __all__ = ["load_job"]
 
 
-def load_job(path: str | os.PathLike[str], changes: Mapping[str, Any] | None = None) -> Job:
+def load_job(
+    path: str | os.PathLike[str], changes: Mapping[str, Any] | None = None, *, allow_import: Sequence[str] = ()
+) -> Job:
     """The job that a file describes.
 
     A ``.toml`` or ``.json`` file has the entries of ``Job``. A ``.py`` file has a ``job``, a ``Job`` or a table of entries.
@@ -31,6 +33,8 @@ def load_job(path: str | os.PathLike[str], changes: Mapping[str, Any] | None = N
     Args:
         path: the file.
         changes: by path, values in the place of the file's, as ``Job.changed`` takes them: ``{"data.context": 64}``.
+        allow_import: names of modules and packages that the job may name, such as "timm", beyond files in its folder, torch.nn,
+            torch.optim and this library's transforms, optimizers and layers.
 
     Raises:
         JobError: there is no such file, it is no TOML or JSON, or an entry is refused: it names the file, the line, the
@@ -51,8 +55,15 @@ def load_job(path: str | os.PathLike[str], changes: Mapping[str, Any] | None = N
         _check(data, file)
         if isinstance(data, Mapping):
             data = {"folder": str(file.parent), **data}
-        job: Job = attrs.evolve(read(Job, data), file=str(file))
+        job: Job = read(Job, data)
+        job = attrs.evolve(job, file=str(file), allow_import=(*job.allow_import, *_names(allow_import)))
         return job.changed(changes) if changes else job
+
+
+def _names(allow_import: Sequence[str]) -> Sequence[str]:
+    if isinstance(allow_import, str):
+        raise TypeError(f"allow_import={allow_import!r} must be a list of modules' names: [{allow_import!r}]")
+    return allow_import
 
 
 def _check(data: Any, file: Path) -> None:

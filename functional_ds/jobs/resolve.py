@@ -1,12 +1,8 @@
 """What a job's calls name: functions of this library or of the user's, and their arguments as objects."""
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType, UnionType
+from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 import attrs
@@ -19,8 +15,9 @@ from functional_ds.sharding.grouping import UnitPolicy
 from .call_entry import KINDS, CallEntry, call_entry, check_arguments, parameters_of
 from .job import Job
 from .job_errors import JobError, joined, nearest
+from .job_imports import user_object
 
-__all__ = ["Surroundings", "function_and_arguments", "made", "user_object"]
+__all__ = ["Surroundings", "function_and_arguments", "made"]
 
 
 @attrs.frozen
@@ -34,64 +31,6 @@ class Surroundings:
 
     mesh: comm.Mesh | None = None
     model: nn.Module | None = None
-
-
-@contextmanager
-def _first_on_path(folder: str) -> Iterator[None]:
-    place = str(Path(folder).resolve())
-    sys.path.insert(0, place)
-    try:
-        yield
-    finally:
-        sys.path.remove(place)
-
-
-def user_object(name: str, folder: str) -> Any:
-    """What "module:name" names; modules are looked for in the folder first.
-
-    Raises:
-        JobError: there is no such module, or it has no such name.
-    """
-    module_name, _, attribute = name.partition(":")
-    found: Any = _module(module_name, folder)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [each for each in vars(found) if not each.startswith("_")]
-            raise JobError(f"{module_name} has no {part!r}" + (f"; {nearest(part, public)}" if public else ""))
-        found = getattr(found, part)
-    return found
-
-
-def _module(name: str, folder: str) -> ModuleType:
-    if not all(name.split(".")):
-        raise JobError(f"{name!r} is no module's name; write module:function")
-    file = Path(folder, *name.split(".")).with_suffix(".py").resolve()
-    known = sys.modules.get(name)
-    elsewhere = known is not None and getattr(known, "__file__", None) != str(file)
-    with _first_on_path(folder):
-        try:
-            return _aside(name, file) if file.is_file() and elsewhere else import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-                raise
-            raise JobError(f"there is no module {error.name!r}, neither in {folder} nor installed") from None
-
-
-def _aside(name: str, file: Path) -> ModuleType:
-    """A module whose name another one has already."""
-    alias = f"{name} of {file.parent}"
-    if alias not in sys.modules:
-        spec = spec_from_file_location(alias, file)
-        if spec is None or spec.loader is None:
-            raise ModuleNotFoundError(name=name)
-        module = module_from_spec(spec)
-        sys.modules[alias] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:  # as an import does: the next one shall not find half a module
-            del sys.modules[alias]
-            raise
-    return sys.modules[alias]
 
 
 def made(call: CallEntry, kind: str, job: Job, *, entry: str, around: Surroundings = Surroundings(), **given: Any) -> Any:
@@ -125,7 +64,7 @@ def function_and_arguments(
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that a call names, and its arguments as objects, without calling it."""
     if ":" in call.name:
-        function = user_object(call.name, job.folder)
+        function = user_object(call.name, job)
         if not callable(function):
             raise JobError("it is no function or class")
         check_arguments(function, call.arguments, partial=True)
@@ -162,7 +101,7 @@ def _argument(name: str, value: Any, annotation: Any, job: Job, around: Surround
     if name == "plan" and value == "auto":
         return _plan_of(around)
     if _is_reference(value) and str not in kinds:
-        return user_object(value, job.folder)
+        return user_object(value, job)
     if record is not None and isinstance(value, Mapping):
         check_arguments(record, value)
         return record(**value)
