@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.files import checked_path, open_regular, read_open
+from functional_ds.base.files import MAX_TEXT, checked_path, open_regular, parse_json, read_open
 from functional_ds.base.marks import ModuleRef, mark_module, slices_of
-from functional_ds.base.text_files import MAX_TEXT, parse_json
 from functional_ds.modules.functional import Apply
 from functional_ds.sharding.leaf_slice import whole_shape
 from functional_ds.sharding.sources import from_source

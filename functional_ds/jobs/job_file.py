@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from functional_ds.base.text_files import check_plain, parse_json, read_text
+from functional_ds.base.files import check_plain, parse_json, read_text
 
 from .job import Job
 from .job_errors import JobError

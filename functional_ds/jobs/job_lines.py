@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from functional_ds.base.text_files import read_text
+from functional_ds.base.files import read_text
 
 from .job_errors import JobError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import attrs
 import torch
 
-from functional_ds.base.text_files import parse_json, read_text
+from functional_ds.base.files import parse_json, read_text
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.scaling.machine import Machine
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.text_files import parse_json, read_text
+from functional_ds.base.files import parse_json, read_text
 from functional_ds.base.weighted import Weighted
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.memory.predict import without_values

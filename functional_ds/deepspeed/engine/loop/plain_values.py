@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from functional_ds.checkpointing.manifest import DTYPES
 from functional_ds.state_dict.errors import CheckpointError, DamagedError
 
 __all__ = ["decoded", "encoded", "pickled_paths", "unpickled"]
@@ -161,9 +160,16 @@ def _tensor_parts(value: Tensor) -> dict[str, Any]:
 
 
 def _tensor(data: Mapping[str, Any]) -> Tensor:
-    held, dtype = _bytes(data), DTYPES[data["dtype"]]
+    held, dtype = _bytes(data), _dtype(data["dtype"])
     flat = torch.frombuffer(bytearray(held), dtype=dtype) if held else torch.empty(0, dtype=dtype)
     return flat.view(data["shape"]).requires_grad_(bool(data["grad"]))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"there is no dtype {name!r}")
+    return found
 
 
 def _is_array(value: Any) -> bool:
@@ -200,11 +206,11 @@ _KINDS: Mapping[str, _Kind] = {
         lambda data: complex(*data["items"]),
     ),
     "path": (_is(PosixPath), lambda value: {"data": str(value)}, lambda data: PosixPath(data["data"])),
-    "dtype": (_is(torch.dtype), lambda value: {"data": str(value)[6:]}, lambda data: DTYPES[data["data"]]),
+    "dtype": (_is(torch.dtype), lambda value: {"data": str(value)[6:]}, lambda data: _dtype(data["data"])),
     "device": (_is(torch.device), lambda value: {"data": str(value)}, lambda data: torch.device(data["data"])),
     "parameter": (_is(nn.Parameter), _tensor_parts, lambda data: nn.Parameter(_tensor(data), requires_grad=data["grad"])),
     "tensor": (
-        lambda value: type(value) is Tensor and value.layout is torch.strided and str(value.dtype)[6:] in DTYPES,
+        lambda value: type(value) is Tensor and value.layout is torch.strided and not value.is_quantized,
         _tensor_parts,
         _tensor,
     ),

@@ -14,6 +14,8 @@ from functional_ds.state_dict.latest_file import latest_tag
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 
+from .plain_values import decoded, encoded, pickled_paths, unpickled
+
 __all__ = [
     "LOOSE",
     "check_resumable",
@@ -51,8 +53,6 @@ def module_roles(state: State) -> tuple[str, ...]:
 
 def saved_values(held: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept beside a state, as JSON; warns on rank 0 of objects that JSON has no form for, which are pickled."""
-    from .plain_values import encoded, pickled_paths
-
     found: dict[str, Any] = {name: encoded(value) for name, value in held.items()}
     pickled = [path for name, value in found.items() for path in pickled_paths(value, name)]
     if pickled and comm.world().rank == 0:
@@ -71,8 +71,6 @@ def loaded_values(extra: Mapping[str, Any], place: Path, *, allow_pickle: bool) 
         CheckpointError: it has pickled objects, and ``allow_pickle`` is False.
         DamagedError: an engine saved no such thing.
     """
-    from .plain_values import decoded, unpickled
-
     if "held" not in extra:
         return dict(unpickled(extra["pickled"], name=f"extra of {place}", allow_pickle=allow_pickle))
     return {name: decoded(value, name=name, allow_pickle=allow_pickle) for name, value in extra["held"].items()}

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_ds.base.files import checked_path, read_regular
-from functional_ds.base.text_files import MAX_DEPTH, MAX_TEXT, check_plain, parse_json, read_text
+from functional_ds.base.files import MAX_DEPTH, MAX_TEXT, check_plain, checked_path, parse_json, read_regular, read_text
 from tests.planting import Bug, planted
 
 CHARACTERS = st.characters(codec="utf-8")
