@@ -171,8 +171,8 @@ def commands_of(
 def ssh_commands(hosts: Sequence[HostSlots], commands: Sequence[str], *, folder: str) -> list[str]:
     """The commands by which ssh runs one command on each host, in a folder there.
 
-    >>> ssh_commands([HostSlots("worker-0", (0,), 1)], ["torchrun train.py"], folder="/my runs")
-    ['ssh -- worker-0 \'cd \'"\'"\'/my runs\'"\'"\' && torchrun train.py\'']
+    >>> print(*ssh_commands([HostSlots("worker-0", (0,), 1)], ["torchrun train.py"], folder="/runs"))
+    ssh -- worker-0 'cd /runs && torchrun train.py'
     """
     inner = (f"cd {shlex.quote(folder)} && {command}" for command in commands)
     return [shlex.join(["ssh", "--", host.name, line]) for host, line in zip(hosts, inner, strict=True)]

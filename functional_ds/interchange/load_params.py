@@ -142,9 +142,9 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _weight_map(index: Path, file: BinaryIO) -> dict[str, str]:
+def _weight_map(index: Path, opened: BinaryIO) -> dict[str, str]:
     try:
-        where = parse_json(read_open(file, index, limit=MAX_TEXT).decode("utf-8"))["weight_map"]
+        where = parse_json(read_open(opened, index, limit=MAX_TEXT).decode("utf-8"))["weight_map"]
         wrong = not all(isinstance(name, str) and isinstance(file, str) for name, file in where.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"path: {index} is damaged, or no index: {error!r}") from error

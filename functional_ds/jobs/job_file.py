@@ -13,7 +13,7 @@ import attrs
 
 from functional_ds.base.files import check_plain, parse_json, read_text
 
-from .job import Job
+from .job import Job, module_names
 from .job_errors import JobError
 from .job_lines import located
 from .job_reader import read
@@ -56,14 +56,8 @@ def load_job(
         if isinstance(data, Mapping):
             data = {"folder": str(file.parent), **data}
         job: Job = read(Job, data)
-        job = attrs.evolve(job, file=str(file), allow_import=(*job.allow_import, *_names(allow_import)))
+        job = attrs.evolve(job, file=str(file), allow_import=(*job.allow_import, *module_names(allow_import)))
         return job.changed(changes) if changes else job
-
-
-def _names(allow_import: Sequence[str]) -> Sequence[str]:
-    if isinstance(allow_import, str):
-        raise TypeError(f"allow_import={allow_import!r} must be a list of modules' names: [{allow_import!r}]")
-    return allow_import
 
 
 def _check(data: Any, file: Path) -> None:
