@@ -39,8 +39,6 @@ def mesh_of(text: str) -> dict[str, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write dp=2,sp=2,tp=2") from None
     if not given.keys() <= {*AXES} or any(size < 1 for size in given.values()):
         raise argparse.ArgumentTypeError(f"{text!r} is no mesh of {', '.join(AXES)}; write dp=2,sp=2,tp=2")
-    if given.get("pp", 1) > 1 and given.get("sp", 1) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: stages of a module cannot attend over sequences that are cut")
     return {axis: given.get(axis, 1) for axis in AXES}
 
 

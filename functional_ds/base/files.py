@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic replacement, fsync, writes at an offset, reserved space, and locks between processes."""
+"""Files that survive a crash, locks between processes, and reads of bounded size and depth."""
 
 import contextlib
 import errno
@@ -7,18 +7,25 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import attrs
 
 __all__ = [
+    "MAX_DEPTH",
+    "MAX_TEXT",
     "FileLock",
+    "check_plain",
+    "checked_path",
     "lock_folder",
     "open_regular",
+    "parse_json",
     "process_note",
+    "read_open",
     "read_regular",
+    "read_text",
     "reserve",
     "sync_folder",
     "write_at",
@@ -94,10 +101,45 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
-def read_regular(path: Path) -> bytes:
-    """The content of a file, as ``open_regular`` opens it."""
+def read_regular(path: Path, *, limit: int) -> bytes:
+    """The content of a file of at most ``limit`` bytes, as ``open_regular`` opens it.
+
+    A file can say that it has more bytes than any memory or disk, so its size is looked at first.
+
+    Raises:
+        OSError: it cannot be opened, as ``open_regular`` says; has more bytes.
+    """
     with os.fdopen(open_regular(path), "rb") as file:
-        return file.read()
+        return read_open(file, path, limit=limit)
+
+
+def read_open(file: BinaryIO, path: Path, *, limit: int) -> bytes:
+    """The same of a file that is open."""
+    size = os.fstat(file.fileno()).st_size
+    data = file.read(size or limit + 1) if size <= limit else b""  # files of the kernel say that they have 0 bytes
+    if max(size, len(data)) > limit:
+        raise OSError(errno.EFBIG, f"it has {max(size, len(data)):,} bytes, and at most {limit:,} are read", str(path))
+    return data
+
+
+def checked_path(path: str | os.PathLike[str], *, name: str = "path") -> Path:
+    """The path, if a file may be called so.
+
+    Args:
+        path: of a file or folder.
+        name: of the argument, for the error.
+
+    Raises:
+        ValueError: it has a NUL character, or one that file systems cannot write.
+    """
+    text = str(path)
+    if "\0" in text:
+        raise ValueError(f"{name}={text!r} has a NUL character, which no file system takes")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}={text!r} has the character {text[error.start]!r}, which no file system takes") from None
+    return Path(path)
 
 
 def sync_folder(path: Path) -> None:
@@ -145,6 +187,9 @@ def process_note() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid()}
 
 
+_NOTE = 1 << 12  # bytes of a process's note
+
+
 @attrs.define(eq=False)
 class FileLock:
     """An exclusive lock on a file, which states its owner. The kernel releases it when the process ends."""
@@ -179,9 +224,9 @@ class FileLock:
     def owner(path: Path) -> dict[str, Any] | None:
         """The ``process_note`` of the process that has or last had the lock; None if the file does not say."""
         try:
-            found = json.loads(read_regular(path))
+            found = json.loads(read_regular(path, limit=_NOTE))
             return {"host": found["host"], "pid": found["pid"]}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     @property
@@ -211,3 +256,87 @@ def lock_folder(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+# -- text ------------------------------------------------------------------------------------------------------------------
+
+MAX_TEXT = 64 << 20  # bytes of a config, a job or an index
+MAX_DEPTH = 64  # of blocks within blocks
+
+
+def read_text(path: Path, *, limit: int = MAX_TEXT) -> str:
+    """The content of a text file in UTF-8. It never waits for a writer, and reads at most ``limit`` bytes.
+
+    Raises:
+        OSError: it cannot be read; is a pipe, a socket, a device or a folder; has more bytes.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return read_regular(path, limit=limit).decode("utf-8")
+
+
+def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a JSON text whose blocks are nested at most 64 deep, and whose strings can be written as UTF-8.
+
+    Args:
+        text: the JSON.
+        pairs: ``object_pairs_hook`` of ``json.loads``.
+
+    Raises:
+        json.JSONDecodeError: it is no such text.
+
+    >>> parse_json("[" * 100_000)
+    Traceback (most recent call last):
+        ...
+    json.decoder.JSONDecodeError: its blocks are nested deeper than 64: line 1 column 1 (char 0)
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:
+        raise json.JSONDecodeError(_TOO_DEEP, text, 0) from None
+    except ValueError as error:
+        if type(error) is not ValueError:  # as of a number with thousands of digits
+            raise
+        raise json.JSONDecodeError(str(error), text, 0) from None
+    try:
+        check_plain(found)
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), text, 0) from None
+    return found
+
+
+_TOO_DEEP = f"its blocks are nested deeper than {MAX_DEPTH}"
+
+
+def check_plain(data: Any) -> None:
+    """Checks that plain data can be walked by recursion, printed and written.
+
+    Raises:
+        ValueError: blocks are nested deeper than 64; a string has half of a surrogate pair, which UTF-8 does not have.
+
+    >>> check_plain({"name": chr(0xD800)})
+    Traceback (most recent call last):
+        ...
+    ValueError: the string '\\ud800' has half of a surrogate pair, which is no character
+    """
+    level = [data]
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                inner += value.keys()
+                inner += value.values()
+            elif isinstance(value, list | tuple):
+                inner += value
+            elif isinstance(value, str) and not value.isascii():
+                _check_string(value)
+        if not inner:
+            return
+        level = inner
+    raise ValueError(_TOO_DEEP)
+
+
+def _check_string(value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the string {value!r} has half of a surrogate pair, which is no character") from None

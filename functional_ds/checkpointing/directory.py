@@ -18,10 +18,10 @@ from pathlib import Path
 
 import attrs
 
-from functional_ds.base.files import read_regular, sync_folder, write_synced
+from functional_ds.base.files import checked_path, read_regular, sync_folder, write_synced
 from functional_ds.state_dict.errors import CheckpointError, DamagedError, NoCheckpointError
 
-from .manifest import MANIFEST, Manifest, Summary, read_summary
+from .manifest import LONGEST, MANIFEST, Manifest, Summary, read_summary
 
 __all__ = [
     "POINTER",
@@ -30,7 +30,6 @@ __all__ = [
     "check_free",
     "check_pointer",
     "check_tag",
-    "checked_path",
     "clean",
     "hidden_place",
     "latest",
@@ -52,6 +51,7 @@ POINTER = "latest"
 _REPLACED = ".replaced-"
 _FIRST = "00000.bin"  # rank 0's data
 _LONGEST = 200  # bytes of a tag; file names have 255, and hidden names add to it
+_POINTER_SIZE = 1 << 12  # bytes of `latest` that are read; a tag and its checksum are fewer
 
 
 def tags(path: str | Path) -> list[str]:
@@ -65,17 +65,6 @@ def tags(path: str | Path) -> list[str]:
 def latest(path: str | Path) -> str | None:
     """The tag of the checkpoint that ``load`` tries first; None if there is none. Not collective."""
     return next(iter(candidates(checked_path(path))[0]), None)
-
-
-def checked_path(path: str | Path) -> Path:
-    """The path, if a file may be called so.
-
-    Raises:
-        ValueError: it has a NUL character.
-    """
-    if "\0" in str(path):
-        raise ValueError(f"path={str(path)!r} has a NUL character, which no file system takes")
-    return Path(path)
 
 
 def check_tag(tag: str) -> str:
@@ -158,7 +147,7 @@ def open_manifest(folder: Path, tag: str) -> tuple[Path, Manifest]:
         known = ", ".join(tags(folder)) or "none"
         raise NoCheckpointError(f"{folder} has no checkpoint {tag!r}; there are: {known}")
     try:
-        data = read_regular(place / MANIFEST)
+        data = read_regular(place / MANIFEST, limit=LONGEST)
     except OSError as error:
         raise DamagedError(f"{place / MANIFEST} cannot be read: {error.strerror}") from error
     found = Manifest.decode(data, str(place / MANIFEST))
@@ -203,7 +192,7 @@ def read_pointer(folder: Path) -> str | None:
         DamagedError: it was altered, or cannot be read.
     """
     try:
-        data = read_regular(folder / POINTER)
+        data = read_regular(folder / POINTER, limit=_POINTER_SIZE)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import is_pinned
+from functional_ds.base.files import checked_path
 from functional_ds.base.marks import like_marked
 from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
 from functional_ds.state_dict.describe import TensorShard, as_before, as_tensors, dense, describe
@@ -21,7 +22,7 @@ from functional_ds.step.slots import with_room
 from functional_ds.step.state import State
 
 from . import storage
-from .directory import candidates, check_pointer, check_tag, checked_path, open_manifest, read_pointer, written
+from .directory import candidates, check_pointer, check_tag, open_manifest, read_pointer, written
 from .numbered_slices import with_whole_leaves
 
 __all__ = ["load", "verify"]

@@ -17,9 +17,10 @@ from functional_ds.base.files import open_regular
 from functional_ds.sharding.leaf_region import LeafRegion, fault
 from functional_ds.state_dict.errors import DamagedError, NewerFormatError
 
-__all__ = ["BLOCK", "DTYPES", "MANIFEST", "Chunk", "DataFile", "Manifest", "StoredTensor", "Summary", "read_summary"]
+__all__ = ["BLOCK", "DTYPES", "LONGEST", "MANIFEST", "Chunk", "DataFile", "Manifest", "StoredTensor", "Summary", "read_summary"]
 
 MANIFEST = "manifest.json"
+LONGEST = 1 << 30  # bytes of a manifest; one of 10^6 tensors in 10 chunks each has half of it
 BLOCK = 1 << 20  # bytes of a data file that share one checksum
 _FORMAT, _VERSION = "functional_ds checkpoint", 2
 _WITHOUT_SLICES = 1  # what has none is written in the first version, which earlier libraries read

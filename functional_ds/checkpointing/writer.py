@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.device import current_stream, overlaps
-from functional_ds.base.files import FileLock, write_atomically
+from functional_ds.base.files import FileLock, read_regular, write_atomically
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import CheckpointError
 from functional_ds.state_dict.stored_view import StoredView
 
 from . import storage
 from .directory import Retention, publish, retain, summaries
-from .manifest import DTYPES, MANIFEST, Chunk, DataFile, Manifest, StoredTensor, Summary
+from .manifest import DTYPES, LONGEST, MANIFEST, Chunk, DataFile, Manifest, StoredTensor, Summary
 from .shard_plan import SaveRequest, ShardMetadata, WriteTask
 
 __all__ = ["CheckpointWriter", "PendingCheckpoint", "WriteData", "data_name", "stored_tensors"]
@@ -223,7 +223,10 @@ class CheckpointWriter:
         pending = self.pending
         files = [own, *(self._received(rank) for rank in range(1, len(pending.ranks)))]
         sequence = 1 + max((summary.sequence for summary in summaries(pending.folder)), default=0)
-        write_atomically(pending.staged / MANIFEST, pending.manifest(files, sequence).encode())
+        manifest = pending.manifest(files, sequence).encode()
+        if len(manifest) > LONGEST:  # no load would read it
+            raise CheckpointError(f"its manifest has {len(manifest):,} bytes, and may have {LONGEST:,}; make extra= smaller")
+        write_atomically(pending.staged / MANIFEST, manifest)
         if self._given_up.is_set():
             raise CheckpointError("it was given up")
         if pending.lock is not None and pending.lock.lost:
@@ -235,7 +238,7 @@ class CheckpointWriter:
         """Another rank's file, from its receipt."""
         path = _receipt(self.pending.staged, rank)
         self._wait_for(path, rank)
-        receipt = json.loads(path.read_bytes())
+        receipt = json.loads(read_regular(path, limit=LONGEST))
         path.unlink()
         checks = receipt["checks"]
         return DataFile(data_name(rank), receipt["size"], tuple(int(checks[i : i + 8], 16) for i in range(0, len(checks), 8)))

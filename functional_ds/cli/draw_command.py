@@ -1,6 +1,5 @@
 """``functional-ds draw``: schedules, memory, traffic and traces, as text or as pictures."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from functional_ds.base.files import parse_json, read_text
 from functional_ds.comm.debug.traffic import draw_traffic, traffic
 from functional_ds.comm.record.ledger import Ledger
 from functional_ds.memory.formulas import EIGHTEEN, SINGLE, SIXTEEN, Formula, by_stage
@@ -151,11 +151,14 @@ def _traffic(model: str | None, config: str | None, mesh: str, zero: int | None)
 # -- Chrome traces -----------------------------------------------------------------------------------------------------
 
 
+_TRACE = 1 << 30  # bytes of a trace
+
+
 def _trace(name: str | None) -> Drawn:
     if name is None or not Path(name).is_file():
         raise CommandError(f"OF: there is no file {name}" if name else "OF: name a trace.json, as a profile writes it")
     try:
-        content = json.loads(Path(name).read_text(encoding="utf-8"))
+        content = parse_json(read_text(Path(name), limit=_TRACE))
         events = content["traceEvents"] if isinstance(content, dict) else content
         slices = [
             (int(each["pid"]), str(each.get("tid", "")), str(each["name"]), float(each["ts"]), float(each["dur"]))

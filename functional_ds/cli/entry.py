@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from .words.errors_in_one_line import CommandError, one_line
+from .words.pages import printable
 
 __all__ = ["main"]
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(words: str) -> int:
-    sys.stderr.write(f"functional-ds: error: {one_line(words)}\n")
+    sys.stderr.write(f"functional-ds: error: {printable(one_line(words))}\n")
     return 2
 
 

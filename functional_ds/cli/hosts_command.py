@@ -1,5 +1,6 @@
 """``functional-ds hosts``: DeepSpeed's hostfiles as torchrun's commands."""
 
+import ipaddress
 import re
 import shlex
 from collections.abc import Sequence
@@ -9,12 +10,17 @@ from typing import Annotated, Any
 import attrs
 import typer
 
+from functional_ds.base.files import read_text
+
 from .words.errors_in_one_line import CommandError
 from .words.pages import emit
 
-__all__ = ["HostSlots", "commands_of", "filtered", "hosts", "read_hostfile"]
+__all__ = ["HostSlots", "commands_of", "filtered", "hosts", "read_hostfile", "ssh_commands"]
 
-_LINE = re.compile(r"^(\S+)\s+slots=(\d+)$")
+_LINE = re.compile(r"^(\S+)\s+slots=([0-9]+)$")
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")  # of a host; it never begins as an option does
+_LONGEST = 253  # characters of a host's name
+_MOST_SLOTS = 4096
 
 
 @attrs.frozen
@@ -36,25 +42,45 @@ def read_hostfile(path: str) -> list[HostSlots]:
     """The hosts of a file with lines ``name slots=N``, in order; ``#`` begins a comment.
 
     Raises:
-        CommandError: no such file; a line of another form; a host that occurs twice; no hosts.
+        CommandError: no such file; a line of another form; a name that no host has; more than 4,096 slots; a host that
+            occurs twice; no hosts.
     """
     file = Path(path)
     if not file.is_file():
         raise CommandError(f"HOSTFILE: there is no file {path}")
     found: dict[str, HostSlots] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = read_text(file).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"HOSTFILE: {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         match = _LINE.match(text)
-        if match is None or not int(match[2]):
+        if match is None or not match[2].strip("0"):
             raise CommandError(f"HOSTFILE: {path}, line {number}: {text!r} should be 'name slots=N'")
+        if len(match[2]) > len(str(_MOST_SLOTS)) or int(match[2]) > _MOST_SLOTS:
+            raise CommandError(f"HOSTFILE: {path}, line {number}: slots={match[2][:20]}: a host has at most {_MOST_SLOTS}")
+        _check_host(match[1], f"HOSTFILE: {path}, line {number}")
         if match[1] in found:
             raise CommandError(f"HOSTFILE: {path}, line {number}: the host {match[1]!r} occurs twice")
         found[match[1]] = HostSlots(match[1], tuple(range(int(match[2]))), int(match[2]))
     if not found:
         raise CommandError(f"HOSTFILE: {path} names no hosts")
     return list(found.values())
+
+
+def _check_host(name: str, where: str) -> None:
+    """Refuses what is no host's name or address: ssh and torchrun would take it for an option, or for a user."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        if len(name) > _LONGEST or _NAME.fullmatch(name) is None:
+            raise CommandError(
+                f"{where}: {name[:80]!r} is no host's name or address: letters, digits, '.', '-' and '_', a letter or digit "
+                "first and last; a user or a port belongs into ssh's config"
+            ) from None
 
 
 def filtered(hosts: Sequence[HostSlots], *, include: str = "", exclude: str = "") -> list[HostSlots]:
@@ -94,7 +120,7 @@ def _filter(option: str, text: str, hosts: Sequence[HostSlots]) -> dict[str, tup
             raise CommandError(f"{option}: the hostfile has no host {name!r}; it has {', '.join(known)}")
         if name in found:
             raise CommandError(f"{option}: the host {name!r} occurs twice")
-        if colon and not re.fullmatch(r"\d+(,\d+)*", numbers):
+        if colon and not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", numbers):
             raise CommandError(f"{option}: {part!r} should be name:slot,slot")
         chosen = tuple(sorted({int(each) for each in numbers.split(",")})) if colon else known[name].slots
         absent = [each for each in chosen if each not in known[name].slots]
@@ -120,7 +146,14 @@ def commands_of(
         master_addr: where ranks meet; None for the first host.
         master_port: the port there.
         module: whether the program is a module's name.
+
+    Raises:
+        CommandError: no host is called ``master_addr``; there is no such port.
     """
+    if master_addr is not None:
+        _check_host(master_addr, "--master-addr")
+    if not 0 < master_port < 1 << 16:
+        raise CommandError(f"--master-port {master_port}: ports are 1 to 65535")
     found = []
     for place, host in enumerate(hosts):
         words = ["torchrun"]
@@ -133,6 +166,16 @@ def commands_of(
         some = host.slots != tuple(range(host.there))
         found.append((f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.slots))} " if some else "") + shlex.join(words))
     return found
+
+
+def ssh_commands(hosts: Sequence[HostSlots], commands: Sequence[str], *, folder: str) -> list[str]:
+    """The commands by which ssh runs one command on each host, in a folder there.
+
+    >>> print(*ssh_commands([HostSlots("worker-0", (0,), 1)], ["torchrun train.py"], folder="/runs"))
+    ssh -- worker-0 'cd /runs && torchrun train.py'
+    """
+    inner = (f"cd {shlex.quote(folder)} && {command}" for command in commands)
+    return [shlex.join(["ssh", "--", host.name, line]) for host, line in zip(hosts, inner, strict=True)]
 
 
 def hosts(
@@ -165,8 +208,7 @@ def hosts(
     found = [attrs.evolve(host, slots=host.slots[: num_gpus or None]) for host in found]
     lines = commands_of(found, script or ["SCRIPT"], master_addr=master_addr, master_port=master_port, module=module)
     if ssh:
-        inner = [f"cd {shlex.quote(str(Path.cwd()))} && {line}" for line in lines]
-        lines = [shlex.join(["ssh", host.name, line]) for host, line in zip(found, inner, strict=True)]
+        lines = ssh_commands(found, lines, folder=str(Path.cwd()))
     ranks = sum(len(host.slots) for host in found)
     data: dict[str, Any] = {
         "world_size": ranks,

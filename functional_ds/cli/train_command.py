@@ -2,11 +2,12 @@
 
 import importlib
 import importlib.util
-import json
 import os
 from typing import Annotated, Any
 
 import typer
+
+from functional_ds.base.files import parse_json
 
 from .words.errors_in_one_line import CommandError
 from .words.pages import emit
@@ -19,6 +20,10 @@ _JOBS = "functional_ds.jobs"  # may be left out of an installation
 def train(
     job: Annotated[str, typer.Argument(metavar="JOB", help="The job: a .toml, .json or .py file.")],
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="An entry to replace.")] = None,
+    allow_import: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A module that the job may name beyond its folder, torch.nn and this library."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
 ) -> int:
     """Run a training job from one file; exit code 130 where it was interrupted.
@@ -32,7 +37,9 @@ def train(
     if importlib.util.find_spec(_JOBS) is None:
         raise CommandError(f"train: this installation has no {_JOBS}, which reads and runs job files")
     jobs: Any = importlib.import_module(_JOBS)
-    found = jobs.run_job(jobs.load_job(job, _changes(changes or [])), say=None if as_json else print)
+    found = jobs.run_job(
+        jobs.load_job(job, _changes(changes or []), allow_import=allow_import or []), say=None if as_json else print
+    )
     if os.environ.get("RANK", "0") == "0":
         emit([str(found)], {"job": job, **found.to_dict()}, as_json=as_json)
     return 130 if found.interrupted else 0
@@ -46,7 +53,7 @@ def _changes(words: list[str]) -> dict[str, Any]:
         if not path or not equals:
             raise CommandError(f"--set: {word!r} should be path=value, such as data.context=64")
         try:
-            found[path] = json.loads(text)
+            found[path] = parse_json(text)
         except ValueError:
             found[path] = text
     return found

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from functional_ds.state_dict.errors import CheckpointError, DamagedError, NoCheckpointError
+from functional_ds.state_dict.latest_file import latest_tag
 
 from .deepspeed_layout import MASTER, Param, frozen_params, in_groups, in_pieces, numbers_of, whole_params
 
@@ -238,12 +239,11 @@ def _structured(folder: Path) -> Iterator[None]:
 
 def _tagged(path: Path, tag: str | None) -> Path:
     if tag is None:
-        latest = path / "latest"
-        if not latest.is_file():
+        tag = latest_tag(path)
+        if tag is None:
             raise NoCheckpointError(
                 f"path: {path} has no file 'latest'; is it the folder that DeepSpeed saved to? Else pass tag="
             )
-        tag = latest.read_text(errors="replace").strip()
     if not isinstance(tag, str):
         raise TypeError(f"tag={tag!r} must be a string; pass tag={str(tag)!r}")
     if not tag or "\0" in tag or Path(tag).name != tag or tag in (".", ".."):

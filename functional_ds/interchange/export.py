@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.files import checked_path
 from functional_ds.base.marks import slices_of
 from functional_ds.comm.record.group import Solo
 from functional_ds.modules.functional import Apply
@@ -227,8 +228,8 @@ def export(
 
     Raises:
         FileExistsError: ``path``, or another model in the folder, exists, and ``overwrite`` is False.
-        ValueError: names occur twice or do not fit the module; the format does not have a dtype (complex128); a leaf has no
-            values yet, is on no rank, or differs between ranks.
+        ValueError: names occur twice, do not fit the module or cannot be written as UTF-8; the format does not have a dtype
+            (complex128); a leaf has no values yet, is on no rank, or differs between ranks.
         TypeError: a leaf is not a tensor; ``metadata`` holds something else than strings.
         OSError: rank 0 cannot write; all ranks raise it, and no files stay.
 
@@ -252,7 +253,7 @@ def export(
     naming = attrs.evolve(naming, buffers={**naming.buffers, **(buffers or {})})
     named = naming.name(leaves, rename=rename, dtype=checked_dtype(dtype), every=tied == "all")
     destination = Destination.of(
-        Path(path),
+        checked_path(path),
         specs=[spec for one in named for spec in one.specs] + naming.buffer_specs,
         limit=shard_bytes,
         metadata={**naming.metadata(every=tied == "all"), **(metadata or {})},

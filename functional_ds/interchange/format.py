@@ -14,6 +14,8 @@ from typing import Any
 import attrs
 import torch
 
+from functional_ds.base.files import check_plain
+
 __all__ = ["CODES", "INDEX", "SINGLE", "HeaderEntry", "SafetensorsFile", "TensorSpec", "index_of", "split_files"]
 
 SINGLE = "model.safetensors"
@@ -84,10 +86,18 @@ class SafetensorsFile:
             specs: the tensors.
             metadata: strings for the header.
 
+        Raises:
+            ValueError: a name cannot be written as UTF-8.
+
         >>> file = SafetensorsFile.of("x", [TensorSpec("a", (3,), torch.int8), TensorSpec("b", (2,), torch.float32)], {})
         >>> [(entry.spec.name, entry.start) for entry in file.entries]
         [('b', 0), ('a', 8)]
         """
+        specs = list(specs)
+        try:
+            check_plain([metadata, [spec.name for spec in specs]])
+        except ValueError as error:
+            raise ValueError(f"{error}; rename= gives another name") from None
         entries, end = [], 0
         for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
             entries.append(HeaderEntry(spec, end))

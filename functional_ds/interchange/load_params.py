@@ -1,19 +1,18 @@
 """``load_params``: params from safetensors files, of which each rank reads its own part."""
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.files import open_regular
+from functional_ds.base.files import MAX_TEXT, checked_path, open_regular, parse_json, read_open
 from functional_ds.base.marks import ModuleRef, mark_module, slices_of
 from functional_ds.modules.functional import Apply
 from functional_ds.sharding.leaf_slice import whole_shape
@@ -96,7 +95,7 @@ def _file(path: Path) -> SafetensorsFiles:
             if code not in _DTYPES:
                 raise ValueError(f"path: {path} has {name!r} as {code}, which torch tensors cannot be read as here")
             tensors[name] = FileTensor(tuple(piece.get_shape()), _DTYPES[code], file, name)
-    except (SafetensorError, OSError, RuntimeError) as error:
+    except (SafetensorError, OSError, RuntimeError, MemoryError) as error:  # a sparse file is larger than any address space
         raise ValueError(f"path: {path} is damaged, or no safetensors file: {error}") from error
     notes = file.metadata() or {}
     aliases = {alias: name for alias, name in notes.items() if name in tensors and alias not in tensors}
@@ -120,7 +119,7 @@ def _indexed(folder: Path, index: str = INDEX) -> SafetensorsFiles:
     except OSError as error:
         raise ValueError(f"path: {path} is damaged, or no index: {error!r}") from error
     with opened:
-        where = _weight_map(path, opened.read())
+        where = _weight_map(path, opened)
         try:
             files = {name: _file(folder / name) for name in sorted(set(where.values()))}
         finally:
@@ -143,11 +142,11 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _weight_map(index: Path, data: bytes) -> dict[str, str]:
+def _weight_map(index: Path, opened: BinaryIO) -> dict[str, str]:
     try:
-        where = json.loads(data)["weight_map"]
+        where = parse_json(read_open(opened, index, limit=MAX_TEXT).decode("utf-8"))["weight_map"]
         wrong = not all(isinstance(name, str) and isinstance(file, str) for name, file in where.items())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"path: {index} is damaged, or no index: {error!r}") from error
     if wrong:
         raise ValueError(f"path: {index} is damaged, or no index: its weight_map does not go from names to files")
@@ -218,7 +217,7 @@ def load_params(
     """
     tree.tensors(like, "like")
     named = dict(tree.named(like))
-    files = open_files(Path(path))
+    files = open_files(checked_path(path))
     found = _found(files, named, Naming.of(module), rename)
     absent = [leaf for leaf in named if leaf not in found]
     allowed = _patterns(allow_missing), _patterns(allow_extra)

@@ -4,7 +4,7 @@ from functional_ds import comm
 
 from .job import Job
 from .job_data import text_of
-from .job_errors import JobError
+from .job_errors import JobError, within
 from .job_lines import located
 from .prepare import loss_function, strategy_of
 from .resolve import Surroundings, function_and_arguments
@@ -27,10 +27,10 @@ def check_job(job: Job, ranks: int | None = None) -> None:
     functional_ds.jobs.job_errors.JobError: model.nowhere:MLP: there is no module 'nowhere', neither in . nor installed
     """
     with located(job.file):
-        try:
-            function_and_arguments(job.model, "model", job, Surroundings())
-        except JobError as error:
-            raise error.within(f"model.{job.model.name}") from None
+        for entry, kind, call in (("model", "model", job.model), ("data.text", "text", job.data.text)):
+            if call is not None:
+                with within(f"{entry}.{call.name}"):
+                    function_and_arguments(call, kind, job, Surroundings())
         loss_function(job)
         size = job.world_size if ranks is None else ranks
         if job.mesh and job.world_size != size:

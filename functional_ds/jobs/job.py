@@ -1,7 +1,7 @@
 """``Job``: a training job as frozen records, each field an entry of its file."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -12,7 +12,17 @@ from .job_lines import located
 from .job_reader import changed, entry, read, shown, typed, written
 from .job_toml import toml
 
-__all__ = ["RECORDS", "DataEntry", "DeepSpeedEntry", "EvaluationEntry", "Job", "LogsEntry", "ProfileEntry", "SavedEntry"]
+__all__ = [
+    "RECORDS",
+    "DataEntry",
+    "DeepSpeedEntry",
+    "EvaluationEntry",
+    "Job",
+    "LogsEntry",
+    "ProfileEntry",
+    "SavedEntry",
+    "module_names",
+]
 
 
 def _least(least: float) -> Callable[[Any], str | None]:
@@ -29,6 +39,17 @@ def _share(value: float) -> str | None:
 
 def _sizes(value: dict[str, int]) -> str | None:
     return None if all(size >= 1 for size in value.values()) else "sizes of at least 1"
+
+
+def module_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of modules, of which a string is none.
+
+    Raises:
+        TypeError: they are one string.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"allow_import={names!r} must be a list of modules' names: [{names!r}]")
+    return tuple(names)
 
 
 @attrs.frozen(field_transformer=typed)
@@ -209,7 +230,9 @@ class Job:
         default=".",
         always=True,
     )
-    file: str | None = attrs.field(default=None, kw_only=True, eq=False, repr=False)  # where it comes from, for errors
+    file: str | None = attrs.field(default=None, kw_only=True, eq=False, repr=False)  # where it comes from
+    # modules beyond its own that it may name; no entry, as a file cannot allow itself more
+    allow_import: tuple[str, ...] = attrs.field(default=(), converter=module_names, kw_only=True, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         size = math.prod(self.mesh.values())
@@ -251,7 +274,7 @@ class Job:
         with located(self.file):
             for path, value in changes.items():
                 changed(data, path, value)
-            found: Job = attrs.evolve(read(Job, data), file=self.file)
+            found: Job = attrs.evolve(read(Job, data), file=self.file, allow_import=self.allow_import)
         return found
 
     def __str__(self) -> str:

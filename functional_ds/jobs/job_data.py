@@ -96,7 +96,7 @@ def _tokens(job: Job, name: str) -> Tensor:
     transformers = imported("transformers", "tokenizer", name)
     local = Path(job.folder, name)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(local) if local.exists() else name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(local) if local.exists() else name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise JobError(f"transformers cannot load it: {error}", entry="tokenizer", value=name) from error
     end = tokenizer.eos_token_id

@@ -5,13 +5,15 @@ import os
 import runpy
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from .job import Job
+from functional_ds.base.files import check_plain, parse_json, read_text
+
+from .job import Job, module_names
 from .job_errors import JobError
 from .job_lines import located
 from .job_reader import read
@@ -19,7 +21,9 @@ from .job_reader import read
 __all__ = ["load_job"]
 
 
-def load_job(path: str | os.PathLike[str], changes: Mapping[str, Any] | None = None) -> Job:
+def load_job(
+    path: str | os.PathLike[str], changes: Mapping[str, Any] | None = None, *, allow_import: Sequence[str] = ()
+) -> Job:
     """The job that a file describes.
 
     A ``.toml`` or ``.json`` file has the entries of ``Job``. A ``.py`` file has a ``job``, a ``Job`` or a table of entries.
@@ -29,6 +33,8 @@ def load_job(path: str | os.PathLike[str], changes: Mapping[str, Any] | None = N
     Args:
         path: the file.
         changes: by path, values in the place of the file's, as ``Job.changed`` takes them: ``{"data.context": 64}``.
+        allow_import: names of modules and packages that the job may name, such as "timm", beyond files in its folder, torch.nn,
+            torch.optim and this library's transforms, optimizers and layers.
 
     Raises:
         JobError: there is no such file, it is no TOML or JSON, or an entry is refused: it names the file, the line, the
@@ -41,21 +47,32 @@ def load_job(path: str | os.PathLike[str], changes: Mapping[str, Any] | None = N
     if file.suffix not in readers:
         raise JobError(f"a job's file ends in {', '.join(readers)}", file=str(file))
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"it cannot be read: {error}", file=str(file)) from error
     with located(str(file)):
         data = readers[file.suffix](file, text)
+        _check(data, file)
         if isinstance(data, Mapping):
             data = {"folder": str(file.parent), **data}
-        job: Job = attrs.evolve(read(Job, data), file=str(file))
+        job: Job = read(Job, data)
+        job = attrs.evolve(job, file=str(file), allow_import=(*job.allow_import, *module_names(allow_import)))
         return job.changed(changes) if changes else job
+
+
+def _check(data: Any, file: Path) -> None:
+    try:
+        check_plain(data)
+    except ValueError as error:
+        raise JobError(f"it cannot be read: {error}", file=str(file)) from None
 
 
 def _toml(file: Path, text: str) -> Any:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise JobError("it is no TOML that can be read: its tables are nested too deeply", file=str(file)) from None
+    except ValueError as error:  # TOMLDecodeError, or a number with thousands of digits
         raise JobError(f"it is no TOML: {error}", file=str(file)) from None
 
 
@@ -67,7 +84,7 @@ def _json(file: Path, text: str) -> Any:
         return dict(pairs)
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return parse_json(text, pairs=unique)
     except json.JSONDecodeError as error:
         raise JobError(f"it is no JSON: {error.msg}", file=str(file), line=error.lineno) from None
 

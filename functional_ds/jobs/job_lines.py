@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from functional_ds.base.files import read_text
+
 from .job_errors import JobError
 
 __all__ = ["line_of", "located"]
@@ -27,7 +29,7 @@ def located(file: str | None) -> Iterator[None]:
 def _line(file: Path, entry: str) -> int | None:
     if not entry or file.suffix == ".py" or not file.is_file():
         return None
-    return line_of(file.read_text(encoding="utf-8"), entry)
+    return line_of(read_text(file), entry)
 
 
 def line_of(text: str, entry: str) -> int | None:

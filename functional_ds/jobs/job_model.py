@@ -34,7 +34,9 @@ def huggingface(config: str | dict[str, Any], *, folder: str = ".", attention: s
     if find_spec("transformers") is None:
         raise JobError("it needs the package transformers, which is not installed: pip install transformers")
     transformers = import_module("transformers")
-    more = {} if attention is None else {"attn_implementation": attention}
+    more: dict[str, Any] = {"trust_remote_code": False}  # else transformers asks, where the config has code
+    if attention is not None:
+        more["attn_implementation"] = attention
     if attention is not None and attention.startswith("fds_"):
         import_module("functional_ds.parallel.sequence").register_attention()
     try:
@@ -47,7 +49,7 @@ def huggingface(config: str | dict[str, Any], *, folder: str = ".", attention: s
         else:
             local = Path(folder, config)
             config = str(local) if local.exists() else config
-            found = transformers.AutoConfig.from_pretrained(config, use_cache=False)
+            found = transformers.AutoConfig.from_pretrained(config, use_cache=False, trust_remote_code=False)
         models = transformers.AutoModelForCausalLM
         model = models.from_pretrained(config, config=found, **more) if weights else models.from_config(found, **more)
     except (OSError, ValueError) as error:

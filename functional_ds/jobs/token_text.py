@@ -11,6 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.base.files import read_regular
+
 from .job_errors import JobError
 
 __all__ = ["TokenText", "read_files", "read_standard_library"]
@@ -102,8 +104,9 @@ def read_files(names: Iterable[str | Path], *, pattern: str = "**/*", folder: st
         folder: what the names are relative to.
 
     Raises:
-        JobError: one is missing, empty, or cannot be read.
+        JobError: one is missing, empty, or cannot be read, as a pipe or a device; this machine's memory has not so many bytes.
     """
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for index, name in enumerate(names):
         path, entry = Path(folder, name), str(index)
         if not path.exists():
@@ -113,9 +116,10 @@ def read_files(names: Iterable[str | Path], *, pattern: str = "**/*", folder: st
             raise JobError(f"{path} has no files that match {pattern!r}", entry=entry)
         for each in paths:
             try:
-                text = each.read_bytes()
+                text = read_regular(each, limit=room)
             except OSError as error:
                 raise JobError(f"{each} cannot be read ({error.strerror}); give a readable text file", entry=entry) from error
+            room -= len(text)
             if not text and not path.is_dir():
                 raise JobError(f"{each} is empty; give a file with text in it", entry=entry)
             yield text

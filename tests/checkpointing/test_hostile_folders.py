@@ -139,6 +139,33 @@ def test_a_pipe_or_a_device_in_the_place_of_a_file_is_named(tmp_path: Path, name
             fds.load(tmp_path, like=state(), tag="1")
 
 
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 42)
+
+
+@pytest.mark.parametrize("name", ["latest", f"2/{MANIFEST}", "2/00000.bin"])
+def test_a_file_larger_than_memory_is_damage_and_the_checkpoint_before_is_loaded(tmp_path: Path, name: str) -> None:
+    for updates in (1, 2):
+        fds.save(state(updates), tmp_path)
+    sparse(tmp_path / name)
+    with pytest.raises(fds.checkpointing.DamagedError, match=r"4,?398,?046,?511,?104 bytes"):
+        verify(tmp_path)
+    with pytest.warns(UserWarning, match="at most 4,096 are read" if name == "latest" else "'2' is passed over"):
+        found = fds.load(tmp_path, like=state())
+    assert found.step == (2 if name == "latest" else 1)
+    fds.save(state(3), tmp_path)
+    assert fds.load(tmp_path, like=state()).step == 3
+
+
+def test_a_manifest_that_no_load_would_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fds.save(state(1), tmp_path)
+    monkeypatch.setattr("functional_ds.checkpointing.writer.LONGEST", 1000)
+    with pytest.raises(fds.checkpointing.CheckpointError, match="may have 1,000; make extra= smaller"):
+        fds.save(state(2), tmp_path, extra={"text": "x" * 1000})
+    assert tags(tmp_path) == ["1"]
+
+
 # -- manifests that lie ------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +265,14 @@ def test_a_folder_removed_during_a_save_is_named(tmp_path: Path) -> None:
 def test_a_path_with_a_nul_is_named(use: object) -> None:
     with pytest.raises(ValueError, match=r"path='a\\x00b' has a NUL"):
         use("a\0b")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "use", [tags, latest, verify, Saver, lambda path: fds.load(path, like=state()), lambda path: fds.save(state(), path)]
+)
+def test_a_path_that_cannot_be_written_as_bytes_is_named(use: object) -> None:
+    with pytest.raises(ValueError, match=r"path='a\\ud800' has the character '\\ud800'"):
+        use("a\ud800")  # type: ignore[operator]
 
 
 def test_json_of_the_manifest_is_what_the_header_says(tmp_path: Path) -> None:

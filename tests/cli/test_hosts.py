@@ -1,9 +1,15 @@
 """Hostfiles become torchrun's commands; filters are DeepSpeed's."""
 
+import os
+import shlex
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from functional_ds.cli.hosts_command import HostSlots, _check_host, ssh_commands
+from functional_ds.cli.words.errors_in_one_line import CommandError
 from tests.cli.running import answer, refusal, run
 
 HOSTS = "worker-0 slots=4  # the first\n\n# none\nworker-1 slots=4\nworker-2 slots=2\n"
@@ -50,7 +56,7 @@ def test_filters(hostfile: Path, words: list[str], slots: dict[str, list[int]], 
 def test_ssh_runs_it_there(hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "hosts", hostfile, "--include", "worker-0", "--ssh", "--module", "--", "job")
     assert code == 0
-    assert out.startswith("ssh worker-0 'cd ")
+    assert out.startswith("ssh -- worker-0 'cd ")
     assert out.endswith("&& torchrun --standalone --nproc-per-node=4 -m job'\n")
 
 
@@ -73,9 +79,58 @@ def test_wrong_filters(hostfile: Path, words: list[str], says: str, capsys: pyte
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("a slots=2\na slots=2\n", "line 2: the host 'a' occurs twice"), ("a 2\n", "line 1: 'a 2'"), ("#\n", "names no hosts")],
+    [
+        ("a slots=2\na slots=2\n", "line 2: the host 'a' occurs twice"),
+        ("a 2\n", "line 1: 'a 2'"),
+        ("#\n", "names no hosts"),
+        ("a slots=00\n", "line 1: 'a slots=00' should be"),
+        ("-oProxyCommand=touch${IFS}x slots=1\n", "line 1: '-oProxyCommand=touch${IFS}x' is no host's name or address"),
+        ("a\nb;ls slots=1\n", "line 1: 'a' should be"),
+        ("b;ls slots=1\n", "'b;ls' is no host's name"),
+        ("me@a slots=1\n", "'me@a' is no host's name or address"),
+        ("a: slots=1\n", "'a:' is no host's name"),
+        ("a:22 slots=1\n", "a user or a port belongs into ssh's config"),
+        ("a- slots=1\n", "'a-' is no host's name"),
+        (f"{'a' * 254} slots=1\n", "is no host's name"),
+        (f"a slots={10**12}\n", "line 1: slots=1000000000000: a host has at most 4096"),
+        (f"a slots={'9' * 5000}\n", "slots=99999999999999999999: a host has at most 4096"),
+    ],
 )
 def test_wrong_hostfiles(tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hostfile").write_text(text)
     assert says in refusal(capsys, "hosts", tmp_path / "hostfile")
     assert "there is no file" in refusal(capsys, "hosts", tmp_path / "none")
+
+
+def test_a_hostfile_larger_than_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hostfile").touch()
+    os.truncate(tmp_path / "hostfile", 1 << 42)
+    assert "at most 67,108,864 are read" in refusal(capsys, "hosts", tmp_path / "hostfile")
+
+
+@given(st.text() | st.from_regex(r"-?[a-z0-9.:@;_-]{1,9}", fullmatch=True))
+def test_whatever_ssh_gets_is_a_host_and_a_quoted_command(name: str) -> None:
+    """The words of each line are ssh, the end of its options, one host and one command."""
+    try:
+        _check_host(name, "here")
+    except CommandError:
+        return
+    (line,) = ssh_commands([HostSlots(name, (0,), 1)], ["torchrun 'a b' $(ls)"], folder="/a b;ls")
+    words = shlex.split(line)
+    assert words == ["ssh", "--", name, "cd '/a b;ls' && torchrun 'a b' $(ls)"]
+    assert not name.startswith("-")
+
+
+@pytest.mark.parametrize("name", ["worker-0", "10.0.0.1", "fe80::1", "node_1.cluster.local", "a", "x" * 253])
+def test_names_and_addresses_are_hosts(name: str) -> None:
+    _check_host(name, "here")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["--master-addr", "-x"], "--master-addr: '-x' is no host's name"), (["--master-port", "70000"], "ports are 1 to 65535")],
+)
+def test_where_ranks_meet_is_a_host_and_a_port(
+    hostfile: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refusal(capsys, "hosts", hostfile, *words)

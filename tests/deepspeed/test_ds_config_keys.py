@@ -2,10 +2,12 @@
 
 import enum
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from functional_ds.deepspeed import engine as engines
 from functional_ds.deepspeed.config.ds_optimizers import OPTIMIZERS
 from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS
 from functional_ds.deepspeed.config.keys.config_key import ConfigKey, Fate
@@ -141,6 +143,17 @@ def test_keys_are_consistent() -> None:
         assert key.fate is not Fate.REFUSED or key.is_harmless(key.default), key.path
         assert not set(key.aliases) & {each.name for each in KEYS.values() if each.block == key.block}
     assert not {path for path in DEAD if key_of(path)}
+
+
+def test_what_the_engine_reads_has_a_meaning() -> None:
+    """Each key that an engine's reports and monitors read is a key of the plan or of the engine."""
+    engine = Path(engines.__file__).parent
+    text = "".join((engine / name).read_text(encoding="utf-8") for name in ("engine_reports.py", "initialize.py"))
+    blocks = re.findall(r'"(tensorboard|csv_monitor|wandb|comet)"', (engine / "loop/monitors.py").read_text(encoding="utf-8"))
+    paths = set(re.findall(r'value\("([a-z_.]+)"\)', text))
+    paths |= {path for path, key in KEYS.items() if key.block in blocks}
+    assert {"wall_clock_breakdown", "comms_logger.enabled", "wandb.project"} <= paths | {"wall_clock_breakdown"}
+    assert [path for path in sorted(paths) if (key := key_of(path)) is None or key.fate is Fate.IGNORED] == []
 
 
 def test_unknown_names_have_a_nearest() -> None:

@@ -22,7 +22,9 @@ def flags(tmp_path: Path) -> list[str]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("first", "then"), [("dp=2,sp=2,tp=2", "pp=2,tp=2"), ("pp=2,tp=2", "dp=4,tp=2"), ("sp=4", "")], ids=str
+    ("first", "then"),
+    [("dp=2,sp=2,tp=2", "pp=2,tp=2"), ("pp=2,tp=2", "dp=4,tp=2"), ("sp=4", ""), ("pp=2,sp=2", "dp=2,sp=2")],
+    ids=str,
 )
 def test_losses_of_one_device(flags: list[str], first: str, then: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert llama_mesh.main([*flags, "--first", first, "--then", then]) == 0
@@ -36,7 +38,6 @@ def test_losses_of_one_device(flags: list[str], first: str, then: str, capsys: p
 def test_meshes_that_do_not_fit(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="--batch 4 gives no whole rows, or too few micro-batches, on dp=8"):
         llama_mesh.main([*flags, "--first", "dp=8"])
-    for words, mesh in (("write dp=2,sp=2,tp=2", "ep=2"), ("stages of a module cannot attend", "pp=2,sp=2")):
-        with pytest.raises(SystemExit):
-            llama_mesh.main([*flags, "--first", mesh])
-        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        llama_mesh.main([*flags, "--first", "ep=2"])
+    assert "write dp=2,sp=2,tp=2" in capsys.readouterr().err

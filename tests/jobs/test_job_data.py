@@ -1,6 +1,7 @@
 """A job's text: bytes of files and folders, tokens of a tokenizer, rows of a data set."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,9 @@ def test_folders_are_read_in_order_without_hidden_files(tmp_path: Path) -> None:
         (["nowhere"], "data.files.0: "),
         (["full.txt", "empty.txt"], "data.files.1: "),
         (["folder"], "has no files that match"),
+        (["/dev/zero"], "/dev/zero cannot be read (it is no file of bytes, but a pipe or a device)"),
+        (["pipe"], "pipe cannot be read (it is no file of bytes, but a pipe or a device)"),
+        (["full.txt", "sparse"], "sparse cannot be read (it has 4,398,046,511,104 bytes, and at most"),
         (["full.txt"], "full.txt has 4 tokens, and the shorter of its parts 0, fewer than context + 1 = 3"),
     ],
 )
@@ -69,6 +73,9 @@ def test_files_that_cannot_be_trained_on(tmp_path: Path, files: list[str], compl
     (tmp_path / "full.txt").write_text("text")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "sparse").touch()
+    os.truncate(tmp_path / "sparse", 1 << 42)
     with pytest.raises(JobError) as refused:
         text_of(job_of(tmp_path, files=files))
     assert complaint in str(refused.value)

@@ -1,6 +1,7 @@
 """Files of jobs: read, written back, changed by paths, and refused by name."""
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,13 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, more: str, line: i
             "steps = '3': it must be a whole number",
         ),
         ("job.py", "jobs = 3", "it must set `job` to a Job, or to a table of entries"),
+        ("job.toml", f"a = {'[' * 100_000}", "its tables are nested too deeply"),
+        ("job.toml", f"a{'.a' * 20_000} = 1", "nested deeper than 64"),
+        ("job.toml", f"a = {'9' * 5000}", "4300 digits"),
+        ("job.json", "[" * 100_000, "nested deeper than 64"),
+        ("job.json", '{"model": ' + "[" * 900 + "]" * 900 + "}", "nested deeper than 64"),
+        ("job.json", "9" * 5000, "4300 digits"),
+        ("job.json", r'{"steps": 1, "model": "a:\ud800"}', r"the string 'a:\ud800' has half of a surrogate pair"),
         ("job.yaml", "", "a job's file ends in .toml, .json, .py"),
     ],
 )
@@ -231,6 +239,13 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         fds.load_job(tmp_path / "job.toml")
     with pytest.raises(JobError, match="it is no file"):
         fds.load_job(tmp_path)
+
+
+def test_a_file_larger_than_any_job(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").touch()
+    os.truncate(tmp_path / "job.toml", 1 << 42)
+    with pytest.raises(JobError, match=r"job\.toml: it cannot be read: .* at most 67,108,864 are read"):
+        fds.load_job(tmp_path / "job.toml")
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:

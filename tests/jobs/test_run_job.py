@@ -347,7 +347,7 @@ def test_what_no_rank_could_train_with_is_refused(job: Job, tmp_path: Path, chan
     file = tmp_path / "job.toml"
     file.write_text(job.to_toml())
     with pytest.raises(JobError) as refused:
-        fds.run_job(fds.load_job(file).changed({"simulate": True, **changes}))
+        fds.run_job(fds.load_job(file, allow_import=["tiny_models"]).changed({"simulate": True, **changes}))
     assert complaint in str(refused.value)
     assert str(file) in str(refused.value)
 
@@ -360,13 +360,14 @@ def test_errors_come_from_other_processes_as_they_are() -> None:
 
 def test_a_module_that_fails_is_run_anew_once_it_is_mended(tmp_path: Path) -> None:
     """Also where another module has its name, as tests' helpers and users' ``train`` do."""
+    job = Job(model="a:B", steps=1, optimizer={"sgd": 0.1}, folder=str(tmp_path))
     for name in ("half_module", "json"):
         place = tmp_path / f"{name}.py"
         place.write_text("first = 1\nraise OSError('not there yet')\nsecond = 2")
         with pytest.raises(OSError, match="not there yet"):
-            user_object(f"{name}:second", str(tmp_path))
+            user_object(f"{name}:second", job)
         place.write_text("second = 20 + 0")
-        assert user_object(f"{name}:second", str(tmp_path)) == 20
+        assert user_object(f"{name}:second", job) == 20
 
 
 def test_errors_within_the_users_module_are_its_own(job: Job, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from functional_ds import checkpointing, comm
 from functional_ds import transforms as T
 from functional_ds.checkpointing.directory import open_manifest
 from functional_ds.checkpointing.manifest import MANIFEST
+from functional_ds.jobs import JobError
 from tests.refusals.refusal import Refusal, made, weights
 
 LIKE = {"0": torch.ones(4), "1": torch.ones(4)}
@@ -137,6 +139,33 @@ def without_an_order(folder: Path) -> None:
     content = {"module": {"w": torch.zeros(2), "b": torch.zeros(2)}, "buffer_names": [], "param_shapes": None}
     torch.save({**content, "optimizer": optimizer}, place / "mp_rank_00_model_states.pt")
     fds.from_deepspeed(folder, like=state())
+
+
+def names_a_command(folder: Path) -> None:
+    (folder / "job.toml").write_text('steps = 1\nmodel = "os:getcwd"\noptimizer = {sgd = 0.1}\n')
+    fds.run_job(fds.load_job(folder / "job.toml"))
+
+
+def nested(folder: Path) -> None:
+    (folder / "job.json").write_text("[" * 1000)
+    fds.load_job(folder / "job.json")
+
+
+def sparse(place: Path) -> None:
+    os.truncate(place / MANIFEST, 1 << 40)
+
+
+def with_a_users_object(folder: Path) -> None:
+    from functional_ds import deepspeed
+
+    engine, *_ = deepspeed.initialize(
+        model=torch.nn.Linear(2, 1),
+        config={"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        engine.save_checkpoint(folder, client_state={"own": Harmful()})
+    engine.load_checkpoint(folder)
 
 
 REFUSALS = [
@@ -265,5 +294,41 @@ REFUSALS = [
         why="Opening it could run code.",
         instead="Allow a class that you trust: `torch.serialization.safe_globals`.",
         program=within(with_code),
+    ),
+    Refusal(
+        what="an object that `save_checkpoint` had to pickle, in an engine's `client_state`",
+        error=checkpointing.CheckpointError,
+        says=r"to unpickle them can run any code: client_state\['own'\], a .*Harmful",
+        advises="pass allow_pickle=True",
+        why="Unpickling can run any code.",
+        instead="Save plain values, tensors or arrays, or pass `allow_pickle=True` for a folder that you trust.",
+        program=within(with_a_users_object),
+    ),
+    Refusal(
+        what="a job that names a function beyond its folder, `torch.nn`, `torch.optim` and the library",
+        error=JobError,
+        says="a job may not name 'os:getcwd'",
+        advises=r"pass allow_import=\['os'\], or --allow-import os",
+        why="A job from elsewhere could run any command.",
+        instead="Pass `allow_import=[...]` to `load_job`, or `--allow-import`, for a module that you trust.",
+        program=within(names_a_command),
+    ),
+    Refusal(
+        what="a manifest of more than 1 GiB",
+        error=checkpointing.DamagedError,
+        says="it has 1,099,511,627,776 bytes, and at most 1,073,741,824 are read",
+        advises="load another tag",
+        why="A sparse file may say that it is larger than any memory.",
+        instead="Load another tag; without a tag, the newest whole checkpoint is loaded.",
+        program=saved(sparse),
+    ),
+    Refusal(
+        what="a job, config or index of more than 64 MiB, or with blocks nested deeper than 64",
+        error=JobError,
+        says="it is no JSON: its blocks are nested deeper than 64",
+        advises="64",
+        why="Reading it would take all memory, or all of Python's stack.",
+        instead="Write it flatter, or in several files.",
+        program=within(nested),
     ),
 ]

@@ -7,6 +7,7 @@ from pathlib import Path
 import attrs
 import torch
 
+from functional_ds.base.files import parse_json, read_text
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.scaling.machine import Machine
 
@@ -42,7 +43,7 @@ def machine_of(name: str, *, ranks: int = 1) -> Machine:
     if not path.is_file():
         raise CommandError(f"--machine: {name!r} is no file, and none of here, {', '.join(MACHINES)}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(read_text(path))
         return Machine(**found)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
         names = ", ".join(field.name for field in attrs.fields(Machine))

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from functional_ds.base import tree
+from functional_ds.base.files import parse_json, read_text
 from functional_ds.base.weighted import Weighted
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.memory.predict import without_values
@@ -311,7 +311,7 @@ def _shapes(path: Path) -> dict[str, Tensor]:
 
 def _written(path: Path) -> dict[str, Tensor]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         raise CommandError(f"MODEL: {path} is no JSON: {error}") from error
     if not isinstance(rows, dict) or not rows:

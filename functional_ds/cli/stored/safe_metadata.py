@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from functional_ds.base.files import read_regular
 from functional_ds.cli.words.errors_in_one_line import CommandError
 
 __all__ = ["check_metadata"]
@@ -22,6 +23,9 @@ _KNOWN = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
 }
+
+
+_LONGEST = 1 << 30  # bytes of metadata
 
 
 class _KnownClasses(pickle.Unpickler):
@@ -41,6 +45,6 @@ def check_metadata(path: Path) -> None:
         CommandError: it names something else, or is damaged.
     """
     try:
-        _KnownClasses(io.BytesIO(path.read_bytes())).load()
+        _KnownClasses(io.BytesIO(read_regular(path, limit=_LONGEST))).load()
     except Exception as error:  # a damaged pickle raises anything
         raise CommandError(f"{path} is not opened as metadata of torch.distributed.checkpoint: {error}") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-__all__ = ["OutputTable", "bytes_of", "count_of", "emit", "plain", "seconds_of"]
+__all__ = ["OutputTable", "bytes_of", "count_of", "emit", "plain", "printable", "seconds_of"]
 
 _NUMBER = re.compile(r"^(-|[\d.,e+]*( [a-zA-Z]+)?)$")
 _WIDTH = 160  # of plain cells, after which they are cut
@@ -31,11 +31,19 @@ Page = Sequence["OutputTable | str"]
 def emit(page: Page, data: Any, *, as_json: bool) -> None:
     """Prints data as JSON, or the page: with rich on a terminal, else as plain text."""
     if as_json:
-        sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False, default=str) + "\n")
+        text = json.dumps(data, indent=1, ensure_ascii=False, default=str)
+        shown = text if printable(text) == text else json.dumps(data, indent=1, default=str)
+        sys.stdout.write(shown + "\n")
     elif sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         _rich(page)
     else:
-        sys.stdout.write(plain(page) + "\n")
+        sys.stdout.write(printable(plain(page)) + "\n")
+
+
+def printable(text: str) -> str:
+    """The text with an escape for each character that the terminal's encoding does not have; names in files may have any."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 def plain(page: Page) -> str:
@@ -74,13 +82,13 @@ def _rich(page: Page, console: Any = None) -> None:
     console = console or Console()
     for part in page:
         if isinstance(part, str):
-            console.print(Text(part))
+            console.print(Text(printable(part)))
             continue
         table = Table(title=part.title or None, title_justify="left", show_header=any(part.columns), header_style="bold cyan")
         for name, right in zip(part.columns, _numeric(part), strict=True):
             table.add_column(name, justify="right" if right else "left", overflow="fold")
         for row in part.rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(printable(cell)) for cell in row))
         console.print(table)
 
 

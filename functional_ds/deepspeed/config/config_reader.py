@@ -14,6 +14,8 @@ from typing import Any
 
 import attrs
 
+from functional_ds.base.files import check_plain, parse_json, read_text
+
 from .explain import ConfigError, ExplainedKey, Explanation
 from .keys.config_key import ConfigKey, Fate
 from .keys.config_table import BLOCKS, key_of, nearest
@@ -108,7 +110,7 @@ def source(config: Config) -> dict[str, Any]:
         there = False
     if there:
         try:
-            return _loads(path.read_text(encoding="utf-8"), str(path))
+            return _loads(read_text(path), str(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as text in UTF-8: {error}") from None
     try:
@@ -120,7 +122,7 @@ def source(config: Config) -> dict[str, Any]:
 
 def _loads(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text, object_pairs_hook=unique)
+        found = parse_json(text, pairs=unique)
     except json.JSONDecodeError as error:
         found = _hjson(text, f"{where}: no JSON: {error}")
     if not isinstance(found, dict):
@@ -133,8 +135,12 @@ def _hjson(text: str, message: str) -> Any:
         raise ConfigError(f"{message}; comments and the like need the package hjson") from None
     hjson = import_module("hjson")
     try:
-        return hjson.loads(text, object_pairs_hook=unique)
-    except hjson.HjsonDecodeError as error:
+        found = hjson.loads(text, object_pairs_hook=unique)
+        check_plain(found)
+        return found
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # HjsonDecodeError is a ValueError
         raise ConfigError(f"{message}, and no Hjson: {error}") from None
 
 

@@ -394,7 +394,8 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
         Args:
             save_dir: a folder that all ranks see.
             tag: its name; by default ``global_step{N}``.
-            client_state: what ``load_checkpoint`` is to return; anything that pickles. Rank 0's counts.
+            client_state: what ``load_checkpoint`` is to return: plain values, tensors, arrays, or else objects, which are
+                pickled. Rank 0's counts.
             save_latest: whether the file ``latest`` names it from now on.
             exclude_frozen_parameters: saves no space here, which a warning says: a state is saved whole.
         """
@@ -411,6 +412,8 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
+        *,
+        allow_pickle: bool = False,
     ) -> tuple[str | None, Any]:
         """Goes on from a checkpoint of any number of ranks and any stage, DeepSpeed's own among them. Collective.
 
@@ -425,6 +428,8 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
             load_lr_scheduler_states: False leaves the scheduler as it is.
             load_module_only: True reads params alone, and leaves counts and scheduler as they are.
             custom_load_fn: refused.
+            allow_pickle: whether objects that were pickled are unpickled, which can run any code: what in ``client_state`` or
+                the scheduler's state is no plain value, tensor or array.
         """
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn: checkpoints are read shard by shard, so there is no whole state_dict to give it")
@@ -436,6 +441,7 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
             optimizer=load_optimizer_states and not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only,
             counts=not load_module_only,
+            allow_pickle=allow_pickle,
         )
 
     # -- for the functional side ---------------------------------------------------------------------------------------

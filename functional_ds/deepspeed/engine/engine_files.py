@@ -1,7 +1,5 @@
 """An engine's checkpoints in DeepSpeed's layout: a folder for each tag, and the file ``latest``."""
 
-import base64
-import io
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any, Protocol
@@ -16,7 +14,16 @@ from functional_ds.step.state import State
 from .config_scheduler import ConfigScheduler
 from .engine_counts import EngineCounts
 from .loop.engine_loop import EngineLoop
-from .loop.saved_beside import LOOSE, check_resumable, module_roles, numbers_of, saved_buffers
+from .loop.saved_beside import (
+    LOOSE,
+    check_resumable,
+    latest_on_ranks,
+    loaded_values,
+    module_roles,
+    numbers_of,
+    saved_buffers,
+    saved_values,
+)
 
 __all__ = ["load_engine", "save_engine", "save_weights"]
 
@@ -37,7 +44,7 @@ def save_engine(engine: Saved, folder: Any, tag: Any, client_state: Mapping[str,
     """Writes ``folder/tag`` and ``folder/latest``. Collective.
 
     The folder of a tag is one that ``fds.load`` reads, for any number of ranks. What ``client_state`` and the scheduler hold is
-    pickled into it, as DeepSpeed does.
+    written as JSON: numbers, strings, containers, tensors, arrays. An object of another class is pickled, which a warning says.
 
     Args:
         engine: whose state it is.
@@ -65,7 +72,7 @@ def save_engine(engine: Saved, folder: Any, tag: Any, client_state: Mapping[str,
     numbers = {
         each: getattr(counts, each) for each in ("global_steps", "global_samples", "skipped_steps", "updates", "micro_steps")
     }
-    extra = {"engine": numbers, "pickled": _pickled(held), "buffers": saved_buffers(engine.module)}
+    extra = {"engine": numbers, "held": saved_values(held), "buffers": saved_buffers(engine.module)}
     save(state, place, tag=_STATE, extra=extra)
     if save_latest and comm.world().rank == 0:
         write_atomically(Path(folder) / "latest", name.encode())
@@ -74,7 +81,7 @@ def save_engine(engine: Saved, folder: Any, tag: Any, client_state: Mapping[str,
 
 
 def load_engine(
-    engine: Saved, folder: Any, tag: Any, *, strict: bool, optimizer: bool, scheduler: bool, counts: bool
+    engine: Saved, folder: Any, tag: Any, *, strict: bool, optimizer: bool, scheduler: bool, counts: bool, allow_pickle: bool
 ) -> tuple[str | None, Any]:
     """Goes on from ``folder/tag``. Collective.
 
@@ -86,6 +93,7 @@ def load_engine(
         optimizer: whether to read more than params and buffers; with it the param groups' numbers, rates among them.
         scheduler: whether to read the scheduler's state. A config's goes on from where it is, otherwise.
         counts: whether to read the counts of steps.
+        allow_pickle: whether objects that were pickled are unpickled, which can run any code.
 
     Returns:
         the tag's folder and the saved ``client_state``; (None, None) where there is no ``latest``.
@@ -93,14 +101,12 @@ def load_engine(
     Raises:
         NoCheckpointError: there is no such tag.
         StructureError: names or shapes differ.
+        CheckpointError: it has pickled objects, and ``allow_pickle`` is False.
         ValueError: the checkpoint has another number of param groups, or no state of the user's scheduler.
     """
-    latest = Path(folder) / "latest"
+    tag = latest_on_ranks(Path(folder)) if tag is None else tag
     if tag is None:
-        known = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
-        (tag,) = set(comm.all_gather_object(known)[:1]) if comm.world().size > 1 else {known}
-        if tag is None:
-            return None, None
+        return None, None
     place, name = _place(folder, tag)
     loop, own = engine._loop, _param_groups(engine)
     loop.discard()
@@ -113,7 +119,7 @@ def load_engine(
         from functional_ds.checkpointing.load import load  # may be left out of an installation
 
         state, extra = load(place, like=loop.state, tag=_STATE, with_extra=True, **options)
-        numbers, held = extra["engine"], _unpickled(extra["pickled"])
+        numbers, held = extra["engine"], loaded_values(extra, place, allow_pickle=allow_pickle)
     groups = held.get("groups") if optimizer else None
     resumed = engine.lr_scheduler if scheduler and not isinstance(engine.lr_scheduler, ConfigScheduler) else None
     check_resumable(place, groups=own, saved_groups=groups, scheduler=resumed, saved_scheduler=held["lr_scheduler"])
@@ -132,7 +138,7 @@ def load_engine(
 def _of_deepspeed(
     folder: Any, tag: str, engine: Saved, options: dict[str, Any]
 ) -> tuple[State, dict[str, int], dict[str, Any]]:
-    """The state of a checkpoint of DeepSpeed's, its counts, and what ``save_engine`` pickles. Collective."""
+    """The state of a checkpoint of DeepSpeed's, its counts, and what ``save_engine`` keeps beside. Collective."""
     from functional_ds.interchange.deepspeed import from_deepspeed  # may be left out of an installation
     from functional_ds.interchange.deepspeed_files import ZeroFiles
 
@@ -180,13 +186,3 @@ def _place(folder: Any, tag: Any) -> tuple[Path, str]:
     if not parts or PurePath(name).is_absolute() or ".." in parts:
         raise ValueError(f"tag={tag!r}: pass the name of a folder in {folder}")
     return Path(folder) / name, name
-
-
-def _pickled(held: Mapping[str, Any]) -> str:
-    found = io.BytesIO()
-    torch.save(held, found)
-    return base64.b64encode(found.getvalue()).decode("ascii")
-
-
-def _unpickled(text: str) -> Any:
-    return torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=False)

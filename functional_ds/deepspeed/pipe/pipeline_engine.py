@@ -18,7 +18,16 @@ from functional_ds.deepspeed.engine.loop.config_questions import ConfigQuestions
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
 from functional_ds.deepspeed.engine.loop.monitors import Monitors
-from functional_ds.deepspeed.engine.loop.saved_beside import LOOSE, check_resumable, module_roles, numbers_of, saved_buffers
+from functional_ds.deepspeed.engine.loop.saved_beside import (
+    LOOSE,
+    check_resumable,
+    latest_on_ranks,
+    loaded_values,
+    module_roles,
+    numbers_of,
+    saved_buffers,
+    saved_values,
+)
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Metrics
@@ -308,7 +317,7 @@ class PipelineEngine(ConfigQuestions):
         Args:
             save_dir: a folder that all ranks see.
             tag: by default ``global_step{N}``.
-            client_state: JSON values.
+            client_state: plain values, tensors, arrays; objects are pickled.
             save_latest: whether the file ``latest`` names this tag.
         """
         from functional_ds.checkpointing.save import save  # may be left out of an installation
@@ -316,8 +325,8 @@ class PipelineEngine(ConfigQuestions):
         name = tag or f"global_step{self.global_steps}"
         scheduler = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
         counts = {"global_steps": self.global_steps, "global_samples": self.global_samples, "skipped_steps": self.skipped_steps}
-        extra = {"counts": counts, "client_state": dict(client_state or {}), "lr_scheduler": scheduler}
-        extra |= {"groups": numbers_of(self.param_groups), "buffers": saved_buffers(self.module)}
+        held = {"client_state": dict(client_state or {}), "lr_scheduler": scheduler, "groups": numbers_of(self.param_groups)}
+        extra = {"counts": counts, "held": saved_values(held), "buffers": saved_buffers(self.module)}
         save(self._state, Path(save_dir) / name, tag=_STATE, extra=extra)
         if save_latest and comm.world().rank == 0:
             write_atomically(Path(save_dir) / "latest", name.encode())
@@ -332,6 +341,8 @@ class PipelineEngine(ConfigQuestions):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        *,
+        allow_pickle: bool = False,
     ) -> tuple[str | None, Any]:
         """Goes on from ``load_dir/tag``, by default the one that ``latest`` names; (None, None) without one. Collective.
 
@@ -342,15 +353,15 @@ class PipelineEngine(ConfigQuestions):
             load_optimizer_states: False reads params and buffers alone.
             load_lr_scheduler_states: False leaves the scheduler as it is.
             load_module_only: True reads params and buffers alone, and leaves counts and scheduler as they are.
+            allow_pickle: whether objects that were pickled are unpickled, which can run any code.
 
         Raises:
+            CheckpointError: it has pickled objects, and ``allow_pickle`` is False.
             ValueError: the checkpoint has another number of param groups, or no state of the scheduler.
         """
         from functional_ds.checkpointing.load import load  # may be left out of an installation
 
-        latest = Path(load_dir) / "latest"
-        name = tag or (latest.read_text(encoding="utf-8").strip() if latest.is_file() else None)
-        name = comm.all_gather_object(name)[0]
+        name = tag or latest_on_ranks(Path(load_dir))
         if name is None:
             return None, None
         whole, place = load_optimizer_states and not load_module_only, Path(load_dir) / name
@@ -358,9 +369,12 @@ class PipelineEngine(ConfigQuestions):
         state, extra = load(
             place, like=self._state, tag=_STATE, with_extra=True, only=only, allow_missing=loose, allow_extra=loose
         )
-        groups = extra["groups"] if whole else None
+        held = loaded_values(
+            {"held": extra, **extra}, place, allow_pickle=allow_pickle
+        )  # former versions had it as JSON in extra
+        groups = held["groups"] if whole else None
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
-        moved = extra["lr_scheduler"]
+        moved = held["lr_scheduler"]
         check_resumable(place, groups=self.param_groups, saved_groups=groups, scheduler=scheduler, saved_scheduler=moved)
         self._state = state
         self._show()
@@ -371,7 +385,7 @@ class PipelineEngine(ConfigQuestions):
             scheduler.load_state_dict(moved)
         for group, numbers in zip(self.param_groups, groups or (), strict=False):
             group.update(numbers)
-        return str(place), extra["client_state"]
+        return str(place), held["client_state"]
 
 
 def _repeated(loader: Iterable[Any]) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from functional_ds.interchange.deepspeed_layout import MASTER
 from functional_ds.interchange.export import export
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import NoCheckpointError
+from functional_ds.state_dict.latest_file import latest_tag
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -46,7 +47,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
         ValueError: ``exclude_frozen_parameters`` of a checkpoint that does not say which these are.
     """
     folder = Path(checkpoint_dir)
-    name = tag or _latest(folder)
+    name = tag or latest_tag(folder)
+    if name is None:
+        raise NoCheckpointError(f"{folder} has no file 'latest': pass the tag")
     if not any((folder / name).glob("*model_states.pt")):
         if exclude_frozen_parameters:
             raise ValueError("exclude_frozen_parameters: this checkpoint does not say which params were frozen; take them out")
@@ -62,13 +65,6 @@ def get_fp32_state_dict_from_zero_checkpoint(
     found.update((path, _fp32(value)) for path, value in files.buffers.items())
     found.update((alias, found[path]) for alias, path in files.aliases.items() if path in found)
     return found
-
-
-def _latest(folder: Path) -> str:
-    try:
-        return (folder / "latest").read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise NoCheckpointError(f"{folder / 'latest'} cannot be read ({error.strerror}): pass the tag") from None
 
 
 def _ours(place: Path) -> "OrderedDict[str, Tensor]":

@@ -3,8 +3,11 @@
 import csv
 import re
 from collections.abc import Sequence
+from io import StringIO
 from os import PathLike
 from pathlib import Path
+
+from functional_ds.base.files import read_text
 
 from .action import Action, Kind
 from .schedule import Schedule
@@ -56,11 +59,11 @@ def from_csv(path: str | PathLike[str], *, placement: Sequence[int] | None = Non
     rank 0: 0F0 0F1 0B0 0B1
     rank 1: 1F0 1B0 1F1 1B1
     """
-    with Path(path).open(newline="", encoding="utf-8-sig") as file:
-        try:
-            table = list(csv.reader(file))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no text in UTF-8: {error}; write a CSV file with a row for each rank") from None
+    try:
+        text = read_text(Path(path)).removeprefix("\ufeff")
+        table = list(csv.reader(StringIO(text, newline="")))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}; write a CSV file with a row for each rank") from None
     rows = [
         [action for column, cell in enumerate(cells, 1) for action in _actions(cell, path, row, column)]
         for row, cells in enumerate(table, 1)

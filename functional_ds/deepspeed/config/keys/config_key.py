@@ -7,15 +7,16 @@ from typing import Any, Literal
 
 import attrs
 
-__all__ = ["ConfigKey", "Fate", "Kind", "became", "ignored", "refused"]
+__all__ = ["ConfigKey", "Fate", "Kind", "became", "ignored", "of_engine", "refused"]
 
 Kind = Literal["int", "float", "number", "bool", "str", "list", "dict", "betas", "rate", "any"]
 
 
 class Fate(Enum):
-    """What becomes of a key: it changes the plan, it changes nothing here, or it is refused where it is active."""
+    """What becomes of a key: it changes the plan, or the engine alone, or nothing here; or it is refused where it is active."""
 
     BECAME = "became"
+    ENGINE = "of the engine"
     IGNORED = "no meaning here"
     REFUSED = "refused"
 
@@ -172,6 +173,11 @@ _PARSERS: dict[Kind, Any] = {
 def became(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
     """A key that changes the plan."""
     return ConfigKey(path, kind, default, Fate.BECAME, text, **more)
+
+
+def of_engine(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
+    """A key that changes what ``deepspeed.initialize``'s engine does beside the step."""
+    return ConfigKey(path, kind, default, Fate.ENGINE, text, **more)
 
 
 def ignored(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from .config_key import ConfigKey, Fate, Kind, ignored
+from .config_key import ConfigKey, Fate, Kind, ignored, of_engine
 
 __all__ = ["DEAD", "KEYS"]
 
 _LOOP = "It is about the loop, not the step; `plan.value` has it."
+_ENGINE = "The engine of `deepspeed.initialize` does it; for a step alone `plan.value` has it."
 _REMAT = "DeepSpeed's engine never reads it, `deepspeed.checkpointing.configure` does; compose `T.remat(...)`."
 
 
@@ -14,49 +15,53 @@ def _block(name: str, *keys: tuple[str, Kind, Any], text: str = _LOOP, auto: boo
     return tuple(ignored(f"{name}.{key}", kind, default, text, auto=auto) for key, kind, default in keys)
 
 
+def _engine_block(name: str, *keys: tuple[str, Kind, Any], auto: bool = False) -> tuple[ConfigKey, ...]:
+    return tuple(of_engine(f"{name}.{key}", kind, default, _ENGINE, auto=auto) for key, kind, default in keys)
+
+
 LOGS = (
-    ignored("steps_per_print", "number", None, _LOOP),
-    ignored("log_level", "str", None, _LOOP),
+    of_engine("steps_per_print", "number", None, _ENGINE),
+    of_engine("log_level", "str", None, _ENGINE),
     ignored("dump_state", "bool", False, _LOOP),
     ignored("disable_python_gc", "bool", False, _LOOP),
-    ignored("wall_clock_breakdown", "bool", False, _LOOP),
+    of_engine("wall_clock_breakdown", "bool", False, _ENGINE),
     ignored("memory_breakdown", "bool", False, _LOOP),
     ignored("vocabulary_size", "int", None, "DeepSpeed only warns where it is no multiple of 8."),
     *_block("timers.throughput", ("enabled", "bool", True), ("synchronized", "bool", True), auto=True),
+    of_engine("flops_profiler.enabled", "bool", False, _ENGINE),
+    of_engine("flops_profiler.profile_step", "int", 1, _ENGINE),
+    of_engine("flops_profiler.output_file", "str", None, _ENGINE),
     *_block(
         "flops_profiler",
-        ("enabled", "bool", False),
         ("recompute_fwd_factor", "float", 0.0),
-        ("profile_step", "int", 1),
         ("module_depth", "int", -1),
         ("top_modules", "int", 1),
         ("detailed", "bool", True),
-        ("output_file", "str", None),
     ),
+    of_engine("comms_logger.enabled", "bool", False, _ENGINE, auto=True),
     *_block(
         "comms_logger",
-        ("enabled", "bool", False),
         ("prof_all", "bool", True),
         ("prof_ops", "list", []),
         ("verbose", "bool", False),
         ("debug", "bool", False),
         auto=True,
     ),
-    *_block(
+    *_engine_block(
         "tensorboard",
         ("enabled", "bool", False),
         ("output_path", "str", ""),
         ("job_name", "str", "DeepSpeedJobName"),
         auto=True,
     ),
-    *_block(
+    *_engine_block(
         "csv_monitor",
         ("enabled", "bool", False),
         ("output_path", "str", ""),
         ("job_name", "str", "DeepSpeedJobName"),
         auto=True,
     ),
-    *_block(
+    *_engine_block(
         "wandb",
         ("enabled", "bool", False),
         ("group", "str", None),
@@ -64,7 +69,7 @@ LOGS = (
         ("project", "str", "deepspeed"),
         auto=True,
     ),
-    *_block(
+    *_engine_block(
         "comet",
         ("enabled", "bool", False),
         ("samples_log_interval", "int", 100),

@@ -1,6 +1,6 @@
 """DeepSpeed's top-level keys that say what a step does: batches, gradients, precision, optimizer, scheduler."""
 
-from .config_key import ConfigKey, became, ignored, refused
+from .config_key import ConfigKey, became, ignored, of_engine, refused
 
 __all__ = ["KEYS"]
 
@@ -14,7 +14,7 @@ _WORDS = (
     "half",
     *(f"torch.{name}" for name in ("float32", "float16", "bfloat16")),
 )
-_LOOP = "It is about the loop, not the step; `plan.value` has it."
+_ENGINE = "The engine of `deepspeed.initialize` does it; for a step alone `plan.value` has it."
 
 BATCH = (
     became(
@@ -26,8 +26,8 @@ BATCH = (
     ),
     became("train_micro_batch_size_per_gpu", "int", None, "`plan.batch`, as above.", least=1),
     became("gradient_accumulation_steps", "int", None, "`T.accumulate`.", least=1),
-    ignored("managed_gradient_accumulation", "bool", True, _LOOP),
-    ignored("dataloader_drop_last", "bool", False, _LOOP),
+    of_engine("managed_gradient_accumulation", "bool", True, _ENGINE),
+    of_engine("dataloader_drop_last", "bool", False, _ENGINE),
 )
 
 GRADIENTS = (

@@ -1,18 +1,42 @@
 """What engines save beside a state: param groups' numbers, a scheduler's state, and which buffers are persistent."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from functional_ds import comm
+from functional_ds.state_dict.all_or_none import gather_or_none
 from functional_ds.state_dict.describe import describe
+from functional_ds.state_dict.latest_file import latest_tag
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 
-__all__ = ["LOOSE", "check_resumable", "module_roles", "numbers_of", "saved_buffers"]
+from .plain_values import decoded, encoded, pickled_paths, unpickled
+
+__all__ = [
+    "LOOSE",
+    "check_resumable",
+    "latest_on_ranks",
+    "loaded_values",
+    "module_roles",
+    "numbers_of",
+    "saved_buffers",
+    "saved_values",
+]
 
 LOOSE = ("params/*", f"{Role.BUFFER.value}.*")  # what may be missing or extra if names need not be the same
+
+
+def latest_on_ranks(folder: Path) -> str | None:
+    """The tag in the file ``latest`` of a folder, as rank 0 reads it; None without such a file. Collective.
+
+    Raises:
+        DamagedError: the file is damaged, on some rank; all ranks raise.
+    """
+    return gather_or_none(comm.world(), lambda: latest_tag(folder), share=lambda tag: tag)[1][0]
 
 
 def saved_buffers(module: nn.Module) -> list[str]:
@@ -25,6 +49,31 @@ def module_roles(state: State) -> tuple[str, ...]:
     """What a state has of a module: for ``only`` of ``load``, where weights alone are to be read."""
     buffers = any(shard.name.startswith(f"{Role.BUFFER.value}.") for shard in describe(state))
     return ("params", *([Role.BUFFER.value] if buffers else []))
+
+
+def saved_values(held: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept beside a state, as JSON; warns on rank 0 of objects that JSON has no form for, which are pickled."""
+    found: dict[str, Any] = {name: encoded(value) for name, value in held.items()}
+    pickled = [path for name, value in found.items() for path in pickled_paths(value, name)]
+    if pickled and comm.world().rank == 0:
+        warnings.warn(
+            f"save_checkpoint: {', '.join(pickled)}, is pickled, so load_checkpoint will need allow_pickle=True; plain values, "
+            "tensors and arrays need none",
+            stacklevel=4,
+        )
+    return found
+
+
+def loaded_values(extra: Mapping[str, Any], place: Path, *, allow_pickle: bool) -> dict[str, Any]:
+    """What ``saved_values`` made, as values. Former versions pickled it as a whole.
+
+    Raises:
+        CheckpointError: it has pickled objects, and ``allow_pickle`` is False.
+        DamagedError: an engine saved no such thing.
+    """
+    if "held" not in extra:
+        return dict(unpickled(extra["pickled"], name=f"extra of {place}", allow_pickle=allow_pickle))
+    return {name: decoded(value, name=name, allow_pickle=allow_pickle) for name, value in extra["held"].items()}
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
