@@ -278,6 +278,15 @@ REFUSALS = [
         program=lambda: begin(T.zero(1), rule=normed()),
     ),
     Refusal(
+        what="`muon` or `per_matrix`, where `matrices=` names a complex matrix or a leaf of more dims",
+        error=ValueError,
+        says="names the leaf 'w' of shape .3, 2., which is complex",
+        advises="leave it out of matrices=, so that others= moves it",
+        why="The rule is for real matrices, and the leaf would go to `others`.",
+        instead="Leave it out of `matrices=`; name stacks of matrices in `stacks=`.",
+        program=lambda: made(rule=fds.muon(0.1, fds.sgd(0.1), matrices="w")).init({"w": torch.ones(3, 2) * 1j}),
+    ),
+    Refusal(
         what="LAMB or Muon on slices of tensor parallelism",
         error=ValueError,
         says="over 2 ranks, but lamb looks at whole leaves",
