@@ -20,7 +20,7 @@ from tests.planting import Bug, planted
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.complex64)
 CHAINS: dict[str, Any] = {
-    "alone": lambda: [],
+    "alone": list,
     "zero(0)": lambda: [T.zero(0)],
     "zero(1), units": lambda: [T.zero(1, unit_of=lambda path: path[-1:])],
     "zero(2)": lambda: [T.clip(1.0), T.zero(2)],
