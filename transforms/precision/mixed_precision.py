@@ -202,7 +202,9 @@ class _MixedPrecision:
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The masters."""
-        return inner(step, tree.replace(state, params=_with(state.params, _slot(state).masters)))
+        if _slot(state).stored is None:  # else they are in place, perhaps moved
+            state = tree.replace(state, params=_with(state.params, _slot(state).masters))
+        return inner(step, state)
 
     def _stored_dtype(self, leaf: Tensor) -> torch.dtype:
         return stored_in(leaf) or self.policy.compute
@@ -300,7 +302,9 @@ class _MixedPrecision:
 
     def _widened(self, state: State) -> State:
         """The state as the optimizer is to see it; what is stored waits in the slot."""
-        slot, (stored, spec) = _slot(state), tree.flatten(state.params)
+        slot, (stored, spec) = state.slots.get(_SLOT), tree.flatten(state.params)
+        if slot is None or slot.stored is not None:  # in an inner ``init`` or ``update``, where they are wide already
+            return state
         wide = [_wide(leaf) if master is None else master for leaf, master in zip(stored, slot.masters, strict=True)]
         slot = tree.replace(slot, stored=(stored, state.optimizer))
         widened = tree.replace(state, params=tree.unflatten(spec, wide), optimizer=self.states.wide(state.optimizer))
