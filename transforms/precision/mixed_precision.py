@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, mark_stored, module_of, stored_in
-from functional_ds.base.weighted import Weighted
+from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.step.compose import wrap
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
@@ -258,7 +258,8 @@ class _MixedPrecision:
         return Weighted(_Share.apply(found.sum, parts, loss.sum.dtype), loss.weight / parts)
 
     def _output(self, found: Weighted) -> Weighted:
-        return Weighted(found.sum.to(self.policy.output), found.weight.float())  # in bf16, 257 tokens would be 256
+        output = self.policy.output
+        return Weighted(found.sum.to(output), found.weight.to(weight_dtype(output)))  # in bf16, 257 tokens would be 256
 
     # -- what moves ----------------------------------------------------------------------------------------------------
 
