@@ -20,7 +20,8 @@ def clip(limit: float) -> Transform:
 
     Laws: ``g ↦ g · min(1, limit / (‖g‖ + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does; ``clip ∘ clip = clip`` within a
     relative 1e-6 / limit; it commutes with sharding (law 27). The norm is of the whole gradient, over all ranks. The scaling is
-    one multiplication of the gradients' weight, which costs no pass.
+    one division of the gradients' weight, which costs no pass; only where there are fp64 gradients these are multiplied, as
+    torch does, for its bits.
 
     Raises:
         ValueError: the limit is not positive.
@@ -30,7 +31,11 @@ def clip(limit: float) -> Transform:
 
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         norm = step.norm(state, grads.sum) / grads.weight
-        shrunk = tree.replace(grads, weight=grads.weight * torch.clamp((norm + _EPS) / limit, min=1.0))
+        if norm.dtype == torch.float64:  # of all leaves' gradients, of which these may be a piece
+            factor = torch.clamp(limit / (norm + _EPS), max=1.0)
+            shrunk = tree.replace(grads, sum=[(grad * factor).to(grad.dtype) for grad in grads.sum])
+        else:
+            shrunk = tree.replace(grads, weight=grads.weight * torch.clamp((norm + _EPS) / limit, min=1.0))
         state, metrics = inner(step, state, shrunk)
         return state, {**metrics, "grad_norm": norm}
 

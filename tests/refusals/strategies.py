@@ -287,6 +287,15 @@ REFUSALS = [
         program=lambda: made(rule=fds.muon(0.1, fds.sgd(0.1), matrices="w")).init({"w": torch.ones(3, 2) * 1j}),
     ),
     Refusal(
+        what='params of which two leaves have one path, as `{"a.b": t, "a": {"b": u}}`',
+        error=ValueError,
+        says=r"the leaves at .'a'..'b'. and .'a.b'. have one path, 'a.b'",
+        advises="rename one of the keys",
+        why="Units, optimizers and checkpoints name leaves by their paths.",
+        instead="Rename one of the keys.",
+        program=lambda: made().init({"a.b": torch.ones(2), "a": {"b": torch.ones(3)}}),
+    ),
+    Refusal(
         what="LAMB or Muon on slices of tensor parallelism",
         error=ValueError,
         says="over 2 ranks, but lamb looks at whole leaves",
