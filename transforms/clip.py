@@ -21,8 +21,8 @@ def clip(limit: float) -> Transform:
 
     Laws: ``g ↦ g · min(1, limit / (‖g‖ + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does; ``clip ∘ clip = clip`` within a
     relative 1e-6 / limit; it commutes with sharding (law 27). The norm is of the whole gradient, over all ranks. The scaling is
-    one division of the gradients' weight, which costs no pass; only where there are fp64 gradients these are multiplied, as a
-    weight is fp32.
+    one division of the gradients' weight, which costs no pass; only where there are fp64 gradients these are multiplied, as
+    torch does, for its bits.
 
     Raises:
         ValueError: the limit is not positive.

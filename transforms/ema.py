@@ -63,9 +63,8 @@ def ema(decay: float) -> Transform:
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         skip = state.skip
         state, metrics = inner(step, state, grads)
-        part = 1 - decay if skip is None else torch.where(skip, 0.0, 1 - decay)
         pairs = zip(state.slots["ema"].leaves, tree.leaves(state.params), strict=True)
-        moved = [None if mean is None else _towards(mean, leaf, part) for mean, leaf in pairs]
+        moved = [None if mean is None else _towards(mean, leaf, 1 - decay, skip) for mean, leaf in pairs]
         return state.put(ema=Mean(moved)), metrics
 
     def params(inner: Any, step: Step, state: State) -> Any:
@@ -103,6 +102,7 @@ def _wide(leaf: Tensor) -> Tensor:
     return leaf.detach().to(torch.promote_types(leaf.dtype, torch.float32), copy=True)
 
 
-def _towards(mean: Tensor, leaf: Tensor, part: float | Tensor) -> Tensor:
-    """In the mean's own memory, which the update owns."""
-    return mean.lerp_(leaf.detach().to(mean.dtype), part.to(mean.dtype) if isinstance(part, Tensor) else part)
+def _towards(mean: Tensor, leaf: Tensor, part: float, skip: Tensor | None) -> Tensor:
+    """In the mean's own memory, which the update owns; where ``skip`` is true it stays."""
+    weight = part if skip is None else skip.logical_not().to(mean.dtype) * part
+    return mean.lerp_(leaf.detach().to(mean.dtype), weight)

@@ -15,7 +15,7 @@ from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform
 from functional_ds.step.traits import Trait
 from functional_ds.transforms.offloading.files import check_folder
-from functional_ds.transforms.offloading.handles import fetched
+from functional_ds.transforms.offloading.handles import fetched, is_handle
 from functional_ds.transforms.offloading.init import Options, initial_state, plan_of
 from functional_ds.transforms.offloading.leaf_states import beside_params, on_device
 from functional_ds.transforms.offloading.plan import Place
@@ -126,6 +126,7 @@ class _Offload:
             slot="offload",
             traits=[Trait.OFFLOADS, Trait.HEEDS_SKIPS, *([] if self.root is None else [Trait.USES_FILES])],
             init=self.init,
+            scatter=self.scatter,
             update=self.update,
             params=self.params,
         )
@@ -169,6 +170,24 @@ class _Offload:
         """The inner update, piece by piece."""
         slot: OffloadSlot = state.slots["offload"]
         return Update.of(slot.storage, inner, step, state, grads).run()
+
+    def scatter(self, inner: Any, step: Step, state: State) -> State:
+        """The inner scatter, of a piece or of params that the device can use where they are.
+
+        Raises:
+            ValueError: the optimizer's params are on a disk, or beyond the device's reach.
+        """
+        self._refuse_handles(state)
+        found: State = inner(step, state)
+        self._refuse_handles(found)
+        return found
+
+    def _refuse_handles(self, state: State) -> None:
+        if any(map(is_handle, tree.leaves(state.params))):
+            raise ValueError(
+                f"{self}: the params that the optimizer holds are offloaded between updates, so step.trained and step.scatter "
+                "do not have them; use step.params(state), or ask in an update that offload wraps, which has a piece of them"
+            )
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree. Fetches params and slots for it, but not the optimizer's own state."""

@@ -5,6 +5,7 @@ the update that the factor is for. The shapes are those of DeepSpeed's scheduler
 the optimizer's.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
@@ -20,7 +22,7 @@ from functional_ds.step.traits import Trait
 
 __all__ = ["Factor", "check_floor", "one_cycle", "range_test", "schedule", "warmup", "warmup_cosine", "warmup_decay"]
 
-Factor = Callable[[int | Tensor], Tensor]
+Factor = Callable[..., Tensor]
 
 
 def warmup(steps: int, *, floor: float = 0.0, shape: Literal["linear", "log"] = "linear") -> Factor:
@@ -79,7 +81,7 @@ def warmup_decay(steps: int, total: int, *, floor: float = 0.0, shape: Literal["
 
     def factor(u: Tensor) -> Tensor:
         down = ((total - u + 1) / max(total - steps, 1)).clamp(min=0)
-        return floor + (1 - floor) * torch.minimum(up(u - 1), down)
+        return floor + (1 - floor) * torch.minimum(up(u - 1, u.dtype), down)
 
     return _named(f"warmup_decay({steps}, {total}, floor={floor}, shape={shape!r})", factor)
 
@@ -160,27 +162,44 @@ def check_floor(floor: float) -> None:
 def _named(name: str, factor: Callable[[Tensor], Tensor]) -> Factor:
     """As a function of the updates so far, with a name that a step can print."""
 
-    def of(count: int | Tensor) -> Tensor:
-        return factor(torch.as_tensor(count).to(torch.float32) + 1)
+    def of(count: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return factor(torch.as_tensor(count).to(dtype) + 1)
 
     of.__name__ = name
     return of
 
 
-def schedule(fn: Callable[[Tensor], float | Tensor]) -> Transform:
+def _takes_dtype(fn: Callable[..., Any]) -> bool:
+    try:
+        return "dtype" in inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # builtins have no signature
+        return False
+
+
+def _rate_dtype(step: Step, state: State) -> torch.dtype:
+    """Of the widest trained leaf: also where ``state`` has some of the leaves alone, or stores them otherwise."""
+    dtypes = {leaf.dtype for leaf in step.leaf_map(state).leaves} | {leaf.dtype for leaf in tree.leaves(state.params)}
+    return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
+
+
+def schedule(fn: Callable[..., float | Tensor]) -> Transform:
     """Multiplies the learning rate by ``fn(updates so far)``; the factor is the metric ``rate``.
 
-    ``fn`` gets an int64 scalar tensor. Written with torch functions, as ``warmup_cosine`` is, it never waits for a GPU.
-    Schedules multiply.
+    ``fn`` gets an int64 scalar tensor. Written with torch functions, as ``warmup_cosine`` is, it never waits for a GPU. If it
+    has a parameter ``dtype``, it gets the dtype to compute in: fp64 where params are fp64, else fp32. Without it, torch divides
+    and multiplies that count in fp32, and fp64 params move by such a rate. Schedules multiply.
     """
     if not callable(fn):
         raise TypeError(f"fn={fn!r} must be a function from the number of updates to a factor")
+    takes_dtype = _takes_dtype(fn)
 
     def rate(inner: Any, step: Step, state: State) -> float | Tensor:
-        return inner(step, state) * fn(state.step)  # type: ignore[no-any-return]
+        further = {"dtype": _rate_dtype(step, state)} if takes_dtype else {}
+        return inner(step, state) * fn(state.step, **further)  # type: ignore[no-any-return]
 
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        factor = torch.as_tensor(step.rate(state), dtype=torch.float32)
+        found = step.rate(state)
+        factor = found.detach() if isinstance(found, Tensor) else torch.tensor(found, dtype=_rate_dtype(step, state))
         state, metrics = inner(step, state, grads)
         return state, {**metrics, "rate": factor}
 
@@ -209,8 +228,8 @@ def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Factor:
         raise ValueError(f"warmup={warmup} must lie in 0..total={total}")
     check_floor(floor)
 
-    def factor(count: int | Tensor) -> Tensor:
-        done = torch.as_tensor(count).to(torch.float32)
+    def factor(count: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        done = torch.as_tensor(count).to(dtype)
         part = ((done - warmup) / max(total - warmup, 1)).clamp(0, 1)
         cosine = floor + (1 - floor) * 0.5 * (1 + torch.cos(math.pi * part))
         return torch.where(done < warmup, (done + 1) / max(warmup, 1), cosine)

@@ -11,6 +11,7 @@ from torch import Tensor
 __all__ = [
     "NAMESPACE",
     "as_written",
+    "check_paths",
     "flatten",
     "is_leaf",
     "leaves",
@@ -115,6 +116,29 @@ def named(tree: Any) -> list[tuple[str, Any]]:
     """The leaves with their paths, as in ``blocks.0.weight``."""
     paths, found, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
     return [(".".join(str(part) for part in path), leaf) for path, leaf in zip(paths, found, strict=True)]
+
+
+def check_paths(tree: Any, what: str) -> None:
+    """Refuses a tree of which two leaves have one path; ``what`` names the argument in the error.
+
+    Raises:
+        ValueError: names the path and the keys of both leaves.
+
+    >>> check_paths({"a.b": 1, "a": {"b": 2}}, "params")
+    Traceback (most recent call last):
+        ...
+    ValueError: params: the leaves at ['a']['b'] and ['a.b'] have one path, 'a.b', by which ...; rename one of the keys
+    """
+    seen: dict[str, tuple[Any, ...]] = {}
+    for keys in optree.tree_paths(tree, namespace=NAMESPACE):
+        path = ".".join(map(str, keys))
+        other = seen.setdefault(path, keys)
+        if other is not keys:
+            first, second = ("".join(f"[{key!r}]" for key in found) for found in (other, keys))
+            raise ValueError(
+                f"{what}: the leaves at {first} and {second} have one path, {path!r}, by which units, optimizers and "
+                "checkpoints name leaves; rename one of the keys"
+            )
 
 
 def as_written(tree: Any) -> list[str]:

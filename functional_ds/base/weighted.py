@@ -8,7 +8,7 @@ from torch import Tensor
 from . import tree
 from .device import overlaps
 
-__all__ = ["Weighted", "check_constant", "weigh"]
+__all__ = ["Weighted", "check_constant", "weigh", "weight_dtype"]
 
 
 @tree.record
@@ -61,11 +61,12 @@ def weigh(value: Any, what: str, *, constant: bool = False) -> Weighted:
     whole = not (total.is_floating_point() or total.is_complex())
     if total.dtype == torch.bool or (whole and found is not value):
         total = total.to(torch.get_default_dtype())  # sums of bools are bools; means are weighed, on other ranks if not here
+    dtype = weight_dtype(total.dtype)
     if isinstance(found.weight, Tensor):
         if constant:
             check_constant(found.weight, what)
-        return Weighted(total, _number(found.weight.detach().reshape(()), total.device))
-    return Weighted(total, torch.full((), float(found.weight), dtype=torch.float32, device=total.device))
+        return Weighted(total, _number(found.weight.detach().reshape(()), total.device, dtype))
+    return Weighted(total, torch.full((), float(found.weight), dtype=dtype, device=total.device))
 
 
 def check_constant(weight: Any, what: str) -> None:
@@ -82,8 +83,17 @@ def check_constant(weight: Any, what: str) -> None:
         )
 
 
-def _number(weight: Tensor, device: torch.device) -> Tensor:
-    """The weight in fp32 on a device. From the host it goes with a kernel by value; a copy would stop the host."""
+def weight_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the weight of a sum of this dtype: fp64 for fp64, else fp32.
+
+    >>> weight_dtype(torch.complex128), weight_dtype(torch.bfloat16), weight_dtype(torch.int64)
+    (torch.float64, torch.float32, torch.float32)
+    """
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def _number(weight: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The weight on a device. From the host it goes with a kernel by value; a copy would stop the host."""
     if weight.device.type == "cpu" and overlaps(device):
-        return torch.zeros((), dtype=torch.float32, device=device).add_(weight)
-    return weight.to(device, torch.float32)
+        return torch.zeros((), dtype=dtype, device=device).add_(weight)
+    return weight.to(device, dtype)

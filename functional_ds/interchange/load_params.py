@@ -216,6 +216,7 @@ def load_params(
     [1.0, 2.0]
     """
     tree.tensors(like, "like")
+    tree.check_paths(like, "like")
     named = dict(tree.named(like))
     files = open_files(checked_path(path))
     found = _found(files, named, Naming.of(module), rename)

@@ -1,12 +1,14 @@
 """Adagrad."""
 
+import functools
+
 from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-from .kernels import check, counts, found_inf, gradients, reals, zeros
+from .kernels import check, counts, run_fused, zeros
 from .optimizer import Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
@@ -60,20 +62,8 @@ def adagrad(
     def update(params: list[Tensor], grads: Weighted, state: AdagradState, rate: Rate) -> tuple[list[Tensor], AdagradState]:
         if params and params[0].is_meta:  # no values, and no kernel of torch's
             return params, state
-        torch_adagrad(
-            reals(params),
-            gradients(grads, params),
-            state.sums,
-            state.steps,
-            fused=True,
-            grad_scale=grads.weight,
-            found_inf=found_inf(grads),
-            lr=lr * rate,  # type: ignore[arg-type]
-            weight_decay=weight_decay,
-            lr_decay=0.0,
-            eps=eps,
-            maximize=False,
-        )
+        kernel = functools.partial(torch_adagrad, fused=True, weight_decay=weight_decay, lr_decay=0.0, eps=eps, maximize=False)
+        run_fused(kernel, params, grads, state.sums, state.steps, lr=lr * rate)
         return params, state
 
     name = f"adagrad(lr={lr}, initial={initial}, eps={eps}, weight_decay={weight_decay})"

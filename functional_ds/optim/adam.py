@@ -9,7 +9,7 @@ from torch.optim.adam import adam as torch_adam
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-from .kernels import check, check_betas, counts, found_inf, gradients, reals, zeros
+from .kernels import check, check_betas, counts, found_inf, run_fused, zeros
 from .optimizer import Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
@@ -110,27 +110,30 @@ def adam_optimizer(
     check(lr=lr, eps=eps, weight_decay=weight_decay)
     check_betas(betas)
 
-    def update(params: list[Tensor], grads: Weighted, state: AdamState, rate: Rate) -> tuple[list[Tensor], AdamState]:
-        steps = state.steps if corrects else [torch.full_like(count, _MANY) for count in state.steps]
+    def kernel(
+        params: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor], steps: list[Tensor], **more: Any
+    ) -> None:
         torch_adam(
-            reals(params),
-            gradients(grads, params),
-            state.exp_avg,
-            state.exp_avg_sq,
+            params,
+            grads,
+            means,
+            squares,
             [],
             steps,
             fused=True,
-            grad_scale=grads.weight,
-            found_inf=found_inf(grads),
             decoupled_weight_decay=decoupled,
             amsgrad=False,
             beta1=betas[0],
             beta2=betas[1],
-            lr=lr * rate,
             weight_decay=weight_decay,
             eps=eps,
             maximize=False,
+            **more,
         )
+
+    def update(params: list[Tensor], grads: Weighted, state: AdamState, rate: Rate) -> tuple[list[Tensor], AdamState]:
+        steps = state.steps if corrects else [torch.full_like(count, _MANY) for count in state.steps]
+        run_fused(kernel, params, grads, state.exp_avg, state.exp_avg_sq, steps, lr=lr * rate)
         if not corrects:
             skipped = found_inf(grads)
             for count in state.steps:

@@ -1,5 +1,6 @@
 """What the optimizers share: tensors as torch's kernels need them, skipped updates, and checks of numbers."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.weighted import Weighted
+from functional_ds.base.weighted import Weighted, weight_dtype
 
 __all__ = [
     "check",
@@ -20,7 +21,9 @@ __all__ = [
     "guarded",
     "means",
     "reals",
+    "run_fused",
     "widened",
+    "widest",
     "zeros",
 ]
 
@@ -34,6 +37,46 @@ def gradients(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
     """The sums of gradients, laid out like the parameters and in their dtype, as the fused kernels need them."""
     pairs = zip(grads.sum, params, strict=True)
     return reals([g if g.dtype == p.dtype and g.is_contiguous() else g.to(p.dtype).contiguous() for g, p in pairs])
+
+
+def run_fused(kernel: Callable[..., None], params: list[Tensor], grads: Weighted, *states: Any, lr: float | Tensor) -> None:
+    """A fused kernel of torch on params, gradients and lists of states, as reals, which it writes into.
+
+    These kernels divide gradients by a weight in fp32, and on a GPU multiply by a rate in fp32. So fp64 params are a call by
+    themselves: of gradients that are divided before, and, with a rate on a GPU, at rate 1, which then scales their move.
+
+    Args:
+        kernel: gets these lists, ``grad_scale``, ``found_inf`` and ``lr``; what it moves params by is linear in ``lr``.
+        params: the tensors that are changed.
+        grads: their gradients.
+        states: lists like the params.
+        lr: the learning rate of this update.
+    """
+    wide = [i for i, p in enumerate(params) if weight_dtype(p.dtype) == torch.float64]
+    if wide:
+        _run_wide(kernel, [params[i] for i in wide], _some(grads, wide), *([row[i] for i in wide] for row in states), lr=lr)
+        rest = [i for i in range(len(params)) if i not in wide]
+        if not rest:
+            return
+        params, grads, states = [params[i] for i in rest], _some(grads, rest), tuple([row[i] for i in rest] for row in states)
+    scale, lr = grads.weight.to(torch.float32), lr.to(torch.float32) if isinstance(lr, Tensor) else lr
+    kernel(reals(params), gradients(grads, params), *states, grad_scale=scale, found_inf=found_inf(grads), lr=lr)
+
+
+def _some(grads: Weighted, places: Sequence[int]) -> Weighted:
+    return tree.replace(grads, sum=[grads.sum[i] for i in places])
+
+
+def _run_wide(kernel: Callable[..., None], params: list[Tensor], grads: Weighted, *states: Any, lr: float | Tensor) -> None:
+    own = reals(params)
+    run = functools.partial(kernel, own, means(grads, params), *states, grad_scale=None, found_inf=found_inf(grads))
+    if not isinstance(lr, Tensor) or lr.device.type == "cpu":
+        run(lr=lr)
+        return
+    before = [p.clone() for p in own]
+    run(lr=1.0)
+    for p, old in zip(own, before, strict=True):
+        p.copy_(torch.lerp(old, p, lr.to(p.dtype)))
 
 
 def divided(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
@@ -51,13 +94,13 @@ def means(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
     return reals([mean.contiguous() for mean in divided(grads, params)])
 
 
-def widened(kernel: Callable[..., None], *rows: Sequence[Tensor | None]) -> None:
-    """``kernel(*rows)``, which writes into the tensors; half precision on a CPU is copied to fp32 and back.
+def widened(kernel: Callable[..., None], *rows: Sequence[Tensor | None], **numbers: Any) -> None:
+    """``kernel(*rows, **numbers)``, which writes into the tensors; half precision on a CPU is copied to fp32 and back.
 
     Torch's fused SGD leaves whole vectors of half precision numbers unchanged on a CPU.
     """
     wide = [[t.float() if t is not None and _half_on_cpu(t) else t for t in row] for row in rows]
-    kernel(*wide)
+    kernel(*wide, **numbers)
     for row, other in zip(rows, wide, strict=True):
         for tensor, moved in zip(row, other, strict=True):
             if tensor is not None and moved is not None and moved is not tensor:
@@ -66,6 +109,11 @@ def widened(kernel: Callable[..., None], *rows: Sequence[Tensor | None]) -> None
 
 def _half_on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def widest(params: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of numbers that all params are moved by: fp64 where one of them is, else fp32."""
+    return functools.reduce(torch.promote_types, (weight_dtype(p.dtype) for p in params), torch.float32)
 
 
 def zeros(params: list[Tensor]) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """LAMB: Adam whose step in each leaf is scaled to the leaf's norm."""
 
+import functools
 from collections.abc import Sequence
 from math import inf
 from typing import Any, Literal
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.weighted import Weighted
+from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .adam import AdamState
@@ -76,8 +77,9 @@ def lamb(
         square.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
         if correction != "moments":
             return (mean / square.sqrt().add_(eps)).add_(p, alpha=weight_decay)
-        root = (square / (1 - betas[1] ** count)).sqrt_().add_(eps)
-        return (mean / (1 - betas[0] ** count)).div_(root).add_(p, alpha=weight_decay)
+        done = count.to(weight_dtype(p.dtype))
+        root = (square / (1 - betas[1] ** done)).sqrt_().add_(eps)
+        return (mean / (1 - betas[0] ** done)).div_(root).add_(p, alpha=weight_decay)
 
     def make(leaf_map: LeafMap) -> Optimizer:
         leaf_map.refuse_slices("lamb")
@@ -90,7 +92,8 @@ def lamb(
             ratio = torch.where((own > 0) & (length > 0), (own / length).clamp(*trust), torch.ones_like(own))
             if correction == "rate":
                 for change, count in zip(changes, state.steps, strict=True):
-                    change.mul_((1 - betas[1] ** count).sqrt() / (1 - betas[0] ** count))
+                    done = count.to(weight_dtype(change.dtype))
+                    change.mul_((1 - betas[1] ** done).sqrt() / (1 - betas[0] ** done))
             for shard, p, change in zip(leaf_map.shards, before, along, strict=True):
                 p.sub_(change.mul_(ratio[shard.leaf] * lr * rate))
             return params, state
@@ -111,10 +114,11 @@ def _norms(leaf_map: LeafMap, *rows: Sequence[Tensor]) -> Tensor:
     if not leaf_map.leaves:
         return torch.zeros(len(rows), 0)
     device = rows[0][0].device if rows[0] else None if leaf_map.group is None else leaf_map.group.world.device
-    nothing = torch.zeros((), device=device)
+    dtype = functools.reduce(torch.promote_types, (weight_dtype(leaf.dtype) for leaf in leaf_map.leaves))
+    nothing = torch.zeros((), dtype=dtype, device=device)
     squares = []
     for row in rows:
-        held = {shard.leaf: _square(part) for shard, part in zip(leaf_map.shards, row, strict=True)}
+        held = {shard.leaf: _square(part).to(dtype) for shard, part in zip(leaf_map.shards, row, strict=True)}
         squares.append(torch.stack([held.get(leaf, nothing) for leaf in range(len(leaf_map.leaves))]))
     local = torch.stack(squares)  # [rows, leaves]
     total: Tensor = local if leaf_map.group is None else comm.all_reduce(local, leaf_map.group)
@@ -123,5 +127,5 @@ def _norms(leaf_map: LeafMap, *rows: Sequence[Tensor]) -> Tensor:
 
 def _square(part: Tensor) -> Tensor:
     (real,) = reals([part])
-    norm: Tensor = torch.linalg.vector_norm(real, dtype=torch.promote_types(real.dtype, torch.float32)).float()
+    norm: Tensor = torch.linalg.vector_norm(real, dtype=weight_dtype(real.dtype))
     return norm.square()

@@ -63,14 +63,14 @@ def muon(
         adjust: ``"original"`` is factor(W) = √max(1, rows / columns); ``"match_rms_adamw"`` is 0.2 √max(rows, columns) (Liu
             et al. 2025, arXiv:2502.16982), with which learning rates and decays tuned for AdamW will do.
         matrices: a regular expression or a function of a path: which of the real two-dimensional leaves; None for all.
-            Embeddings and output layers are usually left to ``others``.
+            Embeddings and output layers are usually left to ``others``, and so are vectors that it names.
         stacks: likewise: which of the real three-dimensional leaves are stacks of matrices along dim 0, as experts are; None
             for none.
         dtype: in which the iteration computes.
 
     Raises:
-        ValueError: a number out of range, an unknown ``adjust``; at ``init``: ``matrices`` matches nothing, or a matrix is cut
-            by ``tensor_parallel``.
+        ValueError: a number out of range, an unknown ``adjust``; at ``init``: ``matrices`` or ``stacks`` names no matrix, a
+            complex one, or a leaf of more dims, or a matrix is cut by ``tensor_parallel``.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (x @ params["w"] + params["b"]).sum(), muon(0.1, fds.sgd(0.1)))

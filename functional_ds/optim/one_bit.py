@@ -14,7 +14,7 @@ from functional_ds.comm.record.group import Solo
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .adam import AdamState, adam_optimizer
-from .kernels import check, check_betas, gradients, reals, zeros
+from .kernels import check, check_betas, gradients, reals, widest, zeros
 from .optimizer import Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
@@ -289,7 +289,7 @@ class _At:
         """The state before the first update."""
         real, codec = reals(params), self.rule.codec
         residual = None if codec is None else comm.ErrorFeedback(codec).init(real, self.group)
-        rates = torch.zeros((), device=params[0].device if params else None)
+        rates = torch.zeros((), dtype=widest(params), device=params[0].device if params else None)
         local = None if self.rule.syncs == ALWAYS else LocalSteps([p.detach().clone() for p in real], zeros(params), rates)
         return OneBitState(torch.zeros((), dtype=torch.int64), zeros(params), zeros(params), residual, local)
 
@@ -307,7 +307,7 @@ class _At:
         rule, own = self.rule, reals(params)
         sums = comm.all_reduce(gradients(grads, params), self.group)
         if rule.exact.before(done) == done:  # both means have had equally many updates, as the kernel assumes
-            steps = [torch.full((), float(done), device=p.device) for p in own]
+            steps = [torch.full((), float(done), dtype=torch.float32, device=p.device) for p in own]
             numbers: dict[str, Any] = {"betas": rule.betas, "eps": rule.eps, "weight_decay": rule.weight_decay}
             adam = adam_optimizer("adamw", rule.lr, decoupled=True, **numbers)
             adam.update(own, Weighted(sums, grads.weight), AdamState(steps, state.exp_avg, state.exp_avg_sq), rate)
@@ -360,8 +360,9 @@ class _At:
         """
         rule = self.rule
         total, residual = self._mean(moved, state.residual)
-        scale = gain if isinstance(gain, Tensor) else torch.full((), gain, device=own[0].device)  # no copy stops the host
-        scale = scale.float()
+        dtype, device = widest(own), own[0].device
+        scale = gain if isinstance(gain, Tensor) else torch.full((), gain, dtype=dtype, device=device)  # no copy stops the host
+        scale = scale.to(dtype)
         step = rule.lr if rule.weighs else rule.lr * scale
         for p, synced, mean, travelled, root in zip(own, since, state.exp_avg, total, roots, strict=True):
             known = torch.where(root.isfinite(), travelled, 0)

@@ -14,7 +14,7 @@ from functional_ds.sharding.leaf_map import LeafMap, TensorRange, match_leaves
 from .bind import BoundOptimizer
 from .optimizer import Optimizer, PerParameter, Rate, as_optimizer
 
-__all__ = ["GroupStates", "PathFilter", "by_decay", "grouped", "param_groups"]
+__all__ = ["GroupStates", "PathFilter", "by_decay", "grouped", "param_groups", "shown_filter"]
 
 PathFilter = str | Callable[[str], bool]
 
@@ -61,7 +61,7 @@ def param_groups(rules: Mapping[PathFilter, Any], others: Any) -> PerParameter:
         hits = [match_leaves(leaf_map, each, "rules") for each in filters]
         return [next((i for i, found in enumerate(hits) if leaf in found), len(hits)) for leaf in range(len(leaf_map.leaves))]
 
-    names = [f"{_shown(each)}: {rule}" for each, rule in zip(filters, own, strict=True)]
+    names = [f"{shown_filter(each)}: {rule}" for each, rule in zip(filters, own, strict=True)]
     return grouped(f"param_groups({{{', '.join(names)}}}, {rest})", choose, (*own, rest))
 
 
@@ -72,7 +72,7 @@ def by_decay(rule: Callable[[float], Optimizer | PerParameter], weight_decay: fl
         hits = match_leaves(leaf_map, decay, "decay")
         return [0 if leaf in hits else 1 for leaf in range(len(leaf_map.leaves))]
 
-    return grouped(f"{rule(weight_decay)} where {_shown(decay)}", choose, (rule(weight_decay), rule(0.0)))
+    return grouped(f"{rule(weight_decay)} where {shown_filter(decay)}", choose, (rule(weight_decay), rule(0.0)))
 
 
 def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequence[Optimizer | PerParameter]) -> PerParameter:
@@ -97,7 +97,8 @@ def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequen
     return PerParameter(make, name)
 
 
-def _shown(where: PathFilter) -> str:
+def shown_filter(where: PathFilter) -> str:
+    """A filter in a name or an error."""
     return getattr(where, "__name__", repr(where))
 
 

@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from typing import Any
 
 import attrs
@@ -18,7 +19,7 @@ from functional_ds.sharding.stacks import unstacked
 from .kernels import check, means
 from .matrix_owners import MatrixOwners
 from .optimizer import Optimizer, PerParameter, Rate, as_optimizer
-from .param_groups import PathFilter, grouped
+from .param_groups import PathFilter, grouped, shown_filter
 
 __all__ = ["MatrixStates", "descend", "on_matrices", "per_matrix"]
 
@@ -73,7 +74,8 @@ def per_matrix(
         lr: the learning rate of the matrices.
         others: the optimizer of all leaves that are no matrices: ``fds.adamw(3e-4)``, say.
         weight_decay: decoupled, for matrices.
-        matrices: a regular expression or a function of a path: which of the real two-dimensional leaves; None for all.
+        matrices: a regular expression or a function of a path: which of the real two-dimensional leaves; None for all. Vectors
+            that it names are left to ``others``.
         stacks: likewise: which of the real three-dimensional leaves are stacks of matrices along dim 0, as experts are; None
             for none. Those of ``T.experts`` have owners among the ranks that hold the same experts.
         dtype: in which matrices, gradients and ``u`` travel and the rule gets them; None for fp32, or fp64 where a leaf is.
@@ -81,8 +83,8 @@ def per_matrix(
 
     Raises:
         TypeError: ``init`` or ``rule`` is not callable.
-        ValueError: a negative number; at ``init``: ``matrices`` matches nothing, or a matrix is cut by ``tensor_parallel``; in
-            an update: ``u`` has another shape than the matrix.
+        ValueError: a negative number; at ``init``: ``matrices`` or ``stacks`` names no matrix, a complex one, or a leaf of more
+            dims, or a matrix is cut by ``tensor_parallel``; in an update: ``u`` has another shape than the matrix.
 
     >>> import functional_ds as fds
     >>> def rule(grad, momentum, step):  # momentum, scaled to a norm of 1
@@ -168,10 +170,11 @@ def on_matrices(
 
     def choose(leaf_map: LeafMap) -> list[int]:
         leaves = leaf_map.leaves
-        named = range(len(leaves)) if matrices is None else match_leaves(leaf_map, matrices, "matrices")
-        found = {i for i in named if len(leaves[i].shape) == 2 and leaves[i].dtype.is_floating_point}
-        stacked = set() if stacks is None else match_leaves(leaf_map, stacks, "stacks")
-        found |= {i for i in stacked if len(leaves[i].shape) == 3 and leaves[i].dtype.is_floating_point}
+        found = set() if stacks is None else _chosen(leaf_map, stacks, "stacks", kind, dims=3)
+        if matrices is None:
+            found |= {i for i, leaf in enumerate(leaves) if len(leaf.shape) == 2 and leaf.dtype.is_floating_point}
+        else:
+            found |= _chosen(leaf_map, matrices, "matrices", kind, dims=2, known=found)
         return [0 if i in found else 1 for i in range(len(leaves))]
 
     def made(leaf_map: LeafMap) -> Optimizer:
@@ -185,6 +188,38 @@ def on_matrices(
         return make(MatrixOwners.choose(unstacked(leaf_map, stacked)))
 
     return grouped(name.replace("{others}", str(rest)), choose, (PerParameter(made, kind), rest))
+
+
+def _chosen(leaf_map: LeafMap, where: PathFilter, what: str, kind: str, *, dims: int, known: Collection[int] = ()) -> set[int]:
+    """The real leaves of ``dims`` dims that an argument names. Vectors and scalars among what it names are the others'.
+
+    Raises:
+        ValueError: it names complex matrices, or leaves of more dims that are not ``known``; it is an expression that names no
+            leaf of ``dims`` dims, here or in other param groups and pipeline stages.
+    """
+    leaves, shown = leaf_map.leaves, f"{kind}: {what}={shown_filter(where)}"
+    named = match_leaves(leaf_map, where, what)
+    for leaf in (leaves[i] for i in sorted(named) if i not in known):
+        size = f"of shape {list(leaf.shape)}"
+        if leaf.dtype.is_complex and len(leaf.shape) > 1:
+            raise ValueError(
+                f"{shown} names the leaf {leaf.path!r} {size}, which is complex, and {kind} takes real matrices: leave it out "
+                f"of {what}=, so that others= moves it, or train its real and imaginary parts as two leaves"
+            )
+        if len(leaf.shape) > dims:
+            mend = "name it in stacks=, if it is a stack of matrices, or " if len(leaf.shape) == 3 else ""
+            raise ValueError(
+                f"{shown} names the leaf {leaf.path!r} {size}, and {kind} takes leaves of {dims} dims there: {mend}leave it "
+                f"out of {what}=, so that others= moves it"
+            )
+    fit = {i for i in named if len(leaves[i].shape) == dims}
+    if not fit and isinstance(where, str) and not any(re.search(where, path) for path in leaf_map.other_paths):
+        some = [f"{leaves[i].path!r} of shape {list(leaves[i].shape)}" for i in sorted(named)[:3]]
+        raise ValueError(
+            f"{shown} names no leaf of {dims} dims, so {kind} has nothing to move; it names "
+            f"{', '.join(some) or 'no trained leaf'}"
+        )
+    return fit
 
 
 def descend(

@@ -8,7 +8,7 @@ from torch.optim.sgd import sgd as torch_sgd
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-from .kernels import check, found_inf, gradients, reals, widened, zeros
+from .kernels import check, run_fused, widened, zeros
 from .optimizer import Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
@@ -57,16 +57,13 @@ def sgd(
         kernel = functools.partial(
             torch_sgd,
             fused=True,
-            grad_scale=grads.weight,
-            found_inf=found_inf(grads),
             weight_decay=weight_decay,
             momentum=momentum,
-            lr=lr * rate,  # type: ignore[arg-type]
             dampening=0.0,
             nesterov=nesterov,
             maximize=False,
         )
-        widened(kernel, reals(params), gradients(grads, params), state.momentum or [None] * len(params))
+        run_fused(functools.partial(widened, kernel), params, grads, state.momentum or [None] * len(params), lr=lr * rate)
         return params, state
 
     name = f"sgd(lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay})"

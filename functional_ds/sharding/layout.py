@@ -211,9 +211,10 @@ class Layout:
 
         Raises:
             TypeError: a leaf is no tensor, or a DTensor.
-            ValueError: the sharers of a leaf are not these ranks.
+            ValueError: two leaves have one path; the sharers of a leaf are not these ranks.
         """
         leaves = tree.tensors(params, "params")
+        tree.check_paths(params, "params")
         paths = tuple(path for path, _ in tree.named(params))
         for path, leaf in zip(paths, leaves, strict=True):
             if is_dtensor(leaf):

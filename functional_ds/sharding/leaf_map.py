@@ -89,7 +89,7 @@ class LeafMap:
     """All trained leaves, and every rank's shards of them.
 
     Attributes:
-        leaves: in one order on all ranks.
+        leaves: in the order in which the user's tree is flattened, with every strategy and on all ranks.
         shards_by_rank: each rank's shards. Those in one tensor are in the order of their starts.
         group: the ranks over which leaves are cut; None where this rank has every leaf whole.
         rank: this rank's index in the group.
@@ -146,7 +146,7 @@ class LeafMap:
         )
         if group is None:
             shards = tuple(LeafShard(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots))
-            return LeafMap(leaves, (shards,), flat=True)
+            return LeafMap(leaves, (shards,), flat=True).ordered(layout.paths)
         ranks: list[list[LeafShard]] = [[] for _ in range(layout.n)]
         for leaf, (tensor, slot) in enumerate(slots):
             segment, end = segments[tensor], slot.offset + slot.numel
@@ -159,7 +159,25 @@ class LeafMap:
                     part = LeafShard(leaf, low - slot.offset, tensor, low - start, high - low)
                     for rank in segment.holders(place):
                         ranks[rank].append(part)
-        return LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank, flat=True)
+        return LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank, flat=True).ordered(layout.paths)
+
+    def ordered(self, paths: Sequence[str]) -> "LeafMap":
+        """The same leaf map with its leaves in the order of these paths, which may be more; tensors and shards stay.
+
+        >>> found = LeafMap.of({"a": torch.ones(2), "b": torch.ones(3)}).ordered(["b", "a"])
+        >>> [leaf.path for leaf in found.leaves], [(shard.leaf, shard.tensor) for shard in found.shards]
+        (['b', 'a'], [(1, 0), (0, 1)])
+        """
+        place = {path: index for index, path in enumerate(paths)}
+        order = sorted(range(len(self.leaves)), key=lambda leaf: place[self.leaves[leaf].path])
+        if order == [*range(len(order))]:
+            return self
+        number = {leaf: index for index, leaf in enumerate(order)}
+        ranks = (
+            tuple(LeafShard(number[s.leaf], s.offset, s.tensor, s.start, s.numel) for s in shards)
+            for shards in self.shards_by_rank
+        )
+        return attrs.evolve(self, leaves=tuple(self.leaves[leaf] for leaf in order), shards_by_rank=tuple(ranks))
 
     def refuse_slices(self, what: str) -> None:
         """Refuses slices, for the optimizer ``what``, which needs whole leaves.

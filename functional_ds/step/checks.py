@@ -54,7 +54,8 @@ def check_params(params: Any) -> None:
 
     Raises:
         TypeError: a leaf is none; ``params`` is a module.
-        ValueError: two parameters of modules share memory, so that the step would part what is tied; other tensors are values.
+        ValueError: two leaves have one path; two parameters of modules share memory, so that the step would part what is tied
+            (other tensors are values).
     """
     if isinstance(params, nn.Module):
         raise TypeError(
@@ -62,6 +63,7 @@ def check_params(params: Any) -> None:
             "call apply(params, ...), and pass params"
         )
     tree.tensors(params, "params")
+    tree.check_paths(params, "params")
     named = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
     trained = [(path, leaf) for path, leaf in named if isinstance(leaf, nn.Parameter) or module_of(leaf) is not None]
     for one, other in overlapping(trained):

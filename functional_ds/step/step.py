@@ -222,7 +222,8 @@ class Step:
     def trained(self, state: State) -> list[Tensor]:
         """The trained tensors as the optimizer holds them: they line up with the gradients, and have the dtype of updates.
 
-        Under ZeRO 1 to 3 they are this rank's shards; with mixed precision they are the masters.
+        Under ZeRO 1 to 3 they are this rank's shards; with mixed precision they are the masters. A phase may ask for them at
+        any place among the transforms: in an inner ``init`` or ``update``, which has this form already, too.
         """
         return trainable(self.scatter(state).params)
 

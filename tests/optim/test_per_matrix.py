@@ -231,3 +231,54 @@ def test_bad_input() -> None:
     wrong = of(rule=lambda grad, state, step: (grad.T, state), name="turned")
     with pytest.raises(ValueError, match=r"turned: for 'w' of shape \[4, 6\] it returned an update of shape \[6, 4\]"):
         begun(wrong, steps=1)
+
+
+def _named(rule: str, matrices: Any, stacks: Any, leaf: Tensor) -> None:
+    if rule == "muon":
+        optimizer = fds.muon(0.1, fds.sgd(0.1), matrices=matrices, stacks=stacks)
+    else:
+        optimizer = fds.per_matrix(
+            torch.zeros_like, _keep, lr=0.1, others=fds.sgd(0.1), matrices=matrices, stacks=stacks, name=rule
+        )
+    fds.train_step(lambda params, x: x, optimizer).init({"odd": leaf, "vector": torch.ones(3), "w": torch.ones(3, 3)})
+
+
+@pytest.mark.parametrize("rule", ["muon", "per_matrix"])
+@pytest.mark.parametrize("function", [False, True])
+@pytest.mark.parametrize(
+    ("what", "shape", "dtype", "message"),
+    [
+        (
+            "matrices",
+            (3, 4),
+            torch.complex64,
+            r"names the leaf 'odd' of shape \[3, 4\], which is complex.* leave it out of matrices=",
+        ),
+        ("matrices", (2, 3, 4), torch.complex64, r"names the leaf 'odd' of shape \[2, 3, 4\], which is complex"),
+        ("matrices", (2, 3, 4), torch.float32, r"names the leaf 'odd' of shape \[2, 3, 4\].* name it in stacks="),
+        ("matrices", (2, 3, 4, 5), torch.float32, r"takes leaves of 2 dims there: leave it out of matrices="),
+        ("matrices", (4,), torch.float32, r"names no leaf of 2 dims, .*; it names 'odd' of shape \[4\]"),
+        ("stacks", (2, 3, 4), torch.complex64, r"names the leaf 'odd' of shape \[2, 3, 4\], which is complex"),
+        ("stacks", (3, 4), torch.float32, r"names no leaf of 3 dims, .*; it names 'odd' of shape \[3, 4\]"),
+        ("stacks", (2, 3, 4, 5), torch.float32, r"takes leaves of 3 dims there: leave it out of stacks="),
+    ],
+)
+def test_what_is_named_is_a_matrix(
+    rule: str, function: bool, what: str, shape: tuple[int, ...], dtype: torch.dtype, message: str
+) -> None:
+    """Nothing that ``matrices`` or ``stacks`` names goes to ``others``, but for vectors beside matrices."""
+    where: Any = (lambda path: path == "odd") if function else "odd"
+    if function and "names no leaf" in message:
+        return  # a function may choose nothing, as one that a program computes does
+    given = {"matrices": None, "stacks": None, what: where}
+    with pytest.raises(ValueError, match=f"^{rule}: {what}=.*{message}"):
+        _named(rule, leaf=torch.ones(shape, dtype=dtype), **given)
+
+
+def test_vectors_among_what_is_named_are_the_others() -> None:
+    for shape, matrices, stacks in [((3, 4), "odd|vec", None), ((2, 3, 4), "", "odd|vec"), ((2, 3, 4), "w", "odd")]:
+        _named("muon", matrices, stacks, torch.ones(shape))
+    _named("muon", None, None, torch.ones(3, 4, dtype=torch.complex64))  # None is all real matrices
+    elsewhere = fds.muon(0.1, fds.sgd(0.1), matrices="w|vec")  # another group has the matrix that the pattern names
+    rule = fds.param_groups({"^w": fds.sgd(0.1)}, elsewhere)
+    fds.train_step(lambda params, x: x, rule).init({"vector": torch.ones(3), "w": torch.ones(3, 3)})

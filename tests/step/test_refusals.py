@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import functional_ds as fds
-from functional_ds import comm
+from functional_ds import comm, testing, tree
 from functional_ds import transforms as T
 
 
@@ -173,3 +175,21 @@ def test_a_model_that_fails_on_no_rows() -> None:
     comm.simulate(program, 2, world_size=2)
     with pytest.raises(ValueError, match=r"this rank has no rows, and the loss fails on none \(cannot reshape tensor of 0"):
         comm.simulate(program, 1, world_size=2)
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("stage", [None, 1])
+def test_params_have_one_leaf_a_path(stage: int | None, data: st.DataObject) -> None:
+    """Keys with dots are allowed, but for two leaves of one path: one of them would be lost."""
+    keys, leaf = st.sampled_from(["a", "b", "a.b", "b.a", "a.0", "", "."]), st.just(0.0).map(torch.tensor)
+    params = data.draw(
+        testing.trees(leaf, max_leaves=2).flatmap(lambda one: st.dictionaries(keys, st.just(one) | leaf, min_size=1))
+    )
+    params = {**params, "a": data.draw(st.dictionaries(keys, leaf, max_size=2))}
+    paths = [path for path, _ in tree.named(params)]
+    step = fds.compose(*([] if stage is None else [T.zero(stage)]))(fds.train_step(square, fds.sgd(0.1)))
+    if len({*paths}) == len(paths):
+        assert [path for path, _ in tree.named(step.params(step.init(params)))] == paths
+    else:
+        with pytest.raises(ValueError, match=r"params: the leaves at .* have one path, '.*; rename one of the keys"):
+            step.init(params)

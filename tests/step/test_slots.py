@@ -15,6 +15,7 @@ from functional_ds import transforms as T
 from functional_ds.base.marks import is_trainable
 from functional_ds.step.slots import Role
 from functional_ds.testing import assert_same
+from tests.planting import Bug, planted
 
 
 @tree.record
@@ -203,6 +204,148 @@ def test_publish_is_the_inverse_of_scatter(stage: int | None, half: bool) -> Non
                 step.publish(state)
 
     comm.simulate(program, world_size=2)
+
+
+def watching(place: int, seen: list[Any]) -> fds.Transform:
+    """Asks for the trained tensors in every phase that has them; notes those in ``init`` and around an update."""
+
+    def note(step: fds.Step, state: fds.State) -> None:
+        seen.append([leaf.detach().clone() for leaf in step.trained(state)])
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        state = inner(step, params)
+        note(step, state)
+        return state
+
+    def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        note(step, state)
+        state, metrics = inner(step, state, grads)
+        note(step, state)
+        return state, metrics
+
+    def gradients(inner: Any, step: fds.Step, state: fds.State, batch: Any, carry: Any, last: bool) -> Any:
+        note(step, state)
+        return inner(step, state, batch, carry, last)
+
+    def publish(inner: Any, step: fds.Step, state: fds.State) -> fds.State:
+        note(step, state)
+        state = inner(step, state)
+        note(step, state)
+        return state
+
+    def params(inner: Any, step: fds.Step, state: fds.State) -> Any:
+        note(step, state)
+        return inner(step, state)
+
+    beyond = {"params": params} if place > 1 else {}  # ema must be before all that wrap it
+    return fds.wrap(f"watch {place}", init=init, update=update, gradients=gradients, publish=publish, **beyond)
+
+
+BETWEEN: dict[str, Any] = {
+    "bf16": lambda: [T.mixed_precision("bf16")],
+    "ema, bf16": lambda: [T.ema(0.5), T.mixed_precision("bf16")],
+    "stage 0": lambda: [T.zero(0)],
+    "stage 1, fp16, clipped": lambda: [T.mixed_precision("fp16", 8.0), T.zero(1), T.clip(1.0)],
+    "stage 2, owners": lambda: [T.mixed_precision("bf16"), T.zero(2, aggregate="owner"), T.accumulate(2)],
+    "stage 3": lambda: [T.ema(0.5), T.mixed_precision("bf16"), T.zero(3)],
+    "stage 3, some whole": lambda: [T.mixed_precision("bf16"), T.zero(3, persistence_threshold=8)],
+    "compressed gathers": lambda: [T.zero(1, all_gather=comm.compressed(comm.all_gather, comm.Blocks(8)))],
+    "compressed gathers, bf16": lambda: [
+        T.mixed_precision("bf16"),
+        T.zero(2, all_gather=comm.compressed(comm.all_gather, comm.Blocks(8))),
+    ],
+}
+
+
+def fresh(params: list[Tensor], grads: fds.Weighted, state: Any, rate: Any) -> tuple[list[Tensor], Any]:
+    """Descent by signs; the results lie in new memory."""
+    return [p - 0.05 * rate * g.to(p.dtype).sign() for p, g in zip(params, grads.sum, strict=True)], state
+
+
+def watched(between: str, n: int) -> None:
+    """``trained`` gives the same tensors at every place among the transforms, before an update and after it."""
+
+    def program() -> None:
+        places, chain = list[list[Any]](), list[fds.Transform]()
+        for transform in [*BETWEEN[between](), None]:
+            places.append([])
+            chain += [watching(len(places), places[-1])] + ([] if transform is None else [transform])
+        step = fds.compose(*chain)(fds.train_step(loss, fds.Optimizer(lambda params: (), fresh)))
+        generator = torch.Generator().manual_seed(0)
+        params = {"a": torch.randn(3, 5, generator=generator), "b": torch.randn(5, 1, generator=generator)}
+        state = step.init(fds.freeze({**params, "still": torch.ones(7)}, "still"))
+        check(places, [step.trained(state)])
+        for i in range(2):
+            before = [leaf.clone() for leaf in step.trained(state)]
+            state, _ = step(state, batch(i))
+            check(places, [before, step.trained(state)])
+        now = [leaf.clone() for leaf in step.trained(state)]
+        step.params(state)
+        step.publish(step.scatter(state))
+        check(places, [now])
+
+    def check(places: list[list[Any]], expected: list[Any]) -> None:
+        """At each place, all notes but the last are the first of these, and the last is the last."""
+        for notes in places:
+            assert notes
+            assert_same(notes, [expected[0]] * (len(notes) - 1) + [expected[-1]])
+            notes.clear()
+
+    comm.simulate(program, world_size=n)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        Bug("cut twice", "transforms.zero.zero", "partition is None or partition.frozen is not None", "partition is None"),
+        Bug(
+            "no slot yet",
+            "transforms.zero.zero",
+            'partition: Partition | None = state.slots.get("zero")',
+            'partition = state.slots["zero"]',
+            KeyError,
+        ),
+        Bug(
+            "stale shards",
+            "transforms.zero.zero",
+            "tree.replace(partition, exact=(), frozen=frozen)",
+            "tree.replace(partition, frozen=None)",
+        ),
+        Bug(
+            "masters of before",
+            "transforms.precision.mixed_precision",
+            "slot is None or slot.stored is not None",
+            "slot is None",
+        ),
+    ],
+    ids=lambda bug: bug.name,
+)
+def test_a_planted_bug_breaks_it(bug: Bug) -> None:
+    with planted(bug), pytest.raises((bug.shows, RuntimeError)):
+        watched("compressed gathers, bf16", 3)
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("n", [1, 3])
+def test_trained_is_the_same_in_every_phase_and_at_every_place(between: str, n: int) -> None:
+    watched(between, n)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("params", [None, "disk"])
+def test_trained_beside_offload(half: bool, params: Any, tmp_path: Path) -> None:
+    """An inner update has a piece; what waits on the disk is refused."""
+    seen: list[Any] = []
+    precision = [T.mixed_precision("bf16")] if half else []
+    chain = [watching(1, seen), *precision, T.offload("disk", params, path=tmp_path), T.zero(3)]
+    step = fds.compose(*chain)(fds.train_step(loss, fds.adamw(0.05)))
+    state = step.init({"a": torch.randn(3, 5), "b": torch.randn(5, 1)})
+    assert {leaf.dtype for piece in seen for leaf in piece} == {torch.float32}
+    if half or params:
+        with pytest.raises(ValueError, match=r"are offloaded between updates.* use step.params"):
+            step.trained(state)
+    else:
+        assert len(step.trained(state)) == 1
 
 
 def test_innermost_and_outermost_keep_their_place() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, mark_stored, module_of, stored_in
-from functional_ds.base.weighted import Weighted
+from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.step.compose import wrap
 from functional_ds.step.phases import outermost
 from functional_ds.step.slots import Role
@@ -204,7 +204,9 @@ class _MixedPrecision:
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The masters."""
-        return inner(step, tree.replace(state, params=_with(state.params, _slot(state).masters)))
+        if _slot(state).stored is None:  # else they are in place, perhaps moved
+            state = tree.replace(state, params=_with(state.params, _slot(state).masters))
+        return inner(step, state)
 
     def _stored_dtype(self, leaf: Tensor) -> torch.dtype:
         return stored_in(leaf) or self.policy.compute
@@ -258,7 +260,8 @@ class _MixedPrecision:
         return Weighted(_Share.apply(found.sum, parts, loss.sum.dtype), loss.weight / parts)
 
     def _output(self, found: Weighted) -> Weighted:
-        return Weighted(found.sum.to(self.policy.output), found.weight.float())  # in bf16, 257 tokens would be 256
+        output = self.policy.output
+        return Weighted(found.sum.to(output), found.weight.to(weight_dtype(output)))  # in bf16, 257 tokens would be 256
 
     # -- what moves ----------------------------------------------------------------------------------------------------
 
@@ -316,7 +319,9 @@ class _MixedPrecision:
 
     def _widened(self, state: State) -> State:
         """The state as the optimizer is to see it; what is stored waits in the slot."""
-        slot, (stored, spec) = _slot(state), tree.flatten(state.params)
+        slot, (stored, spec) = state.slots.get(_SLOT), tree.flatten(state.params)
+        if slot is None or slot.stored is not None:  # in an inner ``init`` or ``update``, where they are wide already
+            return state
         wide = [_wide(leaf) if master is None else master for leaf, master in zip(stored, slot.masters, strict=True)]
         slot = tree.replace(slot, stored=(stored, state.optimizer))
         widened = tree.replace(state, params=tree.unflatten(spec, wide), optimizer=self.states.wide(state.optimizer))

@@ -92,21 +92,29 @@ class _UnitNode(torch.autograd.Function):
     It is made when the unit is first touched. Autograd runs later nodes first, so it completes a unit before it goes on to
     earlier ones. The first output is a token among the roots of the backward pass: so the node runs exactly once on every
     rank, whatever the loss used.
+
+    A recomputation has a node of its own before the unit's leaves, since what a backward pass within it saves depends on which
+    leaves have one: autograd leaves out the gradients of whole nodes, not of single outputs. It has gradients to pass on only
+    where a custom function runs a backward pass on what it recomputes.
     """
 
     @staticmethod
-    def forward(ctx: Any, params: "LazyParams", unit: int, views: tuple[Tensor, ...], handle: Tensor) -> tuple[Tensor, ...]:
-        ctx.params, ctx.unit = params, unit
+    def forward(
+        ctx: Any, params: "LazyParams", unit: int, views: tuple[Tensor, ...], handle: Tensor, recomputed: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.params, ctx.unit, ctx.recomputed = params, unit, recomputed
         ctx.set_materialize_grads(False)
         return (torch.zeros((), device=params.device), *views)
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[None, None, None, None]:
-        if token is None:  # of a backward pass that the loss, or a custom function, runs for itself
+    def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[None, ...]:
+        if ctx.recomputed:
+            ctx.params.nested(ctx.unit, grads)
+        elif token is None:  # of a backward pass that the loss, or a custom function, runs for itself
             ctx.params.found(ctx.unit, grads)
         else:
             ctx.params.completed(ctx.unit, grads)
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 # Without what ``Function.apply`` does for torch.func: units are entered outside of its transforms.
@@ -250,6 +258,10 @@ class LazyParams:
         if elsewhere and reducer is not None and not reducer.has(unit):
             self.completed(unit, grads)
             return
+        self.nested(unit, grads)
+
+    def nested(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+        """Takes the gradients of a backward pass within the loss, or within what another one recomputes."""
         for leaf, grad in zip(self._trained_leaves(unit), grads, strict=True):
             if grad is not None:
                 self._found(leaf, grad)
@@ -347,7 +359,7 @@ class LazyParams:
     def _same(self, unit: int, views: list[Tensor]) -> list[Tensor]:
         """The unit's trained leaves, those of earlier touches with their memory back."""
         if unit not in self._trained:
-            self._trained[unit] = self._recomputed(views) if self._in_backward else self._node(unit, views)
+            self._trained[unit] = self._node(unit, views)
         leaves = self._trained[unit]
         self._held.discard(unit)
         for place in self._empty.pop(unit, ()):
@@ -357,17 +369,11 @@ class LazyParams:
     def _node(self, unit: int, views: Sequence[Tensor]) -> list[Tensor]:
         with torch.enable_grad():
             outputs: list[Tensor]
-            token, *outputs = _apply_node(self, unit, tuple(views), self._handle)
-        self._roots.append(token)
-        self._in_graph.add(unit)
+            token, *outputs = _apply_node(self, unit, tuple(views), self._handle, self._in_backward)
+        if not self._in_backward:
+            self._roots.append(token)
+            self._in_graph.add(unit)
         return outputs
-
-    def _recomputed(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """Leaves for a recomputation, which checks that they require grad as before.
-
-        Their gradients are not used, unless a custom function runs a backward pass of its own on what it recomputes.
-        """
-        return [view.requires_grad_() for view in views]
 
     def _end_forward(self, tape: Tape) -> None:
         records = tape.records
@@ -457,8 +463,6 @@ class LazyParams:
 
     def _collect_nested(self, reducer: Reducer) -> None:
         """Hands on what backward passes within this one left after their units were complete."""
-        for unit, leaves in self._trained.items():
-            self.found(unit, [leaf.grad for leaf in leaves])
         for index, grad in enumerate(self._set_grads_aside()):
             if grad is not None:
                 self._found(index, grad)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import or_
 
 import attrs
@@ -149,10 +149,13 @@ class Reducer:
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
 
     def unused(self) -> list[int]:
-        """The places of the leaves that have got no gradient in this pass, among the leaves of all trained segments."""
+        """The places of the leaves that have got no gradient in this pass, in the order of the leaf map."""
         trained = [(index, segment) for index, segment in enumerate(self.layout.segments) if segment.trainable]
-        used = chain.from_iterable(self._used.get(index, [False] * len(segment.slots)) for index, segment in trained)
-        return [place for place, one in enumerate(used) if not one]
+        used: dict[int, bool] = {}
+        for index, segment in trained:
+            got = self._used.get(index, [False] * len(segment.slots))
+            used.update(zip((slot.leaf for slot in segment.slots), got, strict=True))
+        return [place for place, leaf in enumerate(sorted(used)) if not used[leaf]]
 
     # -- on this rank --------------------------------------------------------------------------------------------------
 

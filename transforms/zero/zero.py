@@ -203,22 +203,24 @@ class Zero(ZeroConfig):
         return self._published(inner(step, state))
 
     def _scattered(self, state: State) -> State:
-        partition: Partition = state.slots["zero"]
+        partition: Partition | None = state.slots.get("zero")
+        if partition is None or partition.frozen is not None:  # in an inner ``init`` or ``update``, which have shards already
+            return state
         layout, rank, flats = partition.layout, self.process_groups().shards.rank, state.params
         whole = self._whole(layout)
         pairs = zip(layout.segments, flats, strict=True)
         shards = [s.own(flat, rank) if i in whole else flat for i, (s, flat) in enumerate(pairs)]
         own = _either(partition.exact, shards)
         frozen = {i: flats[i] for i in whole if not layout.segments[i].trainable}
-        return tree.replace(state, params=own).put(zero=tree.replace(partition, frozen=frozen))
+        return tree.replace(state, params=own).put(zero=tree.replace(partition, exact=(), frozen=frozen))
 
     def _published(self, state: State, out: list[Tensor] | None = None) -> State:
         partition: Partition = state.slots["zero"]
         layout, own, groups = partition.layout, state.params, self.process_groups()
         whole = self._whole(layout)
-        exact = self._exact(layout, own, whole, groups) if partition.exact else ()
-        stored = [partition.frozen.get(i, new) for i, new in enumerate(own)]
-        state = tree.replace(state, params=()).put(zero=tree.replace(partition, exact=exact, frozen={}))
+        exact = self._exact(layout, own, whole, groups)
+        stored = [(partition.frozen or {}).get(i, new) for i, new in enumerate(own)]
+        state = tree.replace(state, params=()).put(zero=tree.replace(partition, exact=exact, frozen=None))
         del own
         moved = [i for i in whole if layout.segments[i].trainable]
         return tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, stored, moved, out))

@@ -21,7 +21,6 @@ from .keys.config_key import ConfigKey, became, ignored, refused
 __all__ = ["OPTIMIZERS", "OptimizerRule", "muon_rates", "rule_of"]
 
 Built = Optimizer | PerParameter
-_MATRICES = r"(?i)^(?!.*(embed|lm_head))"  # DeepSpeed leaves what has these words in its name to Adam
 
 
 @attrs.frozen
@@ -130,11 +129,16 @@ def muon_rates(a: dict[str, Any]) -> tuple[float, float]:
     return matrices, rest
 
 
+def _is_matrix(path: str) -> bool:
+    """DeepSpeed leaves what has these words in its name to Adam; a model may have nothing else."""
+    return not any(word in path.lower() for word in ("embed", "lm_head"))
+
+
 def _muon(a: dict[str, Any]) -> Built:
     lr, rate = muon_rates(a)
     others = adamw if a["adam_w_mode"] else adam
     aside = others(rate, betas=a["betas"], eps=a["eps"], weight_decay=a["weight_decay"])
-    return muon(lr, aside, momentum=a["momentum"], weight_decay=a["weight_decay"], matrices=_MATRICES)
+    return muon(lr, aside, momentum=a["momentum"], weight_decay=a["weight_decay"], matrices=_is_matrix)
 
 
 def _lamb(a: dict[str, Any]) -> Built:

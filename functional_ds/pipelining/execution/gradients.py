@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.batch import micro_rows, split
-from functional_ds.base.weighted import Weighted
+from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import Stages
@@ -240,4 +240,4 @@ def _metrics(runner: Runner, state: State) -> dict[str, Weighted]:
             totals = tree.map(torch.add, totals, {"loss": loss, **metrics})
         return totals
     zero, sums = torch.zeros((), device=state.step.device), runner.micros[0].crossing.sums
-    return {name: Weighted(zero.to(dtype), zero) for name, dtype in sums.items()}
+    return {name: Weighted(zero.to(dtype), zero.to(weight_dtype(dtype))) for name, dtype in sums.items()}

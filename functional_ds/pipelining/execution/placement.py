@@ -145,9 +145,11 @@ class Placement:
         return {stage: {path: known.get(path) or elsewhere(path) for path in each} for stage, each in paths.items()}
 
     def elsewhere(self, leaf_map: LeafMap, rank: int) -> LeafMap:
-        """A rank's leaf map, with the paths of trained leaves that only other ranks hold."""
+        """A rank's leaf map in the order of the user's tree, with the paths of trained leaves that only other ranks hold."""
         mine = {path for part in self.here(rank) for path in part.paths}
-        return attrs.evolve(leaf_map, other_paths=tuple(path for path in self.trained if path not in mine))
+        return attrs.evolve(
+            leaf_map.ordered(self.trained), other_paths=tuple(path for path in self.trained if path not in mine)
+        )
 
     def copies(self, leaf_map: LeafMap, rank: int) -> set[int]:
         """The places of the optimizer's tensors that hold leaves which another rank counts."""

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
+from tests.planting import Bug, planted
 
 Call = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 Loss = Callable[[Call, dict[str, Tensor], Tensor], Any]
@@ -699,3 +701,67 @@ def test_a_forward_that_reaches_the_original_module(stage: int | None, recompute
     step = step if stage is None else T.zero(stage)(step)
     with pytest.raises(RuntimeError, match=r"a parameter of shape \[3.*that is none of the step's params"):
         comm.simulate(lambda: step(step.init(params), data()), world_size=1 if stage is None else 2)
+
+
+class Curved(nn.Module):
+    """Differentiates by some of its parameters within a checkpoint; autograd can leave out what the others need."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.first, self.last, self.names = nn.Linear(3, 3), nn.Linear(3, 1), names.split()
+
+    def part(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        by = [self.first.get_parameter(name) for name in self.names]
+        found = torch.autograd.grad(y.square().sum(), by, create_graph=True)
+        return y * (1 + torch.stack([each.square().sum() for each in found]).sum())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.part, x, use_reentrant=False))
+
+
+def check_checkpoint(names: str, stage: int | None, n: int, *further: fds.Transform) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), Curved(names))
+
+    def program() -> Any:
+        apply, params = fds.functional(module)
+        chain = [*further, *([] if stage is None else [T.zero(stage)])]
+        step = fds.compose(*chain)(fds.train_step(lambda p, x: fit(apply, p, x), fds.sgd(0.1, momentum=0.9)))
+        state, here = step.init(params), comm.world()
+        for _ in range(3):
+            state, _ = step(state, data().chunk(here.size)[here.rank])
+        return step.params(state)
+
+    wanted = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(wanted.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for x in data().chunk(n):
+            (fit(lambda params, x: wanted(x), {}, x) / n).backward()
+        optimizer.step()
+    for found in comm.simulate(program, world_size=n):
+        assert_same(found, dict(wanted.named_parameters()))
+
+
+@pytest.mark.parametrize("names", ["bias", "weight", "weight bias"])
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_a_checkpoint_around_a_gradient_by_some_params(names: str, stage: int | None) -> None:
+    """What is saved depends on which gradients autograd leaves out, so a recomputation needs leaves of the same node."""
+    check_checkpoint(names, stage, 1 if stage is None else 2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_within_remat_too(stage: int) -> None:
+    check_checkpoint("bias", stage, 2, T.remat("1"))
+
+
+def test_leaves_of_another_node_in_a_recomputation_break_it() -> None:
+    bug = Bug(
+        "leaves, not a node",
+        "transforms.zero.lazy_params",
+        "self._trained[unit] = self._node(unit, views)",
+        "self._trained[unit] = [v.requires_grad_() for v in views] if self._in_backward else self._node(unit, views)",
+    )
+    with planted(bug), pytest.raises(CheckpointError):
+        check_checkpoint("bias", 1, 1)
