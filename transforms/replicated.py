@@ -94,6 +94,7 @@ def replicated(
         check=lambda step: replicas.alone(step, title),
         slot=slot,
         traits=[Trait.REDUCES_GRADIENTS, Trait.RESIDENT_SLOT],
+        groups=[group],
         init=begin,
         sync_buffers=replicas.sync_buffers,
         reduce=combine,

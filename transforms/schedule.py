@@ -183,7 +183,7 @@ def schedule(fn: Callable[[Tensor], float | Tensor]) -> Transform:
         state, metrics = inner(step, state, grads)
         return state, {**metrics, "rate": factor}
 
-    return wrap(f"schedule({getattr(fn, '__name__', fn)})", rate=rate, update=update)
+    return wrap(f"schedule({getattr(fn, '__name__', fn)})", options={"fn": fn}, rate=rate, update=update)
 
 
 def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Factor:

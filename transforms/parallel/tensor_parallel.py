@@ -149,6 +149,8 @@ class _TensorParallel:
         return wrap(
             f"tensor_parallel({dict(self.plan)}, {where})",
             slot=_SLOT,
+            options={"plan": self.plan, "sequence_dim": self.sequence_dim},
+            groups=[self.group],
             init=self.init,
             forward=innermost(self.forward),
             reduce=self.reduce,
