@@ -116,9 +116,9 @@ def warn_of_lone_ranks(step: Composed, sent: comm.Ledger | None) -> None:
     if sent is None or any(len(row.ranks) > 1 for row in sent.rows):
         return
     warnings.warn(
-        f"{step}: the first step has sent nothing between the {comm.world().size} ranks, so each trains a model by itself, on its "
-        "own batches: compose T.zero(0), which sums gradients over the ranks. If that is what you want, say so by a group of "
-        "one rank, T.zero(0, comm.new_group([comm.world().rank])), or ignore this warning",
+        f"{step}: the first step has sent nothing between the {comm.world().size} ranks, so each trains a model by itself, on "
+        "its own batches: compose T.zero(0), which sums gradients over the ranks. If that is what you want, say so by a group "
+        "of one rank, T.zero(0, comm.new_group([comm.world().rank])), or ignore this warning",
         stacklevel=3,
     )
 
