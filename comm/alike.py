@@ -13,6 +13,8 @@ from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.variance.declarations import raw_bytes
 
+from .description import described
+
 __all__ = ["alike"]
 
 
@@ -55,7 +57,7 @@ def alike(what: str, group: Group, **arguments: Any) -> Iterator[None]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return repr(value)
+        return described(value)
     shown = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if value.is_meta or is_fake(value):
         return shown

@@ -16,10 +16,19 @@ from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 
-from .agreement import check_same_step, noting_first_step, warn_of_lone_ranks
 from .buffer_sync import agreed_anew, unagreed
 from .buffers import BUFFERS, Buffers, Modules
-from .checks import check_batch, check_params, check_state, name_sum, refuse_inference, refuse_other_names
+from .checks import (
+    check_batch,
+    check_params,
+    check_same_step,
+    check_state,
+    name_sum,
+    noting_first_step,
+    refuse_inference,
+    refuse_other_names,
+    warn_of_lone_ranks,
+)
 from .forward_pass import Gradients, Pass, refuse_open
 from .phases import Layer, Phase, check_phases, compose_phase
 from .state import State, UpdateError, mark_donated

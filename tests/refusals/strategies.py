@@ -213,7 +213,21 @@ def other_models() -> None:
     comm.simulate(lambda: made(T.zero(1)).init({"w": torch.ones(3, 2 + comm.world().rank)}), world_size=2)
 
 
+def another_rate() -> None:
+    """Rank 1 has another learning rate."""
+    comm.simulate(lambda: made(T.zero(1), rule=fds.adamw(0.1 / (1 + comm.world().rank))).init(weights()), world_size=2)
+
+
 REFUSALS = [
+    Refusal(
+        what="another optimizer, learning rate, transform, schedule, seed or version on one of the ranks that train together",
+        error=ValueError,
+        says=r"have different steps. optimizer: rank 0 has adamw\(lr=0.1,.*; rank 1 has adamw\(lr=0.05,",
+        advises="Compose the same step on every rank",
+        why="Each rank would update its shard by its own rule, or wait for messages that never come.",
+        instead="Compose the same step on every rank; batches and losses may be a rank's own.",
+        program=another_rate,
+    ),
     Refusal(
         what="a state that another strategy made",
         error=ValueError,

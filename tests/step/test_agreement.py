@@ -16,8 +16,8 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
-from functional_ds.step import agreement
-from functional_ds.step.fingerprint import described
+from functional_ds.comm.description import described
+from functional_ds.step import checks
 
 Strategy = tuple[Any, tuple[fds.Transform, ...]]
 
@@ -172,7 +172,7 @@ def test_arguments_of_the_step(change: dict[str, Any], says: str) -> None:
 
 
 def test_another_version_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "version", lambda name: f"0.{comm.world().rank}")
+    monkeypatch.setattr(checks, "version", lambda name: f"0.{comm.world().rank}")
     with pytest.raises(ValueError, match=r"functional_ds: rank 0 has 0.0; rank 1 has 0.1"):
         comm.simulate(lambda: T.zero(0)(fds.train_step(loss, ADAM)).init(weights()), world_size=2)
 
@@ -210,7 +210,7 @@ def test_the_comparison_costs_sixteen_bytes() -> None:
     def program(*strategy: fds.Transform) -> list[tuple[str, str, int]]:
         step = fds.compose(*strategy)(fds.train_step(loss, ADAM))
         with comm.ledger() as sent:
-            agreement.check_same_step(step)
+            checks.check_same_step(step)
         return [(row.collective, row.group, row.bytes) for row in sent.rows]
 
     assert comm.simulate(program, T.zero(1), T.clip(1.0), world_size=2)[0] == [("all_reduce", "world/control", 16)]
@@ -270,12 +270,10 @@ def alone(*strategy: fds.Transform, steps: int = 2) -> list[str]:
 
 
 def test_ranks_that_send_nothing_are_told_once() -> None:
-    for told, *others in (comm.simulate(alone, world_size=2), comm.spawn(alone, world_size=2)):
-        (said,) = told
-        assert re.search(
-            r"^UserWarning .*test_agreement.py: train_step\(loss.*the first step has sent nothing.*T.zero\(0\)", said
-        )
-        assert others == [[]]
+    told, other = comm.spawn(alone, world_size=2)
+    (said,) = told
+    assert re.search(r"^UserWarning .*test_agreement.py: train_step\(loss.*the first step has sent nothing.*T.zero\(0\)", said)
+    assert other == []
 
 
 def summed(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
@@ -283,9 +281,13 @@ def summed(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) ->
     return state, comm.all_reduce(grads)
 
 
+def who_send_or_mean_it() -> list[list[str]]:
+    deliberate = T.zero(0, comm.new_group([comm.world().rank]))
+    return [alone(T.zero(0)), alone(fds.wrap("mine", reduce=summed)), alone(deliberate)]
+
+
 def test_who_sends_or_means_it_is_told_nothing() -> None:
-    """Data parallelism of the library and a user's own, a group of one rank, and a world of one."""
-    assert comm.simulate(alone, T.zero(0), world_size=2) == [[], []]
-    assert comm.simulate(alone, fds.wrap("mine", reduce=summed), world_size=2) == [[], []]
-    assert comm.simulate(lambda: alone(T.zero(0, comm.new_group([comm.world().rank]))), world_size=2) == [[], []]
+    """Data parallelism of the library and a user's own, a group of one rank, a world of one, and simulated ranks."""
+    assert comm.spawn(who_send_or_mean_it, world_size=2) == [[[], [], []]] * 2
+    assert comm.simulate(alone, world_size=2) == [[], []]
     assert alone() == []

@@ -14,7 +14,7 @@ from tests.step import test_agreement
 
 pytestmark = pytest.mark.timeout(60)
 
-STEPS, TEXTS = "step.agreement", "step.fingerprint"
+STEPS, RANKS, TEXTS = "step.checks", "comm.agree", "comm.description"
 
 
 def first(case: str) -> None:
@@ -27,21 +27,17 @@ def first(case: str) -> None:
 @pytest.mark.parametrize(
     ("law", "bug"),
     [
-        (partial(first, "rate"), Bug("smaller numbers win", STEPS, "if low == -high:", "if low == number:",
+        (partial(first, "rate"), Bug("smaller numbers win", RANKS, "if low == -high:", "if low == number:",
              shows=comm.CommError)),
         (partial(first, "own schedule"),
          Bug("options are not compared", STEPS, '" ".join(layer.exact for layer in layers)', '""')),
         (partial(first, "closure"), Bug("closures are not read", TEXTS, "known[name] = _content(cell)", "pass")),
         (partial(first, "closure"), Bug("optimizers are their names", STEPS, "described(value)) for name", '"") for name')),
         (partial(test_agreement.test_a_whole_mesh_compares, 3),
-         Bug("one axis is enough", STEPS, "for channel in channels:\n        channel.world",
-             "for channel in channels[:1]:\n        channel.world", shows=comm.CommError)),
+         Bug("one axis is enough", RANKS, "for channel in channels:\n        channel.world.agreed(f\"{what} (",
+             "for channel in channels[:1]:\n        channel.world.agreed(f\"{what} (", shows=comm.CommError)),
         (partial(test_agreement.test_what_is_a_ranks_own_is_no_difference, Path("out")),
-         Bug("groups have names", TEXTS, 'text = re.sub(rf"{re', 're.sub(rf"{re', shows=ValueError)),
-        (test_agreement.test_who_sends_or_means_it_is_told_nothing,
-         Bug("all are warned", STEPS, "any(len(row.ranks) > 1 for row in sent.rows)", "False")),
-        (test_agreement.test_ranks_that_send_nothing_are_told_once,
-         Bug("nobody is warned", STEPS, "here.rank == 0", "here.rank < 0", shows=ValueError)),
+         Bug("groups have names", STEPS, 'text = re.sub(rf"{re', 're.sub(rf"{re', shows=ValueError)),
         (partial(test_alike.test_it_is_named, test_alike.other_causality, None),
          Bug("masks are not compared", "parallel.sequence.cut_attention", "**same, ", "", shows=pytest.fail.Exception)),
         (partial(test_alike.test_it_is_named, test_alike.other_labels, None),

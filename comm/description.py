@@ -1,7 +1,6 @@
-"""What the ranks of a step must have alike, as text: optimizer, transforms, schedules and their numbers."""
+"""Values as text that is the same on all ranks of one program: functions with their numbers, records, groups by their sizes."""
 
 import functools
-import re
 import types
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,30 +13,10 @@ from torch import Tensor
 
 from functional_ds.comm.record.group import Group
 
-__all__ = ["Entry", "described", "without_names"]
+__all__ = ["described"]
 
 _SMALL = 16  # elements of a tensor whose values count
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, Enum)
-
-
-def _without_addresses(text: str) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
-
-
-@attrs.frozen
-class Entry:
-    """One thing that ranks must have alike.
-
-    Attributes:
-        shown: for messages.
-        exact: what is compared, too, where two different things may be shown alike.
-    """
-
-    shown: str = attrs.field(converter=_without_addresses)
-    exact: str = attrs.field(default="", converter=_without_addresses)
-
-    def __str__(self) -> str:
-        return self.shown
 
 
 def described(value: Any) -> str:
@@ -126,10 +105,3 @@ def _digest(code: types.CodeType) -> int:
 
 def _constant(const: Any) -> Any:
     return sorted(map(repr, const)) if isinstance(const, frozenset) else const
-
-
-def without_names(text: str, groups: Iterable[Group]) -> str:
-    """The text without the groups' names, which may differ between ranks that lie along another axis."""
-    for group in groups:
-        text = re.sub(rf"{re.escape(repr(group.name))} of (?=\d)", "", text)
-    return text
