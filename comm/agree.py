@@ -1,16 +1,24 @@
-"""A check that a value is the same on all ranks."""
+"""Checks that values are the same on all ranks."""
 
+import hashlib
+import itertools
+import re
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from functional_ds.comm.record.group import Group
 
-from .api import all_gather
+from .api import all_gather, all_reduce
+from .objects import all_gather_object
 
-__all__ = ["agree"]
+__all__ = ["Entry", "agree", "differences"]
+
+_LONGEST = 400  # characters of what a rank has, in a message
 
 
 def agree(value: Any, *groups: Group, what: str, differ: str, mend: str) -> list[int]:
@@ -51,3 +59,81 @@ def agree(value: Any, *groups: Group, what: str, differ: str, mend: str) -> list
     if odd:
         raise ValueError(f"{what}: ranks {odd} of group {first.name!r} have {differ} than rank {ranks[0]}; {mend}")
     return list(ranks)
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+@attrs.frozen
+class Entry:
+    """One thing that ranks must have alike.
+
+    Attributes:
+        shown: for messages.
+        exact: what is compared, too, where two different things may be shown alike.
+    """
+
+    shown: str = attrs.field(converter=_without_addresses)
+    exact: str = attrs.field(default="", converter=_without_addresses)
+
+    def __str__(self) -> str:
+        return self.shown
+
+
+def differences(entries: Mapping[str, Entry], groups: Sequence[Group], *, what: str) -> str:
+    """Which entries differ between ranks, and which ranks have what: the same text on all ranks, empty where all are alike.
+
+    Args:
+        entries: by name, in one order.
+        groups: the ranks that compare; several groups, such as the axes of a mesh, compare over the grid that they span.
+        what: the entries in a few words, for ranks without values, which are compared later.
+
+    Cost: one all-reduce of 16 bytes a group, on its channel "control"; the entries, where they differ.
+
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     return differences({"rate": Entry(f"{0.1 * (comm.world().rank != 1)}")}, [comm.world()], what="rates")
+    >>> comm.simulate(program, world_size=3)[0]
+    'rate: ranks 0, 2 have 0.1; rank 1 has 0.0'
+    """
+    channels = [group.channel("control") for group in groups]
+    number = int.from_bytes(hashlib.sha256(repr(entries).encode()).digest()[:7], "big")
+    least: Tensor = torch.tensor([number, -number], device=channels[0].world.device)
+    for channel in channels:
+        channel.world.agreed(f"{what} ({number:x})", channel)
+        least = all_reduce(least, channel, op="min")  # over one axis after the other: over the whole grid
+    low, high = least.tolist()
+    if low == -high:
+        return ""
+    told = {groups[0].ranks[groups[0].rank]: entries}
+    for channel in channels:
+        for others in all_gather_object(told, channel):
+            told |= others
+    return _as_text(told)
+
+
+def _as_text(told: Mapping[int, Mapping[str, Entry]]) -> str:
+    lines = []
+    for name in dict.fromkeys(name for entry in told.values() for name in entry):
+        having: dict[Entry | None, list[int]] = {}
+        for rank in sorted(told):
+            having.setdefault(told[rank].get(name), []).append(rank)
+        if len(having) > 1:
+            alike = len({entry and entry.shown for entry in having}) == 1
+            texts = _shortened(["none" if entry is None else entry.exact if alike else entry.shown for entry in having])
+            lines.append(f"{name}: {'; '.join(map(_having, having.values(), texts))}")
+    return ". ".join(lines)
+
+
+def _having(ranks: Sequence[int], text: str) -> str:
+    return f"rank {ranks[0]} has {text}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have {text}"
+
+
+def _shortened(texts: Sequence[str]) -> list[str]:
+    """Long texts from shortly before the first place where they differ."""
+    if max(map(len, texts)) <= _LONGEST:
+        return [*texts]
+    common = sum(1 for _ in itertools.takewhile(lambda letters: len({*letters}) == 1, zip(*texts, strict=False)))
+    start = max(0, common - _LONGEST // 4)
+    return [f"{'...' * bool(start)}{text[start : start + _LONGEST]}{'...' * (len(text) > start + _LONGEST)}" for text in texts]

@@ -64,6 +64,7 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
         name,
         check=lambda step: replicas.alone(step, name),
         traits=[Trait.REDUCES_GRADIENTS],
+        groups=[group],
         init=init,
         sync_buffers=replicas.sync_buffers,
         sum_over_ranks=replicas.sum_over_ranks,

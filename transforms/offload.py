@@ -125,6 +125,7 @@ class _Offload:
             check=self.check,
             slot="offload",
             traits=[Trait.OFFLOADS, Trait.HEEDS_SKIPS, *([] if self.root is None else [Trait.USES_FILES])],
+            options={"places": self.options},  # the folder may be a rank's own
             init=self.init,
             scatter=self.scatter,
             update=self.update,

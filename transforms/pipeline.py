@@ -1,5 +1,6 @@
 """``pipeline``: a model's stages on several ranks, micro-batches going through them as a schedule says."""
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,6 +126,8 @@ class _Pipeline:
             check=self.check,
             slot="pipeline",
             traits=[Trait.PIPELINES, Trait.HEEDS_SKIPS],
+            options=self.options(),
+            groups=[self.group],
             init=self.init,
             gradients=self.gradients,
             sync_buffers=self.sync_buffers,
@@ -136,6 +139,12 @@ class _Pipeline:
             params=self.params,
             leaf_map=self.leaf_map,
         )
+
+    def options(self) -> dict[str, Any]:
+        """What all ranks of the pipeline, and of those beside it, must have alike."""
+        actions = zlib.crc32(b"".join(row.tobytes() for row in self.schedule.codes))
+        placement = list(self.schedule.placement)
+        return {"placement": placement, "microbatches": self.schedule.microbatches, "actions": f"{actions:08x}"}
 
     def check(self, step: Step) -> None:
         """Refuses a step whose gradients another transform wraps."""

@@ -204,7 +204,7 @@ def schedule(fn: Callable[..., float | Tensor]) -> Transform:
         return state, {**metrics, "rate": factor}
 
     name = f"schedule({getattr(fn, '__name__', fn)})"
-    return wrap(name, traits=[Trait.HEEDS_SKIPS], rate=rate, update=update)
+    return wrap(name, traits=[Trait.HEEDS_SKIPS], options={"fn": fn}, rate=rate, update=update)
 
 
 def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Factor:

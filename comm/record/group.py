@@ -57,16 +57,27 @@ class World(ABC):
         rank: this rank.
         ledgers: those that are open on this rank; each records every call.
         watch: follows the rank's values, in a simulation with ``variance=True``.
+        made_for: what the calls on a group are made for, which all its ranks must have alike, by the group's ranks and name.
     """
 
     rank: int
     ledgers: list[Ledger] = attrs.field(factory=list, init=False)
     watch: ValueWatch | None = attrs.field(default=None, init=False)
+    made_for: dict[tuple[tuple[int, ...], str], str] = attrs.field(factory=dict, init=False)
 
     @property
     def device(self) -> torch.device:
         """Where the library's own small tensors are, such as sizes and pickled objects."""
         return torch.device("cpu")
+
+    @property
+    def compares(self) -> bool:
+        """Whether ranks compare their calls."""
+        return False
+
+    def purpose(self, group: "Group") -> str:
+        """What this rank's calls on the group are made for; empty where nothing says so."""
+        return self.made_for.get((group.ranks, group.name), "") if self.made_for else ""
 
     @property
     def at_once(self) -> bool:

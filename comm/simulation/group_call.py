@@ -15,15 +15,16 @@ __all__ = ["GroupCall", "RankCall", "copied"]
 
 @attrs.frozen(eq=False)
 class RankCall:
-    """One rank's part of a collective: its call, its inputs and the call site."""
+    """One rank's part of a collective: its call, its inputs, the call site, and what the call is made for."""
 
     call: Call
     here: Here
     inputs: list[Tensor]
     site: str
+    purpose: str = ""
 
     def __str__(self) -> str:
-        return self.call.signature(self.inputs, self.here)
+        return self.call.signature(self.inputs, self.here) + (f", for {self.purpose}" if self.purpose else "")
 
 
 @attrs.define(eq=False)

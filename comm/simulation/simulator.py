@@ -78,13 +78,18 @@ class SimulatedWorld(ScheduledWorld):
         turn = self.counts[key] = self.counts.get(key, -1) + 1
         places = row.members(call.options, group.size)
         members = group.ranks if places == range(group.size) else tuple(group.ranks[place] for place in places)
-        arrival = RankCall(call, here, [copied(t) for t in tensors], call_site())
-        slot = GroupCall(group, members, call.agreement(tensors, here))
+        purpose = self.purpose(group)
+        arrival = RankCall(call, here, [copied(t) for t in tensors], call_site(), purpose)
+        slot = GroupCall(group, members, (*call.agreement(tensors, here), purpose))
         slot = self.simulator.arrive((*key, turn), self.rank, slot, arrival)
         if self.rules is not None:
             self.rules.launch(call, group, (*key, turn), members, f"{arrival} on group {group.name!r} at {arrival.site}")
         handle = _SimulatedHandle(self, slot)
         return WatchedInputs.of(handle, call, tensors, group) if async_op else handle
+
+    @property
+    def compares(self) -> bool:
+        return True
 
     @property
     def at_once(self) -> bool:

@@ -65,7 +65,9 @@ class CallLog:
         order = f"{group.name} {group.ranks} {row.order(call.options)}"
         turn = self._turns[order] = self._turns.get(order, -1) + 1
         members = [group.ranks[member] for member in row.members(call.options, group.size)]
-        mine = _LoggedCall(self.rank, call.agreement(tensors, here), call.private(), call.signature(tensors, here), call_site())
+        purpose, signature = group.world.purpose(group), call.signature(tensors, here)
+        signature += f", for {purpose}" if purpose else ""
+        mine = _LoggedCall(self.rank, (*call.agreement(tensors, here), purpose), call.private(), signature, call_site())
         entry = pickle.dumps(attrs.astuple(mine, recurse=False))
         self.store.set(f"{order} {turn} {self.rank}", entry)  # type: ignore[arg-type]  # it takes bytes, too
         self._open.add(f"{order} {turn}")

@@ -209,6 +209,10 @@ class ProcessWorld(World):
     _streams: dict[tuple[Any, ...], Any] = attrs.field(factory=dict)  # of chains, by lane and device
     _batch: list[tuple[CommunicatorKey, Started, Callable[[], Started]]] | None = None
 
+    @property
+    def compares(self) -> bool:
+        return self.call_log is not None
+
     @cached_property
     def _backends(self) -> dict[str, str]:
         """The default group's backends by kind of device; those of the beginning where the group is gone."""

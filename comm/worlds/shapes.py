@@ -92,6 +92,10 @@ class ShapesWorld(World):
     def device(self) -> torch.device:
         return torch.device("meta")
 
+    @property
+    def compares(self) -> bool:
+        return True
+
     def channel(self, group: Group, name: str) -> Group:
         made = super().channel(group, name)
         if name.rpartition("/")[2] != "control":
@@ -138,7 +142,9 @@ class ShapesWorld(World):
         log = self._log(order, members, group)
         if call.collective.private:
             self.shared.private.setdefault((order, len(log)), {})[self.rank] = call
-        log.append(self.shared.number(call.agreement(tensors, here), lambda: call.signature(tensors, here)))
+        purpose = self.purpose(group)
+        kind = (*call.agreement(tensors, here), purpose)
+        log.append(self.shared.number(kind, lambda: call.signature(tensors, here) + (f", for {purpose}" if purpose else "")))
 
     def agreed(self, text: str, group: Group) -> None:
         log = self._log((group.ranks, group.name, ()), range(group.size), group)

@@ -1,18 +1,27 @@
-"""What a step refuses at its boundary: params, batches and states of the wrong kind."""
+"""What a step refuses at its boundary: params, batches and states of the wrong kind, and ranks that have another step."""
 
+import re
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import optree
 import torch
 from torch import Tensor, nn
 
+from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.byte_ranges import overlapping
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable, module_of, trainable
 from functional_ds.base.weighted import Weighted
+from functional_ds.comm.agree import Entry, differences
+from functional_ds.comm.description import described
+from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.comm.worlds.process import ProcessWorld
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffers import BUFFERS
@@ -20,7 +29,19 @@ from .phases import Layer
 from .state import State, refuse_donated
 from .tape import Tape
 
-__all__ = ["check_batch", "check_graph", "check_params", "check_state", "name_sum", "refuse_inference", "refuse_other_names"]
+__all__ = [
+    "check_batch",
+    "check_graph",
+    "check_params",
+    "check_same_step",
+    "check_state",
+    "entries",
+    "name_sum",
+    "noting_first_step",
+    "refuse_inference",
+    "refuse_other_names",
+    "warn_of_lone_ranks",
+]
 
 _PLAIN = (bool, int, float, complex, str, bytes)  # beside tensors, a batch may have these
 
@@ -30,6 +51,15 @@ class Strategy(Protocol):
 
     @property
     def layers(self) -> tuple[Layer, ...]: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+    @property
+    def buffers(self) -> str: ...
+
+    @property
+    def skips_unused(self) -> bool: ...
 
     def leaf_map(self, state: State) -> LeafMap: ...
 
@@ -193,3 +223,94 @@ def _refuse_bare(step: Strategy, state: State, batch: Any) -> None:
 
 def _on_meta(values: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(values))
+
+
+def entries(step: Strategy) -> dict[str, Entry]:
+    """What all ranks of a step must have alike, by name.
+
+    Neither the loss nor the batch is among it: these may be a rank's own, as may the names of groups.
+
+    >>> import functional_ds as fds
+    >>> from functional_ds import transforms as T
+    >>> step = fds.compose(T.accumulate(2), T.clip(1.0))(fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)))
+    >>> print(entries(step)["transforms"])
+    accumulate(2) -> clip(1.0)
+    """
+    groups = _groups(step)
+    layers = [_of_layer(layer, groups) for layer in step.layers]
+    return {
+        "functional_ds": Entry(version("functional-ds")),
+        "torch": Entry(torch.__version__.partition("+")[0]),
+        **{name: Entry(str(value), described(value)) for name, value in step.options.items()},
+        "buffers": Entry(repr(step.buffers)),
+        "unused": Entry(repr("skip" if step.skips_unused else "zeros")),
+        "transforms": Entry(" -> ".join(map(str, layers)) or "none", " ".join(layer.exact for layer in layers)),
+    }
+
+
+def _of_layer(layer: Layer, groups: Sequence[comm.Group]) -> Entry:
+    if layer.options is None:
+        return Entry(_without_names(layer.name, groups))
+    name = layer.name.partition("(")[0]
+    shown = (f"{option}={getattr(value, '__name__', None) or value}" for option, value in layer.options.items())
+    return Entry(f"{name}({', '.join(shown)})", described(layer.options))
+
+
+def _without_names(text: str, groups: Iterable[comm.Group]) -> str:
+    """The text without the groups' names, which may differ between ranks that lie along another axis."""
+    for group in groups:
+        text = re.sub(rf"{re.escape(repr(group.name))} of (?=\d)", "", text)
+    return text
+
+
+def _groups(step: Strategy) -> list[comm.Group]:
+    """The groups of its transforms that have this rank and others, each once, in the order of the transforms."""
+    given = [comm.world() if group is None else group for layer in step.layers for group in layer.groups]
+    return list({group.ranks: group for group in given if group.size > 1 and group.rank >= 0}.values())
+
+
+def check_same_step(step: Strategy) -> None:
+    """Refuses steps that differ among the ranks that train together: those of the groups of the transforms, along all axes.
+
+    Cost: one all-reduce of 16 bytes a group, on its channel "control"; the texts, where they differ.
+
+    Raises:
+        ValueError: on all ranks: names what differs, and which ranks have what.
+    """
+    groups = _groups(step)
+    if not groups:
+        return
+    mine = entries(step)
+    found = differences(mine, groups, what=f"a step of {mine['optimizer']} with {mine['transforms']}")
+    if found:
+        raise ValueError(
+            f"init: ranks that train together have different steps. {found}. Compose the same step on every rank, and choose "
+            "by rank only what a batch or a loss is made of"
+        )
+
+
+@contextmanager
+def noting_first_step(step: Strategy, *, is_first: bool) -> Iterator[comm.Ledger | None]:
+    """Counts what a first step sends among processes; None where a transform has a group, or there is one rank.
+
+    In a simulation ranks often run single-device steps beside each other, to compare with them.
+    """
+    here = comm.world()
+    counts = is_first and here.size > 1 and here.rank == 0 and not any(layer.groups for layer in step.layers)
+    if not counts or not isinstance(here.world, ProcessWorld) or current_recorder() is not None:
+        yield None
+        return
+    with comm.ledger() as sent:
+        yield sent
+
+
+def warn_of_lone_ranks(step: Strategy, sent: comm.Ledger | None) -> None:
+    """Warns of a first step that has sent nothing, so that each rank trains a model of its own; one rank says so."""
+    if sent is None or any(len(row.ranks) > 1 for row in sent.rows):
+        return
+    warnings.warn(
+        f"{step}: the first step has sent nothing between the {comm.world().size} ranks, so each trains a model by itself, on "
+        "its own batches: compose T.zero(0), which sums gradients over the ranks. If that is what you want, say so by a group "
+        "of one rank, T.zero(0, comm.new_group([comm.world().rank])), or ignore this warning",
+        stacklevel=3,
+    )

@@ -1,9 +1,11 @@
 """``wrap`` makes a transform of functions that wrap phases; ``compose`` makes one transform of several."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
+
+from functional_ds.comm.record.group import Group
 
 from .phases import check_phases
 from .step import Step, Transform
@@ -20,12 +22,15 @@ class _Wrap:
     slot: str | None
     traits: frozenset[Trait]
     check: Callable[[Step], None] | None
+    options: Mapping[str, Any] | None
+    groups: Sequence[Group | None]
     phases: Mapping[str, Callable[..., Any]]
 
     def __call__(self, step: Step) -> Step:
         if self.check is not None:
             self.check(step)
-        return step.wrapped(self.name, slot=self.slot, traits=self.traits, **self.phases)
+        given: dict[str, Any] = {"slot": self.slot, "traits": self.traits, "options": self.options, "groups": self.groups}
+        return step.wrapped(self.name, **given, **self.phases)
 
     def __repr__(self) -> str:
         return self.name
@@ -54,6 +59,8 @@ def wrap(
     slot: str | None = None,
     traits: Collection[Trait] = (),
     check: Callable[[Step], None] | None = None,
+    options: Mapping[str, Any] | None = None,
+    groups: Sequence[Group | None] = (),
     **phases: Callable[..., Any],
 ) -> Transform:
     """The transform that replaces phases: ``wrap("half", rate=lambda inner, step, state: inner(step, state) / 2)``.
@@ -66,6 +73,10 @@ def wrap(
         slot: the name of what it keeps in ``state.slots``; no two transforms of a step may have one name.
         traits: what other transforms may ask the step for.
         check: is called with the step before it is wrapped, and raises an error if this transform must not follow its others.
+        options: what all ranks must give the transform alike, by name; None where its name says so. Ranks compare them at
+            ``init``: numbers and functions by what they compute with, groups by their sizes, other objects by their types.
+        groups: the groups over which the transform sums or exchanges values, None for the whole world: their ranks compare the
+            whole step at ``init``.
         phases: the functions, by the phase that they wrap.
 
     Raises:
@@ -73,7 +84,7 @@ def wrap(
         TypeError: a function takes other arguments than its phase gives; when it runs: it returns something else.
     """
     check_phases(name, phases)
-    return _Wrap(name, slot, frozenset(traits), check, phases)
+    return _Wrap(name, slot, frozenset(traits), check, options, tuple(groups), phases)
 
 
 def compose(*transforms: Transform) -> Transform:

@@ -1,7 +1,7 @@
 """The phases of a step as data: what each takes and returns, and how the functions that wrap a phase are composed."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.weighted import Weighted
+from functional_ds.comm.record.group import Group
 
 from .state import State
 from .traits import Trait
@@ -73,12 +74,23 @@ _RESULTS: dict[str, tuple[str, tuple[type, ...]]] = {
 
 @attrs.frozen(eq=False)
 class Layer:
-    """What one transform added to a step."""
+    """What one transform added to a step.
+
+    Attributes:
+        name: of the transform, for errors.
+        phases: its functions by phase, alone or with their place.
+        traits: what other transforms may ask the step for.
+        slot: the name of what it keeps in the state.
+        options: what all ranks must give it alike; None where the name says so.
+        groups: the ranks of each must have the same step; None stands for the whole world.
+    """
 
     name: str
-    phases: Mapping[str, Any]  # functions, alone or with their place
+    phases: Mapping[str, Any]
     traits: frozenset[Trait]
     slot: str | None
+    options: Mapping[str, Any] | None = None
+    groups: Sequence[Group | None] = ()
 
     def __repr__(self) -> str:
         return f"Layer({self.name}: {', '.join(self.phases)})"

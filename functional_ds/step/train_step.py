@@ -140,7 +140,9 @@ def train_step(
         "select": _select,
     }
     name = f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})"
-    return Step(base, name, buffers=buffers, draws=with_key and getattr(loss_fn, "draws", True), skips_unused=unused == "skip")
+    draws = with_key and getattr(loss_fn, "draws", True)
+    options = {"optimizer": rule.rule, "seed": seed}
+    return Step(base, name, buffers=buffers, draws=draws, skips_unused=unused == "skip", options=options)
 
 
 def _refuse_no_rows(error: RuntimeError, batch: Any) -> None:

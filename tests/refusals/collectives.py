@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from functional_ds import comm
+from functional_ds import comm, seq
 from tests.refusals.refusal import Refusal
 
 ONE = torch.ones(1)
@@ -84,7 +84,22 @@ def cut_by_torch(here: comm.Group) -> Any:
     return comm.all_gather(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
 
 
+def other_masks() -> Any:
+    x = torch.ones(1, 2, 4, 8)
+    return seq.ring(comm.world())(x, x, x, causal=comm.world().rank == 0)
+
+
 REFUSALS = [
+    Refusal(
+        what="cut attention with another mask or layout on one rank, a cut cross entropy with other labels, "
+        "under `comm.simulate` or `comm.checked()`",
+        error=comm.MismatchError,
+        says=r"for ring attention\(.*causal=(True|False).*for ring attention\(.*causal=(True|False)",
+        advises=r"at collectives\.py:\d+, rank . called",
+        why="Each rank would compute a part of something else.",
+        instead="Pass the same masks, layout, labels and tokens on all ranks of the group.",
+        program=lambda: on_two(other_masks),
+    ),
     Refusal(
         what="ranks that call different collectives",
         error=comm.MismatchError,

@@ -238,6 +238,11 @@ def writes_beside_a_loss_scale() -> None:
     step(step.init(weights()), rows())
 
 
+def another_rate() -> None:
+    """Rank 1 has another learning rate."""
+    comm.simulate(lambda: made(T.zero(1), rule=fds.adamw(0.1 / (1 + comm.world().rank))).init(weights()), world_size=2)
+
+
 REFUSALS = [
     Refusal(
         what="`step.norm` of gradients in a phase `gradients`, with `replicated` or `compressed_gradients`",
@@ -256,6 +261,15 @@ REFUSALS = [
         why="A skipped step must leave them as they were.",
         instead="Put new tensors into the state; or heed `state.skip`, and say so by `traits=[Trait.HEEDS_SKIPS]`.",
         program=writes_beside_a_loss_scale,
+    ),
+    Refusal(
+        what="another optimizer, learning rate, transform, schedule, seed or version on one of the ranks that train together",
+        error=ValueError,
+        says=r"have different steps. optimizer: rank 0 has adamw\(lr=0.1,.*; rank 1 has adamw\(lr=0.05,",
+        advises="Compose the same step on every rank",
+        why="Each rank would update its shard by its own rule, or wait for messages that never come.",
+        instead="Compose the same step on every rank; batches and losses may be a rank's own.",
+        program=another_rate,
     ),
     Refusal(
         what="a state that another strategy made",

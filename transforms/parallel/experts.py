@@ -100,6 +100,7 @@ class Experts:
         return wrap(
             str(self),
             traits=[Trait.CUTS_EXPERTS],
+            groups=[self.ep] if self.edp is None else [self.ep, self.edp],
             check=self.check,
             init=self.init,
             view=self.view,

@@ -105,6 +105,7 @@ class _Balance:
             str(self),
             slot="balance",
             traits=[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
+            groups=[] if self.over is None else [self.over],
             init=self.init,
             forward=self.forward,
             gradients=self.gradients,

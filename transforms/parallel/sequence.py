@@ -131,6 +131,8 @@ class _SequenceParallel:
         return wrap(
             str(self),
             traits=[Trait.CUTS_SEQUENCES],
+            options={"layout": self.layout, "batch": self.rules, "tokenwise": self.tokenwise},
+            groups=[self.group],
             gradients=outermost(self.gradients),
             measure=outermost(self.measure),
             batch_shard=outermost(self.batch_shard),

@@ -150,6 +150,8 @@ class _TensorParallel:
             f"tensor_parallel({dict(self.plan)}, {where})",
             slot=_SLOT,
             traits=[Trait.HEEDS_SKIPS],
+            options={"plan": self.plan, "sequence_dim": self.sequence_dim},
+            groups=[self.group],
             init=self.init,
             forward=innermost(self.forward),
             reduce=self.reduce,

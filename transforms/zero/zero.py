@@ -118,6 +118,7 @@ class Zero(ZeroConfig):
             str(self),
             slot="zero",
             traits=self._traits(),
+            groups=[self.group] if self.replicate is None else [self.group, self.replicate],
             init=self.init,
             view=self.view,
             sync_buffers=self.sync_buffers,

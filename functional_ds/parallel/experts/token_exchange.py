@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.comm.alike import alike
 from functional_ds.comm.record.call_recorder import CallRecorder, current_recorder, runs_on_shapes
 from functional_ds.step.axes import axis
 from functional_ds.step.tape import current_tape
@@ -128,7 +129,8 @@ def exchange(
         out = out.view(*x.shape[:-1], out.shape[-1])
         return out if shared is None else out + shared(x)
     volume = exchange_volume(1, routing.experts.shape[1], width=1, ranks=size, reach=routing.reach(size))
-    under_way = _WAYS[volume.way if way == "auto" else way](routing, group).start(rows, beside=shared is not None)
+    with alike("moe.exchange", group, experts=routing.count, k=routing.experts.shape[1], way=way):
+        under_way = _WAYS[volume.way if way == "auto" else way](routing, group).start(rows, beside=shared is not None)
     beside = None if shared is None else shared(x)
     out = under_way(f)
     if not len(rows):

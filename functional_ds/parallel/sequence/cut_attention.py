@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_ds.base.torch_private import disable_torch_function
+from functional_ds.comm.alike import alike
 from functional_ds.comm.record.group import Group
 from functional_ds.step.axes import is_for_shapes
 
@@ -76,7 +77,8 @@ def cut_attention(
         how.check(length, ranks.size)
         documents = numbers if documents is None else documents
         mask = mask_of(causal, window, documents, length=length, rows=q.shape[0], layout=how)
-        with without_autocast(q):
+        same = {"heads": (q.shape[1], k.shape[1]), "causal": causal, "window": window, "documents": documents, "scale": scale}
+        with without_autocast(q), alike(what, ranks, **same, layout=how):
             return compute(CutSequence(ranks, how, length, mask, resolved_scale(q, scale)), q, k, v)
 
     return attend

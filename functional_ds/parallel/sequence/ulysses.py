@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_ds.comm.alike import alike
 from functional_ds.comm.record.group import Group
 from functional_ds.step.axes import is_for_shapes
 from functional_ds.step.tape import current_tape
@@ -73,7 +74,9 @@ def ulysses(
             documents = how.documents if numbers is None else numbers
             kwargs = kwargs if documents is None else {"documents": documents, **kwargs}
         shares = head_shares(q.shape[1], k.shape[1], ranks=ranks.size)
-        q, k, v = HeadExchange(ranks, runs, (shares.queries, shares.keys, shares.keys)).to_heads(q, k, v)
+        same = {name: value for name, value in kwargs.items() if isinstance(value, bool | int | float | None)}
+        with alike("ulysses", ranks, heads=(q.shape[1], k.shape[1]), **same, layout=how):
+            q, k, v = HeadExchange(ranks, runs, (shares.queries, shares.keys, shares.keys)).to_heads(q, k, v)
         if q.shape[1]:
             k, v = (_expanded(each, shares, ranks.rank) for each in (k, v))
             with _inside(group is None):

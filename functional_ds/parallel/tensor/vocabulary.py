@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.torch_private import is_fake
 from functional_ds.base.weighted import Weighted
+from functional_ds.comm.alike import alike
 
 from .pairs import summed, tensor_group
 
@@ -58,9 +59,10 @@ def embed(
     own = None if padding is None else padding - here.rank * weight.shape[0]
     found = F.embedding(index, weight, own if own is not None and 0 <= own < weight.shape[0] else None)
     found = found.masked_fill(~inside[..., None], 0)
-    if sequence_dim is None:
-        return summed(found, here)
-    return comm.reduce_scatter(found, here, dim=sequence_dim % ids.dim())
+    with alike("tp.embed", here, ids=ids, padding=padding):
+        if sequence_dim is None:
+            return summed(found, here)
+        return comm.reduce_scatter(found, here, dim=sequence_dim % ids.dim())
 
 
 def local_rows(ids: Tensor, rows: int, group: comm.Group) -> tuple[Tensor, Tensor]:
@@ -127,7 +129,9 @@ def cross_entropy(
     reads = labels.device.type == "cpu" and not is_fake(labels)  # else the host would wait, or there are no values yet
     if reads and bool(wrong.any()):
         raise ValueError(f"tp.cross_entropy: the label {labels[wrong][0].item()} is none of the vocabulary's {size}")
-    losses: Tensor = _TokenLosses.apply(logits, torch.where(counted, labels, -1), here, label_smoothing, z_loss)
+    labels = torch.where(counted, labels, -1)
+    with alike("tp.cross_entropy", here, labels=labels, label_smoothing=label_smoothing, z_loss=z_loss):
+        losses: Tensor = _TokenLosses.apply(logits, labels, here, label_smoothing, z_loss)
     if not reads:
         losses = losses.masked_fill(wrong, float("nan"))
     return Weighted(losses.sum(), counted.sum())

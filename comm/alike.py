@@ -1,0 +1,65 @@
+"""Arguments that all ranks of a group must give alike, compared together with the calls that are made for them."""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_ds.base.torch_private import disable_dispatch_modes, is_fake
+from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.variance.declarations import raw_bytes
+
+from .description import described
+
+__all__ = ["alike"]
+
+
+@contextmanager
+def alike(what: str, group: Group, **arguments: Any) -> Iterator[None]:
+    """Within the block, calls on the group are made for ``what(**arguments)``, which all its ranks must call alike.
+
+    Ranks that compare their calls compare these arguments, too: simulated ranks, those within ``comm.checked``, and those
+    without values. In all other worlds nothing is compared. Cost: nothing is sent.
+
+    Args:
+        what: the function that the arguments were given to.
+        group: whose calls are compared.
+        arguments: tensors are compared by their bits.
+
+    Raises:
+        MismatchError: from a call within the block: a rank has other arguments; names both, and both lines.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> def scaled_sum(x, factor):
+    ...     with alike("scaled_sum", comm.world(), factor=factor):
+    ...         return factor * comm.all_reduce(x)
+    >>> comm.simulate(lambda: scaled_sum(torch.ones(1), comm.world().rank), world_size=2)
+    Traceback (most recent call last):
+        ...
+    functional_ds.comm.record.errors.MismatchError: ... called all_reduce(op='sum') of [float32[1]], for scaled_sum(factor=...
+    """
+    world, key = group.world, (group.ranks, group.name)
+    if not world.compares or group.size == 1 or current_recorder() is not None:
+        yield
+        return
+    before = world.made_for.get(key, "")
+    world.made_for[key] = f"{what}({', '.join(f'{name}={_text(value)}' for name, value in arguments.items())})"
+    try:
+        yield
+    finally:
+        world.made_for[key] = before
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return described(value)
+    shown = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if value.is_meta or is_fake(value):
+        return shown
+    with torch.no_grad(), disable_dispatch_modes():
+        return f"{shown} with CRC-32 {zlib.crc32(raw_bytes(value).numpy()):08x}"

@@ -1,0 +1,107 @@
+"""Values as text that is the same on all ranks of one program: functions with their numbers, records, groups by their sizes."""
+
+import functools
+import types
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.comm.record.group import Group
+
+__all__ = ["described"]
+
+_SMALL = 16  # elements of a tensor whose values count
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, Enum)
+
+
+def described(value: Any) -> str:
+    """A value as text that is the same on all ranks that run one program, and differs where a number in it does.
+
+    Functions are named, with what they compute by: their code, the numbers of their module that they read, defaults and closure
+    variables. Groups are sizes, devices are types, tensors are dtypes and shapes, small ones with values. Objects that are
+    none of these, nor attrs records, are their types: files, modules and loaders may be a rank's own.
+
+    >>> def optimizer(lr):
+    ...     return lambda params, grads: [p - lr * g for p, g in zip(params, grads)]
+    >>> described(optimizer(0.1)) == described(optimizer(0.1)), described(optimizer(0.1)) == described(optimizer(0.2))
+    (True, False)
+    """
+    return _described(value, ())
+
+
+def _described(value: Any, outer: tuple[int, ...]) -> str:
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if id(value) in outer:
+        return "..."
+    outer = (*outer, id(value))
+    if isinstance(value, Group):
+        return f"{value.size} ranks"
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, Tensor):
+        small = value.numel() <= _SMALL and value.device.type == "cpu" and type(value) is Tensor
+        return f"{value.dtype}{list(value.shape)}{value.tolist() if small else ''}"
+    if isinstance(value, Mapping):
+        return _joined((f"{_described(k, outer)}: {_described(v, outer)}" for k, v in value.items()), "{}")
+    if isinstance(value, (set, frozenset)):
+        return _joined(sorted(_described(each, outer) for each in value), "{}")
+    if isinstance(value, Sequence):
+        return _joined((_described(each, outer) for each in value), "[]")
+    if attrs.has(type(value)):
+        return _record(value, outer)
+    return _called(value, outer)
+
+
+def _joined(parts: Iterable[str], brackets: str) -> str:
+    return f"{brackets[0]}{', '.join(parts)}{brackets[1]}"
+
+
+def _record(value: Any, outer: tuple[int, ...]) -> str:
+    """An attrs record by what it was made of; fields that begin empty are what a rank collects."""
+    given = [field for field in attrs.fields(type(value)) if field.init and not isinstance(field.default, attrs.Factory)]  # type: ignore[arg-type]
+    parts = [f"{field.name}={_described(getattr(value, field.name), outer)}" for field in given if field.name[0] != "_"]
+    return f"{type(value).__qualname__}({', '.join(parts)})"
+
+
+def _called(value: Any, outer: tuple[int, ...]) -> str:
+    if isinstance(value, functools.partial):
+        return f"partial{_described((value.func, value.args, value.keywords), outer)}"
+    if isinstance(value, types.MethodType):
+        return f"{_described(value.__self__, outer)}.{value.__func__.__name__}"
+    if isinstance(value, types.FunctionType):
+        return _function(value, outer)
+    name = getattr(value, "__qualname__", None)  # of classes and builtins
+    return name if isinstance(name, str) else type(value).__qualname__
+
+
+def _function(function: types.FunctionType, outer: tuple[int, ...]) -> str:
+    code = function.__code__
+    read = {name: function.__globals__.get(name) for name in code.co_names}
+    known: dict[str, Any] = {name: value for name, value in read.items() if isinstance(value, int | float)}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        known[name] = _content(cell)
+    known["defaults"] = [function.__defaults__, function.__kwdefaults__]
+    return f"{function.__qualname__}[{_digest(code):08x}]{_described(known, outer)}"
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _digest(code: types.CodeType) -> int:
+    """Of what a function does, wherever its file is."""
+    consts = [_digest(const) if isinstance(const, types.CodeType) else _constant(const) for const in code.co_consts]
+    return zlib.crc32(repr((code.co_code, code.co_names, consts)).encode())
+
+
+def _constant(const: Any) -> Any:
+    return sorted(map(repr, const)) if isinstance(const, frozenset) else const
