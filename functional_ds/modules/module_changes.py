@@ -27,7 +27,6 @@ _STRUCTURE = (*_TENSORS, "_modules", "_forward_hooks", "_forward_pre_hooks", "_b
 _PASSED_OVER = frozenset(vars(nn.Module())) - {"training", *_STRUCTURE}  # no call depends on it, or it changes with hooks
 _SIMPLE = (str, bytes, bool, int, float, complex, type(None))
 _ATOMS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-_EQUAL_IS_SAME = (str, type(None), dict, set, nn.Module, types.FunctionType)  # of others equality says too little: 1 == True
 
 
 class BareParameter(nn.Parameter):
@@ -41,6 +40,17 @@ class BareParameter(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+_EQUAL_IS_SAME = (
+    str,
+    type(None),
+    dict,
+    set,
+    nn.Module,
+    BareParameter,
+    types.FunctionType,
+)  # of others equality says too little: 1 == True
 
 
 @attrs.frozen
