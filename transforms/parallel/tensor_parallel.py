@@ -58,7 +58,8 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
 
     Heads stay whole. With fewer key-value heads than ranks, neighbouring ranks hold the same head and sum its gradients. A
     weight with two places (a tied head) is cut in both, and counts once. Leaves of no module, for a loss of ``fds.tp``
-    functions, take words as ``torch.nn.Linear`` lays weights out. An int is a dim: ``{regular expression: dim}``.
+    functions, take words as ``torch.nn.Linear`` lays weights out. An int is a dim: ``{regular expression: dim}``. Of keys that
+    mean one layer the most exact counts: with ``"experts.up": "replicated"`` beside ``"up": "colwise"`` experts stay whole.
 
     Law 40: it is the single-device step on the whole leaves: loss, gradients, norms, updates, on any mesh, with any stage of
     ZeRO, pipeline, precision and remat. Replicated leaves have equal bits on all ranks. The loss is the same on every rank of
@@ -81,9 +82,10 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
         sequence_dim: of activations between layers, for ``"sequence_parallel"``.
 
     Raises:
-        ValueError: a key matches no path, or two the same, or is no regular expression; a word is unknown; a size or a number
-            of heads does not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with
-            ZeRO's; in the first step: the ranks' batches differ.
+        ValueError: a key matches no path, or is no regular expression; two keys cut one leaf, or contradict each other, neither
+            being more exact; a word is unknown, or a layer's param has another than the layer; a size or a number of heads does
+            not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's; in the
+            first step: the ranks' batches differ.
         TypeError: ``group`` is no group.
         RuntimeError: when the step runs: the loss draws from torch's generator.
 
