@@ -57,6 +57,19 @@ def two_ranks(batch: Tensor | None, plan: Any = None) -> None:
     comm.simulate(program, world_size=2)
 
 
+def drawn_on_slices() -> None:
+    """Dropout by a key of hidden features, which are cut over two ranks."""
+
+    def loss(p: Any, x: Tensor, key: fds.Key) -> Tensor:
+        return fds.tp.row(key.dropout(fds.tp.column(x, p["up"]), 0.5, "hidden"), p["down"]).square().mean()
+
+    def program() -> None:
+        step = made(T.tensor_parallel({"up": "colwise", "down": "rowwise"}), loss=loss)
+        step(step.init({"up": torch.arange(12.0).view(4, 3), "down": torch.ones(3, 4)}), rows())
+
+    comm.simulate(program, world_size=2)
+
+
 def counted_positions() -> None:
     """A table of positions, which a loss counts from 0 on each of two ranks."""
 
@@ -303,6 +316,15 @@ REFUSALS = [
         why="They compute parts of one batch's activations, whose sum would mean nothing.",
         instead="Give rows by the place in `mesh['dp']`, and all ranks of `mesh['tp']` the same.",
         program=lambda: two_ranks(None),
+    ),
+    Refusal(
+        what="`key.dropout` of a slice, without `places=`",
+        error=ValueError,
+        says=r"the draw 'hidden' is for a tensor of shape \[4, 2\] that differs on the ranks 0 and 1",
+        advises=r"places=fds.tp.places\(x, dim\)",
+        why="Each rank would draw the mask of the first slice.",
+        instead="Say which features the rank has: `places=fds.tp.places(x, dim)`.",
+        program=drawn_on_slices,
     ),
     Refusal(
         what="two keys of a plan that contradict each other, and neither is more exact",

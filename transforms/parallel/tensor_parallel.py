@@ -15,6 +15,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.tensor.leaf_cuts import Cuts, cuts_of
 from functional_ds.parallel.tensor.module_calls import TensorCalls
 from functional_ds.parallel.tensor.pairs import SLICES
+from functional_ds.parallel.tensor.slice_draws import DrawLog
 from functional_ds.parallel.tensor.words import Plan, word_of
 from functional_ds.sharding.leaf_map import LeafMap, LeafShard
 from functional_ds.sharding.leaf_slice import LeafSlice
@@ -22,13 +23,13 @@ from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.sharding.sources import is_deferred, sliced
 from functional_ds.step.axes import asked, with_axis
 from functional_ds.step.compose import wrap
-from functional_ds.step.phases import innermost
+from functional_ds.step.phases import innermost, outermost
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
-from .slice_checks import check_batch, check_loss, check_whole_gradients
+from .slice_checks import check_batch, check_draws, check_loss, check_whole_gradients
 from .slice_errors import named_errors
 
 __all__ = ["tensor_parallel"]
@@ -69,7 +70,7 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     Cost: a layer of attention and MLP sends two all-reduces forward and two backward, of one activation each; with
     ``"sequence_parallel"`` as many all-gathers and reduce-scatters, and the same elements. A step adds one all-reduce of the
     gradients of replicated leaves that are used on slices, one among the ranks that share heads, and a few scalars; the first
-    step compares the ranks' batches.
+    step compares the ranks' batches, and the first pass with a draw what it is for.
 
     Put it after ``zero`` and ``pipeline``, whose ranks lie along other axes. It sums nothing over these: without ``zero`` each
     row of a mesh trains alone, as any step does. ``init`` takes rank 0's params. Optimizers that
@@ -85,7 +86,7 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
         ValueError: a key matches no path, or is no regular expression; two keys cut one leaf, or contradict each other, neither
             being more exact; a word is unknown, or a layer's param has another than the layer; a size or a number of heads does
             not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's; in the
-            first step: the ranks' batches differ.
+            first step: the ranks' batches differ; a key draws for slices without ``places``.
         TypeError: ``group`` is no group.
         RuntimeError: when the step runs: the loss draws from torch's generator.
 
@@ -118,10 +119,12 @@ class _KnownCuts:
     Attributes:
         cuts: which leaves are slices.
         calls: runs modules on this rank; None before the first pass.
+        draws: what keys draw for in the pass that runs.
     """
 
     cuts: Cuts
     calls: TensorCalls | None = None
+    draws: DrawLog = attrs.field(factory=DrawLog)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _KnownCuts)
@@ -152,6 +155,7 @@ class _TensorParallel:
             f"tensor_parallel({dict(self.plan)}, {where})",
             slot=_SLOT,
             init=self.init,
+            gradients=outermost(self.gradients),
             forward=innermost(self.forward),
             reduce=self.reduce,
             params=self.params,
@@ -202,6 +206,17 @@ class _TensorParallel:
 
     # -- how the loss runs -------------------------------------------------------------------------------------------------
 
+    def gradients(
+        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+        """The inner gradients, by a key whose draws are checked."""
+        key, group = state.key, self.ranks()
+        if key is None or group.size == 1:
+            return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
+        watched = tree.replace(key, watch=state.slots[_SLOT].known.draws)
+        after, grads, metrics = inner(step, tree.replace(state, key=watched), batch, carry, last)
+        return tree.replace(after, key=key), grads, metrics
+
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """The inner forward, with the layers that the plan cuts run in their ways, and the group as ``axis("tp")``."""
         tape, group = current_tape(), self.ranks()
@@ -212,6 +227,8 @@ class _TensorParallel:
             return inner(step, state, run, batch)
         calls = self._calls(state)
         before, tape.calls = tape.calls, (calls, *tape.calls)
+        draws: DrawLog = state.slots[_SLOT].known.draws
+        draws.found = [] if tape.records and not comm.is_symmetric(group) else None
         drawn = generator_states() if tape.records and group.size > 1 else []
         try:
             with named_errors(_cuts(state).slices, group):
@@ -219,6 +236,7 @@ class _TensorParallel:
         finally:
             tape.calls = before
             calls.leave(tape)
+            drawn_for, draws.found = draws.found, None  # a recomputation notes nothing
         if not all(map(torch.equal, drawn, generator_states() if drawn else [])):
             raise RuntimeError(
                 "tensor_parallel: the loss drew from torch's random generator (nn.Dropout in training?); on slices the ranks' "
@@ -236,6 +254,7 @@ class _TensorParallel:
                 f"tensor_parallel: plan={dict(self.plan)} cuts no leaf, and the loss calls functions of fds.tp, which would "
                 f"sum whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise'}}"
             )
+        draws.known.update(check_draws(drawn_for or [], group))
         if tape.records and group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("loss over tp"):
             check_loss(found, group)
         return found

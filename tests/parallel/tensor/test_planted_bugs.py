@@ -9,6 +9,7 @@ import pytest
 from tests.parallel.tensor import test_vocabulary
 from tests.parallel.tensor.test_linear import Block, agrees
 from tests.parallel.tensor.test_plans import draws_are_refused
+from tests.parallel.tensor.test_slice_draws import draws_for_zeros_are_looked_at_again
 from tests.parallel.tensor.test_words import test_a_longer_key_keeps_a_leaf_whole
 from tests.planting import Bug, planted
 from tests.transforms.parallel import test_tensor_modules
@@ -25,6 +26,7 @@ CUTS = "parallel.tensor.leaf_cuts"
 CALLS = "parallel.tensor.module_calls"
 DRAWS = "parallel.tensor.slice_draws"
 WORDS = "parallel.tensor.words"
+CHECKS = "transforms.parallel.slice_checks"
 STEP = "transforms.parallel.tensor_parallel"
 
 dense = Block(2)
@@ -118,6 +120,10 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     ],
     (draws_are_refused,): [
         Bug("ranks draw masks of their own", STEP, "if tape.records and group.size > 1 else []", "if False else []"),
+    ],
+    (draws_for_zeros_are_looked_at_again,): [
+        Bug("draws for slices are not compared", STEP, "draws.known.update(check_draws(drawn_for or [], group))", "pass"),
+        Bug("zeros count as compared", CHECKS, "enumerate(drawn) if any(row[3 * place] for row in rows)", "enumerate(drawn)"),
     ],
     (draws_agree, 2, 1, True, 1): [
         Bug(
