@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from functional_ds.parallel.tensor.slice_draws import Drawn
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.state_dict.fingerprint import fingerprints
 
-__all__ = ["check_batch", "check_draws", "check_loss", "check_whole_gradients"]
+__all__ = ["check_batch", "check_draws", "check_loss", "check_whole_gradients", "declared_batch", "declared_loss"]
+
+T = TypeVar("T")
 
 
 def check_batch(batch: Any, group: comm.Group) -> None:
@@ -30,6 +32,20 @@ def check_batch(batch: Any, group: comm.Group) -> None:
                 f"{group.ranks[0]}: all ranks of {group.name!r} compute the same rows; only data-parallel ranks, "
                 "mesh['dp'].rank of mesh['dp'].size, have rows of their own"
             )
+
+
+def declared_batch(batch: T, group: comm.Group) -> T:
+    """The batch, of which all ranks have the same rows."""
+    comm.replicated([x for x in tree.leaves(batch) if isinstance(x, Tensor)], group)
+    return batch
+
+
+def declared_loss(found: T, group: comm.Group) -> T:
+    """The loss, which all ranks compute and differentiate alike."""
+    loss = found[0] if isinstance(found, tuple) and found else found
+    parts = [loss.sum, loss.weight] if isinstance(loss, Weighted) else [loss]
+    comm.invariant([x for x in parts if isinstance(x, Tensor) and x.numel() == 1], group)
+    return found
 
 
 def check_loss(found: Any, group: comm.Group) -> None:

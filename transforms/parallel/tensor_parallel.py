@@ -29,7 +29,7 @@ from functional_ds.step.step import Step, Transform
 from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
-from .slice_checks import check_batch, check_draws, check_loss, check_whole_gradients
+from .slice_checks import check_batch, check_draws, check_loss, check_whole_gradients, declared_batch, declared_loss
 from .slice_errors import named_errors
 
 __all__ = ["tensor_parallel"]
@@ -220,8 +220,10 @@ class _TensorParallel:
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """The inner forward, with the layers that the plan cuts run in their ways, and the group as ``axis("tp")``."""
         tape, group = current_tape(), self.ranks()
-        run = with_axis("tp", group, function)
-        if state.batch is None and group.size > 1 and not step.has(Trait.PIPELINES):
+        pipelines = step.has(Trait.PIPELINES)
+        declared = function if pipelines else lambda given: declared_loss(function(declared_batch(given, group)), group)
+        run = with_axis("tp", group, declared)
+        if state.batch is None and group.size > 1 and not pipelines:
             check_batch(batch, group)
         if tape is None:
             return inner(step, state, run, batch)
@@ -244,18 +246,18 @@ class _TensorParallel:
                 "key.dropout(x, p, name, places=fds.tp.places(x, dim))"
             )
         modules = _cuts(state).in_modules
-        if modules and not calls.seen and not step.has(Trait.PIPELINES):
+        if modules and not calls.seen and not pipelines:
             raise ValueError(
                 f"tensor_parallel: {sorted(modules)[0]!r} is a slice of a module's parameter, and the loss called no module "
                 "that the plan cuts: call apply(params, ...) of fds.functional with the params that the loss gets"
             )
-        if asked(SLICES) and not _cuts(state).slices and group.size > 1 and not step.has(Trait.PIPELINES):
+        if asked(SLICES) and not _cuts(state).slices and group.size > 1 and not pipelines:
             raise ValueError(
                 f"tensor_parallel: plan={dict(self.plan)} cuts no leaf, and the loss calls functions of fds.tp, which would "
                 f"sum whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise'}}"
             )
         draws.known.update(check_draws(drawn_for or [], group))
-        if tape.records and group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("loss over tp"):
+        if tape.records and group.size > 1 and not pipelines and state.graphs.is_new("loss over tp"):
             check_loss(found, group)
         return found
 
