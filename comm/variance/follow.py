@@ -13,7 +13,8 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.variance import Variance
 
 from .declarations import Contradiction
-from .linearity import DRAWN_INTO, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF_PRODUCTS, TERMS, makes_constants
+from .group_bits import GroupBits, input_key
+from .linearity import DRAWN_INTO, KEEPS, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF_PRODUCTS, TERMS, makes_constants
 from .op_trace import OpTrace, TracedEvent, Values
 
 __all__ = ["contradictions"]
@@ -35,12 +36,14 @@ class _ValueState:
         since: what made it so.
         drawn: the line of the random draw that it is, with equal bits on the ranks.
         repeated: where a value that all ranks have was made part of it, so that a sum over ranks counts that n times.
+        by_rows: the same, for what was added to each row: once a row where the rows are summed, too.
     """
 
     kind: _Kind
     since: str = ""
     drawn: str = ""
     repeated: str = ""
+    by_rows: str = ""
 
     @property
     def claimed(self) -> bool:
@@ -68,50 +71,16 @@ def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
                 groups.setdefault(event.group.ranks, event.group)
     found: list[Contradiction] = []
     for group in groups.values():
-        bits = _Bits(group, traces)
+        bits = GroupBits(group, traces)
         for rank in group.ranks:
             found += _GroupWalk(group, rank, traces[rank], bits).run()
     return found
 
 
-def _input_key(event: TracedEvent, place: int) -> int:
-    return hash((event.key, "input", place))
-
-
-class _Bits:
-    """The checksums that the ranks of a group have for one key."""
-
-    def __init__(self, group: Group, traces: Sequence[OpTrace]) -> None:
-        self.group = group
-        self.found: dict[int, list[tuple[int, int]]] = {}
-        for rank in group.ranks:
-            for value in traces[rank].values:
-                if value.bits is not None:
-                    self.found.setdefault(value.key, []).append((rank, value.bits))
-            for event in traces[rank].events:
-                for place, number in enumerate(event.inputs if event.key else ()):
-                    bits = traces[rank].values[number].bits
-                    if bits is not None:
-                        self.found.setdefault(_input_key(event, place), []).append((rank, bits))
-
-    def differ(self, key: int) -> str:
-        """Two ranks that have different bits, as text; empty where none have."""
-        found = self.found.get(key, [])
-        for rank, bits in found:
-            if bits != found[0][1]:
-                return f"ranks {found[0][0]} and {rank}"
-        return ""
-
-    def some(self, key: int) -> list[int]:
-        """The ranks that have bits for it, if not all have."""
-        found = self.found.get(key, [])
-        return [rank for rank, _ in found] if len(found) < self.group.size else []
-
-
 class _GroupWalk:
     """One rank's trace, along one group."""
 
-    def __init__(self, group: Group, rank: int, trace: OpTrace, bits: _Bits) -> None:
+    def __init__(self, group: Group, rank: int, trace: OpTrace, bits: GroupBits) -> None:
         self.group, self.rank, self.trace, self.bits = group, rank, trace, bits
         self.members = frozenset(group.ranks)
         self.states: dict[int, _ValueState] = {}
@@ -168,7 +137,7 @@ class _GroupWalk:
             return self._other_group(inputs, overlaps=len(self.members & set(group.ranks)) > 1)
         for place, (number, state) in enumerate(zip(event.inputs, inputs, strict=True)):
             if takes is _P:
-                self._check_summed(state, number, self._where(), _input_key(event, place))
+                self._check_summed(state, number, self._where(), input_key(event, place))
             elif takes is _I:
                 self._check_invariant(place, state)
             elif state.kind is _P:
@@ -243,14 +212,17 @@ class _GroupWalk:
 
     def _varying(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> _ValueState:
         event, name = self.event, self.event.name
-        drawn = next((state.drawn for state in states if state.drawn), "")
+        pairs = zip(numbers, states, strict=True)  # of one draw ranks may take other parts, as of a batch
+        drawn = next((state.drawn for number, state in pairs if state.drawn and not self._taken(number)), "")
         since = next(state.since for state in states if state.kind is _V)
         if drawn and name in DRAWN_INTO and not event.backward:
             raise _FoundError(
                 f"{name} at {event.site} brings a random draw with equal bits on all ranks of {self._name()}, made at {drawn}, "
                 f"into a value that differs between them ({since}): draw by global position (fds.Key), or seed ranks apart"
             )
-        return _ValueState(_V, since, repeated="" if event.backward else self._repeated(numbers, states))
+        if event.backward:
+            return _ValueState(_V, since)
+        return _ValueState(_V, since, repeated=self._repeated(numbers, states), by_rows=self._by_rows(numbers, states))
 
     def _repeated(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> str:
         """Where something that all ranks have was added to what each has of its own."""
@@ -267,6 +239,19 @@ class _GroupWalk:
         elif name in PRODUCTS | SCALES and any(state.kind is _V and not state.repeated for state in states):
             return ""
         return before
+
+    def _by_rows(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> str:
+        """Where something that all ranks have was added to each row of what each has of its own, as a bias is."""
+        name, shape = self.event.name, self.trace.values[self.event.outputs[0]].shape
+        terms = numbers if name in SUMS else numbers[:1] if name in SUMS_OF_PRODUCTS else ()
+        for number, state in zip(numbers, states, strict=True):
+            value = self.trace.values[number]
+            whole = value.shape == shape and name in SUMS  # ``repeated`` has that
+            if number in terms and state.claimed and not whole and not value.zero and not self._taken(number):
+                return f"{name} at {self.event.site} ({state.since})"
+        before = next((state.by_rows for state in states if state.by_rows), "")
+        scaled = name in ("mul", "div") and not any(state.kind is _V and not state.by_rows for state in states)
+        return before if name in KEEPS | SUMS or scaled else ""
 
     def _check_partial(self) -> _ValueState:
         """What an operator makes of partial sums; it must be linear in them, and the same on all ranks."""
@@ -340,14 +325,15 @@ class _GroupWalk:
                 f"{what} sums {subject} that all ranks of {self._name()} have alike ({state.since}), so it is {n} times too "
                 "large: use it as it is, op='avg', or comm.varying first if others count it as often"
             )
-        if state.repeated and not zero:
+        if (state.repeated or state.by_rows) and not zero:
             raise _FoundError(
-                f"{what} sums what {state.repeated} made of a value that all ranks of {self._name()} have and one that "
-                f"differs, so the former counts {n} times: add it after the sum, or comm.varying first if that is meant"
+                f"{what} sums what {state.repeated or state.by_rows} made of a value that all ranks of {self._name()} have and "
+                f"one that differs, so the former counts {n} times: add it after the sum, or comm.varying first if that is "
+                "meant"
             )
 
     def _check_invariant(self, place: int, state: _ValueState) -> None:
-        differ = self.bits.differ(_input_key(self.event, place))
+        differ = self.bits.differ(input_key(self.event, place))
         if state.kind is _P:
             self._fail(f"{self._where()} takes a value that is the same on all ranks, and gets a partial sum", state)
         if not differ:
@@ -381,7 +367,7 @@ class _GroupWalk:
         """
         if self.states[number].kind is _P:
             return ""
-        return self.bits.differ(_input_key(self.event, self.event.inputs.index(number)))
+        return self.bits.differ(input_key(self.event, self.event.inputs.index(number)))
 
     def _where(self) -> str:
         transposed = self._forward()

@@ -3,7 +3,18 @@
 Of a partial sum ``x = Σ x_r`` each rank has ``x_r``; ``f(x) = Σ f(x_r)`` holds for linear ``f`` alone.
 """
 
-__all__ = ["ARITHMETIC", "DRAWN_INTO", "MOVES", "PRODUCTS", "SCALES", "SUMS", "SUMS_OF_PRODUCTS", "TERMS", "makes_constants"]
+__all__ = [
+    "ARITHMETIC",
+    "DRAWN_INTO",
+    "KEEPS",
+    "MOVES",
+    "PRODUCTS",
+    "SCALES",
+    "SUMS",
+    "SUMS_OF_PRODUCTS",
+    "TERMS",
+    "makes_constants",
+]
 
 # f(x + y) = f(x) + f(y), jointly in all tensors.
 SUMS = frozenset({"add", "sub", "rsub", "lerp"})
@@ -20,6 +31,16 @@ MOVES = frozenset(
         *("split_with_sizes", "squeeze", "stack", "sum", "t", "to", "to_copy", "trace", "transpose", "tril", "triu"),
         *("unbind", "unfold", "unsafe_view", "unsqueeze", "upsample_nearest1d", "upsample_nearest2d", "view"),
         *("view_as_complex", "view_as_real", "view_copy", "where", "write"),
+    ]
+)
+
+# Of those, what keeps every element and adds up none: what was added to each row is still in each row.
+KEEPS = frozenset(
+    [
+        *("alias", "as_strided", "clone", "conj", "contiguous", "copy", "detach", "flip", "lift", "lift_fresh", "movedim"),
+        *("narrow", "neg", "permute", "positive", "reshape", "reshape_alias", "resolve_conj", "resolve_neg", "roll", "select"),
+        *("slice", "split", "split_with_sizes", "squeeze", "t", "to", "to_copy", "transpose", "unbind", "unfold"),
+        *("unsafe_view", "unsqueeze", "view", "view_as_complex", "view_as_real", "view_copy"),
     ]
 )
 
@@ -46,11 +67,11 @@ TERMS = {
 # The first tensor plus a product of the others.
 SUMS_OF_PRODUCTS = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul"})
 
-# Where it matters that ranks may take other ones of several values, each of which all have.
-ARITHMETIC = SUMS | PRODUCTS | SCALES | SUMS_OF_PRODUCTS
-
 # Where a random draw meets a value.
 DRAWN_INTO = frozenset({"mul", "add", "sub", "rsub", "div", "where", "masked_fill", "addcmul", "native_dropout"})
+
+# Where it matters that ranks may take other ones of several values, each of which all have.
+ARITHMETIC = SUMS | PRODUCTS | SCALES | SUMS_OF_PRODUCTS | DRAWN_INTO
 
 _CONSTANTS = frozenset({"arange", "empty", "eye", "fill", "full", "linspace", "ones", "scalar_tensor", "zero", "zeros"})
 

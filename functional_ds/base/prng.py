@@ -1,7 +1,7 @@
 """Random draws that depend on where an element stands in the global batch, not on how many ranks share it."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import attrs
 import torch
@@ -57,12 +57,14 @@ class Key:
         step: how many updates were made.
         row: the global index of the first row.
         places: what every draw is sliced by, unless its own ``places`` say otherwise.
+        watch: sees each value that is drawn for without ``places``, with the draw's name; a transform's, which checks them.
     """
 
     seed: Tensor
     step: Tensor
     row: Tensor
     places: Places = attrs.field(factory=dict)
+    watch: Callable[[Tensor, str], None] | None = tree.static(default=None)
 
     @staticmethod
     def of(seed: int) -> "Key":
@@ -72,8 +74,8 @@ class Key:
 
     def at(self, *, step: Tensor | None = None, rows: Tensor | int = 0, places: Places | None = None) -> "Key":
         """The key of a step, of the rows that begin ``rows`` further on, and of these places beside those that it carries."""
-        own = self.places if places is None else {**self.places, **places}
-        return Key(self.seed, self.step if step is None else step, self.row + rows, own)
+        own, watch = (self.places, self.watch) if places is None else ({**self.places, **places}, None)
+        return Key(self.seed, self.step if step is None else step, self.row + rows, own, watch)
 
     def uniform(self, like: Tensor, name: str, *, places: Places | None = None) -> Tensor:
         """Uniform fp32 numbers in [0, 1) of ``like``'s shape; its dim 0 counts the batch's rows.
@@ -95,6 +97,15 @@ class Key:
         >>> torch.equal(key.uniform(whole[:, heads], "a", places={1: (heads, 4)}), key.uniform(whole, "a")[:, heads])
         True
         """
+        if like.requires_grad:  # else it may be memory without values, of the right shape
+            self._show(like, name, places)
+        return self._drawn(like, name, places)
+
+    def _show(self, x: Tensor, name: str, places: Places | None) -> None:
+        if self.watch is not None and places is None and not torch.compiler.is_compiling():
+            self.watch(x, name)
+
+    def _drawn(self, like: Tensor, name: str, places: Places | None) -> Tensor:
         device, given = like.device, self.places if places is None else {**self.places, **places}
         found = _checked(given, like, name) if given else {}
         rows = like.shape[0] if like.dim() else 1
@@ -125,7 +136,10 @@ class Key:
         """
         if not 0 <= p < 1:
             raise ValueError(f"p={p} must be a probability in [0, 1)")
-        return x if p == 0 else x * (self.uniform(x, name, places=places) >= p).to(x.dtype) / (1 - p)
+        if p == 0:
+            return x
+        self._show(x, name, places)
+        return x * (self._drawn(x, name, places) >= p).to(x.dtype) / (1 - p)
 
 
 def _checked(places: Places, like: Tensor, name: str) -> dict[int, tuple[Tensor, int]]:

@@ -70,6 +70,7 @@ __all__ = [
     "instead_of_grouping",
     "instead_of_make_wrapper_subclass",
     "is_fake",
+    "is_transformed",
     "later_work",
     "lift_on_the_host",
     "make_wrapper_subclass",
@@ -149,6 +150,11 @@ def detect_fake_mode() -> Any:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor is a FakeTensor. Collectives answer those from shapes alone."""
     return isinstance(tensor, FakeTensor)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor is one that a transform of ``torch.func`` has wrapped, whose values cannot be read."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def disable_dispatch_modes() -> AbstractContextManager[Any]:

@@ -57,6 +57,19 @@ def two_ranks(batch: Tensor | None, plan: Any = None) -> None:
     comm.simulate(program, world_size=2)
 
 
+def drawn_on_slices() -> None:
+    """Dropout by a key of hidden features, which are cut over two ranks."""
+
+    def loss(p: Any, x: Tensor, key: fds.Key) -> Tensor:
+        return fds.tp.row(key.dropout(fds.tp.column(x, p["up"]), 0.5, "hidden"), p["down"]).square().mean()
+
+    def program() -> None:
+        step = made(T.tensor_parallel({"up": "colwise", "down": "rowwise"}), loss=loss)
+        step(step.init({"up": torch.arange(12.0).view(4, 3), "down": torch.ones(3, 4)}), rows())
+
+    comm.simulate(program, world_size=2)
+
+
 def counted_positions() -> None:
     """A table of positions, which a loss counts from 0 on each of two ranks."""
 
@@ -378,6 +391,33 @@ REFUSALS = [
         why="They compute parts of one batch's activations, whose sum would mean nothing.",
         instead="Give rows by the place in `mesh['dp']`, and all ranks of `mesh['tp']` the same.",
         program=lambda: two_ranks(None),
+    ),
+    Refusal(
+        what="`key.dropout` of a slice, without `places=`",
+        error=ValueError,
+        says=r"the draw 'hidden' is for a tensor of shape \[4, 2\] that differs on the ranks 0 and 1",
+        advises=r"places=fds.tp.places\(x, dim\)",
+        why="Each rank would draw the mask of the first slice.",
+        instead="Say which features the rank has: `places=fds.tp.places(x, dim)`.",
+        program=drawn_on_slices,
+    ),
+    Refusal(
+        what="two keys of a plan that contradict each other, and neither is more exact",
+        error=ValueError,
+        says=r"'layers.0.up' is meant by '\*.up': 'colwise' and by '0.\*': 'replicated'",
+        advises="say what holds for it by a longer one",
+        why="Which of them holds for the layer is not said.",
+        instead="Say it by a key that is longer than both.",
+        program=lambda: two_ranks(rows(), {"0.*": "replicated", "*.up": "colwise"}),
+    ),
+    Refusal(
+        what="a layer's weight that a plan cuts or keeps otherwise than the layer",
+        error=ValueError,
+        says="'layers.0.up.bias' is 'replicated', and its Linear 'layers.0.up' is 'colwise'",
+        advises="give the layer the word",
+        why="A layer is run as its word says, with the collectives that slices of all its params need.",
+        instead="Give the layer the word, and its params none.",
+        program=lambda: two_ranks(rows(), {"up": "colwise", "up.bias": "replicated"}),
     ),
     Refusal(
         what='a layer of a `"sequence_parallel"` list that the plan does not cut',

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
+from functional_ds.step.axes import axis
 from functional_ds.testing import assert_like_one_rank
 from tests.planting import Bug, planted
 
@@ -131,6 +132,51 @@ def test_other_strategies_are_clean(name: str) -> None:
 def test_a_strategy_that_sums_no_gradients_is_named() -> None:
     with pytest.raises(comm.VarianceError, match=r"fused_adamw at .* is not linear, and acts on a partial sum"):
         comm.simulate(lambda: module(rule=fds.adamw(0.01)), world_size=2, variance=True)
+
+
+def slices_trained(bug: str, *strategy: fds.Transform) -> float:
+    """A step on slices, whose loss sums by collectives of its own."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = {"up": (8, 4), "down": (5, 8), "bias": (5,), "head": (6, 5)}
+    leaves = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+    x = torch.randn(3, 4, generator=draw)
+
+    def loss(p: Any, batch: Any) -> fds.Weighted:
+        tp, bias = axis("tp"), p["bias"]
+        hidden = fds.tp.column(batch["x"], p["up"]).tanh()
+        if bug == "addmm":
+            y = comm.reduce_from(nn.functional.linear(hidden, p["down"], bias), tp)
+        elif bug == "addmm of 3 dims":
+            y = comm.reduce_from(nn.functional.linear(hidden[:, None], p["down"], bias), tp)[:, 0]
+        elif bug == "broadcast":
+            y = comm.reduce_from(nn.functional.linear(hidden, p["down"]) + bias, tp)
+        else:
+            y = fds.tp.row(hidden, p["down"]) + bias
+        logits = (comm.all_gather if bug == "gather" else comm.gather_from)(fds.tp.column(y, p["head"]), tp, dim=1)
+        return fds.Weighted(nn.functional.cross_entropy(logits, batch["labels"], reduction="sum"), len(logits))
+
+    plan = {"up": "colwise", "down": "rowwise", "head": "colwise"}
+    step = fds.compose(*strategy, transforms.tensor_parallel(plan))(fds.train_step(loss, fds.sgd(0.1)))
+    return step(step.init(leaves), {"x": x, "labels": torch.arange(3)})[1]["loss"].item()
+
+
+IN_SLICES = {
+    "addmm": r"reduce_from at .* sums what addmm at .* made of a value that all ranks",
+    "addmm of 3 dims": r"reduce_from at .* sums what addmm at .* made of a value that all ranks",
+    "broadcast": r"reduce_from at .* sums what add at .* made of a value that all ranks",
+    "gather": r"the backward pass of all_gather at .* sums a gradient that all ranks of group 'world' \[0, 1\] have alike",
+}
+
+
+@pytest.mark.parametrize("bug", IN_SLICES)
+def test_a_bug_of_a_loss_on_slices_is_named(bug: str) -> None:
+    """The transform declares batch and loss, and has sent the leaves that all ranks have; clean, it is one rank's."""
+    alone = slices_trained("")
+    for strategy in ([], [transforms.clip(0.1)], [transforms.accumulate(1)]):
+        clean = comm.simulate(slices_trained, "", *strategy, world_size=2, variance=True)
+        assert clean == [pytest.approx(alone, rel=1e-5)] * 2
+    with pytest.raises(comm.VarianceError, match=IN_SLICES[bug]):
+        comm.simulate(slices_trained, bug, world_size=2, variance=True)
 
 
 # -- bugs in the library -----------------------------------------------------------------------------------------------

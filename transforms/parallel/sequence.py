@@ -170,7 +170,7 @@ class _SequenceParallel:
         key = state.key
         if key is not None:
             positions = piece.axis.positions(_device(piece))
-            key = key.at(places={1: (positions, length)})
+            key = tree.replace(key, places={**key.places, 1: (positions, length)})
         after, grads, metrics = inner(step, tree.replace(state, key=key), piece, carry, last)
         if state.batch is None and carry is None:
             self.check_stages(step, state, _device(piece))

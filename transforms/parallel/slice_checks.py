@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,10 +10,13 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
+from functional_ds.parallel.tensor.slice_draws import Drawn
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.state_dict.fingerprint import fingerprints
 
-__all__ = ["check_batch", "check_loss", "check_whole_gradients"]
+__all__ = ["check_batch", "check_draws", "check_loss", "check_whole_gradients", "declared_batch", "declared_loss"]
+
+T = TypeVar("T")
 
 
 def check_batch(batch: Any, group: comm.Group) -> None:
@@ -29,6 +32,20 @@ def check_batch(batch: Any, group: comm.Group) -> None:
                 f"{group.ranks[0]}: all ranks of {group.name!r} compute the same rows; only data-parallel ranks, "
                 "mesh['dp'].rank of mesh['dp'].size, have rows of their own"
             )
+
+
+def declared_batch(batch: T, group: comm.Group) -> T:
+    """The batch, of which all ranks have the same rows."""
+    comm.replicated([x for x in tree.leaves(batch) if isinstance(x, Tensor)], group)
+    return batch
+
+
+def declared_loss(found: T, group: comm.Group) -> T:
+    """The loss, which all ranks compute and differentiate alike."""
+    loss = found[0] if isinstance(found, tuple) and found else found
+    parts = [loss.sum, loss.weight] if isinstance(loss, Weighted) else [loss]
+    comm.invariant([x for x in parts if isinstance(x, Tensor) and x.numel() == 1], group)
+    return found
 
 
 def check_loss(found: Any, group: comm.Group) -> None:
@@ -51,6 +68,32 @@ def check_loss(found: Any, group: comm.Group) -> None:
             "features, such as a cross entropy of a cut vocabulary (fds.tp.cross_entropy), a norm, or an auxiliary loss of a "
             "part of the tokens"
         )
+
+
+def check_draws(drawn: Sequence[Drawn], group: comm.Group) -> set[str]:
+    """Refuses draws without ``places`` for values that differ over the group, in the first pass that makes them.
+
+    Returns:
+        The names of draws for values that are the same; of zeros, as a layer may begin with, nothing is known yet.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    if not drawn:
+        return set()
+    rows = _told([number for _, _, numbers in drawn for number in numbers], group)
+    for place, (name, shape, _) in enumerate(drawn):
+        values = [row[3 * place : 3 * place + 3] for row in rows]
+        scale = max(abs(row[0]) for row in values)
+        for rank, row in enumerate(values):
+            if any(abs(one - other) > 1e-3 * scale for one, other in zip(row, values[0], strict=True)):
+                raise ValueError(
+                    f"tensor_parallel: the draw {name!r} is for a tensor of shape {shape} that differs on the ranks "
+                    f"{group.ranks[0]} and {group.ranks[rank]} of {group.name!r}, and has no places: as a slice it would get "
+                    "the mask of another slice. Say which part of the whole it is, places=fds.tp.places(x, dim), or "
+                    "key.at(places=...) for functions that take a key; places={} says that ranks draw alike"
+                )
+    return {name for place, (name, _, _) in enumerate(drawn) if any(row[3 * place] for row in rows)}
 
 
 def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collection[str], group: comm.Group) -> None:

@@ -15,6 +15,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.tensor.leaf_cuts import Cuts, cuts_of
 from functional_ds.parallel.tensor.module_calls import TensorCalls
 from functional_ds.parallel.tensor.pairs import SLICES
+from functional_ds.parallel.tensor.slice_draws import DrawLog
 from functional_ds.parallel.tensor.words import Plan, word_of
 from functional_ds.sharding.leaf_map import LeafMap, LeafShard
 from functional_ds.sharding.leaf_slice import LeafSlice
@@ -22,13 +23,13 @@ from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.sharding.sources import is_deferred, sliced
 from functional_ds.step.axes import asked, with_axis
 from functional_ds.step.compose import wrap
-from functional_ds.step.phases import innermost
+from functional_ds.step.phases import innermost, outermost
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
-from .slice_checks import check_batch, check_loss, check_whole_gradients
+from .slice_checks import check_batch, check_draws, check_loss, check_whole_gradients, declared_batch, declared_loss
 from .slice_errors import named_errors
 
 __all__ = ["tensor_parallel"]
@@ -58,7 +59,8 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
 
     Heads stay whole. With fewer key-value heads than ranks, neighbouring ranks hold the same head and sum its gradients. A
     weight with two places (a tied head) is cut in both, and counts once. Leaves of no module, for a loss of ``fds.tp``
-    functions, take words as ``torch.nn.Linear`` lays weights out. An int is a dim: ``{regular expression: dim}``.
+    functions, take words as ``torch.nn.Linear`` lays weights out. An int is a dim: ``{regular expression: dim}``. Of keys that
+    mean one layer the most exact counts: with ``"experts.up": "replicated"`` beside ``"up": "colwise"`` experts stay whole.
 
     Law 40: it is the single-device step on the whole leaves: loss, gradients, norms, updates, on any mesh, with any stage of
     ZeRO, pipeline, precision and remat. Replicated leaves have equal bits on all ranks. The loss is the same on every rank of
@@ -68,7 +70,7 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     Cost: a layer of attention and MLP sends two all-reduces forward and two backward, of one activation each; with
     ``"sequence_parallel"`` as many all-gathers and reduce-scatters, and the same elements. A step adds one all-reduce of the
     gradients of replicated leaves that are used on slices, one among the ranks that share heads, and a few scalars; the first
-    step compares the ranks' batches.
+    step compares the ranks' batches, and the first pass with a draw what it is for.
 
     Put it after ``zero`` and ``pipeline``, whose ranks lie along other axes. It sums nothing over these: without ``zero`` each
     row of a mesh trains alone, as any step does. ``init`` takes rank 0's params. Optimizers that
@@ -81,9 +83,10 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
         sequence_dim: of activations between layers, for ``"sequence_parallel"``.
 
     Raises:
-        ValueError: a key matches no path, or two the same, or is no regular expression; a word is unknown; a size or a number
-            of heads does not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with
-            ZeRO's; in the first step: the ranks' batches differ.
+        ValueError: a key matches no path, or is no regular expression; two keys cut one leaf, or contradict each other, neither
+            being more exact; a word is unknown, or a layer's param has another than the layer; a size or a number of heads does
+            not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's; in the
+            first step: the ranks' batches differ; a key draws for slices without ``places``.
         TypeError: ``group`` is no group.
         RuntimeError: when the step runs: the loss draws from torch's generator.
 
@@ -116,10 +119,12 @@ class _KnownCuts:
     Attributes:
         cuts: which leaves are slices.
         calls: runs modules on this rank; None before the first pass.
+        draws: what keys draw for in the pass that runs.
     """
 
     cuts: Cuts
     calls: TensorCalls | None = None
+    draws: DrawLog = attrs.field(factory=DrawLog)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _KnownCuts)
@@ -153,6 +158,7 @@ class _TensorParallel:
             options={"plan": self.plan, "sequence_dim": self.sequence_dim},
             groups=[self.group],
             init=self.init,
+            gradients=outermost(self.gradients),
             forward=innermost(self.forward),
             reduce=self.reduce,
             params=self.params,
@@ -203,16 +209,31 @@ class _TensorParallel:
 
     # -- how the loss runs -------------------------------------------------------------------------------------------------
 
+    def gradients(
+        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+        """The inner gradients, by a key whose draws are checked."""
+        key, group = state.key, self.ranks()
+        if key is None or group.size == 1:
+            return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
+        watched = tree.replace(key, watch=state.slots[_SLOT].known.draws)
+        after, grads, metrics = inner(step, tree.replace(state, key=watched), batch, carry, last)
+        return tree.replace(after, key=key), grads, metrics
+
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """The inner forward, with the layers that the plan cuts run in their ways, and the group as ``axis("tp")``."""
         tape, group = current_tape(), self.ranks()
-        run = with_axis("tp", group, function)
-        if state.batch is None and group.size > 1 and not step.has(Trait.PIPELINES):
+        pipelines = step.has(Trait.PIPELINES)
+        declared = function if pipelines else lambda given: declared_loss(function(declared_batch(given, group)), group)
+        run = with_axis("tp", group, declared)
+        if state.batch is None and group.size > 1 and not pipelines:
             check_batch(batch, group)
         if tape is None:
             return inner(step, state, run, batch)
         calls = self._calls(state)
         before, tape.calls = tape.calls, (calls, *tape.calls)
+        draws: DrawLog = state.slots[_SLOT].known.draws
+        draws.found = [] if tape.records and not comm.is_symmetric(group) else None
         drawn = generator_states() if tape.records and group.size > 1 else []
         try:
             with named_errors(_cuts(state).slices, group):
@@ -220,6 +241,7 @@ class _TensorParallel:
         finally:
             tape.calls = before
             calls.leave(tape)
+            drawn_for, draws.found = draws.found, None  # a recomputation notes nothing
         if not all(map(torch.equal, drawn, generator_states() if drawn else [])):
             raise RuntimeError(
                 "tensor_parallel: the loss drew from torch's random generator (nn.Dropout in training?); on slices the ranks' "
@@ -227,17 +249,18 @@ class _TensorParallel:
                 "key.dropout(x, p, name, places=fds.tp.places(x, dim))"
             )
         modules = _cuts(state).in_modules
-        if modules and not calls.seen and not step.has(Trait.PIPELINES):
+        if modules and not calls.seen and not pipelines:
             raise ValueError(
                 f"tensor_parallel: {sorted(modules)[0]!r} is a slice of a module's parameter, and the loss called no module "
                 "that the plan cuts: call apply(params, ...) of fds.functional with the params that the loss gets"
             )
-        if asked(SLICES) and not _cuts(state).slices and group.size > 1 and not step.has(Trait.PIPELINES):
+        if asked(SLICES) and not _cuts(state).slices and group.size > 1 and not pipelines:
             raise ValueError(
                 f"tensor_parallel: plan={dict(self.plan)} cuts no leaf, and the loss calls functions of fds.tp, which would "
                 f"sum whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise'}}"
             )
-        if tape.records and group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("loss over tp"):
+        draws.known.update(check_draws(drawn_for or [], group))
+        if tape.records and group.size > 1 and not pipelines and state.graphs.is_new("loss over tp"):
             check_loss(found, group)
         return found
 

@@ -163,7 +163,7 @@ class _Tiles:
         tokens = self.parts[-1].stop
         positions, size = key.places.get(self.dim) or (range(tokens), tokens)
         own = positions[part.start : part.stop] if isinstance(positions, range) else positions[..., part.start : part.stop]
-        return key.at(places={self.dim: (own, size)})
+        return tree.replace(key, places={**key.places, self.dim: (own, size)})
 
     def whole(self) -> Any:
         """The function's results, tile after tile."""

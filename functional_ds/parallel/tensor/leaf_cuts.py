@@ -14,7 +14,7 @@ from functional_ds.base.marks import module_of
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.path_patterns import nearest
 
-from .words import Packed, Plan, Word, fits, word_of
+from .words import STAYS, WHOLE, Packed, Plan, fits, value_at, word_of
 
 __all__ = ["Cuts", "cuts_of", "heads_of", "is_transposed", "kv_groups"]
 
@@ -53,35 +53,37 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
         group: the ranks.
 
     Raises:
-        ValueError: a word is unknown; a key matches nothing; two claim a leaf; a size does not divide by the ranks.
+        ValueError: a word is unknown; a key matches nothing; two claim a leaf; a layer's param has another word than the layer;
+            a size does not divide by the ranks.
     """
     slices: dict[str, LeafSlice] = {}
-    summed, in_modules, used = set(), set(), set()
+    summed, worded, used = set(), set(), set()
     places = {path: _places(path, leaf) for path, leaf in tree.named(params)}
     for path, leaf in tree.named(params):
         found: dict[str, LeafSlice] = {}
         for key, at in _dims(plan, path):
+            used.add(key)
             found[key] = _even(path, leaf, at, [_size(path, leaf, at)], group)
         for place in places[path]:
-            for key, value in _claims(plan, place):
-                used.add(key)
-                word = word_of(value)
-                if word.summed:
-                    summed.add(path)
-                dim = None if not word.cuts else _dim(word, leaf, place)
-                if dim is not None:
-                    found[key] = _slice(place, leaf, dim, value, group)
-        used.update(found)
+            used.update(key for key, _ in _claims(plan, place))
+            value = _ruling(plan, place)
+            if _is_summed(plan, place, value):
+                summed.add(path)
+            dim = _dim(value, leaf, place)
+            if _is_layer(_owner(place)) and dim != _dim(value_at(plan, place.owner), leaf, place):
+                raise ValueError(_other_word(plan, place))
+            if value is not None and dim is not None:
+                found[place.path] = _slice(place, leaf, dim, value, group)
+                worded.add(path)
         if len({(cut.dim, cut.ranges_by_rank) for cut in found.values()}) > 1 or _twice(plan, path, places[path]):
             raise ValueError(_conflict(plan, path, places[path]))
         if found:
             slices[path] = next(iter(found.values()))
-            if places[path][0].module is not None and any(isinstance(plan[key], (str, Packed)) for key in found):
-                in_modules.add(path)
     everywhere = [place for each in places.values() for place in each]
     _check_used(plan, used, everywhere, group.size)
     _check_tokenwise(plan, everywhere, {path: leaf.dim() for path, leaf in tree.named(params)}, places, slices)
-    return Cuts(slices, frozenset(summed - slices.keys()), frozenset(in_modules))
+    in_modules = frozenset(path for path in worded if places[path][0].module is not None)
+    return Cuts(slices, frozenset(summed - slices.keys()), in_modules)
 
 
 def _places(path: str, leaf: Tensor) -> list[_LeafPlace]:
@@ -114,22 +116,44 @@ def _claims(plan: Plan, place: _LeafPlace) -> Iterator[tuple[str, str | Packed]]
             yield key, value
 
 
+def _ruling(plan: Plan, place: _LeafPlace) -> str | Packed | None:
+    """What the plan says of a leaf: by the most exact key for the leaf itself, else by that for its module."""
+    value = _own_word(plan, place)
+    return value_at(plan, place.owner) if value is None else value
+
+
+def _own_word(plan: Plan, place: _LeafPlace) -> str | Packed | None:
+    """What it says of the leaf itself; a key such as ``*`` that means the module, too, is about the module."""
+    return value_at({key: value for key, value in plan.items() if not fits(key, place.owner)}, place.path)
+
+
+def _is_summed(plan: Plan, place: _LeafPlace, value: str | Packed | None) -> bool:
+    """Whether gradients of a leaf that stays whole are partial: by a list of layers above it, else by the nearest word."""
+    above = [value_at(plan, each) for each in (*_above(place.owner), place.owner)]
+    if "sequence_parallel" in above:
+        return True
+    nearest = value if value is not None and (word_of(value).cuts or value in STAYS) else None
+    nearest = nearest or next((each for each in reversed(above) if each in STAYS), None)
+    return nearest is not None and word_of(nearest).summed
+
+
 def _above(path: str) -> list[str]:
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _twice(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> bool:
-    """Whether two keys cut the leaf at one place, or a word and a regular expression do."""
+    """Whether two keys cut the leaf at one place, or a word says something of it and a regular expression cuts it."""
     regexes = len(list(_dims(plan, path)))
     words = [sum(bool(word_of(value).cuts) for _, value in _claims(plan, place)) for place in places]
-    return regexes + max(words) > 1
+    stays = regexes > 0 and any(_ruling(plan, place) in STAYS for place in places)
+    return regexes + max(words) > 1 or stays
 
 
 def _conflict(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> str:
     claims = [f"{path!r} by {key!r}: {dim}" for key, dim in _dims(plan, path)]
     for place in places:
-        own = [(key, value) for key, value in _claims(plan, place) if word_of(value).cuts]
+        own = [(key, value) for key, value in _claims(plan, place) if word_of(value).cuts or value in STAYS]
         claims += [f"{place.path!r} by {key!r}: {value!r}" for key, value in own]
     tied = (
         f"; one leaf, tied, is in {len(places)} places, and the plan's words for them must cut it alike"
@@ -139,14 +163,31 @@ def _conflict(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> str:
     return f"plan: two expressions cut {path!r} in different ways: {', '.join(claims)}; let one match{tied}"
 
 
+def _other_word(plan: Plan, place: _LeafPlace) -> str:
+    layer, own = type(_owner(place)).__name__, value_at(plan, place.owner)
+    return (
+        f"plan: {place.path!r} is {_own_word(plan, place)!r}, and its {layer} {place.owner!r} "
+        f"{'has no word' if own is None else f'is {own!r}'}: a layer runs as its word says, which cuts its params too; give "
+        f"the layer the word, {{{place.owner!r}: ...}}, and its params none"
+    )
+
+
+def _is_layer(module: nn.Module | None) -> bool:
+    """Whether it is a layer that runs in another way where it is cut."""
+    return isinstance(module, (nn.Linear, nn.Embedding)) or is_transposed(module)
+
+
 def _size(path: str, leaf: Tensor, dim: int) -> int:
     if not -leaf.dim() <= dim < leaf.dim():
         raise ValueError(f"plan: {path!r} of shape {list(leaf.shape)} has no dim {dim}: it cannot be cut along dim {dim}")
     return leaf.shape[dim]
 
 
-def _dim(word: Word, leaf: Tensor, place: _LeafPlace) -> int | None:
-    """The dim of a leaf that a word cuts; None where the leaf stays whole."""
+def _dim(value: str | Packed | None, leaf: Tensor, place: _LeafPlace) -> int | None:
+    """The dim of a leaf that a plan's value cuts; None where the leaf stays whole."""
+    word = WHOLE if value is None else word_of(value)
+    if not word.cuts:
+        return None
     turned = is_transposed(_owner(place))
     if leaf.dim() < 2:
         whole = word.cuts in ("inputs", "features") or not leaf.dim()
@@ -279,7 +320,8 @@ def _check_tokenwise(
     if not lists:
         return
     words = {place.owner: [value for _, value in _claims(plan, place) if value != "sequence_parallel"] for place in everywhere}
-    blocks = {_parted(owner)[0] for owner, found in words.items() if any(word_of(value).cuts == "outputs" for value in found)}
+    ruling = {owner: value for owner in words if (value := value_at(plan, owner)) is not None}
+    blocks = {_parted(owner)[0] for owner, value in ruling.items() if word_of(value).cuts == "outputs"}
     for path, several in places.items():
         for place in several if dims[path] > 1 and path not in slices else ():
             above = [*_above(place.owner), place.owner]

@@ -21,7 +21,7 @@ from functional_ds.step.tape import Tape, current_tape
 from .leaf_cuts import heads_of, is_transposed, kv_groups
 from .pairs import shared, summed
 from .vocabulary import local_rows
-from .words import WHOLE, WORDS, Packed, Plan, Word, fits, word_of
+from .words import WHOLE, WORDS, Packed, Plan, Word, fits, value_at, word_of
 
 __all__ = ["TensorCalls"]
 
@@ -79,9 +79,9 @@ class TensorCalls:
         found = []
         named = dict(module.named_modules())
         held = {path: set(map(id, parameters_of(each).values())) - {id(None)} for path, each in named.items()}
-        cut = {key for path in named if (value := self._value(path)) and word_of(value).cuts for key in held[path]}
-        lists = [path for path in named if self._value(path) == "sequence_parallel"]
-        words = {path: word_of(value) for path in named if (value := self._value(path)) is not None}
+        cut = {key for path in named if (value := value_at(self.plan, path)) and word_of(value).cuts for key in held[path]}
+        lists = [path for path in named if value_at(self.plan, path) == "sequence_parallel"]
+        words = {path: word_of(value) for path in named if (value := value_at(self.plan, path)) is not None}
         blocks = {path.rpartition(".")[0] for path, word in words.items() if word.cuts == "outputs"}
         for path, each in named.items():
             way = self._way(module, path, each, lists)
@@ -118,19 +118,14 @@ class TensorCalls:
         """Whether the plan cuts a leaf of the module."""
         owners = {f"{path}.{name}".rstrip("."): parameters_of(each) for name, each in module.named_modules()}
         paths = [each for owner, leaves in owners.items() for each in (*(f"{owner}.{leaf}" for leaf in leaves), owner)]
-        return any(
-            bool(re.search(key, each)) if isinstance(value, int) else bool(word_of(value).cuts) and fits(key, each)
-            for key, value in self.plan.items()
-            for each in paths
+        dims = [key for key, value in self.plan.items() if isinstance(value, int)]
+        values = [value_at(self.plan, each) for each in paths]
+        return any(value is not None and word_of(value).cuts for value in values) or any(
+            re.search(key, each) for key in dims for each in paths
         )
 
-    def _value(self, path: str) -> str | Packed | None:
-        """The plan's word for a module; one that cuts, if there are several."""
-        found = [value for key, value in self.plan.items() if not isinstance(value, int) and path and fits(key, path)]
-        return next((value for value in found if word_of(value).cuts), found[0] if found else None)
-
     def _way(self, root: nn.Module, path: str, module: nn.Module, lists: Sequence[str]) -> _Way:
-        value = self._value(path)
+        value = value_at(self.plan, path)
         word = WHOLE if value is None else word_of(value)
         name = "" if value is None else value.word if isinstance(value, Packed) else value
         inside = [each for each in lists if path.startswith(f"{each}.")]

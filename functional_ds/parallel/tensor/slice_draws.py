@@ -1,13 +1,18 @@
 """Random draws on slices: where this rank's part of an activation lies in the whole."""
 
+import attrs
+import torch
 from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.prng import Places
+from functional_ds.base.torch_private import disable_dispatch_modes, is_fake, is_transformed
 
 from .pairs import tensor_group
 
-__all__ = ["places"]
+__all__ = ["DrawLog", "Drawn", "places"]
+
+Drawn = tuple[str, list[int], list[float]]  # a draw's name, the shape of what it is for, numbers that tell its values apart
 
 
 def places(x: Tensor, dim: int, *, group: comm.Group | None = None) -> Places:
@@ -37,3 +42,26 @@ def places(x: Tensor, dim: int, *, group: comm.Group | None = None) -> Places:
         raise ValueError(f"tp.places: dim={dim} is no dim of x, of shape {list(x.shape)}")
     size = x.shape[dim]
     return {dim % x.dim(): (range(here.rank * size, (here.rank + 1) * size), size * here.size)}
+
+
+@attrs.define(eq=False)
+class DrawLog:
+    """What draws without ``places`` were made for in a pass, so that ranks can compare it: as a key's ``watch``.
+
+    Attributes:
+        found: the draws of the pass that runs; None where nothing is noted.
+        known: names of draws that ranks have compared.
+    """
+
+    found: list[Drawn] | None = None
+    known: set[str] = attrs.field(factory=set)
+
+    def __call__(self, x: Tensor, name: str) -> None:
+        """Notes a value, unless it is known or has no values."""
+        if self.found is None or name in self.known or x.is_meta or is_fake(x) or is_transformed(x) or not x.numel():
+            return
+        with disable_dispatch_modes(), torch.no_grad():
+            flat = x.detach().double().flatten()
+            mixed = flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype, device=flat.device).cos()
+            numbers = torch.stack([flat.norm(), flat.sum() / len(flat) ** 0.5, mixed / len(flat) ** 0.5]).tolist()
+        self.found.append((name, list(x.shape), numbers))

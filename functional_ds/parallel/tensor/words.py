@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-__all__ = ["WHOLE", "WORDS", "Packed", "Plan", "Word", "fits", "plan_of", "word_of"]
+__all__ = ["STAYS", "WHOLE", "WORDS", "Packed", "Plan", "Word", "fits", "plan_of", "value_at", "word_of"]
 
 
 def _sizes(given: int | Sequence[int]) -> int | tuple[int, ...]:
@@ -104,6 +104,10 @@ WORDS: Mapping[str, Word] = {
 }
 
 
+# Words that say of a leaf that it is whole; others say how a module runs.
+STAYS = frozenset({"replicated", "replicate", "local_params", "replicated_with_grad_allreduce"})
+
+
 def word_of(value: str | Packed) -> Word:
     """What a plan's value means.
 
@@ -124,6 +128,42 @@ def fits(pattern: str, path: str) -> bool:
     """
     wanted, parts = pattern.split("."), path.split(".")
     return len(wanted) <= len(parts) and all(map(fnmatch.fnmatchcase, parts[len(parts) - len(wanted) :], wanted))
+
+
+def value_at(plan: Plan, path: str) -> str | Packed | None:
+    """What a plan says of a path: the value of the most exact key that means it; None where no key does.
+
+    Of two keys the more exact one means only some of the paths that the other means. Dims are not looked at, and of equal
+    values neither is the question.
+
+    Raises:
+        ValueError: two keys say different things, only one of them that the path is cut, and neither is more exact.
+
+    >>> value_at({"up": "colwise", "experts.up": "replicated"}, "0.experts.up"), value_at({"up": "colwise"}, "up.bias")
+    ('replicated', None)
+    """
+    known = {key: value for key, value in plan.items() if not isinstance(value, int) and path and fits(key, path)}
+    exact = [key for key in known if not any(_within(other, key) for other in known)]
+    first = next((key for key in exact if word_of(known[key]).cuts), exact[0] if exact else "")
+    for other in exact:
+        if not word_of(known[other]).cuts and known[other] != known[first]:
+            raise ValueError(
+                f"plan: {path!r} is meant by {first!r}: {known[first]!r} and by {other!r}: {known[other]!r}, and neither key "
+                f"is more exact: say what holds for it by a longer one, {path!r}"
+            )
+    return known[first] if exact else None
+
+
+def _within(key: str, other: str) -> bool:
+    """Whether a key means some of the paths that another means, and not all of them."""
+    names, wider = key.split("."), other.split(".")
+    if key == other or len(names) < len(wider):
+        return False
+    return all(map(_refines, names[len(names) - len(wider) :], wider))
+
+
+def _refines(name: str, wider: str) -> bool:
+    return wider in (name, "*") or (not set(name) & set("*?[") and fnmatch.fnmatchcase(name, wider))
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:

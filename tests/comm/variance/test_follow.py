@@ -202,6 +202,23 @@ def test_what_is_added_to_each_ranks_own_counts_n_times() -> None:
 def test_a_bias_of_each_row_counts_once_a_row() -> None:
     assert says(lambda: comm.all_reduce((comm.varying(matrix(rank())) + comm.replicated(matrix(7)[0])).sum())) == ""
 
+    linear = torch.nn.functional.linear
+    losses = lambda x, w, b: linear(x, w, b).square().mean(-1)  # noqa: E731
+    ours = lambda: (comm.replicated(matrix(7)), comm.replicated(matrix(7)[0]))  # noqa: E731
+    assert says(lambda: comm.all_reduce(losses(comm.varying(matrix(rank())), *ours()))) == ""
+    assert says(lambda: comm.all_reduce(linear(comm.varying(matrix(rank())), *ours()).mean(0))) == ""
+
+
+def test_rows_with_a_bias_may_be_gathered_by_a_sum() -> None:
+    """Each rank's rows, among zeros: the bias counts once a row."""
+
+    def program() -> None:
+        rows, bias = comm.varying(matrix(rank())), comm.replicated(matrix(7)[0])
+        mine = rank() * len(rows) + torch.arange(len(rows))
+        comm.all_reduce(rows.new_zeros(2 * len(rows), rows.shape[1]).index_copy(0, mine, rows + bias))
+
+    assert says(program) == ""
+
 
 def test_each_rank_may_take_another_part_of_what_all_have() -> None:
     def program(use: Any) -> None:
@@ -210,6 +227,36 @@ def test_each_rank_may_take_another_part_of_what_all_have() -> None:
     assert says(lambda: program(lambda term, part: term + part)) == ""
     assert says(lambda: program(lambda term, part: comm.reduce_from(term + 2 * part))) == ""
     assert says(lambda: program(lambda term, part: comm.all_reduce(comm.varying(term) + part))) == ""
+
+
+CUTS = {
+    "chunk": lambda x: x.chunk(2)[rank()],
+    "slice": lambda x: x[4 * rank() : 4 * rank() + 4],
+    "stride": lambda x: x[rank() :: 2],
+    "unbind": lambda x: x.view(2, 4, 4).unbind()[rank()],
+    "index": lambda x: x.index_select(0, torch.arange(4) + 4 * rank()),
+}
+USES: dict[str, Any] = {
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "where": lambda x, y: torch.where(y > 0, x, y),
+    "addcmul": lambda x, y: torch.addcmul(x, y, y),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("use", USES)
+def test_all_ranks_may_draw_a_batch_and_cut_it(cut: str, use: str) -> None:
+    """The targets of a rank's rows are no mask; a whole draw beside them is."""
+
+    def program(cuts: bool) -> None:
+        draw = torch.Generator().manual_seed(0)
+        x, y = (torch.randn(8, 4, generator=draw, dtype=torch.float64) for _ in range(2))
+        rows = (CUTS[cut](x) @ matrix(7)).tanh()
+        comm.all_reduce(USES[use](rows, CUTS[cut](y) if cuts else y[:4]).sum())
+
+    assert says(lambda: program(True)) == ""
+    assert "brings a random draw with equal bits on all ranks" in says(lambda: program(False))
 
 
 def test_gradients_that_share_memory_are_what_each_is() -> None:

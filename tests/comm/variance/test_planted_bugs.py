@@ -19,6 +19,8 @@ def clean_programs_pass() -> None:
     test_follow.test_memory_that_is_used_again_is_something_else()
     test_follow.test_memory_that_is_written_into_is_something_else()
     test_follow.test_a_bias_of_each_row_counts_once_a_row()
+    test_follow.test_rows_with_a_bias_may_be_gathered_by_a_sum()
+    test_follow.test_all_ranks_may_draw_a_batch_and_cut_it("chunk", "where")
     test_follow.test_an_algorithm_of_messages_sums_terms()
     test_follow.test_a_mean_of_what_all_have_is_not()
     test_follow.test_gradients_that_share_memory_are_what_each_is()
@@ -99,6 +101,28 @@ BUGS = (
             "comm.variance.op_trace",
             "            memory.tensors.clear()\n",
             "            pass\n",
+        ),
+    ),
+    (
+        bugs_are_named,
+        Bug("a bias in a product is no term", "comm.variance.follow", "numbers[:1] if name in SUMS_OF_PRODUCTS else ()", "()"),
+    ),
+    (
+        clean_programs_pass,
+        Bug(
+            "a bias of rows counts after their sum",
+            "comm.variance.follow",
+            'return before if name in KEEPS | SUMS or scaled else ""',
+            "return before",
+        ),
+    ),
+    (
+        clean_programs_pass,
+        Bug(
+            "a cut batch is a draw",
+            "comm.variance.follow",
+            'if state.drawn and not self._taken(number)), "")',
+            'if state.drawn), "")',
         ),
     ),
     (

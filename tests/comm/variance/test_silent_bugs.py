@@ -136,6 +136,22 @@ def bias_before_the_sum(bug: bool) -> Any:
     return comm.reduce_from(part + bias) if bug else comm.reduce_from(part) + bias
 
 
+def bias_by_broadcast(bug: bool) -> Any:
+    """The same where nobody says that the product is a term: the sum takes each element as it is."""
+    rows, bias = own(numbers("rows", WIDTH, WIDTH)), comm.replicated(numbers("bias", WIDTH))
+    part = own(numbers("x", 3, WIDTH), 1) @ rows
+    return comm.reduce_from((part + bias).view(3, 2, -1) / 2) if bug else comm.reduce_from(part / 2) + bias / 2
+
+
+def bias_in_the_product(bug: bool) -> Any:
+    """The same in one operator."""
+    columns, bias = own(numbers("columns", WIDTH, WIDTH), 1), comm.replicated(numbers("bias", WIDTH))
+    x = own(numbers("x", 3, WIDTH), 1)
+    if bug:
+        return comm.all_reduce(torch.nn.functional.linear(x, columns, bias))
+    return comm.all_reduce(torch.nn.functional.linear(x, columns)) + bias
+
+
 def sum_left_out(bug: bool) -> Any:
     """A row-parallel linear whose terms go into the next layer."""
     part = comm.partial(own(numbers("x", 3, WIDTH), 1) @ own(numbers("rows", WIDTH, WIDTH)))
@@ -209,6 +225,8 @@ SILENT = (
     ),
     Silent(copied_for_nothing, "sums a gradient that all ranks of group 'world' [0, 1] have alike"),
     Silent(bias_before_the_sum, "adds a value that all ranks have to a partial sum along"),
+    Silent(bias_by_broadcast, "sums what add at"),
+    Silent(bias_in_the_product, "sums what addmm at"),
     Silent(sum_left_out, "relu at"),
     Silent(smoothing_over_the_local_vocabulary, "float32[], invariant along group 'world' [0, 1], by comm.invariant at"),
     Silent(dropout_on_slices, "brings a random draw with equal bits on all ranks of group 'world' [0, 1]"),

@@ -1,0 +1,44 @@
+"""The checksums of the values that the ranks of a group have."""
+
+from collections.abc import Sequence
+
+from functional_ds.comm.record.group import Group
+
+from .op_trace import OpTrace, TracedEvent
+
+__all__ = ["GroupBits", "input_key"]
+
+
+def input_key(event: TracedEvent, place: int) -> int:
+    """What identifies an input of an event on all ranks that come to it."""
+    return hash((event.key, "input", place))
+
+
+class GroupBits:
+    """The checksums that the ranks of a group have for one key."""
+
+    def __init__(self, group: Group, traces: Sequence[OpTrace]) -> None:
+        self.group = group
+        self.found: dict[int, list[tuple[int, int]]] = {}
+        for rank in group.ranks:
+            for value in traces[rank].values:
+                if value.bits is not None:
+                    self.found.setdefault(value.key, []).append((rank, value.bits))
+            for event in traces[rank].events:
+                for place, number in enumerate(event.inputs if event.key else ()):
+                    bits = traces[rank].values[number].bits
+                    if bits is not None:
+                        self.found.setdefault(input_key(event, place), []).append((rank, bits))
+
+    def differ(self, key: int) -> str:
+        """Two ranks that have different bits, as text; empty where none have."""
+        found = self.found.get(key, [])
+        for rank, bits in found:
+            if bits != found[0][1]:
+                return f"ranks {found[0][0]} and {rank}"
+        return ""
+
+    def some(self, key: int) -> list[int]:
+        """The ranks that have bits for it, if not all have."""
+        found = self.found.get(key, [])
+        return [rank for rank, _ in found] if len(found) < self.group.size else []
