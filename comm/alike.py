@@ -62,4 +62,4 @@ def _text(value: Any) -> str:
     if value.is_meta or is_fake(value):
         return shown
     with torch.no_grad(), disable_dispatch_modes():
-        return f"{shown} with CRC-32 {zlib.crc32(raw_bytes(value).numpy()):08x}"
+        return f"{shown} with CRC-32 {zlib.crc32(raw_bytes(value).numpy().data):08x}"

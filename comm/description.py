@@ -15,7 +15,6 @@ from functional_ds.comm.record.group import Group
 
 __all__ = ["described"]
 
-_SMALL = 16  # elements of a tensor whose values count
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, Enum)
 
 
@@ -23,8 +22,8 @@ def described(value: Any) -> str:
     """A value as text that is the same on all ranks that run one program, and differs where a number in it does.
 
     Functions are named, with what they compute by: their code, the numbers of their module that they read, defaults and closure
-    variables. Groups are sizes, devices are types, tensors are dtypes and shapes, small ones with values. Objects that are
-    none of these, nor attrs records, are their types: files, modules and loaders may be a rank's own.
+    variables. Groups are sizes, devices are types, tensors of more than one number are dtypes. Objects that are none of these,
+    nor frozen attrs records, are their types: sets of paths, files, modules and loaders may be a rank's own.
 
     >>> def optimizer(lr):
     ...     return lambda params, grads: [p - lr * g for p, g in zip(params, grads)]
@@ -45,15 +44,13 @@ def _described(value: Any, outer: tuple[int, ...]) -> str:
     if isinstance(value, torch.device):
         return value.type
     if isinstance(value, Tensor):
-        small = value.numel() <= _SMALL and value.device.type == "cpu" and type(value) is Tensor
-        return f"{value.dtype}{list(value.shape)}{value.tolist() if small else ''}"
+        is_number = value.numel() == 1 and value.device.type == "cpu" and type(value) is Tensor and not value.requires_grad
+        return f"{value.dtype} {value.item() if is_number else 'tensor'}"
     if isinstance(value, Mapping):
         return _joined((f"{_described(k, outer)}: {_described(v, outer)}" for k, v in value.items()), "{}")
-    if isinstance(value, (set, frozenset)):
-        return _joined(sorted(_described(each, outer) for each in value), "{}")
     if isinstance(value, Sequence):
         return _joined((_described(each, outer) for each in value), "[]")
-    if attrs.has(type(value)):
+    if attrs.has(type(value)) and type(value).__setattr__.__name__ == "_frozen_setattrs":  # others are a rank's own to change
         return _record(value, outer)
     return _called(value, outer)
 

@@ -29,8 +29,9 @@ class _Wrap:
     def __call__(self, step: Step) -> Step:
         if self.check is not None:
             self.check(step)
-        given: dict[str, Any] = {"slot": self.slot, "traits": self.traits, "options": self.options, "groups": self.groups}
-        return step.wrapped(self.name, **given, **self.phases)
+        return step.wrapped(
+            self.name, slot=self.slot, traits=self.traits, options=self.options, groups=self.groups, **self.phases
+        )
 
     def __repr__(self) -> str:
         return self.name
