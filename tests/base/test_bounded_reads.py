@@ -79,7 +79,7 @@ def test_a_sparse_file_is_not_read(tmp_path: Path) -> None:
     os.truncate(path, 1 << 42)
     with pytest.raises(OSError, match="it has 4,398,046,511,104 bytes"):
         read_text(path)
-    bug = Bug("the size is not looked at", "base.files", 'if size <= limit else b""', 'if True else b""', MemoryError)
+    bug = Bug("the size is not looked at", "base.files:read_open", "size <= limit", "True", MemoryError)
     with planted(bug), pytest.raises(bug.shows):
         read_text(path)
 

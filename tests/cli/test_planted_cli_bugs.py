@@ -46,17 +46,32 @@ def conversion_of_states() -> None:
 
 
 BUGS: dict[Callable[[], None], list[Bug]] = {
-    peak("attention", 1): [Bug("attention by whole matrices", SHAPE, "if q.dim() != 4 or", "if q.dim() == 4 or")],
+    peak("attention", 1): [
+        Bug(
+            "attention by whole matrices", "cli.planning.values_free_step:_KernelsOf._attention", "q.dim() != 4", "q.dim() == 4"
+        )
+    ],
     peak("blocks", 3): [
-        Bug("results are not seen", SHAPE, "self.live.note(x for x in tree.leaves(found)", "(x for x in tree.leaves(found)"),
+        Bug(
+            "results are not seen",
+            "cli.planning.values_free_step:StepAllocations.__torch_dispatch__",
+            "self.live.note((x for x in tree.leaves(found) if isinstance(x, Tensor)))",
+            "(x for x in tree.leaves(found) if isinstance(x, Tensor))",
+        ),
     ],
     partial(test_plan.test_the_peak_is_within_ten_percent_of_the_allocators, "attending", 0, True): [
-        Bug("what is recomputed has other kernels", SHAPE, "with mode, instead_of_engine(within):", "with mode:", CommandError),
+        Bug(
+            "what is recomputed has other kernels",
+            "cli.planning.values_free_step:_kernels_of",
+            "with mode, instead_of_engine(within):\n    ...",
+            "with mode:\n    ...",
+            CommandError,
+        ),
     ],
     partial(test_peaks.test_a_collective_takes_memory_as_over_gloo, 3): [
         Bug(
             "collectives take no memory but results",
-            "comm.worlds.gloo_shapes",
+            "comm.worlds.gloo_shapes:GlooShapesWorld.carried",
             "ProcessHandle.begin(call, tensors, group, begin)",
             "ShapesWorld.carried(self, call, tensors, group)",
         ),
@@ -64,64 +79,108 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     test_plan.test_activations_are_kept_beside_gathered_units: [
         Bug(
             "storages without values are one",
-            "transforms.zero.saved_places",
-            "return storage.data_ptr() or -StorageWeakRef(storage).cdata",
-            "return storage.data_ptr()",
+            "transforms.zero.saved_places:_place",
+            "storage.data_ptr() or -StorageWeakRef(storage).cdata",
+            "storage.data_ptr()",
         ),
     ],
     costs(lambda: X.view(-1), SizedOperation("copies")): [
-        Bug("views move bytes", COST, "if func.is_view or name", "if name"),
+        Bug("views move bytes", "modules.operation_cost:operation_of", "func.is_view or name in _FREE", "name in _FREE"),
     ],
     costs(lambda: torch.zeros(8, 4).mul_(X), SizedOperation("elementwise", bytes=3 * 128)): [
-        Bug("what is changed in place is not written", COST, "_bytes(changed) + _bytes(fresh)", "_bytes(fresh)"),
+        Bug(
+            "what is changed in place is not written",
+            "modules.operation_cost:operation_of",
+            "_bytes(changed) + _bytes(fresh)",
+            "_bytes(fresh)",
+        ),
     ],
     test_calibration.test_no_factor_is_negative: [
-        Bug("factors are any numbers", FIT, "below = free & (best <= 0)", "below = free & (best != best)", ValueError),
+        Bug(
+            "factors are any numbers",
+            "cli.tuning.calibration:non_negative_least_squares",
+            "best <= 0",
+            "best != best",
+            ValueError,
+        ),
     ],
     test_calibration.test_on_a_gpu_what_is_hidden_is_not_fitted_to: [
-        Bug("what is hidden counts", FIT, "0.0 if name in hidden else perfect[name]", "perfect[name]"),
+        Bug(
+            "what is hidden counts",
+            "cli.tuning.calibration:_counting",
+            "0.0 if name in hidden else perfect[name]",
+            "perfect[name]",
+        ),
     ],
     partial(test_calibration.test_a_few_wrong_times_move_the_fit_little, 0): [
-        Bug("every run counts in full", FIT, "(_USUAL / errors.clamp(min=_USUAL)).sqrt()", "torch.ones_like(errors)"),
+        Bug(
+            "every run counts in full",
+            "cli.tuning.calibration:fitted",
+            "(_USUAL / errors.clamp(min=_USUAL)).sqrt()",
+            "torch.ones_like(errors)",
+        ),
     ],
     test_operation_cost.test_recomputed_operations_are_known: [
-        Bug("backward passes are recomputation", COST, "torch.is_grad_enabled() and backward_pass", "backward_pass"),
+        Bug(
+            "backward passes are recomputation",
+            "modules.operation_cost:OperationCounter.__torch_dispatch__",
+            "torch.is_grad_enabled() and backward_pass() != -1",
+            "backward_pass() != -1",
+        ),
     ],
     test_tune.test_the_fastest_wins_and_the_dead_are_last: [
-        Bug("the slower half goes on", HALVING, "for run in well[:kept]]", "for run in well[len(well) - kept :]]"),
-        Bug("rounds have equal lengths", HALVING, "TrialRun(each, round_, steps << round_,", "TrialRun(each, round_, steps,"),
+        Bug("the slower half goes on", "cli.tuning.halving:halve", "well[:kept]", "well[len(well) - kept:]"),
+        Bug(
+            "rounds have equal lengths",
+            "cli.tuning.halving:halve",
+            "TrialRun(each, round_, steps << round_, measure(each, steps << round_))",
+            "TrialRun(each, round_, steps, measure(each, steps << round_))",
+        ),
     ],
     test_hosts.test_whatever_ssh_gets_is_a_host_and_a_quoted_command: [
-        Bug("ssh may take a host for an option", "cli.hosts_command", '["ssh", "--", host.name', '["ssh", host.name'),
+        Bug(
+            "ssh may take a host for an option",
+            "cli.hosts_command:ssh_commands",
+            "['ssh', '--', host.name, line]",
+            "['ssh', host.name, line]",
+        ),
     ],
     exclusion: [
-        Bug("what is excluded stays", "cli.hosts_command", "if s not in named.get(", "if s in named.get("),
+        Bug(
+            "what is excluded stays",
+            "cli.hosts_command:filtered",
+            "s not in named.get(host.name, ())",
+            "s in named.get(host.name, ())",
+        ),
     ],
     conversion_of_states: [
-        Bug("params alone", "cli.stored.state_names", "list(found.tensors)", "list(found.params.values())", StructureError),
+        Bug("params alone", "cli.stored.state_names:state_names", "found.tensors", "found.params.values()", StructureError),
     ],
     test_tune.test_a_trial_of_tensor_parallel_ranks_has_the_predicted_state: [
         Bug(
             "a trial has dp alone",
-            "cli.tuning.trial",
+            "cli.tuning.trial:TrialSpec.candidate",
             "self.ranks // (self.tp * self.sp * self.pp)",
             "self.ranks",
             shows=ValueError,
         ),
     ],
     test_axes.test_every_mesh_is_enumerated: [
-        Bug("a pipeline's ranks are of dp, too", "cli.tune_command", "dp = ranks // (t * s * p)", "dp = ranks // (t * s)"),
+        Bug("a pipeline's ranks are of dp, too", "cli.tune_command:candidates_of", "t * s * p", "t * s"),
     ],
     test_axes.test_a_mesh_is_a_line: [
-        Bug("neighbours are a pipeline's", "cli.planning.mesh_axes", "place * self.sp * self.tp", "place * self.tp"),
+        Bug("neighbours are a pipeline's", "cli.planning.mesh_axes:MeshAxes.first_ranks", "place * self.sp", "place"),
     ],
     partial(test_axes.test_a_bubble_of_equal_ranks, 2, 4): [
         Bug(
-            "once a step is once a micro-batch", "cli.planning.pipeline_times", "found.makespan + max(beside)", "found.makespan"
+            "once a step is once a micro-batch",
+            "cli.planning.pipeline_times:bubble_seconds",
+            "found.makespan + max(beside)",
+            "found.makespan",
         ),
     ],
     conversion: [
-        Bug("rounded values are converted", "cli.stored.kinds", "in _EXACT_FIRST:", "in _EXACT_FIRST[::-1]:"),
+        Bug("rounded values are converted", "cli.stored.kinds:_ours", "_EXACT_FIRST", "_EXACT_FIRST[::-1]"),
     ],
 }
 CASES = [pytest.param(law, bug, id=bug.name) for law, bugs in BUGS.items() for bug in bugs]

@@ -16,11 +16,18 @@ pytestmark = pytest.mark.timeout(60)
 GLOO = "comm.worlds.gloo"
 
 TRANSPORT = [
-    (2, Bug("what is not donated is overwritten", GLOO, "out=piece if in_place else None)", "out=piece)")),
-    (3, Bug("the third rank's own value is lost", GLOO, "if out is own and rank > 1:", "if False:")),
-    (3, Bug("large sums are gathered from elsewhere", GLOO, "total = piece if in_place else torch.empty_like(piece)",
-            "total = torch.empty_like(piece)")),
-]  # fmt: skip
+    (2, Bug("what is not donated is overwritten", "comm.worlds.gloo:all_reduce", "piece if in_place else None", "piece")),
+    (3, Bug("the third rank's own value is lost", "comm.worlds.gloo:_reduce_rows.finish", "out is own and rank > 1", "False")),
+    (
+        3,
+        Bug(
+            "large sums are gathered from elsewhere",
+            "comm.worlds.gloo:all_reduce",
+            "piece if in_place else torch.empty_like(piece)",
+            "torch.empty_like(piece)",
+        ),
+    ),
+]
 
 
 def with_bugs() -> list[list[bool]]:
@@ -49,20 +56,30 @@ def test_a_transport_with_a_bug_breaks_the_law(ranks: int) -> None:
     [
         (
             test_bruck.test_it_is_all_gather_in_fewer_messages,
-            Bug("ledgers count whole rounds", "comm.algorithms.bruck", "count = min(have, group.size - have)", "count = have"),
+            Bug("ledgers count whole rounds", "comm.algorithms.bruck:_in_one_call", "min(have, group.size - have)", "have"),
         ),
         (
             test_donated_reduce.test_a_donated_value_has_no_graph,
-            Bug("a graph is cut", "comm.api", "any(room.requires_grad for room in rooms)", "False",
-                shows=pytest.fail.Exception),
+            Bug(
+                "a graph is cut",
+                "comm.api:all_reduce",
+                "any((room.requires_grad for room in rooms))",
+                "False",
+                shows=pytest.fail.Exception,
+            ),
         ),
         (
             test_cut_pipelines.test_attention_of_a_ranks_own_positions,
-            Bug("stages are not asked", "transforms.parallel.sequence", "if not step.sum_over_ranks(state, asks).item():",
-                "if False:", shows=pytest.fail.Exception),
+            Bug(
+                "stages are not asked",
+                "transforms.parallel.sequence:_SequenceParallel.check_stages",
+                "not step.sum_over_ranks(state, asks).item()",
+                "False",
+                shows=pytest.fail.Exception,
+            ),
         ),
     ],
-)  # fmt: skip
+)
 def test_a_bug_breaks_its_law(law: Callable[[], None], bug: Bug) -> None:
     law()
     with planted(bug), pytest.raises(bug.shows):

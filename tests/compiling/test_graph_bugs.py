@@ -24,29 +24,67 @@ def named(change: Any, stage: int, words: str) -> Callable[[], None]:
 
 BUGS: dict[Callable[[], Any], list[Bug]] = {
     partial(test_graph_cost.test_times_add_up, "stage 3", test_graph_cost.CPU): [
-        Bug("a wait costs nothing", COST, "self.device, self.last = span.end, place", "self.last = place"),
-        Bug("a channel carries two at once", COST, "if last is not None and self.spans[last].end > begin", "if False"),
+        Bug(
+            "a wait costs nothing",
+            "compiling.graphs.graph_cost:_RankTimeline._until",
+            "self.device, self.last = (span.end, place)",
+            "self.last = place",
+        ),
+        Bug(
+            "a channel carries two at once",
+            "compiling.graphs.graph_cost:_RankTimeline.start",
+            "last is not None and self.spans[last].end > begin",
+            "False",
+        ),
     ],
     partial(test_graph_cost.test_the_critical_path_takes_the_whole_step, "stage 3", test_graph_cost.FAST): [
-        Bug("the path forgets channels", COST, "begin, before = self.spans[last].end, last", "begin = self.spans[last].end"),
+        Bug(
+            "the path forgets channels",
+            "compiling.graphs.graph_cost:_RankTimeline.start",
+            "begin, before = (self.spans[last].end, last)",
+            "begin = self.spans[last].end",
+        ),
     ],
     held: [
-        Bug("what is written and given counts twice", NODES, "elif _gives_what_it_writes(node):", "elif False:"),
-        Bug("memory from the wait on", RECORD, "node.args[0] if node.target is WAIT else node", "node"),
+        Bug(
+            "what is written and given counts twice",
+            "compiling.graphs.graph_nodes:root_of",
+            "_gives_what_it_writes(node)",
+            "False",
+        ),
+        Bug(
+            "memory from the wait on",
+            "compiling.graphs.graph_record:StepGraph.live",
+            "node.args[0] if node.target is WAIT else node",
+            "node",
+        ),
     ],
     named(test_check_pass.swapped_on_rank_1, 3, "start other collectives"): [
-        Bug("what looks alike is alike", AGREE, ", site.label, site.turn)", ")"),
+        Bug(
+            "what looks alike is alike",
+            "compiling.jitted.graph_agreement:rank_collectives",
+            "(site.call.agreement(xs, here), site.label, site.turn)",
+            "site.call.agreement(xs, here)",
+        ),
     ],
     test_check_pass.test_groups_in_another_order_on_one_rank: [
-        Bug("orders of groups do not count", AGREE, "return _deadlock(told)", 'return ""', Exception),
+        Bug(
+            "orders of groups do not count", "compiling.jitted.graph_agreement:disagreement", "_deadlock(told)", "''", Exception
+        ),
     ],
     named(test_check_pass.other_value_on_rank_1, 3, "changes a value on rank"): [
-        Bug("values are not compared", CHECK, "if any(told):", "if False:", pytest.fail.Exception),
+        Bug(
+            "values are not compared",
+            "compiling.jitted.check_pass:_Checked.report",
+            "any(told)",
+            "False",
+            pytest.fail.Exception,
+        ),
     ],
     partial(test_jit_axes.test_a_jitted_step_is_the_step, "balance"): [
         Bug(
             "a trace takes what it sees for a trial",
-            "comm.record.call_recorder",
+            "comm.record.call_recorder:runs_on_shapes",
             "recorder is None or recorder.trial",
             "True",
             Exception,

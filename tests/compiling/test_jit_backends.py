@@ -212,15 +212,30 @@ CODE, REGIONS = "compiling.jitted.graph_code", "compiling.jitted.region_compiler
 BUGS: list[tuple[Callable[[], Any], Bug]] = [
     (
         test_jit.test_gathers_are_those_of_the_eager_step,
-        Bug("views are made at the wrong place", CODE, "offset = value.storage_offset() - held.storage_offset()", "offset = 0"),
+        Bug(
+            "views are made at the wrong place",
+            "compiling.jitted.graph_code:_Writer._view",
+            "value.storage_offset() - held.storage_offset()",
+            "0",
+        ),
     ),
     (
         test_autocast_is_in_the_graph_once,
-        Bug("kernels are cast again", CODE, "with torch.no_grad(), without_autocast():", "with torch.no_grad():"),
+        Bug(
+            "kernels are cast again",
+            "compiling.jitted.graph_code:GraphCode.__call__",
+            "with torch.no_grad(), without_autocast():\n    ...",
+            "with torch.no_grad():\n    ...",
+        ),
     ),
     (
         test_results_get_memory_of_their_own,
-        Bug("results are given as they are", REGIONS, "places.append(place)", "pass"),
+        Bug(
+            "results are given as they are",
+            "compiling.jitted.region_compiler:_RegionFunction._looked_at",
+            "places.append(place)",
+            "pass",
+        ),
     ),
 ]
 

@@ -71,7 +71,7 @@ def test_bad_size() -> None:
 
 
 def test_a_bug_is_seen() -> None:
-    bug = Bug("results are mixed up", "compiling.graphs.graph_bucketing", "number + place_of", "place_of")
+    bug = Bug("results are mixed up", "compiling.graphs.graph_bucketing:_join", "number + place_of", "place_of")
     with planted(bug):
         found, expected = comm.simulate(joined_and_eager, world_size=2)[0]
     assert found[0] != expected[0]

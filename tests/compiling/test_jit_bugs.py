@@ -14,35 +14,52 @@ JIT, PASSES = "compiling.jitted.jit_step", "compiling.graphs.graph_passes"
 bound = partial(test_jit.test_no_more_whole_units_than_in_the_eager_step, test_jit.Tied, 2)
 BUGS: dict[Callable[[], Any], list[Bug]] = {
     bound: [
-        Bug("more units are whole", PASSES, "for _, unit in uses), live, whole)", "for _, unit in uses), live + 5, whole)"),
-        Bug("all gathers start at once", PASSES, "gathers[max(0, number - ahead)]", "gathers[0]"),
+        Bug("more units are whole", "compiling.graphs.graph_passes:regather.run", "live", "live + 5"),
+        Bug("all gathers start at once", "compiling.graphs.graph_passes:schedule.run", "max(0, number - ahead)", "0"),
     ],
     test_jit.test_gathers_are_those_of_the_eager_step: [
-        Bug("a backward pass finds nothing whole", PASSES, "whole if backward and not reshard else ()", "()"),
+        Bug(
+            "a backward pass finds nothing whole",
+            "compiling.graphs.graph_passes:regather.run",
+            "whole if backward and (not reshard) else ()",
+            "()",
+        ),
     ],
     partial(test_jit.test_modes_of_modules_are_looked_at, False): [
-        Bug("modes are not looked at", JIT, 'kind.modes = graph.notes.get("modes", {})', "pass"),
+        Bug(
+            "modes are not looked at",
+            "compiling.jitted.jit_step:JitStep._new_entry",
+            "kind.modes = graph.notes.get('modes', {})",
+            "pass",
+        ),
     ],
     test_jit.test_shapes_that_change_on_one_rank: [
         Bug(
             "each rank decides for itself",
-            JIT,
-            "if group is not None:\n            found = tuple(",
-            "if False:\n            found = tuple(",
+            "compiling.jitted.jit_step:JitStep._entry",
+            "group is not None",
+            "False",
             DeadlockError,
         ),
     ],
     test_jit.test_a_donated_state_is_spent: [
         Bug(
             "a donated state can be used again",
-            JIT,
-            "        state.donate()\n        mark_donated(before)\n    return",
-            "    return",
+            "compiling.jitted.jit_step:_run",
+            "new = tree.replace(new, step=new.step.detach()) if new.step is before.step else new\n"
+            "state.donate()\n"
+            "mark_donated(before)",
+            "new = tree.replace(new, step=new.step.detach()) if new.step is before.step else new",
             pytest.fail.Exception,
         ),
     ],
     test_jit.test_a_kept_state_stays: [
-        Bug("a kept state is written into", JIT, "if donate else state.clone()", ""),
+        Bug(
+            "a kept state is written into",
+            "compiling.jitted.jit_step:_run",
+            "tree.replace(state) if donate else state.clone()",
+            "tree.replace(state)",
+        ),
     ],
 }
 

@@ -277,23 +277,35 @@ EXCHANGE = "parallel.experts.token_exchange"
 BUGS: list[tuple[Callable[[], Any], Bug]] = [
     (
         lambda: comm.simulate(of_other_losses, "axis", world_size=2),
-        Bug("a call has no axes", CALLS, "if name in self:", "if False:", Exception),
+        Bug("a call has no axes", "compiling.graphs.eager_calls:_AxesOutside.get", "name in self", "False", Exception),
     ),
     (
         lambda: comm.simulate(of_other_losses, "no rows", world_size=2),
-        Bug("a rank without rows stays away", EXCHANGE, "if size > 1 and not len(rows):", "if False:", Exception),
+        Bug(
+            "a rank without rows stays away",
+            "parallel.experts.token_exchange:exchange",
+            "size > 1 and (not len(rows))",
+            "False",
+            Exception,
+        ),
     ),
     (
         on_two,
-        Bug("gradients are mixed up", CALLS, "[out], self.edges, [grad]", "[out], self.edges[::-1], [grad]", Exception),
+        Bug(
+            "gradients are mixed up",
+            "compiling.graphs.eager_calls:_Kept.gradients",
+            "torch.autograd.grad([out], self.edges, [grad], allow_unused=True)",
+            "torch.autograd.grad([out], self.edges[::-1], [grad], allow_unused=True)",
+            Exception,
+        ),
     ),
     (
         on_two,
         Bug(
             "what was given is kept at another place",
-            CALLS,
-            "append((place, x.detach()))",
-            "append((0, x.detach()))",
+            "compiling.graphs.eager_calls:_Kept.of",
+            "place",
+            "0",
             Exception,
         ),
     ),

@@ -211,19 +211,29 @@ REGION, REGIONS, REWIND = "remat.region", "compiling.jitted.graph_regions", "rem
 BUGS: list[tuple[Callable[[], Any], Bug]] = [
     (
         partial(test_what_is_recomputed_is_not_kept, 0),
-        Bug("a graph keeps all activations", REGION, "asks_for_shapes = recorder is None and", "asks_for_shapes ="),
+        Bug(
+            "a graph keeps all activations",
+            "remat.region:run",
+            "recorder is None and detect_fake_mode() is not None",
+            "detect_fake_mode() is not None",
+        ),
     ),
     (
         test_no_region_computes_first_and_again,
-        Bug("regions go on through recomputation", REGIONS, "        if again != self._again:", "        if False:"),
+        Bug(
+            "regions go on through recomputation",
+            "compiling.jitted.graph_regions:_Builder.add",
+            "again != self._again",
+            "False",
+        ),
     ),
     (
         test_buffers,
         Bug(
             "a second run finds what the first has written",
-            REWIND,
-            "if traced or _is_small(b) or version",
-            "if False and version",
+            "remat.buffer_snapshot:Rewind.once",
+            "traced or _is_small(b) or version_of(b) != versions[key]",
+            "False and version_of(b) != versions[key]",
             JitWarning,
         ),
     ),

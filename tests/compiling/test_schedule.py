@@ -71,11 +71,18 @@ def test_the_first_gather_of_a_pass_starts_in_the_pass_before() -> None:
 BUGS = [
     (
         test_the_first_gather_of_a_pass_starts_in_the_pass_before,
-        Bug("no gather starts early", PASSES, "_start_before(gather.start, place, writes)", "pass"),
+        Bug(
+            "no gather starts early",
+            "compiling.graphs.graph_passes:schedule.run",
+            "_start_before(gather.start, place, writes)",
+            "pass",
+        ),
     ),
     (
         partial(test_a_gather_starts_before_the_wait_that_is_so_many_earlier.hypothesis.inner_test, 4, 1, 1, False, 1),
-        Bug("one gather more is under way", PASSES, "max(0, number - ahead)", "max(0, number - ahead - 1)"),
+        Bug(
+            "one gather more is under way", "compiling.graphs.graph_passes:schedule.run", "number - ahead", "number - ahead - 1"
+        ),
     ),
 ]
 

@@ -17,21 +17,40 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
     (
         (plans.test_a_plan_trains_on_two_ranks_as_torch_on_one, 1),
         [
-            Bug("a schedule is an update ahead", f"{CONFIG}.ds_schedules", "b = k - 1\n        gamma", "b = k\n        gamma"),
-            Bug("nothing is clipped", f"{CONFIG}.transform_parts", "    elif limit:", "    elif False:"),
-            Bug("rates are absolute", f"{CONFIG}.ds_schedules", " / self.reference).float()", ").float()"),
+            Bug("a schedule is an update ahead", "deepspeed.config.ds_schedules:_between.rates", "k - 1", "k"),
+            Bug("nothing is clipped", "deepspeed.config.transform_parts:_others", "if limit:\n    ...", "if False:\n    ..."),
+            Bug(
+                "rates are absolute",
+                "deepspeed.config.ds_schedules:RateSchedule.__call__",
+                "self.rates(torch.as_tensor(updates).to(torch.float64)) / self.reference",
+                "self.rates(torch.as_tensor(updates).to(torch.float64))",
+            ),
         ],
     ),
     (
         (plans.test_optimizers_are_torchs_with_deepspeeds_defaults, "Adam", {"weight_decay": 0.1}, torch.optim.AdamW, DECAY),
-        [Bug("Adam is Adam", f"{CONFIG}.ds_optimizers", 'decays = decoupled or a["adam_w_mode"]', "decays = decoupled")],
+        [Bug("Adam is Adam", "deepspeed.config.ds_optimizers:_adam", "decoupled or a['adam_w_mode']", "decoupled")],
     ),
     (
         (plans.test_fp16_has_deepspeeds_loss_scale,),
         [
-            Bug("the scale grows a step early", f"{CONFIG}.ds_transforms", "settle=1,", "settle=0,"),
             Bug(
-                "stage 0 is patient", f"{CONFIG}.ds_transforms", 's["fp16.hysteresis"] if stage else 1', 's["fp16.hysteresis"]'
+                "the scale grows a step early",
+                "deepspeed.config.ds_transforms:_loss_scale",
+                "DynamicScale(2.0 ** s['fp16.initial_scale_power'], window=s['fp16.loss_scale_window'], "
+                "hysteresis=s['fp16.hysteresis'] if stage else 1, consecutive=bool(stage) and "
+                "s['fp16.consecutive_hysteresis'], minimum=float(s['fp16.min_loss_scale']), maximum=2.0 ** 60, "
+                "settle=1)",
+                "DynamicScale(2.0 ** s['fp16.initial_scale_power'], window=s['fp16.loss_scale_window'], "
+                "hysteresis=s['fp16.hysteresis'] if stage else 1, consecutive=bool(stage) and "
+                "s['fp16.consecutive_hysteresis'], minimum=float(s['fp16.min_loss_scale']), maximum=2.0 ** 60, "
+                "settle=0)",
+            ),
+            Bug(
+                "stage 0 is patient",
+                "deepspeed.config.ds_transforms:_loss_scale",
+                "s['fp16.hysteresis'] if stage else 1",
+                "s['fp16.hysteresis']",
             ),
         ],
     ),
@@ -40,49 +59,72 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "an overflow at the minimum is forgotten",
-                f"{CONFIG}.extra_transforms",
-                "if not skipped.is_meta and",
-                "if False and",
+                "deepspeed.config.extra_transforms:stop_at_minimum.update",
+                "not skipped.is_meta",
+                "False",
             ),
         ],
     ),
     (
         (plans.test_sums_instead_of_means,),
         [
-            Bug("a sum is a mean", f"{CONFIG}.extra_transforms", "weight=grads.weight / ranks", "weight=grads.weight"),
+            Bug(
+                "a sum is a mean",
+                "deepspeed.config.extra_transforms:sum_gradients.update",
+                "grads.weight / ranks",
+                "grads.weight",
+            ),
         ],
     ),
     (
         (plans.test_transforms, {"zero_optimization": {"stage": 1}}, f"{plans.FP32} -> zero(1, world) -> clip(1.0)"),
         [
-            Bug("fp32 is not checked", f"{CONFIG}.ds_transforms", 'else s[f"{_ZERO}.compute_grad_norm"])', "else False)"),
+            Bug(
+                "fp32 is not checked",
+                "deepspeed.config.ds_transforms:checks_finite",
+                "s[f'{_ZERO}.compute_grad_norm']",
+                "False",
+            ),
         ],
     ),
     (
         (plans.test_kernels_of_deepspeeds_own, "Lamb", True),
         [
             Bug(
-                "LAMB corrects its moments", f"{CONFIG}.ds_optimizers", '"rate" if a["bias_correction"] else None', '"moments"'
+                "LAMB corrects its moments",
+                "deepspeed.config.ds_optimizers:_lamb",
+                "'rate' if a['bias_correction'] else None",
+                "'moments'",
             ),
-            Bug("LAMB is not corrected", "optim.lamb", 'if correction == "rate":', "if False:"),
+            Bug("LAMB is not corrected", "optim.lamb:lamb.make.update", "correction == 'rate'", "False"),
         ],
     ),
     (
         (plans.test_kernels_of_deepspeeds_own, "Adam", False),
         [
-            Bug("Adam corrects its moments", "optim.adam", "state.steps if corrects else", "state.steps if True else"),
+            Bug(
+                "Adam corrects its moments",
+                "optim.adam:adam_optimizer.update",
+                "state.steps if corrects else [torch.full_like(count, _MANY) for count in state.steps]",
+                "state.steps if True else [torch.full_like(count, _MANY) for count in state.steps]",
+            ),
         ],
     ),
     (
         (plans.test_the_optimizers_rate_follows_the_scheduler_from_zero,),
         [
-            Bug("a rate of nothing stays", f"{CONFIG}.named_parts", 'arguments["lr"] or 1.0}', 'arguments["lr"]}'),
+            Bug(
+                "a rate of nothing stays",
+                "deepspeed.config.named_parts:_base_rate",
+                "arguments['lr'] or 1.0",
+                "arguments['lr']",
+            ),
         ],
     ),
     (
         (reader.test_two_spellings_side_by_side_are_refused,),
         [
-            Bug("the second spelling counts", f"{CONFIG}.config_reader", "if canonical in settings.spelled:", "if False:"),
+            Bug("the second spelling counts", "deepspeed.config.config_reader:read", "canonical in settings.spelled", "False"),
         ],
     ),
     (
@@ -90,20 +132,27 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "params leave the device below stage 3",
-                f"{CONFIG}.ds_transforms",
-                'if block == "offload_param" and',
-                "if False and",
+                "deepspeed.config.ds_transforms:offload_places",
+                "block == 'offload_param'",
+                "False",
             )
         ],
     ),
     (
         (plans.test_half_precision_params_may_run_in_autocast, "bf16", False),
-        [Bug("autocast is off", f"{CONFIG}.ds_transforms", "autocast=autocast, states", "autocast=False, states")],
+        [
+            Bug(
+                "autocast is off",
+                "deepspeed.config.ds_transforms:precision",
+                "mixed_precision(policy, scale, autocast=autocast, states=states)",
+                "mixed_precision(policy, scale, autocast=False, states=states)",
+            )
+        ],
     ),
     (
         (reader.test_known_dead_names_can_warn,),
         [
-            Bug("every unknown name only warns", f"{CONFIG}.config_reader", "if path in DEAD and warn:", "if warn:"),
+            Bug("every unknown name only warns", "deepspeed.config.config_reader:_unknown", "path in DEAD and warn", "warn"),
         ],
     ),
 ]

@@ -224,8 +224,14 @@ LAYOUT = "interchange.deepspeed_layout"
 @pytest.mark.parametrize(
     "bug",
     [
-        Bug("a group's vector begins anew for each parameter", LAYOUT, "len(flats) - 1, begin)", "len(flats) - 1, 0)"),
-        Bug("tied names count twice", LAYOUT, "(x.data_ptr(), x.shape) if x.numel() else name", "name", StructureError),
+        Bug("a group's vector begins anew for each parameter", "interchange.deepspeed_layout:whole_params", "begin", "0"),
+        Bug(
+            "tied names count twice",
+            "interchange.deepspeed_layout:whole_params",
+            "(x.data_ptr(), x.shape) if x.numel() else name",
+            "name",
+            StructureError,
+        ),
     ],
     ids=lambda bug: bug.name,
 )

@@ -20,16 +20,16 @@ FILE_BUGS = [
         [
             Bug(
                 "unknown entries pass",
-                "jobs.job_reader",
-                "        if name not in fields:\n            raise JobError(",
-                "        if False:\n            raise JobError(",
+                "jobs.job_reader:read",
+                "name not in fields",
+                "False",
                 Exception,
             ),
             Bug(
                 "the header's line is taken",
-                "jobs.job_lines",
-                "    return None if found is None else found + 1",
-                "    return 1",
+                "jobs.job_lines:line_of",
+                "None if found is None else found + 1",
+                "1",
             ),
         ],
     ),
@@ -39,9 +39,9 @@ FILE_BUGS = [
         [
             Bug(
                 "unknown arguments pass",
-                "jobs.call_entry",
-                "        if name not in parameters:",
-                "        if False:",
+                "jobs.call_entry:check_arguments",
+                "name not in parameters",
+                "False",
                 Exception,
             )
         ],
@@ -52,9 +52,9 @@ FILE_BUGS = [
         [
             Bug(
                 "true is 1",
-                "jobs.job_reader",
-                "    if type(value) is not wanted:",
-                "    if not isinstance(value, wanted):",
+                "jobs.job_reader:_typed",
+                "type(value) is not wanted",
+                "not isinstance(value, wanted)",
                 Exception,
             )
         ],
@@ -74,22 +74,30 @@ def test_bugs_of_files(test: Any, arguments: tuple[Any, ...], bug: Bug, tmp_path
 
 
 def test_a_default_that_is_left_out_is_the_default() -> None:
-    bug = Bug("the folder is left out", "jobs.job_reader", ' and not field.metadata["always"]', "")
+    bug = Bug(
+        "the folder is left out",
+        "jobs.job_reader:written",
+        "value == default and (not defaults) and (not field.metadata['always'])",
+        "value == default and (not defaults)",
+    )
     with planted(bug), pytest.raises(AssertionError):
         assert 'folder = "."' in files.Job(model="a:B", steps=1, optimizer={"sgd": 0.1}).to_toml()
 
 
 RUN_BUGS = [
-    Bug("all ranks take the first rows", "jobs.prepare", "first_row=place * rows", "first_row=0"),
-    Bug("rows do not depend on the seed", "jobs.prepare", "seed=self.job.seed, first_row", "seed=0, first_row"),
-    Bug("params do not depend on the seed", "jobs.prepare", "_seeded(job.seed)", "_seeded(0)"),
-    Bug("the schedule is forgotten", "jobs.prepare", "    if job.schedule is not None:", "    if False:"),
-    Bug("transforms are forgotten", "jobs.prepare", "    for each in job.strategy:", "    for each in ():"),
+    Bug("all ranks take the first rows", "jobs.prepare:PreparedJob.batch", "place * rows", "0"),
+    Bug("rows do not depend on the seed", "jobs.prepare:PreparedJob.batch", "self.job.seed", "0"),
+    Bug("params do not depend on the seed", "jobs.prepare:_prepared", "_seeded(job.seed)", "_seeded(0)"),
+    Bug("the schedule is forgotten", "jobs.prepare:strategy_of", "if job.schedule is not None:\n    ...", "if False:\n    ..."),
+    Bug("transforms are forgotten", "jobs.prepare:strategy_of", "job.strategy", "()"),
     Bug(
-        "it is evaluated on what is trained on", "jobs.prepare", 'self.batch("validation", index)', 'self.batch("train", index)'
+        "it is evaluated on what is trained on",
+        "jobs.prepare:PreparedJob.validation",
+        "self.batch('validation', index)",
+        "self.batch('train', index)",
     ),
-    Bug("targets are tokens", "jobs.token_text", "windows[:, 1:].contiguous()", "windows[:, :-1].contiguous()"),
-    Bug("the generator moves", "jobs.prepare", "with torch.random.fork_rng(devices=[]):", "if True:"),
+    Bug("targets are tokens", "jobs.token_text:TokenText.batch", "windows[:, 1:]", "windows[:, :-1]"),
+    Bug("the generator moves", "jobs.prepare:_seeded", "with torch.random.fork_rng(devices=[]):\n    ...", "if True:\n    ..."),
 ]
 
 
@@ -108,6 +116,6 @@ def test_bugs_of_runs(bug: Bug, job: Any) -> None:
 
 
 def test_a_resume_that_starts_anew_is_seen(job: Any, tmp_path: Path) -> None:
-    bug = Bug("checkpoints are not gone on from", "jobs.prepare", "resume=saved.resume", "resume=False")
+    bug = Bug("checkpoints are not gone on from", "jobs.prepare:PreparedJob.checkpoints", "saved.resume", "False")
     with planted(bug), pytest.raises(AssertionError):
         runs.test_a_resumed_job_is_one_that_ran_through(job, tmp_path, 1)

@@ -178,8 +178,11 @@ def test_a_run_is_what_it_was(tmp_path: Path) -> None:
 
 
 BUGS = [
-    (Bug("modules lead to others", "jobs.resolve", "not _may_import(found.__name__, job))", "False)"), "models:os.getcwd"),
-    (Bug("all of torch is named", "jobs.resolve", "or _is_of_library(found))", "or True)"), "functional_ds:load_job"),
+    (
+        Bug("modules lead to others", "jobs.resolve:user_object", "not _may_import(found.__name__, job)", "False"),
+        "models:os.getcwd",
+    ),
+    (Bug("all of torch is named", "jobs.resolve:user_object", "_is_of_library(found)", "True"), "functional_ds:load_job"),
 ]
 
 
@@ -191,6 +194,6 @@ def test_planted(tmp_path: Path, bug: Bug, name: str) -> None:
 
 def test_planted_imports(tmp_path: Path) -> None:
     """A module that is refused runs if its name is looked at too late."""
-    bug = Bug("any module is imported", "jobs.resolve", "if not (_may_import(module_name, job)", "if not (True")
+    bug = Bug("any module is imported", "jobs.resolve:_module", "_may_import(module_name, job)", "True")
     with planted(bug), pytest.raises(SystemExit):
         test_a_file_cannot_take_another_folder_for_its_own(tmp_path)

@@ -334,37 +334,80 @@ CHANGES, BUFFERS = "modules.module_changes", "step.buffers"
 BUGS: list[tuple[Callable[[], Any], Bug]] = [
     (
         lambda: check({2: [HOLD["dict"]]}, "plain"),
-        Bug("dicts are not looked into", CHANGES, "each for each in found._dicts if each", ""),
+        Bug(
+            "dicts are not looked into", "modules.module_changes:_Snapshot.of", "(each for each in found._dicts if each)", "()"
+        ),
     ),
-    (lambda: check({2: [HOLD["list"]]}, "plain"), Bug("nor lists", CHANGES, "self._sequences.append(value)", "pass")),
-    (lambda: check({2: [HOLD["array"]]}, "plain"), Bug("nor arrays", CHANGES, "self._arrays.append(value)", "pass")),
-    (lambda: check({2: [HOLD["hook"]]}, "plain"), Bug("empty dicts stay empty", CHANGES, "*map(len, self._dicts),", "")),
+    (
+        lambda: check({2: [HOLD["list"]]}, "plain"),
+        Bug("nor lists", "modules.module_changes:_Snapshot._inside", "self._sequences.append(value)", "pass"),
+    ),
+    (
+        lambda: check({2: [HOLD["array"]]}, "plain"),
+        Bug("nor arrays", "modules.module_changes:_Snapshot._inside", "self._arrays.append(value)", "pass"),
+    ),
+    (
+        lambda: check({2: [HOLD["hook"]]}, "plain"),
+        Bug(
+            "empty dicts stay empty",
+            "modules.module_changes:_Snapshot._counts",
+            "[*map(next, map(reversed, self._listed)), *map(len, self._dicts), *map(len, self._sequences), "
+            "*map(version_of, self._tensors), *[each.requires_grad for each in self._tensors], "
+            "*[zlib.crc32(each.tobytes()) for each in self._arrays]]",
+            "[*map(next, map(reversed, self._listed)), *map(len, self._sequences), *map(version_of, "
+            "self._tensors), *[each.requires_grad for each in self._tensors], *[zlib.crc32(each.tobytes()) for "
+            "each in self._arrays]]",
+        ),
+    ),
     (
         lambda: check({2: [HOLD["number"]]}, "jit alone"),
-        Bug("graphs stay", CHANGES, 'self._edits += key != "training"', "pass"),
+        Bug("graphs stay", "modules.module_changes:ModuleChanges._note", "self._edits += key != 'training'", "pass"),
     ),
     (
         lambda: test_a_change_that_a_step_cannot_follow_is_refused("buffer filled"),
-        Bug("versions are not looked at", CHANGES, "*map(version_of, self._tensors),", "", pytest.fail.Exception),
+        Bug(
+            "versions are not looked at",
+            "modules.module_changes:_Snapshot._counts",
+            "[*map(next, map(reversed, self._listed)), *map(len, self._dicts), *map(len, self._sequences), "
+            "*map(version_of, self._tensors), *[each.requires_grad for each in self._tensors], "
+            "*[zlib.crc32(each.tobytes()) for each in self._arrays]]",
+            "[*map(next, map(reversed, self._listed)), *map(len, self._dicts), *map(len, self._sequences), "
+            "*[each.requires_grad for each in self._tensors], *[zlib.crc32(each.tobytes()) for each in "
+            "self._arrays]]",
+            pytest.fail.Exception,
+        ),
     ),
     (
         lambda: test_a_change_that_a_step_cannot_follow_is_refused("frozen"),
-        Bug("flags are not looked at", CHANGES, "*[each.requires_grad for each in self._tensors],", "", pytest.fail.Exception),
+        Bug(
+            "flags are not looked at",
+            "modules.module_changes:_Snapshot._counts",
+            "[*map(next, map(reversed, self._listed)), *map(len, self._dicts), *map(len, self._sequences), "
+            "*map(version_of, self._tensors), *[each.requires_grad for each in self._tensors], "
+            "*[zlib.crc32(each.tobytes()) for each in self._arrays]]",
+            "[*map(next, map(reversed, self._listed)), *map(len, self._dicts), *map(len, self._sequences), "
+            "*map(version_of, self._tensors), *[zlib.crc32(each.tobytes()) for each in self._arrays]]",
+            pytest.fail.Exception,
+        ),
     ),
     (
         lambda: test_a_change_that_a_step_cannot_follow_is_refused("weight filled by data"),
         Bug(
             "data has its own version",
-            CHANGES,
-            "return self.detach()",
-            "return Tensor.data.__get__(self)",
+            "modules.module_changes:BareParameter.data",
+            "self.detach()",
+            "Tensor.data.__get__(self)",
             pytest.fail.Exception,
         ),
     ),
     (
         test_a_changed_buffer_counts_for_states_that_are_made_later,
         Bug(
-            "a state takes what it does not have", BUFFERS, "self.buffers.check_changes(module)", "pass", pytest.fail.Exception
+            "a state takes what it does not have",
+            "step.buffers:BufferScope.of",
+            "self.buffers.check_changes(module)",
+            "pass",
+            pytest.fail.Exception,
         ),
     ),
 ]

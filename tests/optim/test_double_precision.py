@@ -253,15 +253,25 @@ def test_fp32_leaves_beside_fp64_ones_move_by_an_fp32_weight() -> None:
     ("bug", "case"),
     [
         (
-            Bug("a weight in fp32", "base.weighted", "return torch.float64 if dtype in", "return torch.float32 if dtype in"),
+            Bug(
+                "a weight in fp32",
+                "base.weighted:weight_dtype",
+                "torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32",
+                "torch.float32 if dtype in (torch.float64, torch.complex128) else torch.float32",
+            ),
             {"schedule": "none", "clip": None},
         ),
         (
-            Bug("a rate in fp32", "transforms.schedule", "return torch.float64 if dtypes", "return torch.float32 if dtypes"),
+            Bug(
+                "a rate in fp32",
+                "transforms.schedule:_rate_dtype",
+                "torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32",
+                "torch.float32 if dtypes & {torch.float64, torch.complex128} else torch.float32",
+            ),
             {"schedule": "warmup", "clip": None},
         ),
         (
-            Bug("fp64 gradients not divided", "optim.kernels", "(kernel, own, means(grads", "(kernel, own, gradients(grads"),
+            Bug("fp64 gradients not divided", "optim.kernels:_run_wide", "means", "gradients"),
             {"schedule": "none", "clip": None},
         ),
     ],

@@ -22,22 +22,57 @@ bubble = partial(test_predict_run.test_bubble_and_memory_are_the_schedules, 2, 2
 
 BUGS: dict[Callable[[], None], list[Bug]] = {
     sliced: [
-        Bug("the embedding sends nothing", SHARE, "(model.width * first + ", "("),
-        Bug("a tied head is another table", SHARE, "table * (not again)", "table"),
-        Bug("norms are cut", SHARE, "layer_cut // tp + model.layer_whole", "layer_cut // tp + model.layer_whole // tp"),
-        Bug("attention is half", SIZES, "+ 4 * self.length", "+ 2 * self.length"),
+        Bug(
+            "the embedding sends nothing",
+            "scaling.rank_share:rank_share",
+            "model.width * first + (model.width + 3) * last",
+            "(model.width + 3) * last",
+        ),
+        Bug("a tied head is another table", "scaling.rank_share:rank_share", "table * (not again)", "table"),
+        Bug("norms are cut", "scaling.rank_share:rank_share", "model.layer_whole", "model.layer_whole // tp"),
+        Bug("attention is half", "scaling.transformer:Transformer.layer_flops", "4", "2"),
     ],
     again: [
-        Bug("what runs again sends nothing", SHARE, "_ALL_REDUCES[plan.recompute] / 4", '_ALL_REDUCES["none"] / 4'),
-        Bug("the last product runs again", SHARE, "forward - model.last_product_flops(tokens)", "forward"),
+        Bug(
+            "what runs again sends nothing",
+            "scaling.rank_share:rank_share",
+            "_ALL_REDUCES[plan.recompute]",
+            "_ALL_REDUCES['none']",
+        ),
+        Bug(
+            "the last product runs again",
+            "scaling.rank_share:rank_share",
+            "forward - model.last_product_flops(tokens)",
+            "forward",
+        ),
     ],
-    layer: [Bug("masks take no memory", SIZES, "4 * 2 * h + 2 * h * self.dropout", "4 * 2 * h")],
+    layer: [
+        Bug(
+            "masks take no memory",
+            "scaling.transformer:Transformer.layer_kept",
+            "4 * 2 * h + 2 * h * self.dropout",
+            "4 * 2 * h",
+        )
+    ],
     test_rank_share.test_a_pipeline_passes_what_is_counted: [
-        Bug("gradients do not come back", SHARE, " + ((stage + 1) % plan.pp == place) * (stage + 1 < plan.stages)", ""),
+        Bug(
+            "gradients do not come back",
+            "scaling.rank_share:rank_share",
+            "(stage % plan.pp == place) * (stage + 1 < plan.stages) + ((stage + 1) % plan.pp == place) * (stage "
+            "+ 1 < plan.stages)",
+            "(stage % plan.pp == place) * (stage + 1 < plan.stages)",
+        ),
     ],
-    bubble: [Bug("a micro-batch more", "scaling.mesh_plan", "self.micro_batches, v=", "self.micro_batches + 2, v=")],
+    bubble: [
+        Bug(
+            "a micro-batch more",
+            "scaling.mesh_plan:MeshPlan.schedule",
+            "interleaved_one_f_one_b(self.pp, self.micro_batches, v=self.chunks)",
+            "interleaved_one_f_one_b(self.pp, self.micro_batches + 2, v=self.chunks)",
+        )
+    ],
     test_predict_run.test_a_step_takes_its_operations: [
-        Bug("a stage has one layer", RUN, '"products": layers * product', '"products": product'),
+        Bug("a stage has one layer", "scaling.predict_run:_stages", "layers * product", "product"),
     ],
 }
 CASES = [pytest.param(law, bug, id=bug.name) for law, bugs in BUGS.items() for bug in bugs]

@@ -106,33 +106,38 @@ BUGS = [
     (
         Bug(
             "unused leaves by their places in the layout",
-            "transforms.zero.reduce",
-            "enumerate(sorted(used))",
-            "enumerate(used)",
+            "transforms.zero.reduce:Reducer.unused",
+            "sorted(used)",
+            "used",
         ),
         check_unused,
     ),
     (
         Bug(
             "the order of segments",
-            "sharding.leaf_map",
-            "group.rank, flat=True).ordered(layout.paths)",
-            "group.rank, flat=True)",
+            "sharding.leaf_map:LeafMap.of_layout",
+            "LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank, flat=True).ordered(layout.paths)",
+            "LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank, flat=True)",
         ),
         lambda params: check_on_ranks(params, "zero(1), units", 2),
-    ),
-    (
-        Bug("whole segments", "sharding.leaf_map", "(shards,), flat=True).ordered(layout.paths)", "(shards,), flat=True)"),
-        lambda params: check_on_ranks(params, "zero(0)", 2),
     ),
     (
         Bug(
-            "shards keep their numbers", "sharding.leaf_map", "LeafShard(number[s.leaf], s.offset", "LeafShard(s.leaf, s.offset"
+            "whole segments",
+            "sharding.leaf_map:LeafMap.of_layout",
+            "LeafMap(leaves, (shards,), flat=True).ordered(layout.paths)",
+            "LeafMap(leaves, (shards,), flat=True)",
         ),
+        lambda params: check_on_ranks(params, "zero(0)", 2),
+    ),
+    (
+        Bug("shards keep their numbers", "sharding.leaf_map:LeafMap.ordered", "number[s.leaf]", "s.leaf"),
         lambda params: check_on_ranks(params, "zero(1), units", 2),
     ),
     (
-        Bug("paths as text", "pipelining.execution.placement", "leaf_map.ordered(self.trained)", "leaf_map"),
+        Bug(
+            "paths as text", "pipelining.execution.placement:Placement.elsewhere", "leaf_map.ordered(self.trained)", "leaf_map"
+        ),
         lambda params: check_in_pipeline(params, 1, 4),
     ),
 ]

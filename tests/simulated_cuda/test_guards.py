@@ -84,7 +84,7 @@ class Guard:
     """A guard, what happens without it, and a program that shows it."""
 
     name: str
-    module: str
+    function: str
     old: str
     new: str
     kind: str
@@ -95,25 +95,65 @@ COPIES, UPDATE, BUFFERS = "base.copy_stream", "transforms.offloading.update", "t
 ACTIVATIONS, PARAMS, OPTIMIZER = chain("activations on the host"), chain("params on the host"), chain("optimizer on the host")
 
 GUARDS = [
-    Guard("a copy back is waited for", COPIES, "current.wait_event(self.copied)", "pass", "race", ACTIVATIONS),
-    Guard("a copy back is kept", COPIES, "self.tensor.record_stream(current)", "pass", "early free", ACTIVATIONS),
     Guard(
-        "copies follow the device", COPIES, "self._stream.wait_stream(current_stream(self.device))", "pass", "race", ACTIVATIONS
+        "a copy back is waited for",
+        "base.copy_stream:Arrival.wait",
+        "current.wait_event(self.copied)",
+        "pass",
+        "race",
+        ACTIVATIONS,
+    ),
+    Guard(
+        "a copy back is kept",
+        "base.copy_stream:Arrival.wait",
+        "self.tensor.record_stream(current)",
+        "pass",
+        "early free",
+        ACTIVATIONS,
+    ),
+    Guard(
+        "copies follow the device",
+        "base.copy_stream:CopyStream.wait_for_device",
+        "self._stream.wait_stream(current_stream(self.device))",
+        "pass",
+        "race",
+        ACTIVATIONS,
     ),
     Guard(
         "the device follows copies",
-        COPIES,
+        "base.copy_stream:CopyStream.hold_device",
         "current_stream(self.device).wait_stream(self._stream)",
         "pass",
         "race",
         written_after,
     ),
-    Guard("copies follow other streams' copies", COPIES, "self._stream.wait_stream(other._stream)", "pass", "race", PARAMS),
-    Guard("copies follow an event", COPIES, "self._stream.wait_event(after)", "pass", "race", OPTIMIZER),
-    Guard("what is copied is kept", COPIES, "tensor.record_stream(self._stream)", "pass", "early free", ACTIVATIONS),
+    Guard(
+        "copies follow other streams' copies",
+        "base.copy_stream:CopyStream.wait_for",
+        "self._stream.wait_stream(other._stream)",
+        "pass",
+        "race",
+        PARAMS,
+    ),
+    Guard(
+        "copies follow an event",
+        "base.copy_stream:CopyStream.copy",
+        "self._stream.wait_event(after)",
+        "pass",
+        "race",
+        OPTIMIZER,
+    ),
+    Guard(
+        "what is copied is kept",
+        "base.copy_stream:CopyStream.to_host",
+        "tensor.record_stream(self._stream)",
+        "pass",
+        "early free",
+        ACTIVATIONS,
+    ),
     Guard(
         "copies do not block",
-        COPIES,
+        "base.copy_stream:CopyStream.copy",
         "target.copy_(source, non_blocking=True)",
         "target.copy_(source)",
         "host sync",
@@ -121,28 +161,68 @@ GUARDS = [
     ),
     Guard(
         "copies back do not block",
-        COPIES,
+        "base.copy_stream:CopyStream.to_device",
         "host.to(self.device, non_blocking=True)",
         "host.to(self.device)",
         "host sync",
         ACTIVATIONS,
     ),
-    Guard("the host's memory is pinned", COPIES, "pin_memory=True", "pin_memory=False", "host sync", ACTIVATIONS),
-    Guard("an update follows fetches", UPDATE, "incoming.wait_for(self.storage.prefetcher.copies)", "device", "race", PARAMS),
-    Guard("an update waits for gradients", BUFFERS, "self._arrived.synchronize()", "pass", "race", OPTIMIZER),
+    Guard(
+        "the host's memory is pinned",
+        "base.copy_stream:CopyStream.to_host",
+        "torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)",
+        "torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=False)",
+        "host sync",
+        ACTIVATIONS,
+    ),
+    Guard(
+        "an update follows fetches",
+        "transforms.offloading.update:Update._update_offloaded",
+        "self.storage.incoming.wait_for(self.storage.prefetcher.copies)",
+        "self.storage.device",
+        "race",
+        PARAMS,
+    ),
+    Guard(
+        "an update waits for gradients",
+        "transforms.offloading.buffers:Buffer.wait",
+        "self._arrived.synchronize()",
+        "pass",
+        "race",
+        OPTIMIZER,
+    ),
     Guard(
         "buffers are emptied first",
-        BUFFERS,
+        "transforms.offloading.buffers:Buffer.copy_in",
         "self.incoming.copy(pairs, after=self._left)",
         "self.incoming.copy(pairs)",
         "race",
         OPTIMIZER,
     ),
-    Guard("a chain is waited for", "base.side_stream", "current.wait_event(self.done)", "pass", "race", chain("replicated", 4)),
-    Guard("a draw copies nothing", "base.prng", 'number if number.device.type == "cpu" else', "", "host sync", keyed),
-    Guard("a weight is not copied", "base.weighted", "and overlaps(device)", "and False", "host sync", weighed),
     Guard(
-        "a save waits for its copy", "checkpointing.writer", "current_stream(device).synchronize()", "pass", "race", snapshot
+        "a chain is waited for",
+        "base.side_stream:SideStream.wait",
+        "current.wait_event(self.done)",
+        "pass",
+        "race",
+        chain("replicated", 4),
+    ),
+    Guard(
+        "a draw copies nothing",
+        "base.prng:_beside",
+        "number if number.device.type == 'cpu' else number.to(device)",
+        "number.to(device)",
+        "host sync",
+        keyed,
+    ),
+    Guard("a weight is not copied", "base.weighted:_number", "overlaps(device)", "False", "host sync", weighed),
+    Guard(
+        "a save waits for its copy",
+        "checkpointing.writer:WriteData.snapshot",
+        "current_stream(device).synchronize()",
+        "pass",
+        "race",
+        snapshot,
     ),
 ]
 
@@ -152,7 +232,7 @@ GUARDS = [
 def test_a_guard_is_needed(guard: Guard) -> None:
     before = guard.program()
     assert [str(each) for each in before if each.kind != "host sync"] == []
-    with planted(Bug(guard.name, guard.module, guard.old, guard.new)):
+    with planted(Bug(guard.name, guard.function, guard.old, guard.new)):
         after = guard.program()
     sites = {each.second for each in before}
     new = [each for each in after if each.second not in sites]

@@ -173,9 +173,25 @@ def test_processes_keep_the_same() -> None:
 
 SYNC = "step.buffer_sync"
 BUGS: list[tuple[str, Bug]] = [
-    ("first", Bug("ranks keep their own", SYNC, "attributes=_exchanged_attributes(buffers, agreed, group, policy)", "")),
-    ("mean", Bug("the mean is the first rank's", SYNC, 'return policy == "mean" and agreed', "return False and agreed")),
-    ("first", Bug("numbers are not sent", SYNC, "if numbers and current_recorder() is None:", "if False:")),
+    (
+        "first",
+        Bug(
+            "ranks keep their own",
+            "step.buffer_sync:synchronized",
+            "tree.replace(buffers, values=values, attributes=_exchanged_attributes(buffers, agreed, group, policy))",
+            "tree.replace(buffers, values=values)",
+        ),
+    ),
+    (
+        "mean",
+        Bug("the mean is the first rank's", "step.buffer_sync:_exchanged_attributes.is_mean", "policy == 'mean'", "False"),
+    ),
+    (
+        "first",
+        Bug(
+            "numbers are not sent", "step.buffer_sync:_exchanged_attributes", "numbers and current_recorder() is None", "False"
+        ),
+    ),
 ]
 
 
@@ -188,7 +204,7 @@ def test_a_bug_is_seen(policy: str, bug: Bug) -> None:
 
 
 def test_a_load_that_takes_ranks_for_names_is_seen(tmp_path: Path) -> None:
-    bug = Bug("ranks are parts of names", "state_dict.matching", "if at and rank.isdecimal()", "if False")
+    bug = Bug("ranks are parts of names", "state_dict.matching:without_rank", "at and rank.isdecimal()", "False")
     resumed = comm.simulate(lambda: run(("tensor",), 0, "own", str(tmp_path / "a")), world_size=2)
     with planted(bug):
         broken = comm.simulate(lambda: run(("tensor",), 0, "own", str(tmp_path / "b")), world_size=2)

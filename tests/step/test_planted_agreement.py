@@ -27,27 +27,65 @@ def first(case: str) -> None:
 @pytest.mark.parametrize(
     ("law", "bug"),
     [
-        (partial(first, "rate"), Bug("smaller numbers win", RANKS, "if low == -high:", "if low == number:",
-             shows=comm.CommError)),
-        (partial(first, "own schedule"),
-         Bug("options are not compared", STEPS, '" ".join(layer.exact for layer in layers)', '""')),
-        (partial(first, "closure"), Bug("closures are not read", TEXTS, "known[name] = _content(cell)", "pass")),
-        (partial(first, "closure"), Bug("optimizers are their names", STEPS, "described(value)) for name", '"") for name')),
-        (partial(test_agreement.test_a_whole_mesh_compares, 3),
-         Bug("one axis is enough", RANKS, "for channel in channels:\n        channel.world.agreed(f\"{what} (",
-             "for channel in channels[:1]:\n        channel.world.agreed(f\"{what} (", shows=comm.CommError)),
-        (partial(test_agreement.test_what_is_a_ranks_own_is_no_difference, Path("out")),
-         Bug("groups have names", STEPS, 'text = re.sub(rf"{re', 're.sub(rf"{re', shows=ValueError)),
-        (partial(test_alike.test_it_is_named, test_alike.other_causality, None),
-         Bug("masks are not compared", "parallel.sequence.cut_attention", "**same, ", "", shows=pytest.fail.Exception)),
-        (partial(test_alike.test_it_is_named, test_alike.other_labels, None),
-         Bug("labels are not compared", "parallel.tensor.vocabulary", "here, labels=labels,", "here,",
-             shows=pytest.fail.Exception)),
-        (test_alike.test_it_ends_with_the_block,
-         Bug("it never ends", "comm.alike", "world.made_for[key] = before", "pass", shows=comm.MismatchError)),
+        (partial(first, "rate"), Bug("smaller numbers win", "comm.agree:differences", "-high", "number", shows=comm.CommError)),
+        (
+            partial(first, "own schedule"),
+            Bug("options are not compared", "step.checks:entries", "' '.join((layer.exact for layer in layers))", "''"),
+        ),
+        (
+            partial(first, "closure"),
+            Bug("closures are not read", "comm.description:_function", "known[name] = _content(cell)", "pass"),
+        ),
+        (partial(first, "closure"), Bug("optimizers are their names", "step.checks:entries", "described(value)", "''")),
+        (
+            partial(test_agreement.test_a_whole_mesh_compares, 3),
+            Bug(
+                "one axis is enough",
+                f"{RANKS}:differences",
+                'for channel in channels:\n    channel.world.agreed(f"{what} ({number:x})", channel)\n'
+                '    least = all_reduce(least, channel, op="min")',
+                'for channel in channels[:1]:\n    channel.world.agreed(f"{what} ({number:x})", channel)\n'
+                '    least = all_reduce(least, channel, op="min")',
+                shows=comm.CommError,
+            ),
+        ),
+        (
+            partial(test_agreement.test_what_is_a_ranks_own_is_no_difference, Path("out")),
+            Bug(
+                "groups have names",
+                "step.checks:_without_names",
+                "text = re.sub(f'{re.escape(repr(group.name))} of (?=\\\\d)', '', text)",
+                "re.sub(f'{re.escape(repr(group.name))} of (?=\\\\d)', '', text)",
+                shows=ValueError,
+            ),
+        ),
+        (
+            partial(test_alike.test_it_is_named, test_alike.other_causality, None),
+            Bug(
+                "masks are not compared",
+                "parallel.sequence.cut_attention:cut_attention.attend",
+                "alike(what, ranks, **same, layout=how)",
+                "alike(what, ranks, layout=how)",
+                shows=pytest.fail.Exception,
+            ),
+        ),
+        (
+            partial(test_alike.test_it_is_named, test_alike.other_labels, None),
+            Bug(
+                "labels are not compared",
+                "parallel.tensor.vocabulary:cross_entropy",
+                "alike('tp.cross_entropy', here, labels=labels, label_smoothing=label_smoothing, z_loss=z_loss)",
+                "alike('tp.cross_entropy', here, label_smoothing=label_smoothing, z_loss=z_loss)",
+                shows=pytest.fail.Exception,
+            ),
+        ),
+        (
+            test_alike.test_it_ends_with_the_block,
+            Bug("it never ends", "comm.alike:alike", "world.made_for[key] = before", "pass", shows=comm.MismatchError),
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, Bug) else "",
-)  # fmt: skip
+)
 def test_a_bug_breaks_a_test(law: Callable[[], Any], bug: Bug, tmp_path: Path) -> None:
     law = partial(law.func, tmp_path) if isinstance(law, partial) and law.args == (Path("out"),) else law
     law()

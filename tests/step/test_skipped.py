@@ -243,12 +243,33 @@ def test_marks_of_leaves_stay() -> None:
 
 
 BUGS = [
-    Bug("slots change", "step.phases", "if skip is None or not changed:", "if True:"),
-    Bug("params change", "step.phases", "if after is self.state or after.skip is None:", "if True:"),
-    Bug("the wrong one is chosen", "step.phases", "old.detach(), new.detach()", "new.detach(), old.detach()"),
-    Bug("all transforms are trusted", "step.phases", 'phase == "update" and Trait', "False and Trait"),
-    Bug("gradients are asked too late", "transforms.precision.mixed_precision", "reduce=outermost(self.reduce),", ""),
-    Bug("a vote hides an overflow", "transforms.replicated", "_finite(means, weight) & (bad", "(bad >= 0) | (bad"),
+    Bug("slots change", "step.phases:kept_slots", "skip is None or not changed", "True"),
+    Bug("params change", "step.phases:_Fallback.unless_skipped", "after is self.state or after.skip is None", "True"),
+    Bug(
+        "the wrong one is chosen",
+        "step.phases:_where",
+        "torch.where(skip.to(new.device), old.detach(), new.detach())",
+        "torch.where(skip.to(new.device), new.detach(), old.detach())",
+    ),
+    Bug("all transforms are trusted", "step.phases:compose_phase", "phase == 'update'", "False"),
+    Bug(
+        "gradients are asked too late",
+        "transforms.precision.mixed_precision:_MixedPrecision.transform",
+        "wrap(str(self), check=self.check, slot=_SLOT, traits=[Trait.CASTS, Trait.COPIES_PARAMS, "
+        "Trait.HEEDS_SKIPS], prepare=self.prepare, init=self.init, loss=self.loss, forward=self.forward, "
+        "comm_dtype=self.comm_dtype, scatter=self.scatter, reduce=outermost(self.reduce), "
+        "update=self.update, publish=self.publish, params=self.params)",
+        "wrap(str(self), check=self.check, slot=_SLOT, traits=[Trait.CASTS, Trait.COPIES_PARAMS, "
+        "Trait.HEEDS_SKIPS], prepare=self.prepare, init=self.init, loss=self.loss, forward=self.forward, "
+        "comm_dtype=self.comm_dtype, scatter=self.scatter, update=self.update, publish=self.publish, "
+        "params=self.params)",
+    ),
+    Bug(
+        "a vote hides an overflow",
+        "transforms.replicated:replicated.combine",
+        "_finite(means, weight) & (bad == 0)",
+        "(bad >= 0) | (bad == 0)",
+    ),
 ]
 
 

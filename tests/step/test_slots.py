@@ -297,23 +297,28 @@ def watched(between: str, n: int) -> None:
 @pytest.mark.parametrize(
     "bug",
     [
-        Bug("cut twice", "transforms.zero.zero", "partition is None or partition.frozen is not None", "partition is None"),
+        Bug(
+            "cut twice",
+            "transforms.zero.zero:Zero._scattered",
+            "partition is None or partition.frozen is not None",
+            "partition is None",
+        ),
         Bug(
             "no slot yet",
-            "transforms.zero.zero",
-            'partition: Partition | None = state.slots.get("zero")',
-            'partition = state.slots["zero"]',
+            "transforms.zero.zero:Zero._scattered",
+            "partition: Partition | None = state.slots.get('zero')",
+            "partition = state.slots['zero']",
             KeyError,
         ),
         Bug(
             "stale shards",
-            "transforms.zero.zero",
+            "transforms.zero.zero:Zero._scattered",
             "tree.replace(partition, exact=(), frozen=frozen)",
             "tree.replace(partition, frozen=None)",
         ),
         Bug(
             "masters of before",
-            "transforms.precision.mixed_precision",
+            "transforms.precision.mixed_precision:_MixedPrecision._widened",
             "slot is None or slot.stored is not None",
             "slot is None",
         ),

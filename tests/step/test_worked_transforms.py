@@ -223,21 +223,26 @@ BUGS = [
         test_gradients_that_are_not_reduced_have_no_norm,
         Bug(
             "a rank's own norm passes",
-            "transforms.replicated",
-            "if state.reduced is False:",
-            "if False:",
+            "transforms.replicated:replicated.norm",
+            "state.reduced is False",
+            "False",
             pytest.fail.Exception,
         ),
     ),
     (
         lambda: composed_in_order(("clip", "scaled"), 0),
-        Bug("clip forgets the weight", "transforms.clip", "weight=grads.weight * torch", "weight=torch"),
+        Bug(
+            "clip forgets the weight",
+            "transforms.clip:clip.update",
+            "grads.weight * torch.clamp((norm + _EPS) / limit, min=1.0)",
+            "torch.clamp((norm + _EPS) / limit, min=1.0)",
+        ),
     ),
     (
         lambda: composed_in_order(("clip", "unit_gradient"), 0),
         Bug(
             "clip takes the norm of sums",
-            "transforms.clip",
+            "transforms.clip:clip.update",
             "step.norm(state, grads.sum) / grads.weight",
             "step.norm(state, grads.sum)",
         ),

@@ -583,10 +583,12 @@ def test_bad_compositions() -> None:
 @pytest.mark.parametrize(
     ("others", "bug"),
     [
-        ("alone", Bug("leaves stay fetched", "compiling.block_calls", "reversed(undo):", "reversed(undo[len(undo) :]):")),
+        ("alone", Bug("leaves stay fetched", "compiling.block_calls:_fetched", "reversed(undo)", "reversed(undo[len(undo):])")),
         (
             "remat of the block",
-            Bug("compiled the second time alone", "compiling.block_calls", "tape.slots.get(_EAGER", "str(''"),
+            Bug(
+                "compiled the second time alone", "compiling.block_calls:_watched", "tape.slots.get(_EAGER, '')", "str('', '')"
+            ),
         ),
     ],
     ids=lambda each: each.name if isinstance(each, Bug) else "",

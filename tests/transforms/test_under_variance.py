@@ -185,9 +185,9 @@ BUGS = (
     (
         Bug(
             "tensor_parallel counts what all ranks have n times",
-            "transforms.parallel.tensor_parallel",
-            "total = total + comm.all_reduce(torch.stack(own).sum(), self.ranks())",
-            "total = comm.all_reduce(torch.stack(own).sum() + total, self.ranks())",
+            "transforms.parallel.tensor_parallel:_TensorParallel.norm",
+            "total + comm.all_reduce(torch.stack(own).sum(), self.ranks())",
+            "comm.all_reduce(torch.stack(own).sum() + total, self.ranks())",
         ),
         {"dp": 1, "pp": 1, "tp": 2},
         "clip",
@@ -196,9 +196,9 @@ BUGS = (
     (
         Bug(
             "zero leaves gradients as they are",
-            "transforms.zero.collectives",
-            "            return self._reduce_whole(flats, groups)",
-            "            return _done(flats)",
+            "transforms.zero.collectives:Collectives.reduce",
+            "self._reduce_whole(flats, groups)",
+            "_done(flats)",
         ),
         {"dp": 2, "pp": 1, "tp": 1},
         "zero 0",
@@ -207,9 +207,9 @@ BUGS = (
     (
         Bug(
             "zero cuts gradients without a sum",
-            "transforms.zero.collectives",
-            "        return self.config.reduce_scatter(rows, _channel(level), tiled=False, async_op=True)",
-            "        return _done([x[level.rank] for x in rows])",
+            "transforms.zero.collectives:Collectives._scatter",
+            "self.config.reduce_scatter(rows, _channel(level), tiled=False, async_op=True)",
+            "_done([x[level.rank] for x in rows])",
         ),
         {"dp": 2, "pp": 1, "tp": 1},
         "zero 3",

@@ -52,131 +52,147 @@ BUGS = (
         bugs_are_named,
         Bug(
             "gradients have their value's kind",
-            "comm.variance.follow",
-            '_ValueState(kind.dual, f"as the',
-            '_ValueState(kind, f"as the',
+            "comm.variance.follow:_GroupWalk._gradient",
+            "kind.dual",
+            "kind",
         ),
     ),
-    (bugs_are_named, Bug("a zero is no exception", "comm.variance.follow", "if state.claimed and not zero and", "if zero and")),
+    (
+        bugs_are_named,
+        Bug(
+            "a zero is no exception",
+            "comm.variance.follow:_GroupWalk._check_summed",
+            "state.claimed and (not zero) and (not self.bits.differ(key))",
+            "zero and (not self.bits.differ(key))",
+        ),
+    ),
     (
         bugs_are_named,
         Bug(
             "every collective is another axis's",
-            "comm.variance.follow",
-            "if not self.members <= set(group.ranks):",
-            "if True:",
+            "comm.variance.follow:_GroupWalk._call",
+            "not self.members <= set(group.ranks)",
+            "True",
         ),
     ),
     (
         bugs_are_named,
-        Bug(
-            "a mask brings what it likes", "comm.variance.follow", "for place in TERMS.get(event.name, ()):", "for place in ():"
-        ),
+        Bug("a mask brings what it likes", "comm.variance.follow:_GroupWalk._check_terms", "TERMS.get(event.name, ())", "()"),
     ),
     (
         clean_programs_pass,
         Bug(
             "a scale is a term",
-            "comm.variance.follow",
-            "for place in TERMS.get(event.name, ()):",
-            "for place in range(len(event.operands)):",
+            "comm.variance.follow:_GroupWalk._check_terms",
+            "TERMS.get(event.name, ())",
+            "range(len(event.operands))",
         ),
     ),
     (
         bugs_are_named,
-        Bug("products of what all have", "comm.variance.follow", "first if product_is_partial else factors", "first"),
+        Bug(
+            "products of what all have",
+            "comm.variance.follow:_GroupWalk._check_partial",
+            "first if product_is_partial else factors",
+            "first",
+        ),
     ),
     (
         clean_programs_pass,
-        Bug("what only some compute is equal", "comm.variance.follow", "if ranks := self.bits.some(key):", "if ranks := []:"),
+        Bug(
+            "what only some compute is equal", "comm.variance.follow:_GroupWalk._unless_different", "self.bits.some(key)", "[]"
+        ),
     ),
     (
         clean_programs_pass,
-        Bug("gradients share memory", "comm.variance.watch", "own = grad.clone()", "own = grad"),
+        Bug("gradients share memory", "comm.variance.watch:RankWatch._gradient_of.hook", "grad.clone()", "grad"),
     ),
     (
         clean_programs_pass,
         Bug(
             "a write leaves views as they were",
-            "comm.variance.op_trace",
-            "            memory.tensors.clear()\n",
-            "            pass\n",
+            "comm.variance.op_trace:OpTrace._place",
+            "memory.tensors.clear()",
+            "pass",
         ),
     ),
     (
         bugs_are_named,
-        Bug("a bias in a product is no term", "comm.variance.follow", "numbers[:1] if name in SUMS_OF_PRODUCTS else ()", "()"),
+        Bug(
+            "a bias in a product is no term",
+            "comm.variance.follow:_GroupWalk._by_rows",
+            "numbers[:1] if name in SUMS_OF_PRODUCTS else ()",
+            "()",
+        ),
     ),
     (
         clean_programs_pass,
         Bug(
             "a bias of rows counts after their sum",
-            "comm.variance.follow",
-            'return before if name in KEEPS | SUMS or scaled else ""',
-            "return before",
+            "comm.variance.follow:_GroupWalk._by_rows",
+            "before if name in KEEPS | SUMS or scaled else ''",
+            "before",
         ),
     ),
     (
         clean_programs_pass,
         Bug(
             "a cut batch is a draw",
-            "comm.variance.follow",
-            'if state.drawn and not self._taken(number)), "")',
-            'if state.drawn), "")',
+            "comm.variance.follow:_GroupWalk._varying",
+            "state.drawn and (not self._taken(number))",
+            "state.drawn",
         ),
     ),
     (
         clean_programs_pass,
-        Bug("each row's bias is counted", "comm.variance.follow", "or len(shapes) == 1:", "or True:"),
+        Bug("each row's bias is counted", "comm.variance.follow:_GroupWalk._repeated", "len(shapes) == 1", "True"),
     ),
     (
         clean_programs_pass,
         Bug(
             "what is written over counts",
-            "comm.variance.follow",
-            'event.operands[1] if event.name == "copy"',
-            'event.inputs if event.name == "copy"',
+            "comm.variance.follow:_GroupWalk._combined",
+            "event.operands[1] if event.name == 'copy' and isinstance(event.operands[1], Values) else event.inputs",
+            "event.inputs if event.name == 'copy' and isinstance(event.operands[1], Values) else event.inputs",
         ),
     ),
     (
         clean_programs_pass,
-        Bug("a mean is a sum", "comm.api", "if group.world.watch is not None:", "if False:"),
+        Bug("a mean is a sum", "comm.api:_reducing", "group.world.watch is not None", "False"),
     ),
     (
         clean_programs_pass,
-        Bug("an algorithm carries terms", "comm.algorithms.allreduce", "        varying(x, group)  #", "        pass  #"),
+        Bug("an algorithm carries terms", "comm.algorithms.allreduce:_all_reduce", "varying(x, group)", "pass"),
     ),
     (
         declarations_hold,
         Bug(
             "a gradient that never comes is none",
-            "comm.variance.declarations",
-            "torch.zeros_like(leaf) for leaf",
-            "leaf for leaf",
+            "comm.variance.declarations:Declarations.all_found",
+            "torch.zeros_like(leaf)",
+            "leaf",
         ),
     ),
     (
         declarations_hold,
         Bug(
             "any shapes agree",
-            "comm.variance.declarations",
-            "(leaf.dtype, leaf.shape) for leaf in self.leaves",
-            "0 for _ in self.names",
+            "comm.variance.declarations:Claim.agreement",
+            "[(leaf.dtype, leaf.shape) for leaf in self.leaves]",
+            "[0 for _ in self.names]",
         ),
     ),
     (
         declarations_hold,
-        Bug(
-            "the first pass is all", "comm.variance.watch", "        self.counts[key] += 1\n", "        self.counts[key] = 1\n"
-        ),
+        Bug("the first pass is all", "comm.variance.watch:RankWatch._turn", "self.counts[key] += 1", "self.counts[key] = 1"),
     ),
     (
         declarations_hold,
         Bug(
             "someone always checks",
-            "comm.declare",
-            "if watch is None or group.size == 1:",
-            "x[0].register_hook(print) if watch is None else 0\n    if watch is None or group.size == 1:",
+            "comm.declare:_declare",
+            "if watch is None or group.size == 1:\n    return",
+            "x[0].register_hook(print) if watch is None else 0\nif watch is None or group.size == 1:\n    return",
         ),
     ),
 )

@@ -215,10 +215,8 @@ def test_what_contains_itself_is_named() -> None:
 
 
 BUGS = [
-    Bug("pickles are opened", "deepspeed.engine.loop.plain_values", "if found and not allow_pickle:", "if False:"),
-    Bug(
-        "former pickles are opened", "deepspeed.engine.loop.plain_values", "weights_only=not allow_pickle", "weights_only=False"
-    ),
+    Bug("pickles are opened", "deepspeed.engine.loop.plain_values:decoded", "found and (not allow_pickle)", "False"),
+    Bug("former pickles are opened", "deepspeed.engine.loop.plain_values:unpickled", "not allow_pickle", "False"),
 ]
 
 

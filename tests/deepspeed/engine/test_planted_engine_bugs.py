@@ -24,24 +24,24 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "counting params draws",
-                "deepspeed.pipe.pipeline_module",
-                'with torch.random.fork_rng([here] if here.type == "cuda" else []), kept_rng():',
-                "if True:",
+                "deepspeed.pipe.pipeline_module:_sizes",
+                "with torch.random.fork_rng([here] if here.type == 'cuda' else []), kept_rng():\n    ...",
+                "if True:\n    ...",
             ),
         ],
     ),
     (
         (stage_params.test_beside_its_own_a_rank_has_one_layer_that_is_built, "uniform"),
-        [Bug("others' layers stay", "deepspeed.pipe.pipeline_module", "p.data = p.data.new_empty(0)", "pass")],
+        [Bug("others' layers stay", "deepspeed.pipe.pipeline_module:_Freed._without", "p.data = p.data.new_empty(0)", "pass")],
     ),
     (
         (stage_params.test_of_ranks_with_one_stage_the_first_ones_params_count,),
         [
             Bug(
                 "each rank trains the params that it drew",
-                "deepspeed.pipe.pipeline_engine",
-                "if here.rank in ranks and len(ranks) > 1 and tensors:",
-                "if False:",
+                "deepspeed.pipe.pipeline_engine:_share",
+                "here.rank in ranks and len(ranks) > 1 and tensors",
+                "False",
             ),
         ],
     ),
@@ -50,22 +50,27 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "a failed batch's gradients are summed",
-                f"{ENGINE}.engine",
-                "self._loop.discard()  # or the next",
-                "pass  # or the next",
+                "deepspeed.engine.engine:DeepSpeedEngine.train_batch",
+                "self._loop.discard()",
+                "pass",
             ),
             Bug(
                 "a set boundary stays",
-                f"{ENGINE}.engine",
-                'finally:\n            self.__dict__["_boundary"] = None',
-                "finally:\n            pass",
+                "deepspeed.engine.engine:DeepSpeedEngine.train_batch",
+                "self.__dict__['_boundary'] = None",
+                "pass",
             ),
         ],
     ),
     (
         (law.test_an_engine_is_the_step, "stage 1", 2),
         [
-            Bug("each micro-batch is an update", f"{ENGINE}.engine", "% self._loop.micro_batches == 0", "% 1 == 0"),
+            Bug(
+                "each micro-batch is an update",
+                "deepspeed.engine.engine:DeepSpeedEngine.is_gradient_accumulation_boundary",
+                "self._loop.micro_batches",
+                "1",
+            ),
         ],
     ),
     (
@@ -73,24 +78,32 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "losses are averaged",
-                f"{ENGINE}.loop.engine_loop",
-                "self._backwards > 1, self.micro_batches / self._passes",
-                "self._backwards > 1, 1.0",
+                "deepspeed.engine.loop.engine_loop:EngineLoop.update",
+                "self.micro_batches / self._passes",
+                "1.0",
             ),
         ],
     ),
     (
         (engines.test_boundaries_may_be_set_by_the_caller, 2),
-        [Bug("a set boundary is forgotten", f"{ENGINE}.engine", "if self._boundary is not None:", "if False:", RuntimeError)],
+        [
+            Bug(
+                "a set boundary is forgotten",
+                "deepspeed.engine.engine:DeepSpeedEngine.is_gradient_accumulation_boundary",
+                "self._boundary is not None",
+                "False",
+                RuntimeError,
+            )
+        ],
     ),
     (
         (engines.test_loss_backward_of_torch, 2),
         [
             Bug(
                 "nobody collects",
-                f"{ENGINE}.loop.engine_loop",
-                "if self._direct and self._run is not None:",
-                "if False:",
+                "deepspeed.engine.loop.engine_loop:EngineLoop.collect",
+                "self._direct and self._run is not None",
+                "False",
                 RuntimeError,
             )
         ],
@@ -100,14 +113,14 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "what a dropped pass wrote is lost",
-                f"{ENGINE}.loop.engine_loop",
-                "if not self._begun and self.grads is None:",
-                "if False:",
+                "deepspeed.engine.loop.engine_loop:EngineLoop._end_pass",
+                "not self._begun and self.grads is None",
+                "False",
             ),
             Bug(
                 "another engine's backward counts",
-                f"{ENGINE}.loop.engine_loop",
-                'not getattr(_HERE, "backward", False)',
+                "deepspeed.engine.loop.engine_loop:EngineLoop.forward.reached",
+                "not getattr(_HERE, 'backward', False)",
                 "True",
                 RuntimeError,
             ),
@@ -115,32 +128,60 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
     ),
     (
         (engines.test_counts_are_deepspeeds,),
-        [Bug("left-out steps are not counted", f"{ENGINE}.engine_counts", "self.global_steps += 1", "pass")],
+        [
+            Bug(
+                "left-out steps are not counted",
+                "deepspeed.engine.engine_counts:EngineCounts.updated",
+                "self.global_steps += 1",
+                "pass",
+            )
+        ],
     ),
     (
         (engines.test_the_module_has_the_states_values, 2, False),
-        [Bug("the module's buffers are stale", f"{ENGINE}.loop.live_module", "if held[key] is not buffer:", "if False:")],
+        [
+            Bug(
+                "the module's buffers are stale",
+                "deepspeed.engine.loop.live_module:LiveModule.show",
+                "held[key] is not buffer",
+                "False",
+            )
+        ],
     ),
     (
         (engines.test_the_module_has_a_loaded_states_values,),
         [
             Bug(
                 "the module is stale",
-                f"{ENGINE}.loop.live_module",
-                "if tensor.data_ptr() != self._seen[index]:",
-                "if self._seen[index] is None:",
+                "deepspeed.engine.loop.live_module:LiveModule.show",
+                "tensor.data_ptr() != self._seen[index]",
+                "self._seen[index] is None",
             )
         ],
     ),
     (
         (engines.test_modes_are_the_modules,),
-        [Bug("modes are not followed", f"{ENGINE}.loop.live_module", "if modes != self._modes:", "if False:")],
+        [
+            Bug(
+                "modes are not followed",
+                "deepspeed.engine.loop.live_module:LiveModule.follow_modes",
+                "modes != self._modes",
+                "False",
+            )
+        ],
     ),
     (
         (optimizers.test_what_is_written_into_groups_holds, 1),
         [
-            Bug("a written rate is ignored", f"{ENGINE}.optimizer_groups", "rate if factor is None else factor)", "rate)"),
-            Bug("written decay is ignored", f"{ENGINE}.optimizer_groups", "self._last[0] != key:", "False:"),
+            Bug(
+                "a written rate is ignored",
+                "deepspeed.engine.optimizer_groups:_asks.update",
+                "rate if factor is None else factor",
+                "rate",
+            ),
+            Bug(
+                "written decay is ignored", "deepspeed.engine.optimizer_groups:LiveGroup.rule", "self._last[0] != key", "False"
+            ),
         ],
     ),
     (
@@ -148,9 +189,9 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "schedulers count left-out updates",
-                f"{ENGINE}.engine_counts",
-                "made = len(skipped) - sum(skipped)",
-                "made = len(skipped)",
+                "deepspeed.engine.engine_counts:EngineCounts.settle",
+                "len(skipped) - sum(skipped)",
+                "len(skipped)",
             )
         ],
     ),
@@ -159,7 +200,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "the norm is of a rank's sums",
-                f"{ENGINE}.loop.engine_loop",
+                "deepspeed.engine.loop.engine_loop:LossShare.transform.update",
                 "self.norm_times / grads.weight",
                 "self.norm_times",
             )
@@ -170,25 +211,38 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "other ranks' copies are stale",
-                f"{ENGINE}.loop.local_values",
-                'if role == "params" and self.persists:',
-                "if False:",
+                "deepspeed.engine.loop.local_values:_Local.set",
+                "role == 'params' and self.persists",
+                "False",
             ),
         ],
     ),
     (
         (parts.test_leaf_modules_are_units,),
-        [Bug("leaf modules change nothing", "deepspeed.config.ds_transforms", "if units is not None:", "if False:")],
+        [Bug("leaf modules change nothing", "deepspeed.config.ds_transforms:sharding", "units is not None", "False")],
     ),
     (
         (zero_init.test_rank_0s_values_count,),
-        [Bug("ranks draw apart", f"{ENGINE}.loop.zero_init", "if not torch.equal(own, first):", "if False:", ValueError)],
+        [
+            Bug(
+                "ranks draw apart",
+                "deepspeed.engine.loop.zero_init:Init.__enter__",
+                "not torch.equal(own, first)",
+                "False",
+                ValueError,
+            )
+        ],
     ),
     (
         (zero_init.test_values_are_set_before_initialize,),
         [
-            Bug("nobody compares", f"{ENGINE}.loop.zero_init", "if comm.world().size == 1:", "if True:"),
-            Bug("a copy over itself forgets", "modules.init_recorder", ".count(p.storage) == 1}", ".count(p.storage)}"),
+            Bug("nobody compares", "deepspeed.engine.loop.zero_init:_check_agreement", "comm.world().size == 1", "True"),
+            Bug(
+                "a copy over itself forgets",
+                "modules.init_recorder:Initialisation._note",
+                "[x.storage for x in reads].count(p.storage) == 1",
+                "[x.storage for x in reads].count(p.storage)",
+            ),
         ],
     ),
     (
@@ -196,9 +250,9 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "every stage's optimizer is the one that was passed",
-                f"{ENGINE}.ds_optimizer",
-                "self._bare = client is not None and wrapper is None",
-                "self._bare = client is not None",
+                "deepspeed.engine.ds_optimizer:EngineOptimizer.__init__",
+                "client is not None and wrapper is None",
+                "client is not None",
             )
         ],
     ),
@@ -207,9 +261,9 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "one limit counts",
-                f"{ENGINE}.loop.gathered_parameters",
-                "held.ds_numel <= min(small, left)",
-                "held.ds_numel <= small",
+                "deepspeed.engine.loop.gathered_parameters:own_parameters",
+                "min(small, left)",
+                "small",
             )
         ],
     ),
@@ -218,7 +272,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "the config's scheduler stands still",
-                f"{ENGINE}.config_scheduler",
+                "deepspeed.engine.config_scheduler:ConfigScheduler.__getattr__",
                 "twin.last_batch_iteration = self.last_batch_iteration",
                 "pass",
             )
@@ -226,7 +280,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
     ),
     (
         (files.test_the_loader_has_this_ranks_rows,),
-        [Bug("all ranks have rank 0's rows", f"{ENGINE}.data_loader", "rank=world.rank)", "rank=0)")],
+        [Bug("all ranks have rank 0's rows", "deepspeed.engine.data_loader:data_loader", "world.rank", "0")],
     ),
 ]
 

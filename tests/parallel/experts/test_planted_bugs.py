@@ -49,123 +49,188 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     ON_RANKS: [
         Bug(
             "expert gradients are ep times too large",
-            "parallel.experts.grouped",
+            "parallel.experts.grouped:_GroupedProduct.backward",
             "_GroupedOuterProduct.apply(rows, grad, ctx.groups)",
             "_GroupedOuterProduct.apply(rows, 2 * grad, ctx.groups)",
         ),
-        Bug("rows are not sorted by expert", EXCHANGE, "if blocks == sorted(blocks):", "if True:"),
+        Bug("rows are not sorted by expert", "parallel.experts.token_exchange:_by_expert", "blocks == sorted(blocks)", "True"),
         Bug(
-            "results are not put back in the order of their sources", EXCHANGE, RESULT, "f(spread(arrived, by_expert), groups)"
+            "results are not put back in the order of their sources",
+            "parallel.experts.token_exchange:_ExchangeByAllToAll.start.rest",
+            "combine(f(spread(arrived, by_expert), groups), None, by_expert)",
+            "f(spread(arrived, by_expert), groups)",
         ),
         Bug(
             "weights get no gradient",
-            EXCHANGE,
-            "return combine(back, self.routing.weights, order)",
-            "return combine(back, self.routing.weights.detach(), order)",
+            "parallel.experts.token_exchange:_ExchangeByAllToAll.start.rest",
+            "self.routing.weights",
+            "self.routing.weights.detach()",
             shows=Exception,
         ),
-        Bug("shared experts are left out", EXCHANGE, "return out if beside is None else out + beside", "return out"),
         Bug(
-            "weights go with the rows of other choices", ORDER, ".index_select(0, order.pairs)[:, None]", "[: len(rows), None]"
+            "shared experts are left out",
+            "parallel.experts.token_exchange:exchange",
+            "out if beside is None else out + beside",
+            "out",
+        ),
+        Bug(
+            "weights go with the rows of other choices",
+            "parallel.experts.token_order:_CombineRows.backward",
+            "weights.flatten().index_select(0, order.pairs)[:, None]",
+            "weights.flatten()[:len(rows), None]",
         ),
         Bug(
             "a token's rows are not summed in the backward pass",
-            ORDER,
+            "parallel.experts.token_order:_SpreadTokens.backward",
             "combine(grad, None, ctx.order)",
-            "grad[: len(grad) // 2]",
+            "grad[:len(grad) // 2]",
             shows=Exception,
         ),
     ],
     GATHERED: [
         Bug(
-            "every rank has the first experts", EXCHANGE, 'everyones["ids"] - group.rank * len(counts)', 'everyones["ids"] - 0'
+            "every rank has the first experts",
+            "parallel.experts.token_exchange:_ExchangeByGather.start.rest",
+            "group.rank * len(counts)",
+            "0",
         ),
         Bug(
             "others' choices are computed",
-            EXCHANGE,
-            "kept = (local >= 0) & (local < len(counts))",
-            "kept = local < len(counts)",
+            "parallel.experts.token_exchange:_ExchangeByGather.start.rest",
+            "(local >= 0) & (local < len(counts))",
+            "local < len(counts)",
             shows=Exception,
         ),
     ],
     BY_RANK: [
-        Bug("a rank's part of a token counts once for each choice", EXCHANGE, "~same.tril(-1).any(-1)", "same.any(-1)"),
+        Bug(
+            "a rank's part of a token counts once for each choice",
+            "parallel.experts.token_exchange:_first_choices",
+            "~same.tril(-1).any(-1)",
+            "same.any(-1)",
+        ),
     ],
     KEPT: [
-        Bug("dropped choices are combined", ORDER, "picked.masked_fill_(~order.kept[:, j, None], 0)", "pass"),
-        Bug("dropped choices are sent", EXCHANGE, "order = order.cut(sum(sent))", "pass", shows=Exception),
+        Bug(
+            "dropped choices are combined",
+            "parallel.experts.token_order:_CombineRows.forward",
+            "picked.masked_fill_(~order.kept[:, j, None], 0)",
+            "pass",
+        ),
+        Bug(
+            "dropped choices are sent",
+            "parallel.experts.token_exchange:_ExchangeByAllToAll.start",
+            "order = order.cut(sum(sent))",
+            "pass",
+            shows=Exception,
+        ),
     ],
     NO_TOKENS: [
-        Bug("a rank without tokens leaves the others alone", EXCHANGE, "if not len(rows):", "if False:", shows=Exception)
+        Bug(
+            "a rank without tokens leaves the others alone",
+            "parallel.experts.token_exchange:exchange",
+            "if not len(rows):\n    ...",
+            "if False:\n    ...",
+            shows=Exception,
+        )
     ],
     OVERFLOW: [
         Bug(
             "an overflow is known where it is",
-            EXCHANGE,
-            "overflow_error(routing, [by_rank[-3:] for by_rank in counts])",
-            "overflow_error(routing, [routing.overflow.tolist()])",
+            "parallel.experts.token_exchange:_ExchangeByAllToAll._counts",
+            "[by_rank[-3:] for by_rank in counts]",
+            "[routing.overflow.tolist()]",
             shows=Exception,
         )
     ],
     SENT: [
         Bug(
             "rows are sent twice",
-            EXCHANGE,
-            "rows = spread(rows, order)",
-            "rows = spread(rows, order).repeat(1, 2)",
+            "parallel.experts.token_exchange:_ExchangeByAllToAll.start",
+            "spread(rows, order)",
+            "spread(rows, order).repeat(1, 2)",
             shows=Exception,
         )
     ],
-    HALF: [Bug("results are summed in bf16", ORDER, "wide = torch.promote_types(wide, torch.float32)", "wide = rows.dtype")],
+    HALF: [
+        Bug(
+            "results are summed in bf16",
+            "parallel.experts.token_order:_CombineRows.forward",
+            "torch.promote_types(wide, torch.float32)",
+            "rows.dtype",
+        )
+    ],
     MIXTRAL: [
-        Bug("two softmaxes", ROUTING, GATES, "weights = scores.softmax(1).gather(1, chosen)"),
-        Bug("not renormalised", ROUTING, "    if normalise:\n", "    if False:\n"),
+        Bug("two softmaxes", "parallel.experts.routing:route", "scores.gather", "scores.softmax(1).gather"),
+        Bug("not renormalised", "parallel.experts.routing:route", "normalise", "False"),
     ],
     DEEPSEEK: [
-        Bug("groups that are not chosen score zero", ROUTING, 'float("-inf")', "0.0"),
-        Bug("a group's score is its best expert's", ROUTING, ".topk(group_top).values", ".topk(1).values"),
-        Bug("the factor is left out", ROUTING, "weights * scale if scale != 1 else weights", "weights"),
-        Bug("the bias does not choose", ROUTING, "choice = choice + bias", "pass"),
+        Bug("groups that are not chosen score zero", "parallel.experts.routing:route", "float('-inf')", "0.0"),
+        Bug(
+            "a group's score is its best expert's",
+            "parallel.experts.routing:route",
+            "choice.view(-1, groups, experts // groups).topk(group_top)",
+            "choice.view(-1, groups, experts // groups).topk(1)",
+        ),
+        Bug(
+            "the factor is left out", "parallel.experts.routing:route", "weights * scale if scale != 1 else weights", "weights"
+        ),
+        Bug("the bias does not choose", "parallel.experts.routing:route", "choice = choice + bias", "pass"),
     ],
-    BIAS: [Bug("the bias weighs, and has a gradient", ROUTING, GATES, "weights = (scores + bias).gather(1, chosen)")],
+    BIAS: [
+        Bug("the bias weighs, and has a gradient", "parallel.experts.routing:route", "scores.gather", "(scores + bias).gather")
+    ],
     NOISE: [
-        Bug("noise weighs", ROUTING, GATES, "weights = choice.gather(1, chosen)"),
-        Bug("layers draw the same noise", ROUTING, "key.uniform(wide, name)", "key.uniform(wide, 'route')"),
+        Bug("noise weighs", "parallel.experts.routing:route", "scores.gather", "choice.gather"),
+        Bug("layers draw the same noise", "parallel.experts.routing:route", "name", "'route'"),
     ],
     DROPPED: [
         Bug(
             "capacity is of local counts",
-            "parallel.experts.capacity",
-            "groups, limit = tokens // self.rows, self.limit(k, experts)",
-            "groups, limit = tokens // self.rows, math.ceil(self.factor * tokens * k / experts)",
+            "parallel.experts.capacity:Capacity.apply",
+            "self.limit(k, experts)",
+            "math.ceil(self.factor * tokens * k / experts)",
         ),
         Bug(
             "the smallest weights are kept",
-            "parallel.experts.capacity",
-            "argsort(descending=True, stable=True)",
-            "argsort(stable=True)",
+            "parallel.experts.capacity:Capacity.apply",
+            "weights.detach().flatten().argsort(descending=True, stable=True)",
+            "weights.detach().flatten().argsort(stable=True)",
         ),
     ],
     GLOBAL: [
-        Bug("counts are each rank's", BALANCE, "    if group is not None:\n", "    if False:\n"),
+        Bug("counts are each rank's", "parallel.experts.balance_loss:balance_loss", "group is not None", "False"),
         Bug(
             "the loss is scaled by the ranks",
-            BALANCE,
-            "return routing.count * (part * mass)",
-            "return 2 * routing.count * (part * mass)",
+            "parallel.experts.balance_loss:balance_loss",
+            "routing.count * (part * mass).sum()",
+            "2 * routing.count * (part * mass).sum()",
         ),
-        Bug("padding counts", BALANCE, "counts.repeat_interleave(k)", "torch.ones_like(counts).repeat_interleave(k)"),
+        Bug(
+            "padding counts",
+            "parallel.experts.balance_loss:balance_loss",
+            "counts.repeat_interleave",
+            "torch.ones_like(counts).repeat_interleave",
+        ),
     ],
     SEQUENCE: [
         Bug(
-            "sequences are mixed", BALANCE, "torch.arange(parts, device=counts.device)", "torch.zeros(parts, dtype=torch.int64)"
+            "sequences are mixed",
+            "parallel.experts.balance_loss:balance_loss",
+            "torch.arange(parts, device=counts.device)",
+            "torch.zeros(parts, dtype=torch.int64)",
         )
     ],
     IN_A_STEP: [
-        Bug("the loss is a mean, with a weight of its own", BALANCE, "(part * mass).sum()", "(part * mass).sum() / tokens"),
+        Bug(
+            "the loss is a mean, with a weight of its own",
+            "parallel.experts.balance_loss:balance_loss",
+            "routing.count * (part * mass).sum()",
+            "routing.count * (part * mass).sum() / tokens",
+        ),
         Bug(
             "the load is a mean of ranks",
-            BALANCE,
+            "parallel.experts.balance_loss:load_metrics",
             "Weighted(load, choices / routing.count)",
             "Weighted(load / choices, 1 / routing.count)",
         ),
@@ -173,17 +238,17 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     OVER_TP: [
         Bug(
             "gradients by rows are partial over tp",
-            "parallel.experts.mlp",
-            "grouped_linear(rows if tp is None else comm.copy_to(rows, tp), gate_up, groups)",
-            "grouped_linear(rows, gate_up, groups)",
+            "parallel.experts.mlp:gated_mlp.run",
+            "rows if tp is None else comm.copy_to(rows, tp)",
+            "rows",
         )
     ],
     HUGGING_FACE: [
         Bug(
             "each tensor-parallel rank adds the bias",
-            "parallel.experts.experts_registry",
-            "out = out if tp is None else comm.reduce_from(out, tp)",
-            "out = out if tp is None else comm.reduce_from(out + 0.5 * bias_of('down_proj_bias', groups, len(rows)), tp)",
+            "parallel.experts.experts_registry:experts_forward.f",
+            "comm.reduce_from(out, tp)",
+            "comm.reduce_from(out + 0.5 * bias_of('down_proj_bias', groups, len(rows)), tp)",
         )
     ],
 }

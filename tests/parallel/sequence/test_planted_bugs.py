@@ -82,59 +82,174 @@ GATHERED, MERGE = "parallel.sequence.gathered_keys", "parallel.sequence.softmax_
 
 BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
     (ring, ZIGZAG): [
-        Bug("gradients go on with the keys", RING, "here.pass_on(found, -1)", "here.pass_on(found, 1)", shows=Exception),
-        Bug("a rank forgets its own part", RING, "d_own += d_coming.pop().wait()", "d_own = d_coming.pop().wait()"),
-        Bug("what comes is not added", RING, "found += d_coming.pop().wait()", "d_coming.pop().wait()"),
-        Bug("keys go around once too often", RING, "if not (last or saved):", "if not saved:", shows=Exception),
-        Bug("keys are taken for the next rank's", RING, "self.whole.runs(-step)", "self.whole.runs(step)"),
-        Bug("the last block is left out", RING, "here.keys(blocks[-1], here.group.size - 1)", "here.keys(blocks[-1], 0)"),
-        Bug("parts are added up", MERGE, "o.lerp_(", "o.add_(other) if o.dim() else o.lerp_("),
+        Bug(
+            "gradients go on with the keys",
+            "parallel.sequence.ring:_RingAttention.backward.step",
+            "here.pass_on(found, -1)",
+            "here.pass_on(found, 1)",
+            shows=Exception,
+        ),
+        Bug(
+            "a rank forgets its own part",
+            "parallel.sequence.ring:_RingAttention.backward",
+            "d_own += d_coming.pop().wait()",
+            "d_own = d_coming.pop().wait()",
+        ),
+        Bug(
+            "what comes is not added",
+            "parallel.sequence.ring:_RingAttention.backward.step",
+            "found += d_coming.pop().wait()",
+            "d_coming.pop().wait()",
+        ),
+        Bug(
+            "keys go around once too often",
+            "parallel.sequence.ring:_RingAttention.backward.step",
+            "last or saved",
+            "saved",
+            shows=Exception,
+        ),
+        Bug("keys are taken for the next rank's", "parallel.sequence.ring:_Ring.keys", "-step", "step"),
+        Bug(
+            "the last block is left out",
+            "parallel.sequence.ring:_RingAttention.forward",
+            "here.keys(blocks[-1], here.group.size - 1)",
+            "here.keys(blocks[-1], 0)",
+        ),
+        Bug(
+            "parts are added up",
+            "parallel.sequence.softmax_merge:merge_into",
+            "o.lerp_(other.to(o.dtype), weight.unsqueeze(-1))",
+            "o.add_(other) if o.dim() else o.lerp_(other.to(o.dtype), weight.unsqueeze(-1))",
+        ),
     ],
-    (ring, ZIGZAG, True): [Bug("saved blocks in another order", RING, "saved[min(place, len(saved)) - 1]", "saved[number]")],
+    (ring, ZIGZAG, True): [
+        Bug(
+            "saved blocks in another order",
+            "parallel.sequence.ring:_RingAttention.backward.step",
+            "min(place, len(saved)) - 1",
+            "number",
+        )
+    ],
     (ring, STRIPED): [
-        Bug("the diagonal ignores the stride", PRODUCTS, "(q[0] - k[0]) // step", "q[0] - k[0]", shows=Exception),
-        Bug("later keys are seen", PRODUCTS, "k[-1] <= q[0]", "k[0] <= q[0]"),
+        Bug(
+            "the diagonal ignores the stride",
+            "parallel.sequence.block_products:_pair",
+            "(q[0] - k[0]) // step",
+            "q[0] - k[0]",
+            shows=Exception,
+        ),
+        Bug("later keys are seen", "parallel.sequence.block_products:_pair", "k[-1] <= q[0]", "k[0] <= q[0]"),
     ],
     (ring, PADDED): [
-        Bug("padding is a document", BLOCKS, "(others >= 0)", "(others >= -1)"),
-        Bug("documents see each other", BLOCKS, "(numbers.unsqueeze(2) == others.unsqueeze(1))", "(others.unsqueeze(1) >= 0)"),
-        Bug("rows without keys have no gradient", BLOCKS, "return lse.masked_fill(lse == -torch.inf, torch.inf)", "return lse"),
+        Bug("padding is a document", "parallel.sequence.blockwise:AttentionMask.allowed", "0", "-1"),
+        Bug(
+            "documents see each other",
+            "parallel.sequence.blockwise:AttentionMask.allowed",
+            "numbers.unsqueeze(2) == others.unsqueeze(1)",
+            "others.unsqueeze(1) >= 0",
+        ),
+        Bug(
+            "rows without keys have no gradient",
+            "parallel.sequence.blockwise:empty_to_infinite",
+            "lse.masked_fill(lse == -torch.inf, torch.inf)",
+            "lse",
+        ),
     ],
-    (ring, WINDOW): [Bug("a window is one longer", BLOCKS, "(q - k < self.window)", "(q - k <= self.window)")],
+    (ring, WINDOW): [
+        Bug(
+            "a window is one longer",
+            "parallel.sequence.blockwise:AttentionMask.allowed",
+            "q - k < self.window",
+            "q - k <= self.window",
+        )
+    ],
     (ring, DOCUMENTS): [
-        Bug("the layout's documents are no mask", BLOCKS, "lengths or of_layout, numbers", "lengths, numbers"),
+        Bug("the layout's documents are no mask", "parallel.sequence.blockwise:mask_of", "lengths or of_layout", "lengths"),
     ],
     (ulysses, ZIGZAG): [
-        Bug("of a shared head one gradient counts", EXCHANGE, "not to_heads and _shared(self.shares[place])", "False"),
-        Bug("positions are the ranks' order", EXCHANGE, "run.start : run.stop : run.step", "start : start + len(run)"),
+        Bug(
+            "of a shared head one gradient counts",
+            "parallel.sequence.head_exchange:HeadExchange.run",
+            "not to_heads and _shared(self.shares[place])",
+            "False",
+        ),
+        Bug(
+            "positions are the ranks' order",
+            "parallel.sequence.head_exchange:HeadExchange._views",
+            "x[:, :, run.start:run.stop:run.step]",
+            "x[:, :, start:start + len(run)]",
+        ),
     ],
     (ulysses, Case(3, Layout(), 6, heads=(12, 4))): [
-        Bug("uneven heads meet other keys", "parallel.sequence.ulysses",
-            "used == [place // each for place in range(len(queries))]", "True"),
+        Bug(
+            "uneven heads meet other keys",
+            "parallel.sequence.ulysses:_expanded",
+            "used == [place // each for place in range(len(queries))]",
+            "True",
+        ),
     ],
     (gathered, ZIGZAG): [
-        Bug("gathered keys in the ranks' order", GATHERED, 'elif how != SequenceLayout("contiguous"):', "elif False:"),
+        Bug(
+            "gathered keys in the ranks' order",
+            "parallel.sequence.gathered_keys:gathered.compute",
+            "how != SequenceLayout('contiguous')",
+            "False",
+        ),
     ],
-    (balance,): [Bug("the second chunk is not mirrored", LAYOUT, "(rank, 2 * n - 1 - rank)", "(rank, n + rank)")],
-    (identity,): [Bug("minus infinity is not guarded", MERGE, ".masked_fill_(total == -torch.inf, 0)", "")],
+    (balance,): [
+        Bug("the second chunk is not mirrored", "parallel.sequence.sequence_layout:_zigzag", "2 * n - 1 - rank", "n + rank")
+    ],
+    (identity,): [
+        Bug(
+            "minus infinity is not guarded",
+            "parallel.sequence.softmax_merge:merge_into",
+            "torch.exp(other_lse - total).masked_fill_(total == -torch.inf, 0)",
+            "torch.exp(other_lse - total)",
+        )
+    ],
     (half_precision, "zigzag", torch.bfloat16): [
-        Bug("parts are merged in half precision", BLOCKS, "wide = torch.promote_types(self.q.dtype, torch.float32)",
-            "wide = self.q.dtype", shows=Exception),
+        Bug(
+            "parts are merged in half precision",
+            "parallel.sequence.blockwise:Queries.add",
+            "torch.promote_types(self.q.dtype, torch.float32)",
+            "self.q.dtype",
+            shows=Exception,
+        ),
     ],
     (hugging_face, "padded"): [
-        Bug("a model's padding is ignored", MODELS, "axis.layout.documents if axis.documents is None else axis.documents",
-            "None"),
+        Bug(
+            "a model's padding is ignored",
+            "parallel.sequence.hugging_face:_arguments",
+            "axis.layout.documents if axis.documents is None else axis.documents",
+            "None",
+        ),
     ],
     (hugging_face, "plain"): [
-        Bug("a model's window is ignored", MODELS, "windows += [free", "windows += [] and [free"),
-        Bug("a model's scale is ignored", MODELS, "scale=scaling", "scale=1.0"),
+        Bug(
+            "a model's window is ignored",
+            "parallel.sequence.hugging_face:_mask.make",
+            "[free['sliding_window']]",
+            "[] and [free['sliding_window']]",
+        ),
+        Bug("a model's scale is ignored", "parallel.sequence.hugging_face:_attention.forward", "scaling", "1.0"),
     ],
     (refusals,): [
-        Bug("another mask is ignored", MODELS, "_check_padding(name, attention_mask, axis)", "pass", shows=BaseException),
-        Bug("positions are not looked at", MODELS, "if first:", "if False:",
-            shows=BaseException),
+        Bug(
+            "another mask is ignored",
+            "parallel.sequence.hugging_face:_mask.make",
+            "_check_padding(name, attention_mask, axis)",
+            "pass",
+            shows=BaseException,
+        ),
+        Bug(
+            "positions are not looked at",
+            "parallel.sequence.hugging_face:_attention.forward",
+            "if first:\n    ...",
+            "if False:\n    ...",
+            shows=BaseException,
+        ),
     ],
-}  # fmt: skip
+}
 
 
 @cache

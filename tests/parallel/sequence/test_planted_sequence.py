@@ -102,93 +102,162 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     one_device: [
         Bug(
             "the cut comes before the shift",
-            CUT,
-            f"return {PIECE}",
-            f'return F.pad(leaf.roll(1, 1)[:, positions][:, 1:], (0, 1), value=-100) if path[0] == "s" else {PIECE}',
+            "transforms.parallel.batch_cut:BatchCut.cut.piece",
+            "leaf.index_select(dims[path], positions)",
+            "F.pad(leaf.roll(1, 1)[:, positions][:, 1:], (0, 1), value=-100) if path[0] == 's' else "
+            "leaf.index_select(dims[path], positions)",
         ),
         Bug(
             "each rank's positions begin at 0",
-            CUT,
-            "positions.clamp(max=length - 1)[None]",
-            "torch.arange(len(positions))[None]",
+            "transforms.parallel.batch_cut:BatchCut.cut",
+            "positions.clamp(max=length - 1)",
+            "torch.arange(len(positions))",
         ),
     ],
     functools.partial(one_device, "right"): [
         Bug(
             "the loss is a mean of the ranks' means",
-            STEP,
-            "found, tape = inner(step, state, params, batch), current_tape()",
-            "(sums, more), tape = inner(step, state, params, batch), current_tape()\n"
-            "        found = (Weighted(sums.sum / sums.weight, torch.tensor(1.0)), more)",
+            "transforms.parallel.sequence:_SequenceParallel.loss",
+            "found, tape = (inner(step, state, params, batch), current_tape())",
+            "(sums, more), tape = (inner(step, state, params, batch), current_tape())\n"
+            "found = (Weighted(sums.sum / sums.weight, torch.tensor(1.0)), more)",
         ),
     ],
     functools.partial(one_device, None, 0.3): [
-        Bug("ranks draw at their own positions", STEP, "key = key.at(places={1: (positions, length)})", "pass"),
+        Bug(
+            "ranks draw at their own positions",
+            f"{STEP}:",
+            "key = tree.replace(key, places={**key.places, 1: (positions, length)})",
+            "pass",
+        ),
     ],
     rows_of_two_data_ranks: [
-        Bug("a key's rows are counted over sp, too", STEP, "return self.shards[key]", "return index, count"),
+        Bug(
+            "a key's rows are counted over sp, too",
+            "transforms.parallel.sequence:_SequenceParallel.batch_shard",
+            "self.shards[key]",
+            "(index, count)",
+        ),
     ],
     functools.partial(not_causal, "left", 8): [
-        Bug("attention sees padding", CUT, "documents=found[0].documents", "documents=None"),
+        Bug("attention sees padding", "transforms.parallel.batch_cut:entered", "found[0].documents", "None"),
     ],
     functools.partial(not_causal, None, 7): [
-        Bug("attention sees what was appended", CUT, "found = F.pad(found, (0, missing), value=-1)", "found = None"),
+        Bug(
+            "attention sees what was appended",
+            "transforms.parallel.batch_cut:BatchCut._documents",
+            "F.pad(found, (0, missing), value=-1)",
+            "None",
+        ),
     ],
     recomputed_in_a_pipeline: [
-        Bug("what runs again sees the last micro-batch's masks", "remat.rerun", "with_axes(self.axes)", "with_axes(axes())"),
+        Bug("what runs again sees the last micro-batch's masks", "remat.rerun:TapeNow.restored", "self.axes", "axes()"),
     ],
     tiles_draw: [
-        Bug("the last tile's gradients alone", TILED, "totals[i].add_(grad)", "totals[i].copy_(grad)"),
-        Bug("all tiles draw alike", TILED, "return key.at(places={self.dim: (own, size)})", "return key.at(places={1: None})"),
-        Bug("a tile draws at its own positions", TILED, "(own, size)})", "(range(len(part)), size)})"),
+        Bug(
+            "the last tile's gradients alone",
+            "parallel.sequence.tiled:_TileByTile.backward",
+            "totals[i].add_",
+            "totals[i].copy_",
+        ),
+        Bug(
+            "all tiles draw alike",
+            f"{TILED}:_Tiles._key",
+            "return tree.replace(key, places={**key.places, self.dim: (own, size)})",
+            "return key.at(places={1: None})",
+        ),
+        Bug("a tile draws at its own positions", "parallel.sequence.tiled:_Tiles._key", "own", "range(len(part))"),
     ],
     test_tiled.test_sums_over_tiles_are_wide: [
-        Bug("gradients are summed in half", TILED, "grad.to(wide_dtype(grad.dtype), copy=True)", "grad.clone()"),
+        Bug(
+            "gradients are summed in half",
+            "parallel.sequence.tiled:_TileByTile.backward",
+            "grad.to(wide_dtype(grad.dtype), copy=True)",
+            "grad.clone()",
+        ),
     ],
     test_tiled.test_generators_draw_again_in_the_backward_pass: [
-        Bug("the backward pass draws anew", TILED, "torch.set_rng_state(host)", "pass"),
+        Bug("the backward pass draws anew", "parallel.sequence.tiled:_again.restored", "torch.set_rng_state(host)", "pass"),
     ],
     test_tiled.test_the_backward_pass_has_the_autocast_of_the_forward: [
-        Bug("the backward pass has no autocast", TILED, "torch.is_autocast_enabled(kind)", "False"),
+        Bug("the backward pass has no autocast", "parallel.sequence.tiled:_again", "torch.is_autocast_enabled(kind)", "False"),
     ],
     test_tiled.test_zero_3_gathers_once_for_all_tiles: [
-        Bug("lazy params go past autograd", TILED, "else tensor.view_as(tensor)", "else tensor", RuntimeError),
+        Bug(
+            "lazy params go past autograd",
+            "parallel.sequence.tiled:_Tiles.with_gradients",
+            "tensor.view_as(tensor)",
+            "tensor",
+            RuntimeError,
+        ),
     ],
     loss_in_tiles: [
-        Bug("ignored labels have gradients", LOSS, ".masked_fill_(~counts[:, None], 0.0)", ""),
-        Bug("smoothing has no gradient", LOSS, "grad -= label_smoothing / size", "pass"),
-        Bug("the last tile's gradients alone", LOSS, "by_weight += narrow.T", "by_weight[:] = narrow.T"),
-        Bug("the factor from outside is lost", LOSS, "(grad * seed.to(grad.dtype))", "grad"),
+        Bug(
+            "ignored labels have gradients",
+            "parallel.sequence.tiled_loss:_with_gradient",
+            "grad.masked_fill_(~counts[:, None], 0.0)",
+            "grad",
+        ),
+        Bug(
+            "smoothing has no gradient", "parallel.sequence.tiled_loss:_with_gradient", "grad -= label_smoothing / size", "pass"
+        ),
+        Bug(
+            "the last tile's gradients alone",
+            "parallel.sequence.tiled_loss:_TiledCrossEntropy.forward",
+            "by_weight += narrow.T @ hidden[part].to(exact)",
+            "by_weight[:] = narrow.T @ hidden[part].to(exact)",
+        ),
+        Bug(
+            "the factor from outside is lost",
+            "parallel.sequence.tiled_loss:_TiledCrossEntropy.backward",
+            "grad * seed.to(grad.dtype)",
+            "grad",
+        ),
     ],
     test_tiled.test_fp16_gradients_wait_for_the_loss_scale: [
-        Bug("gradients in fp16 before the loss scale", LOSS, "hidden.dtype == torch.float16", "False"),
+        Bug(
+            "gradients in fp16 before the loss scale",
+            "parallel.sequence.tiled_loss:_TiledCrossEntropy.forward",
+            "hidden.dtype == torch.float16",
+            "False",
+        ),
     ],
     slices_draw: [
-        Bug("strides are those of the slice", "base.prng", "stride *= size", "stride *= like.shape[dim]"),
-        Bug("rows of a slice are counted on", "base.prng", "at = found.pop(0)[0] if 0 in found else row", "at = row"),
+        Bug("strides are those of the slice", "base.prng:_columns", "stride *= size", "stride *= like.shape[dim]"),
+        Bug(
+            "rows of a slice are counted on",
+            "base.prng:Key._drawn",
+            "found.pop(0)[0] if 0 in found else row + torch.arange(rows, device=device)",
+            "row + torch.arange(rows, device=device)",
+        ),
     ],
     functools.partial(refused, {}, test_sequence.tokens_of, "have another batch than rank 0"): [
-        Bug("other batches go unnoticed", STEP, "each[3] != first[3]", "False"),
+        Bug(
+            "other batches go unnoticed",
+            "transforms.parallel.sequence:_SequenceParallel._compare",
+            "each[3] != first[3]",
+            "False",
+        ),
     ],
     functools.partial(test_order_check.test_what_acts_along_a_piece_is_refused, "rotary positions"): [
         Bug(
             "all tokens keep their places",
-            "transforms.parallel.order_check",
-            "[:, [0, 2, 1, 3]]",
-            "[:, [0, 1, 2, 3]]",
+            "transforms.parallel.order_check:in_other_orders",
+            "[0, 2, 1, 3]",
+            "[0, 1, 2, 3]",
         ),
         Bug(
             "no token sees another",
-            "transforms.parallel.order_check",
-            "torch.tensor([0, 0, 2, 2])",
-            "torch.tensor([0, 1, 2, 3])",
+            "transforms.parallel.order_check:in_other_orders",
+            "[0, 0, 2, 2]",
+            "[0, 1, 2, 3]",
         ),
     ],
     functools.partial(test_order_check.test_right_models_pass, "documents of its own"): [
         Bug(
             "other documents than the check's go unnoticed",
-            "parallel.sequence.axis",
-            'documents is not getattr(known, "documents", None)',
+            "parallel.sequence.axis:resolve_axis",
+            "documents is not getattr(known, 'documents', None)",
             "False",
             shows=ValueError,
         ),
@@ -196,18 +265,28 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     functools.partial(refused, {"tokenwise": False}, test_sequence.alike, "asked for the sequence axis"): [
         Bug(
             "attention within a rank goes unnoticed",
-            STEP,
-            "elif first and tape is not None and not self.tokenwise:",
-            "elif False:",
+            "transforms.parallel.sequence:_SequenceParallel.forward",
+            "first and tape is not None and (not self.tokenwise)",
+            "False",
         ),
     ],
     functools.partial(
         refused, {"loss": lambda params, batch: params["w"].sum()}, test_sequence.alike, "a mean over this rank's tokens"
     ): [
-        Bug("a mean of means goes unnoticed", STEP, 'tape.slots.get("mean") and', "False and"),
+        Bug(
+            "a mean of means goes unnoticed",
+            "transforms.parallel.sequence:_SequenceParallel.loss",
+            "tape.slots.get('mean')",
+            "False",
+        ),
     ],
     functools.partial(refused, {"zero": False}, test_sequence.alike, "they must be an axis of them"): [
-        Bug("gradients that nobody sums go unnoticed", STEP, "self._without_group(places, count, group)", "(index, count)"),
+        Bug(
+            "gradients that nobody sums go unnoticed",
+            "transforms.parallel.sequence:_SequenceParallel.batch_shard",
+            "self._without_group(places, count, group)",
+            "(index, count)",
+        ),
     ],
 }
 CASES = [pytest.param(law, bug, id=bug.name) for law, bugs in BUGS.items() for bug in bugs]

@@ -37,109 +37,197 @@ model = test_tensor_modules.agrees
 
 BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (agrees, dense): [
-        Bug("a copy's gradients are not summed", PAIRS, "return summed(grad, ctx.group), None", "return grad, None"),
+        Bug("a copy's gradients are not summed", "parallel.tensor.pairs:_Shared.backward", "summed(grad, ctx.group)", "grad"),
         Bug(
             "a sum's gradient is summed again",
-            PAIRS,
-            "return shared(grad, ctx.group), None",
-            "return summed(grad, ctx.group), None",
+            "parallel.tensor.pairs:_Summed.backward",
+            "shared",
+            "summed",
         ),
         Bug(
             "every rank adds the bias",
-            LINEAR,
+            "parallel.tensor.linear:row",
             "summed(F.linear(own, weight), here)",
             "summed(F.linear(own, weight, bias), here)",
         ),
     ],
     (agrees, pieces): [
-        Bug("pieces are put together in another order", PIECES, "pieces], dim + 1).flatten", "pieces], dim).flatten"),
-        Bug("a weight's gradient misses pieces", PIECES, "functools.reduce(torch.add, products)", "products[0]"),
+        Bug("pieces are put together in another order", "parallel.tensor.sequence_products:_assembled", "dim + 1", "dim"),
+        Bug(
+            "a weight's gradient misses pieces",
+            "parallel.tensor.sequence_products:_weight_gradient",
+            "functools.reduce(torch.add, products)",
+            "products[0]",
+        ),
     ],
     loss: [
-        Bug("each rank has a largest logit of its own", LOSS, 'comm.all_reduce(z.amax(-1), group, op="max")', "z.amax(-1)"),
-        Bug("smoothing is over the local vocabulary", LOSS, "smoothing / (rows * group.size)", "smoothing / rows"),
+        Bug(
+            "each rank has a largest logit of its own",
+            "parallel.tensor.vocabulary:_TokenLosses.forward",
+            "comm.all_reduce(z.amax(-1), group, op='max')",
+            "z.amax(-1)",
+        ),
+        Bug(
+            "smoothing is over the local vocabulary",
+            "parallel.tensor.vocabulary:_TokenLosses.forward",
+            "smoothing / (rows * group.size)",
+            "smoothing / rows",
+        ),
         Bug(
             "smoothing's gradient is the local vocabulary's",
-            LOSS,
-            "found -= smoothing / size",
-            "found -= smoothing / logits.shape[-1]",
+            "parallel.tensor.vocabulary:_TokenLosses.backward",
+            "size",
+            "logits.shape[-1]",
         ),
-        Bug("the z-loss has no gradient", LOSS, "(1 + 2 * z_loss * partition)", "(1 + 0 * partition)"),
-        Bug("other ranks' labels count", LOSS, "[..., 0].masked_fill(~inside, 0)]", "[..., 0]]"),
-        Bug("ignored tokens have gradients", LOSS, "grad = grad.masked_fill(labels < 0, 0.0)", "pass"),
+        Bug("the z-loss has no gradient", "parallel.tensor.vocabulary:_TokenLosses.backward", "2 * z_loss", "0"),
+        Bug(
+            "other ranks' labels count",
+            "parallel.tensor.vocabulary:_TokenLosses.forward",
+            "z.gather(-1, index[..., None])[..., 0].masked_fill(~inside, 0)",
+            "z.gather(-1, index[..., None])[..., 0]",
+        ),
+        Bug(
+            "ignored tokens have gradients",
+            "parallel.tensor.vocabulary:_TokenLosses.backward",
+            "grad = grad.masked_fill(labels < 0, 0.0)",
+            "pass",
+        ),
     ],
     lookup: [
-        Bug("the padding row is every rank's", LOSS, "padding - here.rank * weight.shape[0]", "padding"),
-        Bug("other ranks' ids are looked up, too", LOSS, "found.masked_fill(~inside[..., None], 0)", "found"),
+        Bug(
+            "the padding row is every rank's",
+            "parallel.tensor.vocabulary:embed",
+            "padding - here.rank * weight.shape[0]",
+            "padding",
+        ),
+        Bug(
+            "other ranks' ids are looked up, too",
+            "parallel.tensor.vocabulary:embed",
+            "found.masked_fill(~inside[..., None], 0)",
+            "found",
+        ),
     ],
     (model, Run("qwen3 kv2")): [
-        Bug("norms on slices are not summed", STEP, "_sum_shards(parts, grads.sum, cuts.summed, group)", "pass"),
+        Bug(
+            "norms on slices are not summed",
+            "transforms.parallel.tensor_parallel:_TensorParallel.reduce",
+            "_sum_shards(parts, grads.sum, cuts.summed, group)",
+            "pass",
+        ),
         Bug(
             "the norm misses other ranks' slices",
-            STEP,
+            "transforms.parallel.tensor_parallel:_TensorParallel.norm",
             "comm.all_reduce(torch.stack(own).sum(), self.ranks())",
             "torch.stack(own).sum()",
         ),
     ],
     (model, Run("qwen3 kv1")): [
-        Bug("shared heads are not summed", STEP, "if len(cut.sharers) > 1:\n", "if False:\n"),
-        Bug("the norm counts shared heads on each rank", STEP, "** 2 / n for n in", "** 2 for n in"),
-        Bug("an attention has all heads' groups", CALLS, "heads % n == 0 and kv % n", "False and kv % n"),
+        Bug(
+            "shared heads are not summed",
+            "transforms.parallel.tensor_parallel:_TensorParallel.reduce",
+            "len(cut.sharers) > 1",
+            "False",
+        ),
+        Bug(
+            "the norm counts shared heads on each rank",
+            "transforms.parallel.tensor_parallel:_TensorParallel.norm",
+            "inner(step, state, _only(grads, parts, holders, n)) ** 2 / n",
+            "inner(step, state, _only(grads, parts, holders, n)) ** 2",
+        ),
+        Bug("an attention has all heads' groups", "parallel.tensor.module_calls:_local", "heads % n == 0", "False"),
     ],
     (model, Run("biased llama")): [
         Bug(
             "a module's bias is added on each rank",
-            CALLS,
+            "parallel.tensor.module_calls:TensorCalls._row",
             "_product(module, forward, x, biased=False)",
             "_product(module, forward, x)",
         ),
     ],
     (model, Run("llama kv2", sequence=True)): [
-        Bug("the list's last layer does not gather", CALLS, "if way.last else found", "if False else found"),
-        Bug("norms on a part of the sequence are replicated", CUTS, 'if "sequence_parallel" in above:', "if False:"),
+        Bug("the list's last layer does not gather", "parallel.tensor.module_calls:TensorCalls.run", "way.last", "False"),
+        Bug(
+            "norms on a part of the sequence are replicated",
+            "parallel.tensor.leaf_cuts:_is_summed",
+            "'sequence_parallel' in above",
+            "False",
+        ),
     ],
     (model, Run("gpt2")): [
-        Bug("a tied head is not cut", CALLS, "if not way.word.cuts and held[path] & cut:", "if False:"),
+        Bug(
+            "a tied head is not cut",
+            "parallel.tensor.module_calls:TensorCalls.chosen",
+            "not way.word.cuts and held[path] & cut",
+            "False",
+        ),
         Bug(
             "packed projections are cut as one",
-            CUTS,
-            "return LeafSlice.even(dim, sizes, group.size",
-            "return LeafSlice.even(dim, sum(sizes), group.size",
+            "parallel.tensor.leaf_cuts:_slice",
+            "LeafSlice.even(dim, sizes, group.size, group.rank)",
+            "LeafSlice.even(dim, sum(sizes), group.size, group.rank)",
         ),
     ],
     (model, Run("mixtral")): [
         Bug(
             "the routing's gradients are not summed",
-            CALLS,
+            "parallel.tensor.module_calls:TensorCalls._experts",
             "x, *weights = comm.copy_to((x, *routing[1:]), group)",
-            "x, weights = comm.copy_to(x, group), routing[1:]",
+            "x, weights = (comm.copy_to(x, group), routing[1:])",
         ),
     ],
     (sends, "llama kv2", False): [
-        Bug("each linear of a block has a copy of its own", CALLS, 'if known.get("x") is not x or', "if True or"),
+        Bug(
+            "each linear of a block has a copy of its own",
+            "parallel.tensor.module_calls:TensorCalls._entered",
+            "known.get('x') is not x",
+            "True",
+        ),
     ],
     (draws_are_refused,): [
-        Bug("ranks draw masks of their own", STEP, "if tape.records and group.size > 1 else []", "if False else []"),
+        Bug(
+            "ranks draw masks of their own",
+            "transforms.parallel.tensor_parallel:_TensorParallel.forward",
+            "tape.records and group.size > 1",
+            "False",
+        ),
     ],
     (draws_for_zeros_are_looked_at_again,): [
-        Bug("draws for slices are not compared", STEP, "draws.known.update(check_draws(drawn_for or [], group))", "pass"),
-        Bug("zeros count as compared", CHECKS, "enumerate(drawn) if any(row[3 * place] for row in rows)", "enumerate(drawn)"),
+        Bug(
+            "draws for slices are not compared",
+            "transforms.parallel.tensor_parallel:_TensorParallel.forward",
+            "draws.known.update(check_draws(drawn_for or [], group))",
+            "pass",
+        ),
+        Bug(
+            "zeros count as compared",
+            "transforms.parallel.slice_checks:check_draws",
+            "{name for place, (name, _, _) in enumerate(drawn) if any((row[3 * place] for row in rows))}",
+            "{name for place, (name, _, _) in enumerate(drawn)}",
+        ),
     ],
     (draws_agree, 2, 1, True, 1): [
         Bug(
-            "every rank draws the first features' mask", DRAWS, "range(here.rank * size, (here.rank + 1) * size)", "range(size)"
+            "every rank draws the first features' mask",
+            "parallel.tensor.slice_draws:places",
+            "range(here.rank * size, (here.rank + 1) * size)",
+            "range(size)",
         ),
     ],
     (test_a_longer_key_keeps_a_leaf_whole,): [
         Bug(
             "a key that cuts counts, not the most exact one",
-            WORDS,
-            "if not any(_within(other, key) for other in known)",
-            "if word_of(known[key]).cuts or not any(word_of(each).cuts for each in known.values())",
+            "parallel.tensor.words:value_at",
+            "not any((_within(other, key) for other in known))",
+            "word_of(known[key]).cuts or not any((word_of(each).cuts for each in known.values()))",
         ),
     ],
     (ranks_may_begin_otherwise,): [
-        Bug("ranks begin with their own leaves", STEP, "comm.broadcast(leaf.detach(), 0, group)", "leaf.detach().clone()"),
+        Bug(
+            "ranks begin with their own leaves",
+            "transforms.parallel.tensor_parallel:_sliced",
+            "comm.broadcast(leaf.detach(), 0, group)",
+            "leaf.detach().clone()",
+        ),
     ],
 }
 

@@ -101,32 +101,37 @@ def clocks_are_one() -> None:
 
 BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (one_device, plain, None): [
-        Bug("shared gradients are not exchanged", "pipelining.execution.gradients", "if not others or not own:", "if True:"),
-        Bug("shared leaves count twice in norms", "pipelining.execution.placement", "part.ranks[0] != rank for", "False for"),
-        Bug("draws do not move with the rows", "pipelining.execution.gradients", "rows=first)", "rows=0)"),
+        Bug("shared gradients are not exchanged", "pipelining.execution.gradients:_exchanged", "not others or not own", "True"),
+        Bug(
+            "shared leaves count twice in norms",
+            "pipelining.execution.placement:Placement.copies",
+            "part.ranks[0] != rank",
+            "False",
+        ),
+        Bug("draws do not move with the rows", "pipelining.execution.gradients:_runner", "first", "0"),
         Bug(
             "only the first micro-batch counts",
-            "pipelining.execution.in_flight",
-            "accumulate(self.edges, seeds, [*self.inputs, *weights])",
-            "accumulate(self.edges, seeds, [*self.inputs, *new])",
+            "pipelining.execution.in_flight:InFlightMicroBatch.backward",
+            "[*self.inputs, *weights]",
+            "[*self.inputs, *new]",
         ),
         Bug(
             "the last stage's loss is one micro-batch's",
-            "pipelining.execution.gradients",
-            "for loss, metrics in found[1:]:",
-            "for loss, metrics in ():",
+            "pipelining.execution.gradients:_metrics",
+            "found[1:]",
+            "()",
         ),
     ],
     (one_device, vee, 1): [
         Bug(
             "a shared leaf gets one stage's gradient",
-            "pipelining.execution.gradients",
-            "for grad in grads[1:]:",
-            "for grad in ():",
+            "pipelining.execution.gradients:_sum",
+            "grads[1:]",
+            "()",
         ),
         Bug(
             "a reduction leaves out what is split",
-            "pipelining.execution.runner",
+            "pipelining.execution.runner:Runner.backward_weights",
             "self._in_flight.pop((stage, j)).backward_weights()",
             "self._in_flight.pop((stage, j))",
         ),
@@ -134,7 +139,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (one_device, looped, 3, 1): [
         Bug(
             "what was let go is not fetched again",
-            "pipelining.execution.gathered",
+            "pipelining.execution.gathered:GatheredParams._regather",
             "leaf.untyped_storage().copy_(fresh, non_blocking=False)",
             "leaf.untyped_storage().fill_(0)",
         ),
@@ -142,15 +147,15 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (one_device, looped, 2, None, 2): [
         Bug(
             "earlier batches' gradients are lost",
-            "pipelining.execution.gradients",
-            "own = None if carry is None else",
-            "own = None if True else",
+            "pipelining.execution.gradients:gradients",
+            "None if carry is None else [carry.sum[place] for place in places]",
+            "None if True else [carry.sum[place] for place in places]",
         ),
     ],
     (means_weigh_by_rows,): [
         Bug(
             "means weigh alike",
-            "pipelining.execution.gradients",
+            "pipelining.execution.gradients:_runner",
             "None if share == 1 else share",
             "None",
         ),
@@ -158,67 +163,77 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (sums_have_memory_of_their_own,): [
         Bug(
             "gradients are added into each other's memory",
-            "pipelining.execution.in_flight",
-            "if storage_id(weight.grad) in taken:",
-            "if False:",
+            "pipelining.execution.in_flight:InFlightMicroBatch._separate",
+            "storage_id(weight.grad) in taken",
+            "False",
         ),
     ],
     (waiting_is_no_computing,): [
         Bug(
             "waiting counts as computing",
-            "pipelining.execution.mailbox",
-            "if self.recorder is None:",
-            "if True:",
+            "pipelining.execution.mailbox:Mailbox._waited",
+            "self.recorder is None",
+            "True",
         ),
         Bug(
             "an action begins before its wait is over",
-            "pipelining.execution.recorder",
-            "self._began = self._now()\n        self.waits",
-            "self._now()\n        self.waits",
+            "pipelining.execution.recorder:Recorder.waiting",
+            "self._began = self._now()",
+            "self._now()",
         ),
     ],
     (test_gathers_are_no_computing,): [
         Bug(
             "a gather is part of the forward",
-            "pipelining.execution.runner",
-            "nullcontext() if self.recorder is None else",
-            "nullcontext() if True else",
+            "pipelining.execution.runner:Runner.params",
+            "self.recorder is None",
+            "True",
         ),
     ],
     (clocks_are_one,): [
-        Bug("clocks of other ranks are not moved", "pipelining.execution.recorder", "start + more, end + more", "start, end"),
-        Bug("an offset has the wrong sign", "comm.debug.clock", "(began + ended) / 2 - there", "there - (began + ended) / 2"),
+        Bug(
+            "clocks of other ranks are not moved",
+            "pipelining.execution.recorder:Recorder.run",
+            "(start + more, end + more)",
+            "(start, end)",
+        ),
+        Bug(
+            "an offset has the wrong sign",
+            "comm.debug.clock:_ask",
+            "(began + ended) / 2 - there",
+            "there - (began + ended) / 2",
+        ),
     ],
     (test_memory_of_two_stages_on_one_rank_counts_once,): [
         Bug(
             "what neighbours share is counted twice",
-            "pipelining.planning.timeline",
-            'self.costs.of("activations", count) - shared',
-            'self.costs.of("activations", count)',
+            "pipelining.planning.timeline:Timeline._changes",
+            "self.costs.of('activations', count) - shared",
+            "self.costs.of('activations', count)",
         ),
         Bug(
             "what neighbours share is never freed",
-            "pipelining.planning.timeline",
-            "freed[done - self._graph.span(rank).start] -= shared[later]",
-            "freed[done - self._graph.span(rank).start] -= 2 * shared[later]",
+            "pipelining.planning.timeline:Timeline._changes",
+            "shared[later]",
+            "2 * shared[later]",
         ),
         Bug(
             "an estimate takes what came as what is new",
-            "pipelining.execution.estimate",
-            "keeps = [_storage(leaf) in saved.sizes for leaf in given]",
-            "keeps = [False for leaf in given]",
+            "pipelining.execution.estimate:_run",
+            "_storage(leaf) in saved.sizes",
+            "False",
         ),
     ],
     (test_buffers_are_no_activations,): [
         Bug(
             "buffers are activations of a run",
-            "pipelining.execution.recorder",
-            "for storage in seen if not storage.expired()",
-            "for storage in seen if False",
+            "pipelining.execution.recorder:Recorder.end",
+            "not storage.expired()",
+            "False",
         ),
         Bug(
             "buffers are activations of an estimate",
-            "pipelining.execution.estimate",
+            "pipelining.execution.estimate:_Standing.__torch_dispatch__",
             "self._held[id(fake)] = fake",
             "pass",
         ),
@@ -226,17 +241,17 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (test_tracing_a_module_is_no_part_of_its_forward,): [
         Bug(
             "tracing is seen by modes around it",
-            "pipelining.tracing.cache",
-            "with disable_dispatch_modes(), forked_rng",
-            "with forked_rng",
+            "pipelining.tracing.cache:ProgramCache.trace",
+            "with disable_dispatch_modes(), forked_rng(), for_shapes():\n    ...",
+            "with forked_rng(), for_shapes():\n    ...",
         ),
     ],
     (two_parts_are_the_whole,): [
         Bug(
             "a weight that comes in twice is counted once",
-            "pipelining.execution.split_backward",
-            "if times[i] == 1",
-            "if times[i] >= 1",
+            "pipelining.execution.split_backward:_junctions",
+            "times[i] == 1",
+            "times[i] >= 1",
         ),
     ],
 }
