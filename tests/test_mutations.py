@@ -1473,7 +1473,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (scatter_and_publish_are_inverse, False): [
-        Bug("frozen segments come back as shards", "transforms.zero.zero", "partition.frozen.get(i, new)", "new"),
+        Bug("frozen segments come back as shards", "transforms.zero.zero", "(partition.frozen or {}).get(i, new)", "new"),
     ],
     # one device
     (modules_are_functions,): [
@@ -1489,7 +1489,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("both moments decay alike", "optim.adam", "beta2=betas[1]", "beta2=betas[0]"),
     ],
     (schedules_multiply_the_rate,): [
-        Bug("a schedule is one update ahead", "transforms.schedule", "fn(state.step)", "fn(state.step + 1)"),
+        Bug("a schedule is one update ahead", "transforms.schedule", "fn(state.step, ", "fn(state.step + 1, "),
         Bug("a warm-up's first update is void", "transforms.schedule", "(done + 1) / max", "done / max"),
         Bug("updates are not counted", "step.train_step", "step=state.step + count", "step=state.step"),
     ],
@@ -1627,8 +1627,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "recomputed leaves need no gradient",
             "transforms.zero.lazy_params",
-            "view.requires_grad_() for",
-            "view for",
+            "self._handle, self._in_backward)",
+            "self._handle.detach() if self._in_backward else self._handle, self._in_backward)",
             RuntimeError,
         ),
     ],
@@ -1895,7 +1895,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (skipped_updates_move_nothing, "adamw, matrices decay"): [
-        Bug("the mean goes on", "transforms.ema", "torch.where(skip, 0.0, 1 - decay)", "1 - decay"),
+        Bug("the mean goes on", "transforms.ema", "part if skip is None else", "part if True else"),
     ],
     (skipped_updates_move_nothing, "muon, blocks"): [
         Bug(
@@ -1911,11 +1911,16 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("unused leaves move", "optim.bind", "if leaf.path not in unused.paths:", "if True:"),
     ],
     (the_mean_is_by_hand, 2): [
-        Bug("the mean forgets what it should keep", "transforms.ema", "part = 1 - decay if", "part = decay if"),
+        Bug(
+            "the mean forgets what it should keep",
+            "transforms.ema",
+            "_towards(mean, leaf, 1 - decay",
+            "_towards(mean, leaf, decay",
+        ),
         Bug("the params are shown for the mean", "transforms.ema", "shown=True", "shown=False"),
     ],
     (factors_of_updates,): [
-        Bug("the first update has the rate of none", "transforms.schedule", ".to(torch.float32) + 1)", ".to(torch.float32))"),
+        Bug("the first update has the rate of none", "transforms.schedule", ".to(dtype) + 1)", ".to(dtype))"),
         Bug("the decay starts an update early", "transforms.schedule", "down = ((total - u + 1)", "down = ((total - u)"),
         Bug("the cycle goes down as it went up", "transforms.schedule", "(up + fall - u) / fall", "(up + fall - u) / up"),
     ],
@@ -2045,9 +2050,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (a_compressed_gather_is_for_the_loss, 1): [
         Bug("quantised params are updated", "transforms.zero.zero", "own = _either(partition.exact, shards)", "own = shards"),
         Bug(
-            "exact params stay old",
+            "exact params are not kept",
             "transforms.zero.zero",
-            "exact = self._exact(layout, own, whole, groups) if partition.exact else ()",
+            "exact = self._exact(layout, own, whole, groups)",
             "exact = partition.exact",
         ),
         Bug(
