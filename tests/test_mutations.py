@@ -1688,8 +1688,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "recomputed leaves need no gradient",
             "transforms.zero.lazy_params:LazyParams._node",
             "_apply_node(self, unit, tuple(views), self._handle, self._in_backward)",
-            "[x.detach() for x in (self._handle, *views)] if self._in_backward else "
-            "_apply_node(self, unit, tuple(views), self._handle, False)",
+            "_apply_node(self, unit, tuple(views), self._handle.detach() if self._in_backward else self._handle, "
+            "self._in_backward)",
             RuntimeError,
         ),
     ],
