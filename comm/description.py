@@ -49,7 +49,7 @@ def _described(value: Any, outer: tuple[int, ...]) -> str:
     if isinstance(value, Mapping):
         return _joined((f"{_described(k, outer)}: {_described(v, outer)}" for k, v in value.items()), "{}")
     if isinstance(value, Sequence):
-        return _joined((_described(each, outer) for each in value), "[]")
+        return _joined((_described(each, outer) for each in value), "()" if isinstance(value, tuple) else "[]")
     if attrs.has(type(value)) and type(value).__setattr__.__name__ == "_frozen_setattrs":  # others are a rank's own to change
         return _record(value, outer)
     return _called(value, outer)

@@ -1226,21 +1226,21 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "torch.cat(list(pieces), options['dim'])",
             "torch.cat(list(pieces)[::-1], options['dim'])",
         ),
-        Bug("max adds", "comm.record.reduction:fold", "OPS[op]", "OPS['sum' if op == 'max' else op]"),
+        Bug("max adds", "comm.record.reduction:fold", "binary = OPS[op]", "binary = OPS['sum' if op == 'max' else op]"),
         Bug("a mean is over n + 1", "comm.api:_reducing.divided", "group.size", "group.size + 1"),
     ],
     (exchanges_are_dense_programs,): [
         Bug(
             "all_to_all joins where it cut",
             "comm.record.table:_all_to_all",
-            "'concat_dim'",
-            "'split_dim'",
+            "options['concat_dim']",
+            "options['split_dim']",
         ),
         Bug(
             "rows go to the next rank",
             "comm.record.table:_all_to_all_rows",
-            "rank",
-            "rank - 1",
+            "pieces[rank]",
+            "pieces[rank - 1]",
         ),
         Bug(
             "permute goes backwards",
@@ -1338,7 +1338,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (adjoints_are_transposes,): [
-        Bug("all_gather's transpose does not add", "comm.record.table:ALL_GATHER", "'sum'", "'max'"),
+        Bug(
+            "all_gather's transpose does not add",
+            "comm.record.table:ALL_GATHER",
+            "{**options, 'op': 'sum'}",
+            "{**options, 'op': 'max'}",
+        ),
         Bug(
             "all_to_all's transpose keeps its dims",
             "comm.record.table:ALL_TO_ALL",
@@ -1374,14 +1379,24 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("a mesh counts by columns", "comm.mesh:Mesh._strides", "sizes[i + 1:]", "sizes[:i]"),
     ],
     (communicators_are_told_apart,): [
-        Bug("tags share a communicator", "comm.worlds.nccl:CommunicatorKey.between", "tag", "0"),
+        Bug(
+            "tags share a communicator",
+            "comm.worlds.nccl:CommunicatorKey.between",
+            "CommunicatorKey(tuple(sorted(ranks)), group.ranks, group.name, True, tag, ranks)",
+            "CommunicatorKey(tuple(sorted(ranks)), group.ranks, group.name, True, 0, ranks)",
+        ),
         Bug(
             "directions share one",
             "comm.worlds.nccl:CommunicatorKey.between",
             "(group.ranks[src], group.ranks[dst])",
             "group.ranks[:2]",
         ),
-        Bug("each connects its own first", "comm.worlds.nccl:CommunicatorKey.connected_together", "sorted", "list"),
+        Bug(
+            "each connects its own first",
+            "comm.worlds.nccl:CommunicatorKey.connected_together",
+            "sorted([self, attrs.evolve(self, ranks=self.ranks[::-1])])",
+            "list([self, attrs.evolve(self, ranks=self.ranks[::-1])])",
+        ),
     ],
     (nothing_has_bytes,): [
         Bug(
@@ -1490,7 +1505,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("no overlap is looked for", "base.byte_ranges:overlapping", "one.meets(other)", "False"),
     ],
     (what_training_would_part_is_refused, "interleaved"): [
-        Bug("ranges are taken for elements", "base.byte_ranges:ByteRange.meets", "dense", "True"),
+        Bug(
+            "ranges are taken for elements",
+            "base.byte_ranges:ByteRange.meets",
+            "dense or one.element_size() != two.element_size() or (other.start - self.start) % size",
+            "True or one.element_size() != two.element_size() or (other.start - self.start) % size",
+        ),
     ],
     (what_training_would_part_is_refused, "attribute"): [
         Bug("attributes keep old weights", "modules.functional:Apply.__init__", "memo.update(memory.stale)", "pass"),
@@ -1525,7 +1545,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (one_device_accumulates, 2): [
         Bug("earlier gradients are dropped", "step.tape:Tape._add", "total.add_(grad)", "grad"),
-        Bug("the last micro-batch is left out", "transforms.accumulate:accumulate.gradients", "parts", "parts[:-1]"),
+        Bug(
+            "the last micro-batch is left out",
+            "transforms.accumulate:accumulate.gradients",
+            "enumerate(parts)",
+            "enumerate(parts[:-1])",
+        ),
     ],
     (adamw_is_torchs,): [
         Bug("both moments decay alike", "optim.adam:adam_optimizer.kernel", "1", "0"),
@@ -1537,7 +1562,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "fn(state.step, **further)",
             "fn(state.step + 1, **further)",
         ),
-        Bug("a warm-up's first update is void", "transforms.schedule:warmup_cosine.factor", "done + 1", "done"),
+        Bug(
+            "a warm-up's first update is void",
+            "transforms.schedule:warmup_cosine.factor",
+            "(done + 1) / max(warmup, 1)",
+            "done / max(warmup, 1)",
+        ),
         Bug("updates are not counted", "step.train_step:train_step.update", "state.step + count", "state.step"),
     ],
     (donation_changes_nothing_but_memory,): [
@@ -1594,12 +1624,22 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (everybody_hears_of_an_overflow, 2): [
-        Bug("one rank's finite gradients suffice", "transforms.zero.zero:Zero.finite", "'min'", "'max'"),
+        Bug(
+            "one rank's finite gradients suffice",
+            "transforms.zero.zero:Zero.finite",
+            "comm.all_reduce(found, self.process_groups().group, op='min')",
+            "comm.all_reduce(found, self.process_groups().group, op='max')",
+        ),
     ],
     (draws_depend_on_the_position,): [
         Bug("every rank draws as rank 0", "transforms.zero.zero:Zero.batch_shard", "index * places + place", "index * places"),
-        Bug("micro-batches draw alike", "transforms.accumulate:accumulate.gradients", "i * rows", "0"),
-        Bug("steps draw alike", "base.prng:Key._drawn", "step", "0"),
+        Bug(
+            "micro-batches draw alike",
+            "transforms.accumulate:accumulate.gradients",
+            "first.at(step=first.step, rows=i * rows)",
+            "first.at(step=first.step, rows=0)",
+        ),
+        Bug("steps draw alike", "base.prng:Key._drawn", "step * _GOLDEN", "0 * _GOLDEN"),
         Bug(
             "names draw alike",
             "base.prng:Key._drawn",
@@ -1791,8 +1831,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "gathers go on in the order of their arrival",
             "transforms.zero.collectives:Collectives.gather",
-            "'gather'",
-            "str(id(shards))",
+            "groups.levels[-1].channel('gather')",
+            "groups.levels[-1].channel(str(id(shards)))",
         ),
     ],
     (test_levels.test_the_loss_may_communicate_inside_nodes, 1, False): [
@@ -1818,8 +1858,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "the ranks' own places count",
             "transforms.zero.reduce:Reducer._trace_order",
-            "'max'",
-            "'min'",
+            "comm.all_reduce(mine, groups.shards.channel('control'), op='max')",
+            "comm.all_reduce(mine, groups.shards.channel('control'), op='min')",
         ),
     ],
     (test_orders.launches_agree, test_orders.REGATED): [
@@ -1993,7 +2033,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (the_mean_is_by_hand, 2): [
         Bug("the mean forgets what it should keep", "transforms.ema:ema.update", "1 - decay", "decay"),
-        Bug("the params are shown for the mean", "transforms.ema:averaged", "True", "False"),
+        Bug(
+            "the params are shown for the mean",
+            "transforms.ema:averaged",
+            "tree.replace(mean, shown=True)",
+            "tree.replace(mean, shown=False)",
+        ),
     ],
     (factors_of_updates,): [
         Bug(
@@ -2141,7 +2186,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (rounding_keeps_the_mean,): [
-        Bug("rounding is mostly down", "transforms.precision.stochastic_rounding:round_stochastically", "65536", "32768"),
+        Bug(
+            "rounding is mostly down",
+            "transforms.precision.stochastic_rounding:round_stochastically",
+            "uniform * 65536",
+            "uniform * 32768",
+        ),
         Bug(
             "NaN becomes a number",
             "transforms.precision.stochastic_rounding:round_stochastically",
@@ -2170,8 +2220,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "what is owed is never paid",
             "comm.compression.error_feedback:ErrorFeedback.all_reduce",
-            "leaf + e",
-            "leaf + 0 * e",
+            "pad_rows(leaf + e, group.size)",
+            "pad_rows(leaf + 0 * e, group.size)",
         ),
         Bug(
             "a sum owes nothing",

@@ -304,8 +304,8 @@ BUGS: list[tuple[Callable[[], Any], Bug]] = [
         Bug(
             "what was given is kept at another place",
             "compiling.graphs.eager_calls:_Kept.of",
-            "place",
-            "0",
+            "(place, x.detach())",
+            "(0, x.detach())",
             Exception,
         ),
     ),

@@ -224,7 +224,12 @@ LAYOUT = "interchange.deepspeed_layout"
 @pytest.mark.parametrize(
     "bug",
     [
-        Bug("a group's vector begins anew for each parameter", "interchange.deepspeed_layout:whole_params", "begin", "0"),
+        Bug(
+            "a group's vector begins anew for each parameter",
+            "interchange.deepspeed_layout:whole_params",
+            "FlatRange(0, size, 0, len(flats) - 1, begin)",
+            "FlatRange(0, size, 0, len(flats) - 1, 0)",
+        ),
         Bug(
             "tied names count twice",
             "interchange.deepspeed_layout:whole_params",

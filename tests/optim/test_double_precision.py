@@ -271,7 +271,7 @@ def test_fp32_leaves_beside_fp64_ones_move_by_an_fp32_weight() -> None:
             {"schedule": "warmup", "clip": None},
         ),
         (
-            Bug("fp64 gradients not divided", "optim.kernels:_run_wide", "means", "gradients"),
+            Bug("fp64 gradients not divided", "optim.kernels:_run_wide", "means(grads, params)", "gradients(grads, params)"),
             {"schedule": "none", "clip": None},
         ),
     ],

@@ -30,7 +30,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
         Bug("a tied head is another table", "scaling.rank_share:rank_share", "table * (not again)", "table"),
         Bug("norms are cut", "scaling.rank_share:rank_share", "model.layer_whole", "model.layer_whole // tp"),
-        Bug("attention is half", "scaling.transformer:Transformer.layer_flops", "4", "2"),
+        Bug("attention is half", "scaling.transformer:Transformer.layer_flops", "4 * self.length", "2 * self.length"),
     ],
     again: [
         Bug(

@@ -27,7 +27,10 @@ def first(case: str) -> None:
 @pytest.mark.parametrize(
     ("law", "bug"),
     [
-        (partial(first, "rate"), Bug("smaller numbers win", "comm.agree:differences", "-high", "number", shows=comm.CommError)),
+        (
+            partial(first, "rate"),
+            Bug("smaller numbers win", "comm.agree:differences", "low == -high", "low == number", shows=comm.CommError),
+        ),
         (
             partial(first, "own schedule"),
             Bug("options are not compared", "step.checks:entries", "' '.join((layer.exact for layer in layers))", "''"),

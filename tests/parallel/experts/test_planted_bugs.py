@@ -182,7 +182,12 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     ],
     NOISE: [
         Bug("noise weighs", "parallel.experts.routing:route", "scores.gather", "choice.gather"),
-        Bug("layers draw the same noise", "parallel.experts.routing:route", "name", "'route'"),
+        Bug(
+            "layers draw the same noise",
+            "parallel.experts.routing:route",
+            "key.uniform(wide, name)",
+            "key.uniform(wide, 'route')",
+        ),
     ],
     DROPPED: [
         Bug(

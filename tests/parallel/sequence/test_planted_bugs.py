@@ -108,7 +108,12 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
             "saved",
             shows=Exception,
         ),
-        Bug("keys are taken for the next rank's", "parallel.sequence.ring:_Ring.keys", "-step", "step"),
+        Bug(
+            "keys are taken for the next rank's",
+            "parallel.sequence.ring:_Ring.keys",
+            "self.whole.runs(-step)",
+            "self.whole.runs(step)",
+        ),
         Bug(
             "the last block is left out",
             "parallel.sequence.ring:_RingAttention.forward",
@@ -141,7 +146,7 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
         Bug("later keys are seen", "parallel.sequence.block_products:_pair", "k[-1] <= q[0]", "k[0] <= q[0]"),
     ],
     (ring, PADDED): [
-        Bug("padding is a document", "parallel.sequence.blockwise:AttentionMask.allowed", "0", "-1"),
+        Bug("padding is a document", "parallel.sequence.blockwise:AttentionMask.allowed", "others >= 0", "others >= -1"),
         Bug(
             "documents see each other",
             "parallel.sequence.blockwise:AttentionMask.allowed",
@@ -231,7 +236,12 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
             "[free['sliding_window']]",
             "[] and [free['sliding_window']]",
         ),
-        Bug("a model's scale is ignored", "parallel.sequence.hugging_face:_attention.forward", "scaling", "1.0"),
+        Bug(
+            "a model's scale is ignored",
+            "parallel.sequence.hugging_face:_attention.forward",
+            "way(axis)(query, key, value, scale=scaling, **_arguments(mask, axis))",
+            "way(axis)(query, key, value, scale=1.0, **_arguments(mask, axis))",
+        ),
     ],
     (refusals,): [
         Bug(

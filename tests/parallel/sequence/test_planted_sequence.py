@@ -166,7 +166,12 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             "return tree.replace(key, places={**key.places, self.dim: (own, size)})",
             "return key.at(places={1: None})",
         ),
-        Bug("a tile draws at its own positions", "parallel.sequence.tiled:_Tiles._key", "own", "range(len(part))"),
+        Bug(
+            "a tile draws at its own positions",
+            "parallel.sequence.tiled:_Tiles._key",
+            "(own, size)",
+            "(range(len(part)), size)",
+        ),
     ],
     test_tiled.test_sums_over_tiles_are_wide: [
         Bug(

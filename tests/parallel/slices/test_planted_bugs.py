@@ -144,8 +144,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "chunks beyond the first rows are passed over",
             "checkpointing.dcp:_meet",
-            "a < d",
-            "a <= c",
+            "a < d and c < b",
+            "a <= c and c < b",
             shows=Exception,
         ),
     ],

@@ -41,8 +41,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "a sum's gradient is summed again",
             "parallel.tensor.pairs:_Summed.backward",
-            "shared",
-            "summed",
+            "shared(grad, ctx.group)",
+            "summed(grad, ctx.group)",
         ),
         Bug(
             "every rank adds the bias",
@@ -52,7 +52,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
     ],
     (agrees, pieces): [
-        Bug("pieces are put together in another order", "parallel.tensor.sequence_products:_assembled", "dim + 1", "dim"),
+        Bug(
+            "pieces are put together in another order",
+            "parallel.tensor.sequence_products:_assembled",
+            "torch.stack([piece.unflatten(dim, (n, -1)) for piece in pieces], dim + 1)",
+            "torch.stack([piece.unflatten(dim, (n, -1)) for piece in pieces], dim)",
+        ),
         Bug(
             "a weight's gradient misses pieces",
             "parallel.tensor.sequence_products:_weight_gradient",
@@ -76,8 +81,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "smoothing's gradient is the local vocabulary's",
             "parallel.tensor.vocabulary:_TokenLosses.backward",
-            "size",
-            "logits.shape[-1]",
+            "smoothing / size",
+            "smoothing / logits.shape[-1]",
         ),
         Bug("the z-loss has no gradient", "parallel.tensor.vocabulary:_TokenLosses.backward", "2 * z_loss", "0"),
         Bug(
@@ -145,7 +150,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
     ],
     (model, Run("llama kv2", sequence=True)): [
-        Bug("the list's last layer does not gather", "parallel.tensor.module_calls:TensorCalls.run", "way.last", "False"),
+        Bug(
+            "the list's last layer does not gather",
+            "parallel.tensor.module_calls:TensorCalls.run",
+            "_with_output(found, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if way.last else found",
+            "_with_output(found, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if False else found",
+        ),
         Bug(
             "norms on a part of the sequence are replicated",
             "parallel.tensor.leaf_cuts:_is_summed",

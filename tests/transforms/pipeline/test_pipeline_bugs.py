@@ -108,7 +108,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
             "part.ranks[0] != rank",
             "False",
         ),
-        Bug("draws do not move with the rows", "pipelining.execution.gradients:_runner", "first", "0"),
+        Bug(
+            "draws do not move with the rows",
+            "pipelining.execution.gradients:_runner",
+            "state.key.at(step=state.key.step, rows=first)",
+            "state.key.at(step=state.key.step, rows=0)",
+        ),
         Bug(
             "only the first micro-batch counts",
             "pipelining.execution.in_flight:InFlightMicroBatch.backward",
