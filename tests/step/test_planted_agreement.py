@@ -31,7 +31,7 @@ def first(case: str) -> None:
              shows=comm.CommError)),
         (partial(first, "own schedule"),
          Bug("options are not compared", STEPS, '" ".join(layer.exact for layer in layers)', '""')),
-        (partial(first, "closure"), Bug("closures are not read", TEXTS, "known[name] = _content(cell)", "pass")),
+        (partial(first, "closure"), Bug("closures are not read", TEXTS, "used[name] = _content(cell)", "pass")),
         (partial(first, "closure"), Bug("optimizers are their names", STEPS, "described(value)) for name", '"") for name')),
         (partial(test_agreement.test_a_whole_mesh_compares, 3),
          Bug("one axis is enough", RANKS, "for channel in channels:\n        channel.world.agreed(f\"{what} (",
