@@ -3,7 +3,7 @@
 import functools
 import types
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -15,7 +15,10 @@ from functional_ds.comm.record.group import Group
 
 __all__ = ["described"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, Enum)
+_Known = dict[int, tuple[Any, str]]  # by identity: values, which so stay, and their texts
+
+_LONGEST = 2000  # characters of one value
+_PLAIN = (bool, int, float, complex, str, bytes, range, type(None), torch.dtype, Enum)
 
 
 def described(value: Any) -> str:
@@ -30,15 +33,22 @@ def described(value: Any) -> str:
     >>> described(optimizer(0.1)) == described(optimizer(0.1)), described(optimizer(0.1)) == described(optimizer(0.2))
     (True, False)
     """
-    return _described(value, ())
+    return _described(value, {})
 
 
-def _described(value: Any, outer: tuple[int, ...]) -> str:
+def _described(value: Any, known: _Known) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
-    if id(value) in outer:
-        return "..."
-    outer = (*outer, id(value))
+    if id(value) not in known:
+        known[id(value)] = value, "..."  # what it has in itself
+        text = _contents(value, known)
+        if len(text) > _LONGEST:  # parts that many others share would be repeated in each
+            text = f"{text[:_LONGEST]}...[{zlib.crc32(text.encode()):08x}]"
+        known[id(value)] = value, text
+    return known[id(value)][1]
+
+
+def _contents(value: Any, known: _Known) -> str:
     if isinstance(value, Group):
         return f"{value.size} ranks"
     if isinstance(value, torch.device):
@@ -46,45 +56,45 @@ def _described(value: Any, outer: tuple[int, ...]) -> str:
     if isinstance(value, Tensor):
         is_number = value.numel() == 1 and value.device.type == "cpu" and type(value) is Tensor and not value.requires_grad
         return f"{value.dtype} {value.item() if is_number else 'tensor'}"
-    if isinstance(value, Mapping):
-        return _joined((f"{_described(k, outer)}: {_described(v, outer)}" for k, v in value.items()), "{}")
-    if isinstance(value, Sequence):
-        return _joined((_described(each, outer) for each in value), "()" if isinstance(value, tuple) else "[]")
+    if isinstance(value, dict):
+        return _joined((f"{_described(k, known)}: {_described(v, known)}" for k, v in value.items()), "{}")
+    if isinstance(value, (list, tuple)):
+        return _joined((_described(each, known) for each in value), "()" if isinstance(value, tuple) else "[]")
     if attrs.has(type(value)) and type(value).__setattr__.__name__ == "_frozen_setattrs":  # others are a rank's own to change
-        return _record(value, outer)
-    return _called(value, outer)
+        return _record(value, known)
+    return _called(value, known)
 
 
 def _joined(parts: Iterable[str], brackets: str) -> str:
     return f"{brackets[0]}{', '.join(parts)}{brackets[1]}"
 
 
-def _record(value: Any, outer: tuple[int, ...]) -> str:
+def _record(value: Any, known: _Known) -> str:
     """An attrs record by what it was made of; fields that begin empty are what a rank collects."""
     given = [field for field in attrs.fields(type(value)) if field.init and not isinstance(field.default, attrs.Factory)]  # type: ignore[arg-type]
-    parts = [f"{field.name}={_described(getattr(value, field.name), outer)}" for field in given if field.name[0] != "_"]
+    parts = [f"{field.name}={_described(getattr(value, field.name), known)}" for field in given if field.name[0] != "_"]
     return f"{type(value).__qualname__}({', '.join(parts)})"
 
 
-def _called(value: Any, outer: tuple[int, ...]) -> str:
+def _called(value: Any, known: _Known) -> str:
     if isinstance(value, functools.partial):
-        return f"partial{_described((value.func, value.args, value.keywords), outer)}"
+        return f"partial{_described((value.func, value.args, value.keywords), known)}"
     if isinstance(value, types.MethodType):
-        return f"{_described(value.__self__, outer)}.{value.__func__.__name__}"
+        return f"{_described(value.__self__, known)}.{value.__func__.__name__}"
     if isinstance(value, types.FunctionType):
-        return _function(value, outer)
+        return _function(value, known)
     name = getattr(value, "__qualname__", None)  # of classes and builtins
     return name if isinstance(name, str) else type(value).__qualname__
 
 
-def _function(function: types.FunctionType, outer: tuple[int, ...]) -> str:
+def _function(function: types.FunctionType, known: _Known) -> str:
     code = function.__code__
-    read = {name: function.__globals__.get(name) for name in code.co_names}
-    known: dict[str, Any] = {name: value for name, value in read.items() if isinstance(value, int | float)}
+    names = {name: function.__globals__.get(name) for name in code.co_names}
+    used: dict[str, Any] = {name: value for name, value in names.items() if isinstance(value, int | float)}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        known[name] = _content(cell)
-    known["defaults"] = [function.__defaults__, function.__kwdefaults__]
-    return f"{function.__qualname__}[{_digest(code):08x}]{_described(known, outer)}"
+        used[name] = _content(cell)
+    used["defaults"] = [function.__defaults__, function.__kwdefaults__]
+    return f"{function.__qualname__}[{_digest(code):08x}]{_described(used, known)}"
 
 
 def _content(cell: types.CellType) -> Any:

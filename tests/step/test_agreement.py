@@ -255,6 +255,21 @@ def test_described_tells_numbers_apart_and_nothing_else(one: float, other: float
     assert " at 0x" not in texts[0]
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        fds.one_bit_adam(0.1, warmup=1),
+        fds.zero_one_adam(0.1, freeze=1, local=2, longest=2),
+        fds.muon(0.1, fds.lamb(0.1)),
+        fds.param_groups({"b": fds.lion(0.1)}, fds.adamw(0.1, decay="w")),
+    ],
+    ids=lambda rule: rule.name[:10],
+)
+def test_descriptions_are_short(rule: Any) -> None:
+    """Some optimizers hold endless ranges; functions share their parts."""
+    assert len(described(rule)) < 10_000
+
+
 # -- ranks that train alone -----------------------------------------------------------------------------------------------
 
 
