@@ -123,7 +123,12 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     functools.partial(one_device, None, 0.3): [
-        Bug("ranks draw at their own positions", STEP, "key = key.at(places={1: (positions, length)})", "pass"),
+        Bug(
+            "ranks draw at their own positions",
+            STEP,
+            "key = tree.replace(key, places={**key.places, 1: (positions, length)})",
+            "pass",
+        ),
     ],
     rows_of_two_data_ranks: [
         Bug("a key's rows are counted over sp, too", STEP, "return self.shards[key]", "return index, count"),
@@ -139,7 +144,12 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     ],
     tiles_draw: [
         Bug("the last tile's gradients alone", TILED, "totals[i].add_(grad)", "totals[i].copy_(grad)"),
-        Bug("all tiles draw alike", TILED, "return key.at(places={self.dim: (own, size)})", "return key.at(places={1: None})"),
+        Bug(
+            "all tiles draw alike",
+            TILED,
+            "return tree.replace(key, places={**key.places, self.dim: (own, size)})",
+            "return key.at(places={1: None})",
+        ),
         Bug("a tile draws at its own positions", TILED, "(own, size)})", "(range(len(part)), size)})"),
     ],
     test_tiled.test_sums_over_tiles_are_wide: [
