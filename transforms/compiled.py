@@ -6,9 +6,11 @@ from weakref import WeakKeyDictionary
 
 import attrs
 
+from functional_ds.base.weighted import Weighted
 from functional_ds.compiling.block_calls import BlockCalls, keep_graphs
 from functional_ds.compiling.compile_log import CompileLog, KeepsLogs
 from functional_ds.compiling.compile_options import CompileOptions
+from functional_ds.compiling.errors import backward_refusal
 from functional_ds.remat.block_paths import check_blocks, check_pattern
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
@@ -34,7 +36,8 @@ def compiled(
 
     Law 58: the step is the same, bit for bit with a back end that generates no code ("eager", "aot_eager"), within rounding
     with inductor; collectives are the same, and at no moment more units are whole. The transform commutes with those that wrap
-    other phases, and with ``T.remat``. It wraps ``prepare``, to check the blocks' paths, and ``forward``.
+    other phases, and with ``T.remat``. It wraps ``prepare``, to check the blocks' paths, ``forward``, and ``gradients``, whose
+    errors it names.
 
     All blocks of a class share one compiled function, on all ranks of a process: one graph for each shape, dtype and mode
     (training or not, gradients or not). ``fds.compile_report(step)`` says what was compiled and why again. The leaves of a
@@ -55,7 +58,8 @@ def compiled(
     Raises:
         ValueError: there is no such back end; ``init`` finds no params at such a path; CUDA graphs, which need fixed
             addresses, over params that are gathered anew or offloaded.
-        RuntimeError: a block cannot be compiled: it prints, has hooks inside, runs a collective, counts in Python.
+        RuntimeError: a block cannot be compiled, or its backward pass: it prints, has hooks inside, runs a collective,
+            counts in Python, or has shapes that depend on values.
 
     >>> import torch, functional_ds as fds
     >>> from torch import nn
@@ -73,7 +77,9 @@ def compiled(
         )
     found = CompileOptions.checked(backend, mode, options, dynamic, recompile_limit)
     inside = _Compiled(blocks, found, eager)
-    return wrap(f"compiled({blocks or 'repeated blocks'})", prepare=inside.prepare, forward=inside.forward)
+    return wrap(
+        f"compiled({blocks or 'repeated blocks'})", prepare=inside.prepare, forward=inside.forward, gradients=inside.gradients
+    )
 
 
 @attrs.define(eq=False)
@@ -105,6 +111,18 @@ class _Compiled(KeepsLogs):
                 "them elsewhere in each step; use mode='max-autotune-no-cudagraphs', or zero(2)"
             )
         return inner(step, params)
+
+    def gradients(
+        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+        """The inner gradients; an error of the compiler in the backward pass, where it compiles that of a block, is named."""
+        try:
+            return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
+        except Exception as error:
+            refusal = backward_refusal(self.blocks or "repeated blocks", error)
+            if refusal is None:
+                raise
+            raise refusal from error
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """The inner forward, with the blocks that it runs compiled."""

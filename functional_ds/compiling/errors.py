@@ -3,9 +3,11 @@
 import re
 from typing import Any
 
-__all__ = ["Refusal"]
+__all__ = ["Refusal", "backward_refusal"]
 
 _COLLECTIVE = re.compile(r'File "[^"]*[/\\\\]comm[/\\\\](?:api|exchange|p2p|megatron|uneven|objects)\.py", line \d+, in (\w+)')
+_FORWARD = re.compile(r'File "[^"]*", line \d+, in forward')
+_ADVICE = "Name what cannot be traced in eager='...', compile the modules inside of it that can be, by path, or leave it out"
 _OF_COMPILER = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 
 
@@ -34,12 +36,21 @@ class Refusal(RuntimeError):
                 f"it calls comm.{called[1]}, and a collective cannot be a part of compiled code: let the module that calls it, "
                 "inside of the block, stay Python, eager='blocks.*.experts', or compile modules between collectives, by path",
             )
-        first = " ".join(words.split("\n\n", maxsplit=1)[0].split())
         code = words.rpartition("from user code:")[2].split("\n\n")[0].split("\n") if "from user code:" in words else []
         where = " ".join(line.strip() for line in code[-4:] if line.strip() and set(line.strip()) != {"^"})
-        return Refusal(
-            path,
-            module,
-            f"{first} {f'({where})' if where else ''} Name what cannot be traced in eager='...', compile the modules "
-            "inside of it that can be, by path, or leave it out",
-        )
+        return Refusal(path, module, f"{_first(words)} {f'({where})' if where else ''} {_ADVICE}")
+
+
+def backward_refusal(blocks: str, error: Exception) -> RuntimeError | None:
+    """The refusal for an error of the compiler in a backward pass, which is compiled when it first runs; else None."""
+    if isinstance(error, Refusal) or not type(error).__module__.startswith(_OF_COMPILER):
+        return None
+    places = [found for found in _FORWARD.findall(str(error)) if "torch" not in found]
+    where = f" ({places[-1]})" if places else ""
+    return RuntimeError(
+        f"compiled: the backward pass of a block of {blocks!r} cannot be compiled: {_first(str(error))}{where} {_ADVICE}"
+    )
+
+
+def _first(words: str) -> str:
+    return " ".join(words.split("\n\n", maxsplit=1)[0].split())

@@ -373,6 +373,29 @@ def test_experts() -> None:
         comm.simulate(program, compiled("[01]"), world_size=2)
 
 
+class Shortened(nn.Module):
+    """A block that takes as many rows as a value says; its backward pass cannot be compiled by inductor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y[: int((x > 0).sum())].sum() + y  # type: ignore[no-any-return]
+
+
+def test_a_backward_pass_that_cannot_be_compiled() -> None:
+    """Inductor compiles it when it first runs, after the block's call: the error has the advice, and the state is as it was."""
+    torch.manual_seed(0)
+    apply, params = fds.functional(nn.Sequential(Shortened(), Shortened()))
+    step = compiled("[01]", backend="inductor")(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1)))
+    state = step.init(params)
+    with pytest.raises(RuntimeError, match=r"backward pass of a block of '\[01\]' cannot be compiled: .* Name what"):
+        step(state, torch.randn(4, 4))
+    assert int(state.step) == 0
+
+
 # -- processes, and code -------------------------------------------------------------------------------------------------
 
 

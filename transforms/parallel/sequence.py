@@ -239,7 +239,7 @@ class _SequenceParallel:
         slack = max(1e-5, 4 * torch.finfo(whole.dtype).eps) * size
         own = torch.stack([(change - slack).clamp(min=0), change, size]).double()
         over, by, of = step.sum_over_ranks(state, own).tolist()
-        others = {row.collective for row in book.rows if row.ranks == group.ranks and "/" not in row.group}
+        others = {row.collective for row in book.rows if set(group.ranks) <= set(row.ranks) and "/" not in row.group}
         if over > 0 and IN_ORDER not in state.graphs.kinds and others <= {"permute", "all_to_all", "all_gather"}:
             raise ValueError(
                 f"{self}: the loss is no sum over tokens: with half of a rank's tokens twice, and with the other half twice, "
@@ -264,7 +264,10 @@ class _SequenceParallel:
         return (
             f"{self}: no function of the loss asked for the sequence axis, so its attention would see the positions of one "
             "rank alone: use fds.seq.ring(), fds.seq.ulysses(...) or their names in a Hugging Face config, without a "
-            "group; for a loss without attention pass tokenwise=True"
+            "group; Ulysses over a ring takes groups, and here a layout with inner=, the number of Ulysses' ranks: "
+            "T.sequence(mesh['ring', 'heads'], layout=SequenceLayout(kind, inner=2)) and "
+            "fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']); for a loss without attention pass "
+            "tokenwise=True"
         )
 
     def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int, dict[str, int]]:

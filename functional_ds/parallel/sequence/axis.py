@@ -1,6 +1,7 @@
 """What a transform of a step tells a model's functions about the axis along which its sequences are cut."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -120,6 +121,8 @@ def resolve_axis(
 ) -> tuple[Group, SequenceLayout, Tensor | None]:
     """The group, the layout and the documents: those given, else those of the running step.
 
+    The ranks of the step's ring, or all its ranks, in its layout, are the step's though they are given.
+
     Args:
         what: the caller, for errors.
         group: as given.
@@ -131,7 +134,12 @@ def resolve_axis(
         ValueError: there is no group, or a layout without one.
     """
     known = axes().get(AXIS)
-    if (group is not None or other or documents is not None) and documents is not getattr(known, "documents", None):
+    theirs = getattr(known, "documents", None)
+    plain = not other and (documents is None or documents is theirs)
+    if group is not None and plain and _is_the_steps(known, group, layout):
+        note_asked(IN_DOCUMENTS)
+        return group, attrs.evolve(known.layout, inner=1), theirs
+    if (group is not None or other or documents is not None) and documents is not theirs:
         note_asked(IN_ORDER)  # it does not attend in the step's documents
     if group is not None:
         return group, SequenceLayout.of("contiguous" if layout is None else layout), None
@@ -143,6 +151,15 @@ def resolve_axis(
     if tape is not None and tape.slots.get(INSIDE_ULYSSES):
         raise ValueError(
             f"{what}: Ulysses cuts this attention's heads over the ranks of the step's T.sequence already, so it cannot "
-            "take the same ranks: pass the two axes, seq.ulysses(seq.ring(mesh['ring'], layout=...), mesh['heads'])"
+            "take the same ranks: pass the two axes, fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']), "
+            "and T.sequence(mesh['ring', 'heads'], layout=SequenceLayout(kind, inner=2)), where inner is the size of 'heads'"
         )
     return found.group, found.layout, found.documents
+
+
+def _is_the_steps(known: Any, group: Group, layout: SequenceLayout | str | None) -> bool:
+    """Whether these are the ranks and the layout of the step's ring, inside of Ulysses or alone."""
+    if not isinstance(known, SequenceAxis):
+        return False
+    how = SequenceLayout.of("contiguous" if layout is None else layout)
+    return group.ranks == (known.ring_group or known.group).ranks and how == attrs.evolve(known.layout, inner=1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass
+from functional_ds.pipelining.stages.shape_check import OnesReadMode
 from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
@@ -197,7 +198,8 @@ def _outgoing(
     """What a stage sends to the next; of the last one, the dtypes of its sums; or what is wrong, as text."""
     try:
         quiet = Tape(records=False)  # a recording tape compares values between ranks
-        with quiet, FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
+        trial = OnesReadMode if index == len(stages) - 1 else FakeTensorMode  # a loss may read numbers, to report them
+        with quiet, trial(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
             params = {path: _fake(meta, trains) for path, meta in leaves.items()}
             x = None if before is None else before.value([_fake(meta, False) for meta in before.leaves])[0]
             micro = tree.map(lambda leaf: _standing_for(leaf, mode) if isinstance(leaf, Tensor) else leaf, visit.batch)

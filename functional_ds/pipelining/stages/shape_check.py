@@ -16,10 +16,22 @@ from functional_ds.base.torch_private import (
 )
 from functional_ds.base.weighted import weigh
 
-__all__ = ["NEEDS_VALUES", "check_shapes", "shown"]
+__all__ = ["NEEDS_VALUES", "OnesReadMode", "check_shapes", "shown"]
 
 StageFunction = Callable[[Mapping[str, Tensor], Any, Any, Key | None], Any]
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+class OnesReadMode(FakeTensorMode):
+    """Tensors without values, where a number that is read on the host (``.item()``) is one: enough to know which dtypes a loss has."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return torch.ones((), dtype=args[0].dtype, device="cpu").tolist()
 
 
 def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[str, Tensor], batch: Any) -> tuple[Any, ...]:

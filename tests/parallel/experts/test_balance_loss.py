@@ -150,3 +150,45 @@ def test_what_does_not_fit_is_named() -> None:
         moe.balance_loss(routing, sequence=4)
     with pytest.raises(ValueError, match=r"mask has shape \[5\], and the routing 6 tokens"):
         moe.balance_loss(routing, mask=torch.ones(5))
+
+
+def sequences_balanced(dp: int, sp: int, tp: int, axes: tuple[str, ...]) -> Any:
+    """Params after two steps with a balance loss whose counts are summed over these axes of a mesh."""
+    mesh = comm.mesh(dp=dp, sp=sp, tp=tp)
+    over = mesh[axes]
+
+    def loss(params: Any, batch: Any) -> fds.Weighted:
+        x = params["words"][batch["input_ids"]].flatten(0, 1)
+        hidden = fds.tp.row(fds.tp.column(x, params["up"], group=mesh["tp"]).tanh(), params["down"], group=mesh["tp"])
+        routing = moe.route(x @ params["router"], 2)
+        main = ((routing.weights.sum(1) + hidden.sum(-1)) ** 2).sum()
+        return fds.Weighted(main + 0.5 * moe.balance_loss(routing, group=over), len(x))
+
+    cut = [transforms.tensor_parallel({"up": "colwise", "down": "rowwise"}, mesh["tp"])]
+    cut += [transforms.sequence(mesh["sp"], tokenwise=True, shift=False)]
+    step = fds.compose(transforms.zero(1, mesh["dp", "sp"]), *cut)(fds.train_step(loss, fds.sgd(0.1)))
+    shapes = {"words": (7, 4), "router": (4, E), "up": (8, 4), "down": (4, 8)}
+    state = step.init({name: numbers(*shape, seed=len(name)).float() for name, shape in shapes.items()})
+    for index in range(2):
+        tokens = torch.randint(0, 7, (4, 8), generator=torch.Generator().manual_seed(index)).chunk(dp)[mesh["dp"].rank]
+        state, _ = step(state, {"input_ids": tokens})
+    return step.params(state)
+
+
+MESHES = [((2, 2, 1), ("dp", "sp")), ((1, 2, 2), ("sp", "tp")), ((2, 2, 2), ("dp", "sp", "tp")), ((2, 2, 2), ("dp", "sp"))]
+
+
+@pytest.mark.law(48)
+@pytest.mark.parametrize(("sizes", "axes"), MESHES)
+def test_counts_over_axes_beside_a_cut_sequence(sizes: tuple[int, int, int], axes: tuple[str, ...]) -> None:
+    """The axes hold ``T.sequence``'s ranks, so the loss is the whole batch's; tensor-parallel ranks count the same."""
+    alone = comm.simulate(sequences_balanced, 1, 1, 1, axes, world_size=1)[0]
+    for found in comm.simulate(sequences_balanced, *sizes, axes, world_size=torch.Size(sizes).numel()):
+        for name in alone:
+            close(found[name], alone[name], 1e-5)
+
+
+def test_counts_of_a_ranks_own_tokens_beside_a_cut_sequence_are_refused() -> None:
+    """Counts that miss some of the sequence's ranks are not the single device's."""
+    with pytest.raises(ValueError, match="the loss is no sum over tokens"):
+        comm.simulate(sequences_balanced, 2, 2, 1, ("dp",), world_size=4)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+import functional_ds as fds
 from functional_ds import comm, seq
+from functional_ds import transforms as T
 from tests.parallel.sequence.attention_cases import Case, cases, run
 
 Layout = seq.SequenceLayout
@@ -155,3 +157,48 @@ def test_other_shapes_than_an_attentions_are_refused() -> None:
     for args, match in (((x, x[:, :, :1], x[:, :, :1]), "3 queries and 1 keys"), ((x, x[:, :3], x[:, :3]), "do not divide")):
         with pytest.raises(ValueError, match=match):
             comm.simulate(lambda args=args: seq.ulysses(None, comm.world())(*args), world_size=2)
+
+
+def ring_in_ulysses(kind: str, *, inner: int, ring: str, documents: bool = True, alone: bool = False) -> Any:
+    """Weights after two steps of a loss that calls Ulysses over a ring with groups of a mesh."""
+    mesh = comm.mesh(dp=1, ring=1, heads=1) if alone else comm.mesh(dp=1, ring=2, heads=2)
+
+    def loss(params: Any, batch: Any) -> fds.Weighted:
+        x = params["words"][batch["input_ids"]]
+        q = (x @ params["q"]).unflatten(-1, (4, 2)).transpose(1, 2)
+        around = seq.ring() if ring == "the step's" else seq.ring(mesh["ring"], layout=ring)
+        y = seq.ulysses(around, mesh["heads"] if ring != "the step's" else None)(q, q, q, causal=True)
+        counts = batch["shift_labels"] != -100
+        return fds.Weighted((y.transpose(1, 2).flatten(-2).square().sum(-1) * counts).sum(), counts.sum())
+
+    layout = Layout(kind, inner=1 if alone else inner)
+    chain = T.zero(1, mesh["dp", "ring", "heads"]), T.sequence(mesh["ring", "heads"], layout=layout)
+    draw = torch.Generator().manual_seed(0)
+    params = {"words": torch.randn(10, 8, generator=draw), "q": torch.randn(8, 8, generator=draw)}
+    step = fds.compose(*chain)(fds.train_step(loss, fds.sgd(0.1)))
+    state = step.init(params)
+    for _ in range(2):
+        tokens = torch.randint(0, 10, (2, 16), generator=draw)
+        batch = {"input_ids": tokens, "labels": tokens}
+        rows = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
+        state, _ = step(state, {**batch, "documents": rows} if documents else batch)
+    return step.params(state)
+
+
+@pytest.mark.law(42)
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_over_a_ring_in_a_loss(kind: str, documents: bool) -> None:
+    """With the groups of a mesh, in the step's layout: the single device's weights, with its documents."""
+    alone = comm.simulate(lambda: ring_in_ulysses(kind, inner=1, ring=kind, documents=documents, alone=True), world_size=1)[0]
+    for found in comm.simulate(lambda: ring_in_ulysses(kind, inner=2, ring=kind, documents=documents), world_size=4):
+        torch.testing.assert_close(found, alone)
+
+
+@pytest.mark.parametrize(("inner", "ring"), [(1, "zigzag"), (2, "contiguous"), (1, "the step's"), (2, "the step's")])
+def test_another_ring_is_refused_with_one_advice(inner: int, ring: str) -> None:
+    """Without ``inner``, with another layout, or without groups: all say what to compose."""
+    with pytest.raises(ValueError, match="Ulysses") as caught:
+        comm.simulate(lambda: ring_in_ulysses("zigzag", inner=inner, ring=ring), world_size=4)
+    for part in ("SequenceLayout(kind, inner=2)", "fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads'])"):
+        assert part in str(caught.value)

@@ -322,6 +322,35 @@ def test_a_stage_that_cannot_take_what_comes_is_named_by_all() -> None:
     assert first == second
 
 
+def losses_of_read_values(*, reads: bool) -> list[float]:
+    """A loss that reads numbers on the host: for a print, for a choice, and for a factor."""
+    seen: list[float] = []
+
+    def loss(y: Tensor, batch: Any) -> fds.Weighted:
+        error = (y - 1).square()
+        if reads:
+            seen.append(error.sum().item())
+            error = error * float(batch[0].max()) if error.max() > 0.5 else error / int(batch[0].numel())
+        else:
+            error = torch.where(error.max() > 0.5, error * batch[0].max(), error / batch[0].numel())
+        return fds.Weighted(error.sum(), len(y))
+
+    params = [{"w": torch.arange(12.0).view(3, 4).sin()}, {"w": torch.arange(12.0).view(4, 3).cos()}]
+    model = pp.stages([lambda p, x: x @ p["w"], lambda p, x: x @ p["w"]], params, loss=loss)
+    step = transforms.pipeline(pp.one_f_one_b(2, 2), model)(fds.train_step(model, fds.sgd(0.01)))
+    state, losses = step.init(params), []
+    for index in range(2):
+        state, metrics = step(state, (torch.randn(4, 3, generator=torch.Generator().manual_seed(index)),))
+        losses.append(metrics["loss"].item())
+    return losses
+
+
+def test_a_loss_may_read_values() -> None:
+    """``.item()``, ``float`` and an ``if`` in the loss function of the last stage."""
+    read = comm.simulate(lambda: losses_of_read_values(reads=True), world_size=2)
+    assert read == comm.simulate(lambda: losses_of_read_values(reads=False), world_size=2)
+
+
 def test_another_loss_function_than_the_stages() -> None:
     case = Staged.of(2, 4)
     step = transforms.pipeline(pp.gpipe(2, 2), case.stages)(fds.train_step(lambda params, batch: batch[0].sum(), fds.sgd(0.1)))
