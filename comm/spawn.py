@@ -28,7 +28,7 @@ __all__ = ["spawn"]
 
 _HOST = "127.0.0.1"
 _GRACE = 0.5  # seconds: for the cause of an error that another rank has reported first
-_END = 5.0  # seconds: for ranks that are asked to end
+_TERMINATION = 5.0  # seconds that ranks have to end after SIGTERM; then they are killed
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -83,17 +83,25 @@ def _become(rank: int, world_size: int, port: int, backend: str | None, threads:
     init_distributed(backend, store=store, timeout=timeout)
 
 
-def _end_with_parent() -> None:
-    """Ends this process when the one that has called ``spawn`` is gone, however it ended."""
+def _end_with_the_parent(rank: int) -> None:
+    """Ends this process at once when the process that called ``spawn`` has ended, however that was.
+
+    multiprocessing gives each child the reading end of a pipe that the parent alone can write into, also where a server forks
+    the children, whose parent in the kernel's eyes is that server.
+    """
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent is None:
+        return
+    parent.join()
+    if sys.stderr is not None:
+        sys.stderr.write(f"rank {rank} ends: the process that called spawn has ended\n")
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], rank: int, setting: tuple[Any, ...]) -> None:
     world_size = setting[0]
-    threading.Thread(target=_end_with_parent, daemon=True, name="ends with its parent").start()
+    threading.Thread(target=_end_with_the_parent, args=(rank,), daemon=True, name="watch of the parent").start()
     try:
         _become(rank, *setting)
         message: tuple[str, Any, float] = ("result", program(*args), time.monotonic())
@@ -143,17 +151,22 @@ def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[
     return results
 
 
+def _join(processes: Sequence[BaseProcess], seconds: float) -> list[int]:
+    """Waits for processes to end; returns the ranks of those that have not."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [rank for rank, process in enumerate(processes) if process.is_alive()]
+
+
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Ends what still runs: asks first, then kills, as a rank may ignore SIGTERM and a stopped one does not get it."""
+    """Ends processes: those that SIGTERM does not end, since they handle it or are stopped, by SIGKILL."""
     for process in processes:
         if process.is_alive():
             process.terminate()
-    deadline = time.monotonic() + _END
+    for rank in _join(processes, _TERMINATION):
+        processes[rank].kill()
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    for process in processes:
-        if process.is_alive():
-            process.kill()
         process.join()
 
 
@@ -166,9 +179,9 @@ def spawn(
 ) -> list[T]:
     """Runs ``program(*args)`` on ``world_size`` local processes and returns their results in rank order.
 
-    The processes connect over loopback, share the CPU's cores evenly, and end with the calling process. They import ``program``
-    by its name, so it must be at the top level of a module or a script file; its arguments and results must be picklable. A
-    script calls ``spawn`` under ``if __name__ == "__main__":``.
+    The processes connect over loopback and share the CPU's cores evenly. They import ``program`` by its name, so it must be at
+    the top level of a module or a script file; its arguments and results must be picklable. A script calls ``spawn`` under
+    ``if __name__ == "__main__":``. When the calling process ends, by SIGKILL too, the ranks end with it.
 
     Law: ``spawn(program, world_size=n) = simulate(program, world_size=n)``, bit for bit.
 
@@ -177,13 +190,14 @@ def spawn(
         args: its arguments.
         world_size: the number of processes.
         backend: as for ``init_distributed``; None chooses Gloo, and NCCL as well where there are GPUs.
-        timeout: for joining, and for each message.
+        timeout: for joining, for each message, and for the processes to end after they have returned.
 
     Raises:
         ValueError: ``program`` cannot be imported by other processes: it is a lambda, a closure, or from a notebook or stdin.
         Exception: the first error that a rank raised, with the rank and its traceback as a note. It has its own type where
-            that can be pickled, else RankFailedError. The other ranks are asked to end, and killed 5 s later.
-        RankFailedError: a process ended without a result.
+            that can be pickled, else RankFailedError. The other ranks are ended, by SIGKILL those that SIGTERM does not end
+            within 5 s.
+        RankFailedError: a process ended without a result, or returned and did not end within ``timeout``.
     """
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
@@ -202,8 +216,9 @@ def spawn(
             pipes.append(receiver)
             processes.append(process)
         results = _collect(pipes, processes)
-        for process in processes:
-            process.join()
+        late = _join(processes, timeout.total_seconds())
+        if late:
+            raise RankFailedError(f"rank {', '.join(map(str, late))} returned, and did not end within {timeout}")
         return results
     finally:
         _end(processes)

@@ -1,18 +1,23 @@
-"""Programs that other processes cannot import are refused before any process is started."""
+"""Programs that other processes cannot import are refused before any process is started; how ranks end."""
 
+import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
-import textwrap
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from functional_ds import comm
 
@@ -109,61 +114,85 @@ def test_a_world_has_a_whole_number_of_ranks(size: Any) -> None:
         comm.spawn(adds, 1, 2, world_size=size)
 
 
-# -- ranks that do not end by themselves -------------------------------------------------------------------------------
+# -- how ranks end ----------------------------------------------------------------------------------------------------
+
+MODULE = importlib.import_module("functional_ds.comm.spawn")
+LONG = 300.0  # seconds: longer than a test may take
 
 
-def stays(how: str) -> None:
-    """Rank 0 raises; rank 1 does not hear SIGTERM."""
+def lingers(how: str, folder: str) -> None:
+    """Rank 1 cannot be ended by SIGTERM, and rank 0 raises; with "returns", rank 1 returns and its process stays."""
+    there = Path(folder, "there")
     if comm.world().rank == 0:
-        time.sleep(0.2)
-        raise ValueError("seven")
+        while not there.exists():
+            time.sleep(0.01)
+        if how != "returns":
+            raise ValueError("rank 0's own")
+        return
     if how == "ignores":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    else:
+    there.touch()
+    if how == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(300)
+    if how == "returns":
+        threading.Thread(target=time.sleep, args=(LONG,)).start()
+        return
+    time.sleep(LONG)
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", ["ignores", "is stopped"])
-def test_a_rank_that_does_not_hear_is_killed(how: str) -> None:
-    with pytest.raises(ValueError, match="seven"):
-        comm.spawn(stays, how, world_size=2)
+@pytest.mark.parametrize("how", ["ignores", "stops"])
+def test_a_rank_that_sigterm_does_not_end_is_killed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the cause's."""
+    monkeypatch.setattr(MODULE, "_TERMINATION", 0.5)
+    with pytest.raises(ValueError, match="rank 0's own"):
+        comm.spawn(lingers, how, str(tmp_path), world_size=2)
 
 
-PARENT = """
-import os, sys, time
-from functional_ds import comm
-
-def ranks(folder):
-    open(f"{folder}/pid-{comm.world().rank}.new", "w").write(str(os.getpid()))
-    os.rename(f"{folder}/pid-{comm.world().rank}.new", f"{folder}/pid-{comm.world().rank}")
-    time.sleep(300)
-
-if __name__ == "__main__":
-    comm.spawn(ranks, sys.argv[1], world_size=2)
-"""
+def test_a_rank_that_returns_and_does_not_end(tmp_path: Path) -> None:
+    with pytest.raises(comm.RankFailedError, match=r"rank 1 returned, and did not end within 0:00:10"):
+        comm.spawn(lingers, "returns", str(tmp_path), world_size=2, timeout=timedelta(seconds=10))
 
 
-@pytest.mark.timeout(120)
-def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
-    """Also where that is killed."""
-    script = tmp_path / "parent.py"
-    script.write_text(textwrap.dedent(PARENT))
-    with subprocess.Popen([sys.executable, str(script), str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"}) as parent:
-        files = [tmp_path / f"pid-{rank}" for rank in range(2)]
-        wait_until(lambda: all(file.exists() for file in files))
-        parent.kill()
-    wait_until(lambda: not any(is_running(int(file.read_text())) for file in files))
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # the test's time-out ends this
+def connected(port: int) -> None:
+    """Tells the test that this rank lives, as long as it does."""
+    line = socket.create_connection(("127.0.0.1", port))
+    line.sendall(b"!")
+    while True:
+        comm.all_reduce(torch.ones(3))
         time.sleep(0.05)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+SPAWNS = """
+import multiprocessing, sys
+from functional_ds import comm
+from tests.comm.test_spawn import connected
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    multiprocessing.get_context = lambda method=None: context
+    comm.spawn(connected, int(sys.argv[2]), world_size=2)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_ranks_end_with_the_process_that_called_spawn(method: str, tmp_path: Path) -> None:
+    """Also if that is killed, and though a server is the parent of those that it forks."""
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(120)
+        words = [sys.executable, str(script), method, str(server.getsockname()[1])]
+        with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                lines = [server.accept()[0] for _ in range(2)]
+                assert [line.recv(1) for line in lines] == [b"!", b"!"]
+            finally:
+                process.kill()
+            for line in lines:
+                line.settimeout(60)
+                with contextlib.suppress(ConnectionResetError):
+                    assert line.recv(1) == b"", "the rank lives"
+                line.close()
+            assert process.stderr is not None
+            assert process.stderr.read().count("ends: the process that called spawn has ended") == 2

@@ -37,7 +37,7 @@ def first(case: str) -> None:
         ),
         (
             partial(first, "closure"),
-            Bug("closures are not read", "comm.description:_function", "known[name] = _content(cell)", "pass"),
+            Bug("closures are not read", "comm.description:_function", "used[name] = _content(cell)", "pass"),
         ),
         (partial(first, "closure"), Bug("optimizers are their names", "step.checks:entries", "described(value)", "''")),
         (

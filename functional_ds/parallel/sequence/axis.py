@@ -136,7 +136,7 @@ def resolve_axis(
     known = axes().get(AXIS)
     theirs = getattr(known, "documents", None)
     plain = not other and (documents is None or documents is theirs)
-    if group is not None and plain and _is_the_steps(known, group, layout):
+    if group is not None and known is not None and plain and _is_the_steps(known, group, layout):
         note_asked(IN_DOCUMENTS)
         return group, attrs.evolve(known.layout, inner=1), theirs
     if (group is not None or other or documents is not None) and documents is not theirs:

@@ -262,7 +262,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "other documents than the check's go unnoticed",
             "parallel.sequence.axis:resolve_axis",
-            "documents is not getattr(known, 'documents', None)",
+            "documents is not theirs",
             "False",
             shows=ValueError,
         ),
