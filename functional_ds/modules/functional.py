@@ -93,7 +93,7 @@ class Apply:
         self._marks = ParameterMarks(params)
         self._written: dict[tuple[int, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
         self._changes = ModuleChanges(self.module)
-        self._hidden = HiddenAttributes(self.module, self.notice, self._changes.overlook)
+        self._hidden = HiddenAttributes(self.module, self._changes.overlook)
         self._find_buffers(memory)
 
     def _find_buffers(self, memory: SharedMemory) -> None:

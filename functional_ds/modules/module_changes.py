@@ -76,7 +76,7 @@ class ModuleChanges:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._now = module, _Snapshot.of(module)
         self._made: list[_Change] = []
-        self._edits = 0
+        self._seen, self._edits = 0, 0  # how many of these the last ``notice`` knew, and how many matter beside modes
 
     @property
     def modes(self) -> tuple[int, ...]:
@@ -97,24 +97,14 @@ class ModuleChanges:
         Raises:
             RuntimeError: a parameter was replaced, added, removed, frozen or written.
         """
-        if self._now.is_current():
-            return False
-        before, after, version = self._now, _Snapshot.of(self._module), len(self._made)
-        written = _written_parameter(before, after)
-        self._now = after
-        for place in {**before.marks, **after.marks}:
-            if before.marks.get(place) != after.marks.get(place):
-                self._note(place, before, after)
-        if written is not None:  # said once: the write itself has changed nothing
-            raise RuntimeError(
-                f"the parameter {written!r} of apply.module was written, and has no values there: a step's params are in its "
-                "state. Write it before fds.functional, or change params in a transform: fds.wrap(..., update=...)"
-            )
-        return not all(change.plain for change in self._made[version:])
+        if not self._now.is_current():
+            self._look()
+        seen, self._seen = self._seen, len(self._made)
+        return seen != self._seen and not all(change.plain for change in self._made[seen:])
 
-    def overlook(self) -> None:
-        """Takes the module as it is now: what was set on it since the last ``notice`` is no change."""
-        self._now = _Snapshot.of(self._module)
+    def overlook(self, place: Place) -> None:
+        """Takes the attribute at a place as it is now: that it was set is no change."""
+        self._look(place)
 
     def bring(self, owners: Sequence[nn.Module], version: int) -> int | None:
         """Makes all but the first ``version`` changes in a copy, too, whose modules are in the same order; their number.
@@ -130,6 +120,19 @@ class ModuleChanges:
             if key != "_buffers":
                 put_attribute(owners[order[path]].__dict__, key, change.value)
         return len(self._made)
+
+    def _look(self, passed_over: Place | None = None) -> None:
+        before, after = self._now, _Snapshot.of(self._module)
+        written = _written_parameter(before, after)
+        self._now = after
+        for place in {**before.marks, **after.marks}:
+            if place != passed_over and before.marks.get(place) != after.marks.get(place):
+                self._note(place, before, after)
+        if written is not None:  # said once: the write itself has changed nothing
+            raise RuntimeError(
+                f"the parameter {written!r} of apply.module was written, and has no values there: a step's params are in its "
+                "state. Write it before fds.functional, or change params in a transform: fds.wrap(..., update=...)"
+            )
 
     def _note(self, place: Place, before: "_Snapshot", after: "_Snapshot") -> None:
         (path, key), was, now = place, before.marks.get(place), after.marks.get(place)

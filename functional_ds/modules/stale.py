@@ -50,22 +50,17 @@ class HiddenAttributes:
 
     Attributes:
         module: ``Apply.module``.
-        notice: looks for what a user has changed.
-        overlook: lets what was set since then be no change of the user's.
+        overlook: lets the attribute at a place, as it is then, be no change of the user's.
     """
 
     module: nn.Module
-    notice: Callable[[], Any]
-    overlook: Callable[[], None]
+    overlook: Callable[[tuple[str, str]], None]
     _own: dict[int, tuple[Stale, Any]] = attrs.field(factory=dict)
     _names: set[str] = attrs.field(factory=set)
 
     def hide(self, names: list[str]) -> None:
         """Puts something that says so in their places."""
-        new = [name for name in names if name not in self._names]
-        if new:
-            self.notice()
-        for name in new:
+        for name in [name for name in names if name not in self._names]:
             self._names.add(name)
             path, _, key = name.rpartition(".")
             owner = self.module.get_submodule(path)
@@ -76,8 +71,7 @@ class HiddenAttributes:
                 )
                 self._own[id(stale)] = stale, vars(owner)[key]
                 owner.__dict__[key] = stale
-        if new:
-            self.overlook()
+                self.overlook((path, key))
 
     def undo(self, memo: dict[int, Any]) -> None:
         """Lets a deep copy of the module have the attributes that it was built with."""

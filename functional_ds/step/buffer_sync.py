@@ -33,8 +33,9 @@ class Agreement:
         written: this rank's written buffers when the ranks agreed.
         givers: by (key, name): the rank, the shape and the dtype. Ranks that write a buffer themselves know its shape.
         by_writer: whether each rank gives what it writes.
-        own_forms: this rank's attributes, by (key, name), with the forms of their leaves.
+        own_forms: the attributes that this rank's passes set, by (key, name), with the forms of their leaves.
         attributes: by (key, name): the rank that gives the attribute, its form there, and whether all ranks have that form.
+        dropped: the attributes that the rank does not have that would give them.
     """
 
     written: frozenset[tuple[str, str]]
@@ -42,12 +43,13 @@ class Agreement:
     by_writer: bool
     own_forms: Mapping[tuple[str, str], Any]
     attributes: Mapping[tuple[str, str], tuple[int, Any, bool]]
+    dropped: frozenset[tuple[str, str]]
 
     def covers(self, buffers: Buffers) -> bool:
         """Whether it has what this rank's modules write now."""
         mine = buffers.known.mine
         known = self.written == mine if self.by_writer else mine <= self.givers.keys()
-        return known and self.own_forms == _forms(buffers)
+        return known and self.own_forms == _forms_set(buffers)
 
 
 def unagreed(state: State) -> Tensor | None:
@@ -112,19 +114,30 @@ def _forms(buffers: Buffers) -> dict[tuple[str, str], Any]:
     }
 
 
+def _forms_set(buffers: Buffers) -> dict[tuple[str, str], Any]:
+    """Of those that this rank's passes set."""
+    sets = buffers.known.sets
+    return {(key, name): form for (key, name), form in _forms(buffers).items() if name in sets.get(key, ())}
+
+
 def _agree(buffers: Buffers, group: comm.Group, *, by_writer: bool) -> Agreement:
     """Every rank says what it writes."""
-    mine, forms = buffers.known.mine, _forms(buffers)
+    mine, forms, sets = buffers.known.mine, _forms(buffers), _forms_set(buffers)
     told = [(key, name, tuple(b.shape), b.dtype) for key, name in sorted(mine) if (b := buffers.values[key][name]) is not None]
     givers: dict[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]] = {}
     attributes: dict[tuple[str, str], tuple[int, Any, bool]] = {}
-    everyone = comm.all_gather_object((told, forms), group.channel("control"))
-    for rank, (written, its) in enumerate(everyone):
+    everyone = comm.all_gather_object((told, [*sets], forms), group.channel("control"))
+    for rank, (written, names, _) in enumerate(everyone):
         for key, name, shape, dtype in written:
             givers.setdefault((key, name), (rank if by_writer else 0, shape, dtype))
-        for which, form in its.items() if by_writer or rank == 0 else ():
-            attributes.setdefault(which, (rank, form, all(others.get(which) == form for _, others in everyone)))
-    return Agreement(mine, dict(sorted(givers.items())), by_writer, forms, dict(sorted(attributes.items())))
+        for which in names:
+            giver = rank if by_writer else 0
+            form = everyone[giver][2].get(which)
+            alike = all(others.get(which) == form for _, _, others in everyone)
+            attributes.setdefault(which, (giver, form, alike))
+    dropped = frozenset(which for which, (giver, _, _) in attributes.items() if which not in everyone[giver][2])
+    given = {which: each for which, each in sorted(attributes.items()) if which not in dropped}
+    return Agreement(mine, dict(sorted(givers.items())), by_writer, sets, given, dropped)
 
 
 def _exchanged(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: str) -> dict[str, dict[str, Any]]:
@@ -143,7 +156,7 @@ def _exchanged(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: s
 
 
 def _exchanged_attributes(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: str) -> dict[str, dict[str, Any]]:
-    """Those of the ranks that give them; what no rank gives is as the module was built."""
+    """Those of the ranks that give them. What these do not have is as the module was built."""
     leaves = {which: _leaves_like(buffers, which, form, group) for which, (_, form, _) in agreed.attributes.items()}
     places = [(which, index) for which, held in leaves.items() for index in range(len(held))]
 
@@ -167,7 +180,10 @@ def _exchanged_attributes(buffers: Buffers, agreed: Agreement, group: comm.Group
         for (which, index), each in zip(numbers, zip(*ranks, strict=True), strict=True):
             giver = agreed.attributes[which][0]
             leaves[which][index] = sum(each) / len(each) if is_mean(which, each[giver]) else each[giver]
-    attributes: dict[str, dict[str, Any]] = {key: {} for key in buffers.attributes}
+    attributes = {
+        key: {name: value for name, value in held.items() if (key, name) not in agreed.dropped}
+        for key, held in buffers.attributes.items()
+    }
     for (key, name), (_, form, _) in agreed.attributes.items():
         attributes[key][name] = tree.unflatten(tree.structure(form), leaves[key, name])
     return attributes

@@ -136,6 +136,7 @@ class Known:
     Attributes:
         keys: each module's key in ``Buffers``.
         written: for each key, which of the module's buffers its passes write, once a pass has been looked at.
+        sets: for each key, which attributes its passes set to tensors and numbers.
         modes: the modes in which that was so.
         agreed: for each group of ranks, which rank gives which buffer: an ``Agreement``.
         pickled: whether the state comes out of a pickle, in which modules are not.
@@ -143,6 +144,7 @@ class Known:
 
     keys: dict[Any, str] = attrs.field(factory=dict)
     written: dict[str, frozenset[str]] = attrs.field(factory=dict)
+    sets: dict[str, frozenset[str]] = attrs.field(factory=dict)
     modes: dict[str, tuple[int, ...]] = attrs.field(factory=dict)
     agreed: dict[tuple[tuple[int, ...], str], Any] = attrs.field(factory=dict)
     pickled: bool = False
@@ -162,7 +164,7 @@ class Known:
         return self
 
     def __reduce__(self) -> Any:
-        return Known, ({}, {}, {}, {}, True)  # modules do not travel with a state
+        return Known, ({}, {}, {}, {}, {}, True)  # modules do not travel with a state
 
 
 @tree.record
@@ -349,6 +351,10 @@ class Held:
             changed |= {n for n in rest if not bit_equal(self.values[n], self._before[n])}
         return frozenset(changed)
 
+    def set_anew(self, before: Mapping[str, Any]) -> frozenset[str]:
+        """The attributes that a state did not have before; where it ``looks``, those with other values, too."""
+        return frozenset(n for n, x in self.attributes.items() if n not in before or (self.looks and not _same(x, before[n])))
+
     def _is_other(self, name: str) -> bool:
         now = self.values[name]
         return now is not self._given[name] or version_of(now) != self._versions[name]
@@ -413,6 +419,7 @@ class BufferScope:
                 )
             found = held.written()
             known.written[key] = known.written.get(key, frozenset()) | _with_siblings(found, held.values)
+            known.sets[key] = known.sets.get(key, frozenset()) | held.set_anew(attributes[key])
             kept = values[key].keys() | known.written[key]
             values[key], attributes[key] = {n: b for n, b in held.values.items() if n in kept}, held.attributes
             others[key] = held.others
@@ -442,6 +449,14 @@ def _deepened(held: Any, inside: str, room: Any) -> Any:
             copied.append(room)
         copied[int(inside)] = room
     return copied
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether structures have the same numbers and bits."""
+    if tree.structure(one) != tree.structure(other):
+        return False
+    pairs = zip(tree.leaves(one), tree.leaves(other), strict=True)
+    return all(bit_equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y for x, y in pairs)
 
 
 def _plain(buffer: Any) -> Any:
