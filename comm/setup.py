@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.worlds.current import simulated_world, world
 from functional_ds.comm.worlds.process import DEFAULT_TIMEOUT, leave_process_world, process_world
-from functional_ds.comm.worlds.rendezvous import meet
+from functional_ds.comm.worlds.rendezvous import Deadline, connect, meet, open_store
 
 __all__ = [
     "destroy_process_group",
@@ -161,13 +160,14 @@ def init_distributed(
 
 
 def _join(backend: str | None, rank: int, size: int, init_method: str | None, timeout: timedelta, store: Store | None) -> None:
+    deadline = Deadline(timeout)
     local_rank, ranks_here = _from_environment("LOCAL_RANK"), _from_environment("LOCAL_WORLD_SIZE")
     ranks_here = size if ranks_here is None else ranks_here
     chosen, device = _local_device(backend, rank if local_rank is None else local_rank, ranks_here)
     if init_method is not None and not init_method.startswith(("tcp://", "file://", "env://")):
         raise ValueError(f"init_method={init_method!r} is unknown; use 'tcp://host:port', 'file:///path' or 'env://'")
     if store is None and init_method in (None, "env://"):
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing and size == 1:
             store, init_method = HashStore(), None
         elif missing:
@@ -175,19 +175,26 @@ def _join(backend: str | None, rank: int, size: int, init_method: str | None, ti
                 f"{' and '.join(missing)} not set: {size} processes need a place to meet; start them with torchrun, "
                 "or pass init_method='tcp://host:port'"
             )
-        _from_environment("MASTER_PORT")
+        else:
+            _from_environment("MASTER_PORT")
     if "nccl" not in chosen:
         keep_freed_memory()
-    if store is None:
-        store, rank, size = next(rendezvous(init_method or "env://", rank, size, timeout=timeout))
+    whole = open_store(init_method or "env://", rank=rank, size=size, deadline=deadline) if store is None else store
     # The launcher's store may outlive a world: a prefix keeps this world's keys apart from those of an earlier one.
-    store = meet(store, rank=rank, size=size, timeout=timeout)
-    if device is not None:
-        store.set(f"functional_ds/gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
-        if ranks_here > torch.cuda.device_count():
-            _check_own_gpu(store, rank, size)
-    # With a device, NCCL connects all ranks here, not at a first call that some of them may have no part in.
-    dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
+    part = meet(whole, rank=rank, size=size, deadline=deadline)
+    if store is None:
+        whole.set_timeout(timeout)  # it was made with what was left of the time for joining
+
+    def make() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # of this thread
+            part.set(f"functional_ds/gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
+            if ranks_here > torch.cuda.device_count():
+                _check_own_gpu(part, rank, size)
+        # With a device, NCCL connects all ranks here, not at a first call that some of them may have no part in.
+        dist.init_process_group(chosen, store=part, rank=rank, world_size=size, timeout=timeout, device_id=device)
+
+    connect(part, rank=rank, size=size, timeout=timeout, make=make)
 
 
 def destroy_process_group() -> None:

@@ -17,7 +17,8 @@ import torch
 
 from functional_ds import comm
 
-PATIENCE = 60.0  # seconds
+PATIENCE = 90.0  # seconds
+JOINING = 20.0  # seconds: a rank that is killed before the others have joined ends them after this time, within the patience
 
 
 def free_port() -> int:
@@ -34,7 +35,7 @@ def become(rank: int, world_size: int, port: int, stderr: str, program: Callable
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    comm.init_distributed("gloo", init_method=f"tcp://127.0.0.1:{port}", timeout=timedelta(seconds=PATIENCE))
+    comm.init_distributed("gloo", init_method=f"tcp://127.0.0.1:{port}", timeout=timedelta(seconds=JOINING))
     program(*args)
 
 
