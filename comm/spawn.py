@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ __all__ = ["spawn"]
 
 _HOST = "127.0.0.1"
 _GRACE = 0.5  # seconds: for the cause of an error that another rank has reported first
+_TERMINATION = 5.0  # seconds that ranks have to end after SIGTERM; then they are killed
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -81,8 +83,25 @@ def _become(rank: int, world_size: int, port: int, backend: str | None, threads:
     init_distributed(backend, store=store, timeout=timeout)
 
 
+def _end_with_the_parent(rank: int) -> None:
+    """Ends this process at once when the process that called ``spawn`` has ended, however that was.
+
+    multiprocessing gives each child the reading end of a pipe that the parent alone can write into, also where a server forks
+    the children, whose parent in the kernel's eyes is that server.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    parent.join()
+    if sys.stderr is not None:
+        sys.stderr.write(f"rank {rank} ends: the process that called spawn has ended\n")
+        sys.stderr.flush()
+    os._exit(1)
+
+
 def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], rank: int, setting: tuple[Any, ...]) -> None:
     world_size = setting[0]
+    threading.Thread(target=_end_with_the_parent, args=(rank,), daemon=True, name="watch of the parent").start()
     try:
         _become(rank, *setting)
         message: tuple[str, Any, float] = ("result", program(*args), time.monotonic())
@@ -132,6 +151,25 @@ def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[
     return results
 
 
+def _join(processes: Sequence[BaseProcess], seconds: float) -> list[int]:
+    """Waits for processes to end; returns the ranks of those that have not."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [rank for rank, process in enumerate(processes) if process.is_alive()]
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """Ends processes: those that SIGTERM does not end, since they handle it or are stopped, by SIGKILL."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for rank in _join(processes, _TERMINATION):
+        processes[rank].kill()
+    for process in processes:
+        process.join()
+
+
 def spawn(
     program: Callable[[*Ts], T],
     *args: *Ts,
@@ -143,7 +181,7 @@ def spawn(
 
     The processes connect over loopback and share the CPU's cores evenly. They import ``program`` by its name, so it must be at
     the top level of a module or a script file; its arguments and results must be picklable. A script calls ``spawn`` under
-    ``if __name__ == "__main__":``.
+    ``if __name__ == "__main__":``. When the calling process ends, by SIGKILL too, the ranks end with it.
 
     Law: ``spawn(program, world_size=n) = simulate(program, world_size=n)``, bit for bit.
 
@@ -152,13 +190,14 @@ def spawn(
         args: its arguments.
         world_size: the number of processes.
         backend: as for ``init_distributed``; None chooses Gloo, and NCCL as well where there are GPUs.
-        timeout: for joining, and for each message.
+        timeout: for joining, for each message, and for the processes to end after they have returned.
 
     Raises:
         ValueError: ``program`` cannot be imported by other processes: it is a lambda, a closure, or from a notebook or stdin.
         Exception: the first error that a rank raised, with the rank and its traceback as a note. It has its own type where
-            that can be pickled, else RankFailedError. The other ranks are ended.
-        RankFailedError: a process ended without a result.
+            that can be pickled, else RankFailedError. The other ranks are ended, by SIGKILL those that SIGTERM does not end
+            within 5 s.
+        RankFailedError: a process ended without a result, or returned and did not end within ``timeout``.
     """
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
@@ -177,12 +216,9 @@ def spawn(
             pipes.append(receiver)
             processes.append(process)
         results = _collect(pipes, processes)
-        for process in processes:
-            process.join()
+        late = _join(processes, timeout.total_seconds())
+        if late:
+            raise RankFailedError(f"rank {', '.join(map(str, late))} returned, and did not end within {timeout}")
         return results
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        for process in processes:
-            process.join()
+        _end(processes)

@@ -122,6 +122,11 @@ class Saver:
         if self._writer is not None:
             self._writer.check()
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's writer has failed by now. A ``wait`` of all ranks raises its error on all of them."""
+        return self._writer is not None and self._writer.error is not None
+
     def close(self) -> None:
         """Ends the pending save, if there is one, without the other ranks, and unlocks the folder.
 

@@ -127,10 +127,10 @@ class CheckpointManager:
         self._saver.save(state, tag=f"step-{done:08}", extra={"fit": attrs.asdict(progress)})
         self.saved = done
 
-    def check(self) -> None:
-        """Raises an error of this rank's writer, if it has failed by now."""
-        if self._saver is not None:
-            self._saver.check()
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's writer has failed by now. ``wait`` raises its error on all ranks."""
+        return self._saver is not None and self._saver.failed
 
     def wait(self) -> None:
         """Returns once the last checkpoint is published. Collective."""

@@ -1,14 +1,23 @@
-"""Programs that other processes cannot import are refused before any process is started."""
+"""Programs that other processes cannot import are refused before any process is started; how ranks end."""
 
+import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from functional_ds import comm
 
@@ -103,3 +112,87 @@ def test_a_world_has_a_whole_number_of_ranks(size: Any) -> None:
     """Refused at once."""
     with pytest.raises(ValueError, match="world_size="):
         comm.spawn(adds, 1, 2, world_size=size)
+
+
+# -- how ranks end ----------------------------------------------------------------------------------------------------
+
+MODULE = importlib.import_module("functional_ds.comm.spawn")
+LONG = 300.0  # seconds: longer than a test may take
+
+
+def lingers(how: str, folder: str) -> None:
+    """Rank 1 cannot be ended by SIGTERM, and rank 0 raises; with "returns", rank 1 returns and its process stays."""
+    there = Path(folder, "there")
+    if comm.world().rank == 0:
+        while not there.exists():
+            time.sleep(0.01)
+        if how != "returns":
+            raise ValueError("rank 0's own")
+        return
+    if how == "ignores":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    there.touch()
+    if how == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "returns":
+        threading.Thread(target=time.sleep, args=(LONG,)).start()
+        return
+    time.sleep(LONG)
+
+
+@pytest.mark.parametrize("how", ["ignores", "stops"])
+def test_a_rank_that_sigterm_does_not_end_is_killed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the cause's."""
+    monkeypatch.setattr(MODULE, "_TERMINATION", 0.5)
+    with pytest.raises(ValueError, match="rank 0's own"):
+        comm.spawn(lingers, how, str(tmp_path), world_size=2)
+
+
+def test_a_rank_that_returns_and_does_not_end(tmp_path: Path) -> None:
+    with pytest.raises(comm.RankFailedError, match=r"rank 1 returned, and did not end within 0:00:10"):
+        comm.spawn(lingers, "returns", str(tmp_path), world_size=2, timeout=timedelta(seconds=10))
+
+
+def connected(port: int) -> None:
+    """Tells the test that this rank lives, as long as it does."""
+    line = socket.create_connection(("127.0.0.1", port))
+    line.sendall(b"!")
+    while True:
+        comm.all_reduce(torch.ones(3))
+        time.sleep(0.05)
+
+
+SPAWNS = """
+import multiprocessing, sys
+from functional_ds import comm
+from tests.comm.test_spawn import connected
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    multiprocessing.get_context = lambda method=None: context
+    comm.spawn(connected, int(sys.argv[2]), world_size=2)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_ranks_end_with_the_process_that_called_spawn(method: str, tmp_path: Path) -> None:
+    """Also if that is killed, and though a server is the parent of those that it forks."""
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(120)
+        words = [sys.executable, str(script), method, str(server.getsockname()[1])]
+        with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                lines = [server.accept()[0] for _ in range(2)]
+                assert [line.recv(1) for line in lines] == [b"!", b"!"]
+            finally:
+                process.kill()
+            for line in lines:
+                line.settimeout(60)
+                with contextlib.suppress(ConnectionResetError):
+                    assert line.recv(1) == b"", "the rank lives"
+                line.close()
+            assert process.stderr is not None
+            assert process.stderr.read().count("ends: the process that called spawn has ended") == 2
