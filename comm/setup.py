@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from operator import index
 
 import torch
@@ -14,11 +13,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
 from torch.distributed.distributed_c10d import Store
 
-from functional_ds.base.torch_private import set_timeout_of_calls
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.worlds.current import simulated_world, world
 from functional_ds.comm.worlds.process import DEFAULT_TIMEOUT, leave_process_world, process_world
-from functional_ds.comm.worlds.rendezvous import Joining, connect, meet, open_store
+from functional_ds.comm.worlds.rendezvous import Deadline, connect, meet, open_store
 
 __all__ = [
     "destroy_process_group",
@@ -138,7 +136,7 @@ def init_distributed(
         rank: this process's rank; None reads RANK.
         init_method: where the processes meet: "tcp://host:port", "file:///path", or "env://" for MASTER_ADDR and MASTER_PORT,
             the default.
-        timeout: for joining as a whole, and then for each message.
+        timeout: for joining, and for each message.
         store: a torch store in which the processes meet, instead of ``init_method``.
 
     Raises:
@@ -162,13 +160,14 @@ def init_distributed(
 
 
 def _join(backend: str | None, rank: int, size: int, init_method: str | None, timeout: timedelta, store: Store | None) -> None:
+    deadline = Deadline(timeout)
     local_rank, ranks_here = _from_environment("LOCAL_RANK"), _from_environment("LOCAL_WORLD_SIZE")
     ranks_here = size if ranks_here is None else ranks_here
     chosen, device = _local_device(backend, rank if local_rank is None else local_rank, ranks_here)
     if init_method is not None and not init_method.startswith(("tcp://", "file://", "env://")):
         raise ValueError(f"init_method={init_method!r} is unknown; use 'tcp://host:port', 'file:///path' or 'env://'")
     if store is None and init_method in (None, "env://"):
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing and size == 1:
             store, init_method = HashStore(), None
         elif missing:
@@ -176,24 +175,26 @@ def _join(backend: str | None, rank: int, size: int, init_method: str | None, ti
                 f"{' and '.join(missing)} not set: {size} processes need a place to meet; start them with torchrun, "
                 "or pass init_method='tcp://host:port'"
             )
-        _from_environment("MASTER_PORT")
+        else:
+            _from_environment("MASTER_PORT")
     if "nccl" not in chosen:
         keep_freed_memory()
-    joining = Joining(rank, size, timeout)
-    if store is None:
-        store = open_store(init_method or "env://", joining)
+    whole = open_store(init_method or "env://", rank=rank, size=size, deadline=deadline) if store is None else store
     # The launcher's store may outlive a world: a prefix keeps this world's keys apart from those of an earlier one.
-    store = meet(store, joining)
-    store.set_timeout(joining.remaining)
-    if device is not None:
-        store.set(f"functional_ds/gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
-        if ranks_here > torch.cuda.device_count():
-            _check_own_gpu(store, rank, size)
-    # With a device, NCCL connects all ranks here, not at a first call that some of them may have no part in.
-    make = partial(dist.init_process_group, chosen, store=store, rank=rank, world_size=size, device_id=device)
-    connect(store, joining, lambda remaining: make(timeout=remaining))
-    store.set_timeout(timeout)
-    set_timeout_of_calls(timeout)
+    part = meet(whole, rank=rank, size=size, deadline=deadline)
+    if store is None:
+        whole.set_timeout(timeout)  # it was made with what was left of the time for joining
+
+    def make() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # of this thread
+            part.set(f"functional_ds/gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
+            if ranks_here > torch.cuda.device_count():
+                _check_own_gpu(part, rank, size)
+        # With a device, NCCL connects all ranks here, not at a first call that some of them may have no part in.
+        dist.init_process_group(chosen, store=part, rank=rank, world_size=size, timeout=timeout, device_id=device)
+
+    connect(part, rank=rank, size=size, timeout=timeout, make=make)
 
 
 def destroy_process_group() -> None:

@@ -1,198 +1,201 @@
-"""A rendezvous of the processes of one attempt, in a store that may hold the keys of earlier attempts."""
+"""The processes of one attempt meet in a store, which may hold the keys of earlier attempts, and connect, in one time-out."""
 
 import hashlib
 import os
 import socket
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from time import monotonic, sleep
-from urllib.parse import unquote, urlparse
+from typing import TypeVar
+from urllib.parse import parse_qsl, urlsplit
 
 import attrs
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks them
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from functional_ds.comm.record.errors import TimedOutError
+from functional_ds.comm.record.errors import CommError, TimedOutError
 
-__all__ = ["Joining", "connect", "meet", "open_store"]
+__all__ = ["Deadline", "connect", "holder", "meet", "open_store", "reconnect", "within"]
 
 _PAUSE = 2e-3  # seconds between two requests to the store
-_KNOCK = 5e-2  # seconds between two attempts to connect
-_LOOK = 0.25  # seconds between two looks at who has come
-_ECHO = 1.0  # seconds after the deadline in which other ranks say that they have waited, too
+_KNOCKS = 0.1  # seconds between two attempts to reach the process that holds the store
+_GRACE = 1.0  # seconds: for a store's own error to come first; for ranks whose time ends at once to tell each other so
+_HOLDER_MISSING = ("rank 0 had not come", "torchrun's agent does not answer")
+_LEFT, _DONE, _FAILED = "left", "connected {}", "failed {}"
+
+T = TypeVar("T")
 
 
 @attrs.frozen
-class Joining:
-    """A rank that joins a world, and the one deadline for all that it waits for meanwhile.
+class Deadline:
+    """The end of the time for joining. All parts of joining share it.
 
     Attributes:
-        rank: this process's.
-        size: the number of processes.
-        timeout: from the beginning to the deadline.
-        deadline: by ``time.monotonic``.
+        timeout: the whole time.
     """
 
-    rank: int
-    size: int
     timeout: timedelta
-    deadline: float = attrs.field(init=False)
+    _end: float = attrs.field(init=False)
 
-    @deadline.default
-    def _from_now(self) -> float:
+    @_end.default
+    def _of(self) -> float:
         return monotonic() + self.timeout.total_seconds()
 
     @property
-    def remaining(self) -> timedelta:
-        """The time that is left; never zero, which torch takes for no limit."""
-        return timedelta(seconds=max(self.deadline - monotonic(), 0.1))
+    def left(self) -> timedelta:
+        """The rest of the time; a millisecond if it is over, since torch takes zero for no limit."""
+        return timedelta(seconds=max(self._end - monotonic(), 1e-3))
 
-    def error(self, words: str) -> TimedOutError:
-        """What a rank raises that could not join."""
-        return TimedOutError(f"rank {self.rank} of {self.size} waited {self.timeout} for the others to join; {words}")
+    @property
+    def grace(self) -> float:
+        """Seconds until the end and a little more, in which whatever waits until the end can say so itself."""
+        return self.left.total_seconds() + _GRACE
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time is over."""
+        return monotonic() > self._end
 
 
-def open_store(init_method: str, joining: Joining) -> Store:
-    """The store at an address; waits for the process that holds it, and for no other.
-
-    Args:
-        init_method: "tcp://host:port", "file:///path", or "env://" for MASTER_ADDR and MASTER_PORT.
-        joining: this rank.
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """The result of ``work()``, which runs in a thread: torch's stores wait without limit for a process that is stopped.
 
     Raises:
-        ValueError: the file's folder does not exist, or there is no port.
-        TimedOutError: the process that holds the store has not come.
+        TimeoutError: it takes longer than ``seconds``.
+
+    >>> within(5.0, lambda: 3)
+    3
     """
-    parts = urlparse(init_method)
-    if parts.scheme == "file":
-        path = Path(unquote(parts.netloc + parts.path))
-        if not path.parent.is_dir():
-            raise ValueError(f"init_method={init_method!r}: there is no folder {path.parent}")
-        return FileStore(str(path), joining.size)
-    host, port = parts.hostname, parts.port
-    if parts.scheme == "env":
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # raised by ``result``
+            result.set_exception(error)
+
+    Thread(target=run, daemon=True, name="request to a store").start()
+    return result.result(seconds)
+
+
+def holder(store: Store) -> str:
+    """Which process holds a store, and where."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    who = "torchrun holds" if _agents_store() else "rank 0 or its parent holds"
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return who if host is None else f"{who} at {host}:{port}"
+
+
+def _agents_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_store(init_method: str, *, rank: int, size: int, deadline: Deadline) -> Store:
+    """The store at an address, as soon as there is one. Rank 0 makes it, unless torchrun's agent has.
+
+    Raises:
+        ValueError: the address lacks a part, or has one that means nothing here; a file's folder does not exist.
+        TimedOutError: rank 0 has not come.
+    """
+    url = urlsplit(init_method)
+    query = dict(parse_qsl(url.query))
+    if query.keys() - {"use_libuv"}:
+        raise ValueError(f"init_method={init_method!r}: pass rank and world_size as arguments, not within the address")
+    if url.scheme == "file":
+        if not url.path or not Path(url.path).parent.is_dir():
+            raise ValueError(f"init_method={init_method!r}: name a file in a folder that exists and that all ranks see")
+        return FileStore(url.path, size)
+    host, port = url.hostname, url.port
+    if url.scheme == "env":
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if host is None or port is None:
-        raise ValueError(f"init_method={init_method!r} should have a host and a port, as 'tcp://host:port'")
-    agents = parts.scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds the store
-    master = joining.rank == 0 and not agents
-    if master:
-        return TCPStore(host, port, is_master=True, timeout=joining.timeout, wait_for_workers=False, multi_tenant=True)
+    if not host or port is None:
+        raise ValueError(f"init_method={init_method!r}: name a host and a port, as in 'tcp://host:29500'")
+    makes = rank == 0 and not _agents_store()
+    if not makes:
+        _reach(host, port, rank=rank, size=size, deadline=deadline)
+    libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
+    # Without a size it does not wait for ranks: ``meet`` does, and knows which are missing.
+    make = partial(TCPStore, host, port, is_master=makes, wait_for_workers=False, timeout=deadline.left, use_libuv=libuv)
     try:
-        _wait_for_listener(host, port, joining)
-        # torch may try twice, each time for as long as it is given
-        return TCPStore(host, port, timeout=joining.remaining / 2, wait_for_workers=False, multi_tenant=not agents)
-    except (OSError, RuntimeError) as error:
-        holder = "torchrun's agent" if agents else "rank 0"
-        raise joining.error(f"{holder}, which holds the store at {host}:{port}, had not come") from error
+        return within(deadline.grace, partial(make, multi_tenant=makes))
+    except TimeoutError:
+        silent = f"what listens at {host}:{port} does not answer"
+        raise TimedOutError(f"{_waited(rank, size, deadline)}; {_HOLDER_MISSING[_agents_store()]}: {silent}") from None
 
 
-def _wait_for_listener(host: str, port: int, joining: Joining) -> None:
-    """Tries to connect until the deadline; then the last attempt's OSError."""
+def _reach(host: str, port: int, *, rank: int, size: int, deadline: Deadline) -> None:
+    """Waits until a process listens. torch's store would try for up to 2.4 times its time-out."""
     while True:
         try:
-            socket.create_connection((host, port), timeout=joining.remaining.total_seconds()).close()
-        except OSError:
-            if monotonic() > joining.deadline:
-                raise
-            sleep(_KNOCK)
+            socket.create_connection((host, port), timeout=deadline.left.total_seconds()).close()
+        except OSError as error:
+            if deadline.passed:
+                silent = f"no process listens at {host}:{port} ({error})"
+                raise TimedOutError(f"{_waited(rank, size, deadline)}; {_HOLDER_MISSING[_agents_store()]}: {silent}") from error
+            sleep(min(_KNOCKS, deadline.left.total_seconds()))
         else:
             return
 
 
-def meet(store: Store, joining: Joining) -> Store:
+def _waited(rank: int, size: int, deadline: Deadline) -> str:
+    return f"rank {rank} of {size} waited {deadline.timeout} for the others to join"
+
+
+def meet(store: Store, *, rank: int, size: int, deadline: Deadline) -> Store:
     """Waits for all processes; returns a part of the store that they alone use.
 
     A launcher that restarts dead ranks may keep the store, and keys of an earlier attempt must not be mistaken for this
     attempt's. Each process writes a random token. Rank 0 proposes the list of tokens that it finds. A process whose token is in
-    the list accepts it; dead processes cannot. Rank 0 confirms the list that all have accepted.
+    the list accepts it; dead processes cannot. Rank 0 confirms the list that all have accepted, and writes how much time the
+    one with the least has.
 
     Args:
         store: the shared store.
-        joining: this rank.
+        rank: this process's rank.
+        size: the number of processes.
+        deadline: for the other processes to join.
 
     Cost: a few requests to the store, and one every 2 ms while ranks are missing.
 
     Raises:
-        TimedOutError: some ranks have not joined; names them.
+        TimedOutError: some ranks have not joined; names them. The process that holds the store has ended, or does not answer.
 
     >>> from torch.distributed import HashStore
-    >>> type(meet(HashStore(), Joining(rank=0, size=1, timeout=timedelta(seconds=1)))).__name__
+    >>> type(meet(HashStore(), rank=0, size=1, deadline=Deadline(timedelta(seconds=1)))).__name__
     'PrefixStore'
     """
-    store, token = PrefixStore("functional_ds/meeting", store), uuid.uuid4().hex
-    rank, size = joining.rank, joining.size
-    known, look = "", monotonic() + _LOOK
     try:
-        store.set(f"here {rank}", token)
-        while (name := _proposed(store, size) if rank == 0 else _agreed(store, token, rank)) is None:
-            if (now := monotonic()) > min(look, joining.deadline):
-                known, look = _missing(store, size), now + _LOOK
-                if now > joining.deadline:
-                    raise joining.error(known)
-            sleep(_PAUSE)
-    except TimedOutError:
-        raise
-    except RuntimeError as error:  # torch's, of a connection
-        raise _gone(joining, known) from error
+        return within(deadline.grace, lambda: _meet(store, rank, size, deadline))
+    except TimeoutError:
+        raise TimedOutError(f"{_waited(rank, size, deadline)}; the store that {holder(store)} does not answer") from None
+    except RuntimeError as error:
+        if isinstance(error, CommError):
+            raise
+        gone = f"the store that {holder(store)} has ended: {_first_line(error)}"
+        raise TimedOutError(f"rank {rank} of {size} waits for the others to join, and {gone}") from error
+
+
+def _meet(store: Store, rank: int, size: int, deadline: Deadline) -> Store:
+    store, token = PrefixStore("functional_ds/meeting", store), uuid.uuid4().hex
+    store.set(f"here {rank}", token)
+    while (name := _proposed(store, size, deadline) if rank == 0 else _agreed(store, token, rank, deadline)) is None:
+        if deadline.passed:
+            missing = [other for other in range(size) if not store.check([f"here {other}"])]
+            raise TimedOutError(
+                f"{_waited(rank, size, deadline)}; "
+                + (f"rank {', '.join(map(str, missing))} had not come" if missing else "those that came are of another attempt")
+            )
+        sleep(_PAUSE)
     return PrefixStore(name, store)
 
 
-def connect(store: Store, joining: Joining, begin: Callable[[timedelta], None]) -> None:
-    """Connects ranks that have met.
-
-    Args:
-        store: what ``meet`` gave.
-        joining: this rank.
-        begin: connects this rank to all others, within a time.
-
-    Raises:
-        TimedOutError: a rank has ended meanwhile; names those that have not connected.
-    """
-    status = PrefixStore("functional_ds/connecting", store)
-    try:
-        begin(joining.remaining)
-    except RuntimeError as error:
-        until = joining.deadline + _ECHO * (1 if joining.rank else 2)  # rank 0 may hold the store: the others end first
-        known, missing = "", list[int]()
-        try:
-            status.set(f"{joining.rank}", "waits")
-            while (missing := _without(status, "", joining.size)) and monotonic() < until:
-                known = f"rank {_listed(missing)} had not connected"
-                sleep(_KNOCK)
-        except RuntimeError as lost:
-            raise _gone(joining, known) from lost
-        raise joining.error(known if missing else str(error)) from error
-    status.set(f"{joining.rank}", "connected")
-
-
-def _gone(joining: Joining, known: str) -> TimedOutError:
-    before = f"; before that, {known}" if known else ""
-    return joining.error(f"the process that holds the store has ended: rank 0, or torchrun's agent{before}")
-
-
-def _without(store: Store, prefix: str, size: int) -> list[int]:
-    return [rank for rank in range(size) if not store.check([f"{prefix}{rank}"])]
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _missing(store: Store, size: int) -> str:
-    """Why ranks have not met."""
-    if missing := _without(store, "here ", size):
-        return f"rank {_listed(missing)} had not come"
-    if not store.check(["proposal"]):
-        return "rank 0 had not proposed who takes part"
-    name = _name(store.get("proposal").decode())
-    late = [rank for rank in _without(store, f"yes {name} ", size) if rank]
-    return f"rank {_listed(late)} had come and did not answer, or was of another attempt" if late else "rank 0 did not answer"
-
-
-def _proposed(store: Store, size: int) -> str | None:
+def _proposed(store: Store, size: int, deadline: Deadline) -> str | None:
     """One step of rank 0: the name of the part, once all ranks have accepted."""
     keys = [f"here {rank}" for rank in range(size)]
     if not store.check(keys):
@@ -200,13 +203,16 @@ def _proposed(store: Store, size: int) -> str | None:
     tokens = ",".join(store.get(key).decode() for key in keys)
     store.set("proposal", tokens)
     name = _name(tokens)
-    if size > 1 and not store.check([f"yes {name} {rank}" for rank in range(1, size)]):
+    accepted = [f"yes {name} {rank}" for rank in range(1, size)]
+    if accepted and not store.check(accepted):
         return None
+    left = min([deadline.left.total_seconds(), *(float(store.get(key)) for key in accepted)])
+    PrefixStore(name, store).set(_LEFT, str(left))
     store.set(f"go {name}", "")
     return name
 
 
-def _agreed(store: Store, token: str, rank: int) -> str | None:
+def _agreed(store: Store, token: str, rank: int, deadline: Deadline) -> str | None:
     """One step of every other rank."""
     if not store.check(["proposal"]):
         return None
@@ -214,9 +220,78 @@ def _agreed(store: Store, token: str, rank: int) -> str | None:
     if tokens.split(",")[rank : rank + 1] != [token]:
         return None
     name = _name(tokens)
-    store.set(f"yes {name} {rank}", "")
+    store.set(f"yes {name} {rank}", str(deadline.left.total_seconds()))
     return name if store.check([f"go {name}"]) else None
 
 
 def _name(tokens: str) -> str:
     return hashlib.sha256(tokens.encode()).hexdigest()[:16]
+
+
+def connect(store: Store, *, rank: int, size: int, timeout: timedelta, make: Callable[[], None]) -> None:
+    """Calls ``make()``, in which all ranks that have met connect to each other.
+
+    The time ends for all at once, so that then those that live can say so, and the others are known.
+
+    Args:
+        store: as ``meet`` returns it.
+        rank: this process's rank.
+        size: the number of processes.
+        timeout: the whole time for joining, for messages.
+        make: connects; it may wait longer, in a thread.
+
+    Raises:
+        TimedOutError: a rank has come, and ended before all were connected; names it.
+    """
+    left = float(store.get(_LEFT))
+    try:
+        within(left, make)
+    except (RuntimeError, TimeoutError) as error:
+        early = "" if isinstance(error, TimeoutError) else _first_line(error)
+        try:
+            others = within(3 * _GRACE, lambda: _others(store, rank, size, early))
+        except (RuntimeError, TimeoutError):
+            early, others = "", f"the store that {holder(store)} has ended"
+        if early:
+            raise
+        raise TimedOutError(f"rank {rank} of {size} did not connect to the others within {timeout}; {others}") from error
+    store.set(_DONE.format(rank), "")
+
+
+def _others(store: Store, rank: int, size: int, early: str) -> str:
+    """Tells the other ranks that this one has failed; returns what became of them, once their time is over, too."""
+    store = _clone(store)  # a wait of the thread that connects may have the connection
+    store.set(_FAILED.format(rank), early)
+    others, end = [other for other in range(size) if other != rank], monotonic() + _GRACE
+    while silent := [r for r in others if not store.check([_DONE.format(r)]) and not store.check([_FAILED.format(r)])]:
+        if early or monotonic() > end:
+            return f"rank {', '.join(map(str, silent))} had come, and has ended or hangs"
+        sleep(_KNOCKS)
+    said = [(r, store.get(_FAILED.format(r)).decode()) for r in others if store.check([_FAILED.format(r)])]
+    return "; ".join(f"rank {r} failed: {why}" for r, why in said if why) or "all have come, and cannot reach each other"
+
+
+def reconnect(store: Store, timeout: float) -> Store:
+    """The same store over another connection, so that a request that waits on the first one does not delay others.
+
+    Raises:
+        TimedOutError: the process that holds it has ended, or does not answer within ``timeout`` seconds.
+    """
+
+    def clone() -> Store:
+        store.check(["functional_ds"])  # raises at once if the process has ended, where ``clone`` would try for minutes
+        return _clone(store)
+
+    try:
+        return within(timeout, clone)
+    except (RuntimeError, TimeoutError) as error:
+        raise TimedOutError(f"the store that {holder(store)} does not answer: {_first_line(error)}") from error
+
+
+def _clone(store: Store) -> Store:
+    clone: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    return clone
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -86,7 +86,6 @@ __all__ = [
     "run_backward",
     "saved_tensors_hooks_in_force",
     "schema_of",
-    "set_timeout_of_calls",
     "storage_bytes",
     "storage_id",
     "unscale_",
@@ -394,9 +393,6 @@ def new_process_group(
         everyone.bound_device_id = bound
     c10d._world.pg_group_ranks[pg] = {rank: place for place, rank in enumerate(ranks)}
     return pg
-
-
-set_timeout_of_calls = c10d._set_pg_timeout  # of the default process group's collectives from now on
 
 
 # -- for compiled functions --------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class CheckpointManager:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank's writer has failed by now."""
+        """Whether this rank's writer has failed by now. ``wait`` raises its error on all ranks."""
         return self._saver is not None and self._saver.failed
 
     def wait(self) -> None:

@@ -58,13 +58,13 @@ def fit(
         timeout: the longest that a step, a save or an evaluation may take; then ranks are taken to hang. None for no watchdog.
         stop: a flag of your own instead of signal handlers; needed where ranks are threads.
 
-    Cost: an all-reduce of two numbers a step, another of three for each step that is logged or saved.
+    Cost: an all-reduce of three numbers a step, another of three for each step that is logged or saved.
 
     Raises:
         Interrupted: a SystemExit with code 128 + the signal's number, once all is written; it has ``state`` and ``done``.
         NonFiniteLossError: as ``on_non_finite`` says.
         ValueError: the batches end before ``steps``; a number is out of range; ``fit`` did not make the newest checkpoint.
-        CheckpointError: a checkpoint cannot be written or read.
+        CheckpointError: a checkpoint cannot be written or read, on some rank; all ranks raise it.
         RankFailedError, TimedOutError: other ranks have died, or nothing moves.
 
     >>> import functional_ds as fds

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import attrs
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
@@ -196,12 +196,3 @@ class Heartbeats:
     def verdict(self) -> str | None:
         """Why all ranks must end; None while they need not."""
         return self.store.get("verdict").decode() if self.store.check(["verdict"]) else None
-
-    def store_holder(self) -> str:
-        """Which process holds the store, and where."""
-        store: Store = self.store
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        holder = "torchrun holds" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0 or its parent holds"
-        host, port = getattr(store, "host", None), getattr(store, "port", None)
-        return holder if host is None else f"{holder} at {host}:{port}"

@@ -164,10 +164,10 @@ class TrainingRun:
     def _end_step(self, reader: BatchReader, metrics: Metrics) -> None:
         done = self.done
         self.watch.at(done, "agreeing on what to do next")
-        here = _number(self.flag), comm.world().rank == 0 and self.checkpoints.late(), self.checkpoints.failed
-        number, late, failed = _agreed(*here)
+        late_here = comm.world().rank == 0 and self.checkpoints.late()
+        number, late, failed = _agreed(_number(self.flag), late_here, self.checkpoints.failed)
         if failed:
-            self.checkpoints.wait()  # raises the error of one rank's writer on all
+            self.checkpoints.wait()  # raises on all ranks
         if self.metrics.due(done):
             self.watch.at(done, "logging")
             self.metrics.log(done, metrics)

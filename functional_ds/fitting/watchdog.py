@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from functional_ds import comm
 from functional_ds.comm.worlds.current import simulated_world
 from functional_ds.comm.worlds.process import ProcessWorld
+from functional_ds.comm.worlds.rendezvous import holder, reconnect
 
 from .heartbeat import Heartbeat, Heartbeats, PeerStatus
 
@@ -168,24 +169,6 @@ def watchdog(timeout: timedelta | None) -> Iterator[Watch]:
         guard.over.set()
 
 
-def _reconnected(store: Store, timeout: float) -> Store:
-    """The same store over another connection, so that a request that waits on the first one does not delay heartbeats.
-
-    Raises:
-        TimedOutError: the process that holds the store does not answer.
-    """
-    before: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
-    store.set_timeout(min(before, timedelta(seconds=timeout)))
-    try:
-        clone: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-    except RuntimeError as error:
-        words = f"the process that holds the store has not answered for {timeout} s: rank 0, or torchrun's agent, has ended"
-        raise comm.TimedOutError(words) from error
-    finally:
-        store.set_timeout(before)
-    return clone
-
-
 @attrs.define(eq=False)
 class _Guard:
     """Two threads: one talks to the store, and the other checks that the first still gets answers."""
@@ -204,7 +187,7 @@ class _Guard:
     def of(watch: Watch, timeout: float) -> "_Guard":
         everyone = comm.world()
         world = everyone.world
-        store: Store = _reconnected(world.store, timeout) if isinstance(world, ProcessWorld) else HashStore()
+        store: Store = reconnect(world.store, timeout) if isinstance(world, ProcessWorld) else HashStore()
         turn = store.add(f"functional_ds/watchdog/{everyone.rank}", 1)  # all ranks have entered equally often
         beats = Heartbeats(
             everyone.rank, everyone.size, PrefixStore(f"functional_ds/watchdog/{turn}", store), threading.get_ident()
@@ -264,7 +247,7 @@ class _Guard:
     def _cut_off(self, quiet: float) -> str:
         why = f": {str(self.lost).splitlines()[0]}" if self.lost else ""
         self.beats.peers[self.beats.rank] = self.beats.mine(self.watch)
-        message = f"the store that {self.beats.store_holder()} has not answered for {quiet:.1f} s{why}"
+        message = f"the store that {holder(self.beats.store)} has not answered for {quiet:.1f} s{why}"
         return report(Failure(message, ()), self.beats.peers)
 
     def _end(self, message: str) -> None:

@@ -1,10 +1,14 @@
 """The loop: wherever a run is ended, what comes out when it is run again is what an undisturbed run gives."""
 
 import os
+import resource
 import signal
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -15,6 +19,8 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import checkpointing, comm, pipelining
+from functional_ds.checkpointing import storage
+from functional_ds.checkpointing.writer import data_name
 from functional_ds.fitting import CsvLog, Interrupted, NonFiniteLossError, RollBack, Stop
 from functional_ds.testing import assert_same
 from tests.fitting import models
@@ -317,6 +323,65 @@ def terminated(path: str) -> Any:
     return run(Path(path))
 
 
+# -- a disk that is full for one rank ---------------------------------------------------------------------------------
+
+
+def saved_once(path: Path, written: Callable[[], None]) -> tuple[str, str]:
+    """A run that saves after its fourth step and goes on until ``written`` returns, which the next batch waits for."""
+
+    def batch(index: int) -> Tensor:
+        if index == 12:
+            written()
+        return models.batch(index)
+
+    step, state = models.build()
+    try:
+        fds.fit(
+            step,
+            state,
+            batch,
+            steps=15,
+            checkpoints=fds.Checkpoints(path, every=4),
+            timeout=timedelta(seconds=60),
+            stop=Event(),
+        )
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_disk_that_is_full_for_one_rank_ends_all(victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same error, whichever rank's writer fails, between two saves, too."""
+    real, failed = storage.write, Event()
+
+    def full(path: Path, *args: Any) -> Any:
+        if path.name == data_name(victim):
+            failed.set()
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, *args)
+
+    monkeypatch.setattr(storage, "write", full)
+    found = comm.simulate(lambda: saved_once(tmp_path, lambda: (failed.wait(60), time.sleep(0.1))), world_size=2)
+    assert [kind for kind, _ in found] == ["CheckpointError"] * 2, found
+    assert all("No space left on device" in message and f"{victim:05d}.bin" in message for _, message in found)
+    assert not [*tmp_path.glob("step-*")]
+
+
+def full_for_one(path: str, victim: int) -> tuple[str, str]:
+    """The system refuses that one rank makes a file larger than 16 bytes."""
+    if comm.world().rank == victim:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))
+    return saved_once(Path(path), lambda: time.sleep(1.0))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_may_not_write_ends_all(victim: int, tmp_path: Path) -> None:
+    found = comm.spawn(full_for_one, str(tmp_path), victim, world_size=2)
+    assert [kind for kind, _ in found] == ["CheckpointError"] * 2, found
+    assert all("File too large" in message for _, message in found)
+
+
 def test_processes_save_on_sigterm_and_go_on(tmp_path: Path) -> None:
     """And come to the bits of simulated ranks."""
     found = comm.spawn(terminated, str(tmp_path), world_size=2)
@@ -430,27 +495,3 @@ def test_what_is_no_record_is_refused() -> None:
         fds.fit(step, state, models.batch, steps=1, checkpoints="run")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"logging=None: pass fds.Logging\(loggers\)"):
         fds.fit(step, state, models.batch, steps=1, logging=None)  # type: ignore[arg-type]
-
-
-def fitted_with_a_full_disk(folder: str) -> str:
-    """Rank 1 has no room; each rank says how the run ends."""
-
-    def full(handle: int, data: Any, position: int) -> int:
-        raise OSError(28, "No space left on device")
-
-    if comm.world().rank == 1:
-        os.pwritev = full
-    step, state = models.build()
-    try:
-        fds.fit(step, state, models.batch, steps=40, checkpoints=fds.Checkpoints(Path(folder), every=2))
-    except checkpointing.CheckpointError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_full_disk_ends_all_ranks_alike(tmp_path: Path) -> None:
-    """The writer is a thread of one rank; the error is raised on every rank in one step, and names the rank that has it."""
-    first, second = comm.spawn(fitted_with_a_full_disk, str(tmp_path), world_size=2)
-    assert "No space left on device" in second
-    assert "No space left on device" in first
-    assert checkpointing.tags(tmp_path) == []

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -207,5 +208,23 @@ REFUSALS = [
         why="A new process imports its program by name.",
         instead="Define it at the top of a module, or use `comm.simulate`.",
         program=lambda: comm.spawn(lambda: 1, world_size=2),
+    ),
+    Refusal(
+        what="a file to meet in, in a folder that does not exist",
+        error=ValueError,
+        says="init_method='file:///no/such/folder/store'",
+        advises="name a file in a folder that exists and that all ranks see",
+        why="Ranks would wait for the folder.",
+        instead="Make the folder first, where all ranks see it.",
+        program=lambda: comm.init_distributed("gloo", 2, 1, "file:///no/such/folder/store"),
+    ),
+    Refusal(
+        what="ranks that do not come within the time-out",
+        error=comm.TimedOutError,
+        says="rank 0 of 2 waited 0:00:00.100000 for the others to join",
+        advises="rank 1 had not come",
+        why="The others would wait for ever.",
+        instead="Look at why those ranks have not started; raise `timeout=` if they may take longer.",
+        program=lambda: comm.init_distributed("gloo", 2, 0, timeout=timedelta(seconds=0.1), store=dist.HashStore()),
     ),
 ]

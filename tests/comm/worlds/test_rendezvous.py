@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from functional_ds.comm import TimedOutError
-from functional_ds.comm.worlds.rendezvous import Joining, meet
+from functional_ds.comm.worlds.rendezvous import Deadline, meet
 
 SOON, LATER = timedelta(seconds=0.05), timedelta(seconds=20)
 
@@ -20,7 +20,7 @@ def attempt(store: Store, ranks: list[int], size: int, timeout: timedelta) -> di
 
     def join(rank: int) -> None:
         try:
-            found[rank] = meet(store, Joining(rank, size, timeout))
+            found[rank] = meet(store, rank=rank, size=size, deadline=Deadline(timeout))
         except TimedOutError as error:
             found[rank] = error
 
