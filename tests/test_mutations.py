@@ -1458,7 +1458,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (ranks_keep_the_first_ranks_buffers,): [
         Bug("each rank keeps its own", "step.buffer_sync:synchronized", "group.size == 1 or policy == 'own'", "True"),
-        Bug("the second rank's count", "step.buffer_sync:_agree", "rank if by_writer else 0", "1"),
+        Bug(
+            "the second rank's count",
+            "step.buffer_sync:_agree",
+            "(rank if by_writer else 0, shape, dtype)",
+            "(1, shape, dtype)",
+        ),
         Bug(
             "what kept its bits is not sent",
             "step.buffers:_with_siblings",

@@ -31,16 +31,45 @@ def full_disk(folder: Path, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("law", "bug"),
     [
-        (one_time, Bug("connections have the whole time again", "comm.worlds.rendezvous:connect", "float(store.get(_LEFT))",
-                       "timeout.total_seconds()")),
-        (own_error, Bug("an error of this rank is taken for lateness", "comm.worlds.rendezvous:connect",
-                        "'' if isinstance(error, TimeoutError) else _first_line(error)", "''")),
-        (all_came, Bug("ranks that have given up are missing", "comm.worlds.rendezvous:_others", "store.set(_FAILED.format(rank), early)", "pass")),
-        (full_disk, Bug("a rank alone raises its writer's error", "fitting.run:TrainingRun._end_step", "failed",
-                        "self.checkpoints.failed")),
+        (
+            one_time,
+            Bug(
+                "connections have the whole time again",
+                "comm.worlds.rendezvous:connect",
+                "float(store.get(_LEFT))",
+                "timeout.total_seconds()",
+            ),
+        ),
+        (
+            own_error,
+            Bug(
+                "an error of this rank is taken for lateness",
+                "comm.worlds.rendezvous:connect",
+                "'' if isinstance(error, TimeoutError) else _first_line(error)",
+                "''",
+            ),
+        ),
+        (
+            all_came,
+            Bug(
+                "ranks that have given up are missing",
+                "comm.worlds.rendezvous:_others",
+                "store.set(_FAILED.format(rank), early)",
+                "pass",
+            ),
+        ),
+        (
+            full_disk,
+            Bug(
+                "a rank alone raises its writer's error",
+                "fitting.run:TrainingRun._end_step",
+                "failed",
+                "self.checkpoints.failed",
+            ),
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, Bug) else None,
-)  # fmt: skip
+)
 def test_a_bug_is_seen(
     law: Callable[[Path, pytest.MonkeyPatch], None], bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
