@@ -23,7 +23,7 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 
 class OnesReadMode(FakeTensorMode):
-    """Tensors without values, where a number that is read on the host (``.item()``) is one: enough to know which dtypes a loss has."""
+    """Tensors without values, where a number that is read on the host (``.item()``) is one: enough for the dtypes of a loss."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
