@@ -39,6 +39,7 @@ __all__ = [
     "CUDA_ATTENTION",
     "CUDA_ATTENTION_BACKWARD",
     "GROUPED_PRODUCT",
+    "READ_NUMBER",
     "UNDECLARED_VIEWS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -105,6 +106,7 @@ UNDECLARED_VIEWS = (  # they give memory of their input, and their schemas do no
     torch.ops.aten.lift_fresh.default,
 )
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # what ``.item()`` is
 
 # Re-exported names, and what needs them:
 # - FakeTensor, FakeTensorMode: tensors without values, on which modules, stages and memory predictions run. Without them

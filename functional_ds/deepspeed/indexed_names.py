@@ -107,15 +107,15 @@ class IndexModule(ModuleType):
     def __init__(self, name: str, package: str, modules: Sequence[str]) -> None:
         super().__init__(name)
         self.__path__ = []  # the import system then asks for names that are missing as for sub-modules
-        self._modules = [f"{package}.{module}" for module in modules]
+        self._paths = [f"{package}.{module}" for module in modules]
 
     @property
     def __all__(self) -> list[str]:
-        held = (importlib.import_module(module) for module in self._modules)
+        held = (importlib.import_module(module) for module in self._paths)
         return sorted({name for module in held for name in module.__all__})
 
     def __getattr__(self, name: str) -> Any:
-        for path in () if name.startswith("__") else self._modules:
+        for path in () if name.startswith("__") else self._paths:
             module = importlib.import_module(path)
             if name in module.__all__ or "__getattr__" in vars(module):
                 with contextlib.suppress(AttributeError):

@@ -110,6 +110,29 @@ def fake_tensors_say_what_needs_values() -> None:
     assert issubclass(private.UnsupportedFakeTensorException, RuntimeError)
 
 
+@checks("is_transformed")
+def transformed_tensors_are_known() -> None:
+    known: list[bool] = []
+    torch.func.vmap(lambda x: known.append(private.is_transformed(x)) or x)(torch.ones(2))
+    assert known == [True]
+    assert not private.is_transformed(torch.ones(2))
+
+
+@checks("READ_NUMBER")
+def numbers_are_read_by_one_operator() -> None:
+    seen = []
+
+    class Seen(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    three = torch.tensor(3)
+    with Seen():
+        assert three.item() == 3
+    assert seen == [private.READ_NUMBER]
+
+
 @checks("unset_fake_temporarily", "detect_fake_mode")
 def a_fake_mode_can_be_seen_and_left() -> None:
     assert private.detect_fake_mode() is None

@@ -133,7 +133,7 @@ def resolve_axis(
     Raises:
         ValueError: there is no group, or a layout without one.
     """
-    known = axes().get(AXIS)
+    known: Any = axes().get(AXIS)
     theirs = getattr(known, "documents", None)
     plain = not other and (documents is None or documents is theirs)
     if group is not None and known is not None and plain and _is_the_steps(known, group, layout):
