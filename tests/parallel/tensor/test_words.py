@@ -64,6 +64,7 @@ def meant(plan: dict[str, str], path: str) -> set[str]:
     """What the keys say that mean the fewest of all paths, with this one among them."""
     universe = [".".join(each) for each in itertools.product(("0", "1", "2"), (*BLOCKS, "b", "expert"), (*LAYERS, "gate"))]
     universe += [f"{top}.{each}" for top in "xy" for each in universe] + [each.partition(".")[2] for each in universe]
+    universe += [*LAYERS, "gate"]
     means = {key: frozenset(each for each in universe if fits(key, each)) for key in plan if fits(key, path)}
     return {plan[key] for key in means if not any(means[other] < means[key] for other in means)}
 

@@ -146,7 +146,7 @@ def test_a_function_names_exceptions() -> None:
 
 @pytest.mark.parametrize("output", [*WORDS])
 def test_output_is_the_losses_dtype(output: str) -> None:
-    """Of losses and metrics; weights stay fp32, in which tokens can be counted."""
+    """Of losses and metrics; weights are fp32, in which tokens can be counted, or fp64 for a loss in fp64."""
 
     def loss(p: Any, x: Tensor) -> Any:
         return fds.Weighted((p["w"] * x).sum(), 257), {"more": (p["w"] * x).sum()}
@@ -156,7 +156,7 @@ def test_output_is_the_losses_dtype(output: str) -> None:
     with torch.no_grad():
         found, metrics = step.loss(state, state.params, torch.ones(2))
     assert found.sum.dtype == metrics["more"].sum.dtype == WORDS[output]
-    assert found.weight.dtype == torch.float32
+    assert found.weight.dtype == (torch.float64 if output == "f64" else torch.float32)
     assert found.weight == 257
 
 
