@@ -1493,7 +1493,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (buffers_have_several_names,): [
-        Bug("one name is forgotten", "modules.skeleton:Skeleton.put", "holder[where] = held.values[name]", "pass"),
+        Bug(
+            "one name is forgotten", "modules.skeleton:Skeleton.put", "holder[where] = held.values[name]", "pass", RuntimeError
+        ),
     ],
     (what_training_would_part_is_refused, "whole: data.copy_"): [
         Bug(

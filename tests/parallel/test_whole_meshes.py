@@ -381,7 +381,7 @@ ORDERS = {
     "experts zero accumulate sequence tensor clip": "no transform before it sums their gradients",
     "zero sequence pipeline tensor experts clip": "replaces the gradients, which another transform of this step wraps already",
     "pipeline zero sequence experts tensor clip": "put pipeline after zero",
-    "zero tensor pipeline sequence experts clip": r"put it after pipeline\(.*plan: 'embed' matches no path",
+    "zero tensor pipeline sequence experts clip": r"another transform of this step wraps already .*; put pipeline before it",
 }
 
 
