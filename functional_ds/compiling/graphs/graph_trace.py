@@ -17,6 +17,7 @@ from functional_ds.comm.record.call_recorder import recording
 from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
+from functional_ds.step.traits import Trait
 
 from .eager_calls import RUN, RUN_BACKWARD, StepRecorder
 from .graph_caches import caches_as_before
@@ -67,7 +68,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     """
     leaves, takes = tree.flatten((state, batch))
     marks: dict[str, Any] = {phase: _marking(phase) for phase in _PHASES}
-    marked = step.wrapped("jit", **marks)
+    marked = step.wrapped("jit", traits=[Trait.HEEDS_SKIPS], **marks)  # they change nothing
     recorder, gives, outputs = StepRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
 
     passing = _passing_buffers(state)
