@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from functional_ds.sharding.leaf_map import LeafMap
     from functional_ds.sharding.sources import from_source
     from functional_ds.step.compose import compose, wrap
-    from functional_ds.step.forward_pass import Gradients, Pass
+    from functional_ds.step.forward_pass import Gradients, OpenPass
     from functional_ds.step.phases import innermost, outermost
     from functional_ds.step.state import DonatedStateError, State, UpdateError
     from functional_ds.step.step import Step, Transform
-    from functional_ds.step.tape import Tape
     from functional_ds.step.train_step import train_step
+    from functional_ds.step.view import View
 
     from . import (
         checkpointing,
@@ -84,16 +84,16 @@ __all__ = [
     "Layout",
     "LeafMap",
     "Logging",
+    "OpenPass",
     "Optimizer",
-    "Pass",
     "PerParameter",
     "RematPolicy",
     "RematReport",
     "State",
     "Step",
-    "Tape",
     "Transform",
     "UpdateError",
+    "View",
     "Weighted",
     "__version__",
     "adagrad",

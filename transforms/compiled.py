@@ -13,9 +13,9 @@ from functional_ds.compiling.compile_options import CompileOptions
 from functional_ds.compiling.errors import backward_refusal
 from functional_ds.remat.block_paths import check_blocks, check_pattern
 from functional_ds.step.compose import wrap
+from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 from functional_ds.transforms.zero.lazy_tensor import fetched
 
@@ -126,16 +126,13 @@ class _Compiled(KeepsLogs):
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """The inner forward, with the blocks that it runs compiled."""
-        tape = current_tape()
-        if tape is None:
+        pass_ = current_pass()
+        if pass_ is None:
             return inner(step, state, function, batch)
-        keep_graphs(tape)
+        keep_graphs(pass_)
         calls = self._of(step)
-        before, tape.calls = tape.calls, (calls, *tape.calls)
-        try:
+        with pass_.run_by(calls):
             found = inner(step, state, function, batch)
-        finally:
-            tape.calls = before
         if not step.has(Trait.PIPELINES):
             calls.check()
         return found

@@ -15,9 +15,9 @@ from functional_ds.remat.remat import check_group, check_names
 from functional_ds.remat.report import open_report
 from functional_ds.remat.saved_tensors import TensorStore
 from functional_ds.step.compose import wrap
+from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.tape import Tape, current_tape
 from functional_ds.step.traits import Trait
 
 __all__ = ["remat"]
@@ -83,28 +83,25 @@ class _Remat:
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """The inner forward, with the blocks that it runs under the policy."""
-        tape = current_tape()
-        if tape is None or not tape.records:
+        pass_ = current_pass()
+        if pass_ is None or not pass_.trains:
             return inner(step, state, function, batch)
         store = TensorStore.current(self.group, compares=False)
         store.log.compares_values |= not self._looked
         self._looked = True
         if open_report() is not None:
             function = self._part(function, "elsewhere", everything, _ignore)
-        found = self._run(inner, step, state, function, batch, tape)
+        found = self._run(inner, step, state, function, batch, pass_)
         store.compare()  # on every rank, also where nothing was partitioned
         return found
 
-    def _run(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any, tape: Tape) -> Any:
+    def _run(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any, pass_: Pass) -> Any:
         if self.blocks == "":
             check = functools.partial(check_names, self.policy)
             return inner(step, state, self._part(function, "loss", self.policy, check), batch)
         # Whoever is composed later runs first, and is outside.
-        before, tape.calls = tape.calls, (self._calls, *tape.calls)
-        try:
+        with pass_.run_by(self._calls):
             found = inner(step, state, function, batch)
-        finally:
-            tape.calls = before
         self._calls.check(whole=not step.has(Trait.PIPELINES))
         return found
 

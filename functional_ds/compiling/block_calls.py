@@ -23,7 +23,7 @@ from functional_ds.modules.skeleton import RunBy
 from functional_ds.remat.block_paths import find_blocks, fits, no_such_block
 from functional_ds.remat.op_cache import OpRecorder
 from functional_ds.remat.region import one_operation, refuse_exceptions
-from functional_ds.step.tape import Tape, current_tape
+from functional_ds.step.pass_scope import Pass, current_pass
 
 from .buffer_writes import written_and_used
 from .compile_log import BlockClass, Compilation, CompileLog
@@ -46,7 +46,7 @@ _UNLIMITED = 1 << 20  # steps count their own: a process may have many with the 
 
 @attrs.define(eq=False)
 class BlockCalls:
-    """Runs the chosen blocks of a module as compiled functions, as ``Tape.calls``.
+    """Runs the chosen blocks of a module as compiled functions, as ``Pass.calls``.
 
     A class of blocks is one function, its ``forward`` with the module as first argument. The function is given a module whose
     leaves were fetched, so torch.compile sees plain tensors, and nothing of who stores, gathers or counts them. Whatever else
@@ -120,22 +120,22 @@ class BlockCalls:
 
 def _watched() -> str:
     """Why blocks of the pass that runs stay as they are, if they do: in what it computes again, too."""
-    tape = current_tape()
+    pass_ = current_pass()
     seen = [type(mode).__name__.strip("_") for mode in dispatch_modes() if not isinstance(mode, OpRecorder)]
     words = f"{seen[-1]} looks at each operation, as in the first step over lazy leaves, or in a profile" if seen else ""
-    return words if tape is None else str(tape.slots.setdefault(_EAGER, words) if words else tape.slots.get(_EAGER, ""))
+    return words if pass_ is None else str(pass_.slots.setdefault(_EAGER, words) if words else pass_.slots.get(_EAGER, ""))
 
 
-def keep_graphs(tape: Tape) -> None:
-    """Until the tape closes, graphs of compiled blocks can be gone through again, as split schedules do.
+def keep_graphs(pass_: Pass) -> None:
+    """Until the pass ends, graphs of compiled blocks can be gone through again, as split schedules do.
 
     Whether code overwrites what it has saved, is decided where it is compiled, and asked for in each backward pass.
     """
-    if _KEPT in tape.slots:
+    if _KEPT in pass_.slots:
         return
-    tape.slots[_KEPT] = True
+    pass_.slots[_KEPT] = True
     open_ = _HERE.__dict__.setdefault("open", [0, None])
-    if not open_[0]:  # tapes close in any order
+    if not open_[0]:  # passes end in any order
         open_[1] = keep_saved_tensors()
         open_[1].__enter__()
     open_[0] += 1
@@ -145,7 +145,7 @@ def keep_graphs(tape: Tape) -> None:
         if not open_[0]:
             open_[1].__exit__(None, None, None)
 
-    tape.at_end(leave)
+    pass_.at_end(leave)
 
 
 # -- a block's function --------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable, like_marked
+from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, unset_fake_temporarily
 from functional_ds.base.weighted import weigh
-from functional_ds.step.tape import Tape
+from functional_ds.step.pass_scope import Pass
+from functional_ds.step.view import stored_view
 
 from .counting import Live, holdings
 
@@ -106,20 +107,20 @@ def _standing_for(leaf: Any, device: str | torch.device) -> Any:
 def _run(
     loss_fn: Callable[..., Any], params: Any, batch: Any, device: torch.device, autocast: torch.dtype | None
 ) -> Activations:
-    with Tape() as tape:
-        seen = tree.map(lambda x: tape.watch(x) if is_trainable(x) else x.detach(), params)
+    with Pass(view=stored_view(params, trains=True)) as pass_:
+        view = pass_.view
         with _Allocations((params, batch)) as mode:
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                found = loss_fn(seen, batch)
+                found = loss_fn(view.params, batch)
             loss = found[0] if isinstance(found, tuple) else found
             loss = weigh(loss, "the loss").sum
             outputs = holdings(found)
             del found
-            tape.end_forward()
+            pass_.end_forward()
             held = {key: size for key, size in mode.live.holds().items() if key not in outputs}
             forward, mode.live.peak = mode.live.peak, 0
             del outputs
-            tape.backward(loss)
+            pass_.pull(loss, None, True).wait()
             del loss
     gc.collect()  # a graph may be in a cycle
     lasting = mode.live.holds()

@@ -22,7 +22,7 @@ from functional_ds.base.torch_private import (
 from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.remat.region import called, current_region
 from functional_ds.step.buffers import BufferScope, Held
-from functional_ds.step.tape import Tape, current_tape
+from functional_ds.step.pass_scope import Pass, current_pass
 
 from .attributes import is_mutable
 from .deep_copy import TensorPlace, deep_copy, reached
@@ -72,7 +72,7 @@ class Apply:
     returns (``step.module_buffers(state)``), or is given by ``with_buffers``.
 
     The parameters must stay in place until the backward pass is over, because a recomputation reads them again. So within
-    a tape (a step's forward and backward) every parameter tree is put into a skeleton of its own, a copy of the module
+    a pass (a step's forward and backward) every parameter tree is put into a skeleton of its own, a copy of the module
     without memory; one module applied to two trees with recomputation is no special case.
 
     Attributes:
@@ -192,13 +192,13 @@ class Apply:
             given = {name: x for name, x in params.items() if name not in self._bare}
             params = {name: x for name, x in params.items() if name in self._bare}
         self.notice()
-        tape, trial = current_tape(), _is_trial()
-        if given or tape is None or trial:
-            return self._run(self._fresh(given), params, function, tape, trial=trial)
-        held, known = self._held(tape)
-        found = self._run(held, params, function, tape, trial=False)
-        if not known and tape.buffers is not None and tape.buffers.keeps:
-            self._refuse_loss(held, tape.buffers)
+        pass_, trial = current_pass(), _is_trial()
+        if given or pass_ is None or trial:
+            return self._run(self._fresh(given), params, function, pass_, trial=trial)
+        held, known = self._held(pass_)
+        found = self._run(held, params, function, pass_, trial=False)
+        if not known and pass_.buffers is not None and pass_.buffers.keeps:
+            self._refuse_loss(held, pass_.buffers)
         return found
 
     def dressed(self, params: Mapping[str, Tensor], dress: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -218,11 +218,11 @@ class Apply:
         with unset_fake_temporarily():
             return Held.of({**dict(self.module.named_buffers()), **given}, {}, self._written.get(self.modes))
 
-    def _held(self, tape: Tape) -> tuple[Held, bool]:
+    def _held(self, pass_: Pass) -> tuple[Held, bool]:
         """What the module has in this pass, and whether the state knows the module, which then has it as the state does."""
-        found = None if tape.buffers is None else tape.buffers.of(self)
+        found = None if pass_.buffers is None else pass_.buffers.of(self)
         if found is None:
-            unknown = tape.slots.setdefault("unknown modules", {})
+            unknown = pass_.slots.setdefault("unknown modules", {})
             if self not in unknown:
                 unknown[self] = self._fresh({})
             return unknown[self], False
@@ -268,22 +268,22 @@ class Apply:
         held: Held,
         params: Mapping[str, Tensor],
         function: Callable[[nn.Module], Any],
-        tape: Tape | None,
+        pass_: Pass | None,
         *,
         trial: bool,
     ) -> Any:
         if (recorder := current_recorder()) is not None:
             recorder.notes.setdefault("modes", {})[self] = self.modes
-        skeleton, temporary = self._lease(params, held, tape, trial)
+        skeleton, temporary = self._lease(params, held, pass_, trial)
         skeleton.put(held)
         kind = type(self.module).__name__
-        plain = tape is not None and not tape.placeholders
+        plain = pass_ is not None and not pass_.placeholders
         versions = _versions(params) if plain else []
         try:
-            watches = held.looks and tape is not None and not trial
+            watches = held.looks and pass_ is not None and not trial
             with (
-                watched(kind, params, tape) if watches else nullcontext(),  # type: ignore[arg-type]
-                self._marks.on(params) if tape is None else nullcontext(),
+                watched(kind, params, pass_) if watches else nullcontext(),  # type: ignore[arg-type]
+                self._marks.on(params) if pass_ is None else nullcontext(),
             ):
                 found = called(skeleton.module, function)(skeleton.module)
             if plain and versions != (after := _versions(params)):
@@ -295,7 +295,7 @@ class Apply:
         except RuntimeError as error:
             refuse_flags(kind, error)
             refuse_loading(kind, error)
-            if tape is not None and tape.placeholders:
+            if pass_ is not None and pass_.placeholders:
                 refuse_placeholders(kind, error)
             raise
         finally:
@@ -308,31 +308,31 @@ class Apply:
             if temporary:
                 self._release(skeleton, held)
 
-    def _lease(self, params: Mapping[str, Tensor], held: Held, tape: Tape | None, trial: bool) -> tuple[Skeleton, bool]:
+    def _lease(self, params: Mapping[str, Tensor], held: Held, pass_: Pass | None, trial: bool) -> tuple[Skeleton, bool]:
         """A skeleton with these parameters in place, and whether it is to be given back after the call."""
-        if tape is not None:
-            return self._of_tape(tape, params, held, trial), False
+        if pass_ is not None:
+            return self._of_pass(pass_, params, held, trial), False
         # Outside a step nobody says when the backward is over: such a skeleton lives as long as the graph needs it.
         wants_grad = torch.is_grad_enabled() and any(p.requires_grad for p in params.values())
         skeleton = self._ready(self._new() if wants_grad else self._free(), params, (), held)
         skeleton.tried |= trial
         return skeleton, not wants_grad
 
-    def _of_tape(self, tape: Tape, params: Mapping[str, Tensor], held: Held, trial: bool) -> Skeleton:
-        if self not in tape.modules:
-            tape.modules[self] = []
-            tape.at_end(lambda: self._release_all(tape))
-            tape.at_forward_end(lambda: self._check_forward(tape))
+    def _of_pass(self, pass_: Pass, params: Mapping[str, Tensor], held: Held, trial: bool) -> Skeleton:
+        if self not in pass_.modules:
+            pass_.modules[self] = []
+            pass_.at_end(lambda: self._release_all(pass_))
+            pass_.at_forward_end(lambda: self._check_forward(pass_))
         identity = tuple(map(id, params.values()))
         skeleton: Skeleton
-        for skeleton, _ in tape.modules[self]:
-            if skeleton.identity == identity and skeleton.calls == tape.calls and skeleton.version == len(self._changes):
+        for skeleton, _ in pass_.modules[self]:
+            if skeleton.identity == identity and skeleton.calls == pass_.calls and skeleton.version == len(self._changes):
                 break
         else:
-            skeleton = self._ready(self._free(), params, tape.calls, held)
+            skeleton = self._ready(self._free(), params, pass_.calls, held)
             skeleton.marked = self._marks.put(params)
-            skeleton.flags = [] if tape.placeholders else [p.requires_grad for p in params.values()]
-            tape.modules[self].append((skeleton, held))
+            skeleton.flags = [] if pass_.placeholders else [p.requires_grad for p in params.values()]
+            pass_.modules[self].append((skeleton, held))
         skeleton.tried |= trial
         return skeleton
 
@@ -343,16 +343,16 @@ class Apply:
             skeleton.lease(held)
         return skeleton
 
-    def _check_forward(self, tape: Tape) -> None:
+    def _check_forward(self, pass_: Pass) -> None:
         """Refuses what a forward pass did to the parameters themselves."""
         kind = type(self.module).__name__
-        for skeleton, held in tape.modules.get(self, ()):
+        for skeleton, held in pass_.modules.get(self, ()):
             if not skeleton.tried:
                 skeleton.check(kind, self._aliases, held)
-                refuse_aliases(kind, skeleton.assigned(held), skeleton.bound, tape)
+                refuse_aliases(kind, skeleton.assigned(held), skeleton.bound, pass_)
 
-    def _release_all(self, tape: Tape) -> None:
-        for skeleton, held in reversed(tape.modules.pop(self)):
+    def _release_all(self, pass_: Pass) -> None:
+        for skeleton, held in reversed(pass_.modules.pop(self)):
             self._release(skeleton, held)
 
     def _release(self, skeleton: Skeleton, held: Held) -> None:

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import TorchDispatchMode, disable_dispatch_modes, schema_of, storage_id
-from functional_ds.step.tape import Tape
+from functional_ds.step.pass_scope import Pass
 
 __all__ = ["bit_sums", "refuse_aliases", "refuse_write", "watched"]
 
@@ -33,19 +33,19 @@ def refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> No
     )
 
 
-def refuse_aliases(kind: str, assigned: list[tuple[str, Tensor]], params: Mapping[str, Tensor], tape: Tape) -> None:
+def refuse_aliases(kind: str, assigned: list[tuple[str, Tensor]], params: Mapping[str, Tensor], pass_: Pass) -> None:
     """Refuses attributes and buffers that forward has set to the memory of a param, which the update writes and ZeRO frees.
 
     Args:
         kind: the module's class.
         assigned: what it has set, by name.
         params: by name.
-        tape: it knows which memory is that of a param.
+        pass_: it knows which memory is that of a param.
 
     Raises:
         RuntimeError: there is one.
     """
-    watch = _WriteWatch(kind, params, tape) if assigned else None
+    watch = _WriteWatch(kind, params, pass_) if assigned else None
     for name, tensor in assigned:
         if watch is not None and tensor.layout == torch.strided and (param := watch.name_of(tensor)) is not None:
             raise RuntimeError(
@@ -55,7 +55,7 @@ def refuse_aliases(kind: str, assigned: list[tuple[str, Tensor]], params: Mappin
 
 
 @contextmanager
-def watched(kind: str, params: Mapping[str, Tensor], tape: Tape) -> Iterator[None]:
+def watched(kind: str, params: Mapping[str, Tensor], pass_: Pass) -> Iterator[None]:
     """Within it a write into one of the params raises; it reads them all, or costs time at each operation.
 
     Params that are there are compared by their values, which leaves compiled functions alone. Those whose memory comes and goes
@@ -64,10 +64,10 @@ def watched(kind: str, params: Mapping[str, Tensor], tape: Tape) -> Iterator[Non
     Args:
         kind: the module's class.
         params: by name; they may be placeholders.
-        tape: it knows which memory is that of a param.
+        pass_: it knows which memory is that of a param.
     """
-    if tape.placeholders:
-        watch = _WriteWatch(kind, params, tape)
+    if pass_.placeholders:
+        watch = _WriteWatch(kind, params, pass_)
         with _Assignments(watch), _Operations(watch):
             yield
         return
@@ -101,7 +101,7 @@ def bit_sums(param: Tensor) -> tuple[Tensor, ...]:
 class _WriteWatch:
     kind: str
     params: Mapping[str, Tensor]
-    tape: Tape
+    pass_: Pass
     _places: list[tuple[int, int, int, str]] | None = None
 
     def look(self, written: Any, how: str) -> None:
@@ -117,12 +117,12 @@ class _WriteWatch:
             refuse_write(self.kind, name, self.params[name], f"{name.rpartition('.')[2]}.data = ...")
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The param in whose memory a tensor lies; its shape where several could be it."""
-        if any(claim(tensor) for claim in self.tape.claims):
-            alike = [name for name, param in self.params.items() if param.shape == tensor.shape]
-            return alike[0] if len(alike) == 1 else f"of shape {list(tensor.shape)}"
-        if self._places is None:  # placeholders are not fetched where their memory comes and goes: ``claims`` know it
-            known = {} if self.tape.claims else self.params
+        """The param in whose memory a tensor lies."""
+        path, paths = self.pass_.owns(tensor), self.pass_.placeholders
+        if path is not None:
+            return next((name for name, param in self.params.items() if paths.get(id(param)) == path), path)
+        if self._places is None:  # placeholders are not fetched where their memory comes and goes: the pass knows it
+            known = {} if self.pass_.view is not None and self.pass_.view.owns is not None else self.params
             self._places = [(*_place(param.detach()), name) for name, param in known.items()]
         storage, start, _ = _place(tensor)
         return next((name for its, low, high, name in self._places if its == storage and low <= start < high), None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from functional_ds.base import tree
 from functional_ds.base.torch_private import graph_number, is_fake, node_number
 from functional_ds.modules.flops import FlopCounter
-from functional_ds.step.tape import current_tape
+from functional_ds.step.pass_scope import current_pass
 
 __all__ = ["Flops", "ModuleFlops"]
 
@@ -80,18 +80,15 @@ class ModuleFlops(FlopCounter):
         before = self.own.get(path, Flops())
         self.own[path] = attrs.evolve(before, **{kind: getattr(before, kind) + flops})
 
-    # -- as ``Tape.calls`` ---------------------------------------------------------------------------------------------
+    # -- as ``Pass.calls`` ---------------------------------------------------------------------------------------------
 
     def around(self, phase: str, function: Callable[..., Any], *args: Any) -> Any:
         """A base phase of the step: ``forward`` runs with this among those that run modules."""
-        tape = current_tape()
-        if phase != "forward" or tape is None:
+        pass_ = current_pass()
+        if phase != "forward" or pass_ is None:
             return function(*args)
-        before, tape.calls = tape.calls, (self, *tape.calls, self)  # inside and outside of those that run modules otherwise
-        try:
+        with pass_.run_by(self, inside=(self,)):  # inside and outside of those that run modules otherwise
             return function(*args)
-        finally:
-            tape.calls = before
 
     def chosen(self, module: nn.Module) -> list[str]:
         """All modules inside."""

@@ -16,6 +16,7 @@ from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.ledger import Ledger
 from functional_ds.step.phases import Phase, mapped
 from functional_ds.step.step import Step
+from functional_ds.step.view import View
 
 __all__ = ["STAGES", "SpanClock", "SpanKey", "WaitLedger", "timed"]
 
@@ -223,10 +224,10 @@ def timed(step: Step, now: Callable[[], SpanClock | None], *, around: Callable[.
             spans = now()
             if spans is None or not spans.here:
                 return function(*args)
-            if phase == "view" and spans.phase != "view":
-                args[-1].at_forward_end(spans.forward_ended)  # its tape: what registers first runs last
+            outer = phase == "view" and spans.phase != "view"
             with spans.within(phase, by, stage):
-                return function(*args)
+                result = function(*args)
+            return _telling(result, spans) if outer else result
 
         return run
 
@@ -236,3 +237,13 @@ def timed(step: Step, now: Callable[[], SpanClock | None], *, around: Callable[.
 
     layers = tuple(mapped(layer, partial(watched, layer.name)) for layer in step.layers)
     return attrs.evolve(step, base={phase: base(phase, function) for phase, function in step.base.items()}, layers=layers)
+
+
+def _telling(view: View, spans: SpanClock) -> View:
+    """The view, which tells the clock when its forward pass has ended."""
+
+    def finish() -> None:
+        view.finish()
+        spans.forward_ended()
+
+    return attrs.evolve(view, finish=finish)

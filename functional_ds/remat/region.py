@@ -16,12 +16,13 @@ from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
 from functional_ds.base.torch_private import detect_fake_mode, disable_dispatch_modes
 from functional_ds.comm.record.call_recorder import current_recorder, recomputing
+from functional_ds.step.pass_scope import Moment
 
 from .argument_snapshot import snapshot
 from .op_cache import OpRecorder, Replayer
 from .policy import Keep, RematPolicy
 from .report import Notes, open_report
-from .rerun import ModuleCalls, TapeNow
+from .rerun import ModuleCalls
 from .saved_tensors import Offloaded, Resident, SavedTensorHooks, TensorStore, address_of, is_own
 
 __all__ = ["Region", "called", "current_region", "one_operation", "refuse_exceptions", "run"]
@@ -130,7 +131,7 @@ class Region:
     _recorder: OpRecorder | None = None
     _drawn: tuple[torch.device, Tensor] | None = None  # the device's generator before the function, where checkpoint loses it
     _outer: SavedTensorHooks = attrs.field(factory=SavedTensorHooks.in_force)
-    _tape: TapeNow = attrs.field(factory=TapeNow.now)
+    _moment: Moment = attrs.field(factory=Moment.now)
 
     def __attrs_post_init__(self) -> None:
         self.modules = ModuleCalls(reruns=self.policy.recomputes)
@@ -208,7 +209,7 @@ class Region:
     @contextmanager
     def _second_run(self) -> Iterator[None]:
         draws = nullcontext() if self._drawn is None else redrawn(*self._drawn)
-        with recomputing(), self.modules.rewound(), draws, self._tape.restored(), self._entered(again=True):
+        with recomputing(), self.modules.rewound(), draws, self._moment.restored(), self._entered(again=True):
             yield
 
     @contextmanager
@@ -233,7 +234,7 @@ class Region:
             return nullcontext()
 
         def pack(tensor: Tensor) -> Any:
-            what = None if self._tape.claims(tensor) else recorder.origin(tensor)
+            what = None if self._moment.owns(tensor) else recorder.origin(tensor)
             if what is not None:
                 report.note(self.notes.part, what, tensor, saved=False)
             return inner.pack(tensor)
@@ -248,7 +249,7 @@ class Region:
 
         def pack(tensor: Tensor) -> Resident | Offloaded | _Outer:
             what = None
-            if is_own(tensor) and tensor.layout == torch.strided and not self._tape.claims(tensor):
+            if is_own(tensor) and tensor.layout == torch.strided and not self._moment.owns(tensor):
                 what = origin(tensor) or ("inputs" if address_of(tensor) in addresses else None)
             stays = what is None or (what == "inputs" and address_of(tensor) not in movable)
             how = Keep.SAVE if what is None or stays else self.policy.of(what)

@@ -1,55 +1,14 @@
-"""What a function finds when it runs again: the tape with its axes, and its modules, as in the first run."""
+"""What a function finds in its modules when it runs again: what it found in them in the first run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import attrs
-from torch import Tensor, nn
-
-from functional_ds.step.axes import axes, with_axes
-from functional_ds.step.tape import Tape, current_tape
+from torch import nn
 
 from .buffer_snapshot import Rewind
 
-__all__ = ["ModuleCalls", "TapeNow"]
-
-
-@attrs.frozen(eq=False)
-class TapeNow:
-    """The open tape, what ran modules in it, and its axes, for when the backward pass runs the function again.
-
-    In a pipeline one tape has many micro-batches, whose axes differ in their documents.
-    """
-
-    tape: Tape | None
-    calls: tuple[Any, ...]
-    axes: Mapping[str, Any]
-
-    @staticmethod
-    def now() -> "TapeNow":
-        """As it is in this thread."""
-        tape = current_tape()
-        return TapeNow(tape, () if tape is None else tape.calls, axes())
-
-    def claims(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a param, whose memory comes and goes."""
-        return self.tape is not None and any(claim(tensor) for claim in self.tape.claims)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Inside, the tape is open again as it was."""
-        tape = self.tape
-        if tape is None:
-            yield
-            return
-        now, tape.calls = tape.calls, self.calls
-        try:
-            # a device's backward has its own thread
-            with nullcontext() if current_tape() is tape else tape.resumed(), with_axes(self.axes):
-                yield
-        finally:
-            tape.calls = now
+__all__ = ["ModuleCalls"]
 
 
 @attrs.define(eq=False)

@@ -12,7 +12,7 @@ from functional_ds import comm
 from functional_ds.base.copy_stream import CopyStream
 from functional_ds.base.torch_private import is_fake, saved_tensors_hooks_in_force, storage_id, version_of
 from functional_ds.comm.record.call_recorder import current_recorder
-from functional_ds.step.tape import current_tape
+from functional_ds.step.pass_scope import current_pass
 
 from .cpu_offload import HostTensor
 from .partitioned import PartitionedTensor, PartitionLog, partition
@@ -187,22 +187,22 @@ class TensorStore:
 
     @staticmethod
     def current(group: comm.Group | None, *, compares: bool = True) -> "TensorStore":
-        """The open tape's store for this group; outside a tape a new one.
+        """The store of the pass that runs for this group; outside a pass a new one.
 
         Args:
             group: the ranks that partition.
-            compares: whether a store that is new to the tape compares the ranks' logs when the forward pass ends.
+            compares: whether a store that is new to the pass compares the ranks' logs when the forward pass ends.
         """
-        tape = current_tape()
-        if tape is None:
+        pass_ = current_pass()
+        if pass_ is None:
             return TensorStore(group)
-        stores: list[TensorStore] = tape.slots.setdefault("tensor_stores", [])
+        stores: list[TensorStore] = pass_.slots.setdefault("tensor_stores", [])
         found = next((store for store in stores if store.group is group), None)
         if found is None:
             found = TensorStore(group)
             stores.append(found)
             if compares:
-                tape.at_forward_end(found.compare)
+                pass_.at_forward_end(found.compare)
         return found
 
     def keep(self, tensor: Tensor, how: Keep) -> Resident | Offloaded:

@@ -1,1 +1,1 @@
-"""``Step`` and its phases, ``wrap`` and ``compose``, the state, module buffers, and the tape of a forward and backward pass."""
+"""``Step`` and its phases, ``wrap`` and ``compose``, the state, module buffers, the view of params and the pass."""

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
-
-from .tape import Tape, current_tape
+from .pass_scope import Pass, current_pass
 
 __all__ = [
     "IN_ORDER",
@@ -25,7 +23,6 @@ __all__ = [
     "with_axis",
 ]
 
-_SLOT, _ASKED = "axes", "axes asked for"
 IN_ORDER = "the order of what a rank holds"  # what functions ask for that are known to depend on it: drops, other attentions
 _FOR_SHAPES = "results of the right shape will do"
 SUMS_EXPERTS = "tp sums experts"  # the slot of a pass that says: what calls an experts function sums its results over tp
@@ -39,46 +36,41 @@ def axis(name: str) -> Any:
 
 def note_asked(name: str) -> None:
     """Notes for ``asked`` that a function of the pass that runs has asked for this."""
-    tape = current_tape()
-    if tape is not None:
-        tape.slots.setdefault(_ASKED, set()).add(name)
+    pass_ = current_pass()
+    if pass_ is not None:
+        pass_.asked.add(name)
 
 
 def asked(name: str) -> bool:
     """Whether a function has asked for this axis in the pass that runs."""
-    tape = current_tape()
-    return tape is not None and name in tape.slots.get(_ASKED, ())
+    pass_ = current_pass()
+    return pass_ is not None and name in pass_.asked
 
 
 def axes() -> Mapping[str, Any]:
     """All that transforms have put there, by name."""
-    tape = current_tape()
-    return {} if tape is None else tape.slots.get(_SLOT, {})
+    pass_ = current_pass()
+    return {} if pass_ is None else pass_.axes
 
 
 @contextmanager
 def with_axes(found: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block these are the axes: a function that runs again finds those of its first run."""
-    tape = current_tape()
-    if tape is None:
+    """Within the block these are the axes."""
+    pass_ = current_pass()
+    if pass_ is None:
         yield
         return
-    before, tape.slots[_SLOT] = tape.slots.get(_SLOT, {}), found
+    before, pass_.axes = pass_.axes, found
     try:
         yield
     finally:
-        tape.slots[_SLOT] = before
+        pass_.axes = before
 
 
 @contextmanager
 def for_shapes() -> Iterator[None]:
     """Within the block a model runs for the shapes of its results alone, on whole leaves and outside of any axis."""
-    records = torch.is_grad_enabled()
-    with (
-        nullcontext() if current_tape() else Tape(records=False),
-        torch.set_grad_enabled(records),
-        with_axes({_FOR_SHAPES: True}),
-    ):
+    with nullcontext() if current_pass() else Pass(trains=False), with_axes({_FOR_SHAPES: True}):
         yield
 
 
@@ -95,9 +87,9 @@ def with_axis(name: str, value: Any, function: Callable[[Any], Any]) -> Callable
     """
 
     def run(batch: Any) -> Any:
-        tape = current_tape()
-        if tape is not None:  # it stays: a recomputation in the backward pass asks again
-            tape.slots[_SLOT] = {**axes(), name: value}
+        pass_ = current_pass()
+        if pass_ is not None:  # it stays: a recomputation in the backward pass asks again
+            pass_.axes = {**pass_.axes, name: value}
         return function(batch)
 
     return run

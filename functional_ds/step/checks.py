@@ -25,9 +25,9 @@ from functional_ds.comm.worlds.process import ProcessWorld
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffers import BUFFERS
+from .pass_scope import Pass
 from .phases import Layer
 from .state import State, refuse_donated
-from .tape import Tape
 
 __all__ = [
     "check_batch",
@@ -125,13 +125,13 @@ def check_state(step: Strategy, state: Any) -> None:
         )
 
 
-def check_graph(loss: Weighted, tape: Tape) -> None:
+def check_graph(loss: Weighted, pass_: Pass) -> None:
     """Refuses a loss that nothing would be trained by. One of weight zero has no part in the step.
 
     Raises:
         RuntimeError: as ``backward`` does.
     """
-    if tape.trains and not loss.sum.requires_grad and bool(torch.as_tensor(loss.weight != 0)):
+    if pass_.view is not None and pass_.view.leaves and not loss.sum.requires_grad and bool(torch.as_tensor(loss.weight != 0)):
         raise RuntimeError(
             f"the loss {loss.sum} has no graph, so it would train nothing: it does not depend on params, or was computed under "
             "torch.no_grad() or torch.inference_mode(), or taken out by detach() or item(). Return the tensor itself; a batch "

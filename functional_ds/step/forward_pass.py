@@ -1,8 +1,7 @@
 """One forward pass and its backward passes, as a step runs them and as values for loops of one's own."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Protocol
@@ -21,13 +20,14 @@ from functional_ds.base.weighted import Weighted
 
 from .buffers import BUFFERS, BufferScope
 from .checks import check_graph
+from .pass_scope import Pass, current_pass
 from .phases import Layer, Phase
 from .state import State
-from .tape import Tape, current_tape, wide
 from .traits import Trait
 from .unused import Summing, with_unused
+from .view import NeedsWhole, Pulling, View, wide
 
-__all__ = ["Gradients", "Pass", "detached", "differentiated", "refuse_open", "with_buffers"]
+__all__ = ["Gradients", "OpenPass", "detached", "differentiated", "refuse_open", "with_buffers"]
 
 Found = tuple[State, Weighted, dict[str, Weighted]]
 
@@ -43,7 +43,7 @@ class Phases(Summing, Protocol):
 
     def has(self, trait: Trait) -> str | None: ...
 
-    def view(self, state: State, tape: Tape) -> Any: ...
+    def view(self, state: State, *, trains: bool = True, whole: bool = False) -> View: ...
 
     def loss(self, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]: ...
 
@@ -66,21 +66,33 @@ def with_buffers(state: State, scope: BufferScope) -> State:
 def differentiated(
     step: Phases,
     state: State,
-    tape: Tape,
+    pass_: Pass,
     loss: Weighted,
     carry: Weighted | None,
     last: bool,
-    backward: Callable[[], list[Tensor]] | None = None,
-    known: bool = True,
+    *,
+    retain_graph: bool = False,
+    pulling: Pulling | None = None,
 ) -> tuple[State, Weighted]:
-    """The state and the gradients after a backward pass from a loss on an open tape; ``carry`` is added."""
-    tape.carry, tape.last = None if carry is None else carry.sum, last
-    if known:  # else somebody has differentiated the loss, and this has its weight alone
-        check_graph(loss, tape)
-    grads = tape.backward(loss.sum) if backward is None else backward()
-    tape.inspect_again(loss.sum)
+    """The state and the gradients after a backward pass from a loss; ``carry`` is added.
+
+    Args:
+        step: whose pass it is.
+        state: as the forward pass has left it.
+        pass_: is open, and current.
+        loss: of its forward pass; where somebody else has differentiated it, its weight counts alone.
+        carry: the sums of earlier micro-batches.
+        last: whether no further one follows.
+        retain_graph: whether another backward pass will go through this graph.
+        pulling: what takes the gradients of a backward pass that somebody else has run.
+    """
+    if pulling is None:
+        check_graph(loss, pass_)
+        pulling = pass_.pull(loss.sum, None if carry is None else carry.sum, last, retain_graph=retain_graph)
+    grads, unused = pulling.wait()
+    pass_.inspect_again(loss.sum, tuple(unused))
     weight = loss.weight if carry is None else carry.weight + loss.weight
-    return with_unused(step, state, tape.unused()), Weighted(grads, weight)
+    return with_unused(step, state, unused), Weighted(grads, weight)
 
 
 def detached(loss: Weighted, metrics: Mapping[str, Weighted]) -> dict[str, Weighted]:
@@ -93,7 +105,7 @@ def detached(loss: Weighted, metrics: Mapping[str, Weighted]) -> dict[str, Weigh
 
 @attrs.define(eq=False)
 class Gradients:
-    """What the passes of one optimizer step have left so far. ``Pass.backward`` adds to it, ``Step.finish`` takes it.
+    """What the passes of one optimizer step have left so far. ``OpenPass.backward`` adds to it, ``Step.finish`` takes it.
 
     It can be used once, as its sums grow in place.
 
@@ -111,7 +123,7 @@ class Gradients:
     metrics: dict[str, Weighted] = attrs.field(factory=dict)
     carry: Weighted | None = None
     final: Weighted | None = None
-    last_pass: "Pass | None" = None
+    last_pass: "OpenPass | None" = None
     _after: State | None = None  # with what the passes have written, but for that one's buffers
     _key: Key | None = None  # at this rank's first row
     _rows: int = 0  # of the passes so far
@@ -188,9 +200,11 @@ def _flushed(step: Phases, state: State, carry: Weighted, count: int) -> Weighte
     """The sums of passes of which none was the last, reduced over the ranks if that was put off."""
     if not step.has(Trait.SUMS_LAST):
         return carry
-    with Tape(carry=carry.sum, last=True, flushes=count) as tape:
-        step.view(state, tape)
-        return Weighted(tape.backward(None), carry.weight)
+    view = step.view(state)
+    try:
+        return Weighted(view.pull((), carry.sum, True, passes=count).wait().sums, carry.weight)
+    finally:
+        view.close()
 
 
 def _sum(one: Weighted | None, other: Weighted) -> Weighted:
@@ -200,7 +214,7 @@ def _sum(one: Weighted | None, other: Weighted) -> Weighted:
     return Weighted(sums, one.weight + other.weight)
 
 
-class Pass:
+class OpenPass:
     """One forward pass of a step, opened by ``Step.open``: functions run in it as the step runs its loss function.
 
     ```
@@ -228,8 +242,8 @@ class Pass:
         self._rows = 0 if batch is None else rows_of(batch)
         self._keyed = False
         self._scope = BufferScope(state.slots.get(BUFFERS), keeps=trains)
-        self._tape: Tape | None = None  # once something runs
-        self._params: Any = None
+        self._pass: Pass | None = None  # once something runs
+        self._pulling: Pulling | None = None  # of a ``loss.backward()`` of somebody else
         self._thread = get_ident()
         self._scaled: tuple[Weighted, dict[str, Weighted]] | None = None  # the loss that somebody else differentiates
         self._weighed = False  # whether one of its losses has counted
@@ -237,7 +251,7 @@ class Pass:
         self.last = True
 
     @staticmethod
-    def opened(step: Phases, state: State, batch: Any, so_far: Gradients | None, structure: Any, *, trains: bool) -> "Pass":
+    def opened(step: Phases, state: State, batch: Any, so_far: Gradients | None, structure: Any, *, trains: bool) -> "OpenPass":
         """A pass of a step.
 
         Raises:
@@ -252,11 +266,11 @@ class Pass:
         if so_far is None:
             so_far = Gradients(state, structure)
         so_far.check(state)
-        return Pass(step, so_far, batch, trains=trains)
+        return OpenPass(step, so_far, batch, trains=trains)
 
     def __repr__(self) -> str:
-        how = "closed" if self._closed else "not run yet" if self._tape is None else "open"
-        return f"Pass({how}, {self._rows} rows)"
+        how = "closed" if self._closed else "not run yet" if self._pass is None else "open"
+        return f"OpenPass({how}, {self._rows} rows)"
 
     def __enter__(self) -> "Pass":
         return self
@@ -282,14 +296,15 @@ class Pass:
         Raises:
             RuntimeError: the pass is closed, or its backward pass has begun.
         """
-        tape = self._opened()
-        if tape.forward_ended:
+        pass_ = self._opened()
+        if pass_.forward_ended:
             raise RuntimeError(
                 "this pass has begun its backward pass, so no function can run in it any more: run all of them before, or open "
                 "another pass"
             )
-        with self._ends_if_it_fails(), comm.world().world.step(), tape.running():
-            found = self._step.forward(self._state, lambda given: function(self._params, *given[0], **given[1]), (args, kwargs))
+        params = pass_.view.params  # type: ignore[union-attr]
+        with self._ends_if_it_fails(), comm.world().world.step(), pass_.resumed(), pass_.forward():
+            found = self._step.forward(self._state, lambda given: function(params, *given[0], **given[1]), (args, kwargs))
         self._follow(found)
         return found
 
@@ -321,23 +336,21 @@ class Pass:
             raise ValueError("backward: give it a loss, as the pass was opened without a batch for the step's own")
         self.last, _ = self.last if last is None else last, self.key
         with self._ends_if_it_fails(), comm.world().world.step():
-            if loss is None and self._tape is None:
+            if loss is None and self._pass is None:
                 grads = self._grads = self._grads.taken()
                 own = self._step.base["gradients"]  # without what cuts a batch
                 after, total, metrics = own(self._step, self._state, self.batch, grads.carry, self.last)
                 grads.add(total, metrics, after, self._rows, last=self.last)
                 self._closed = True
                 return grads
-            tape = self._opened()
-            loss, metrics = self._weighted(tape, loss, weighs)
-            run = partial(tape.backward, loss.sum, retain_graph=retain_graph)
-            return self._add(tape, loss, metrics, run, close and not retain_graph)
+            loss, metrics = self._weighted(loss, weighs)
+            return self._add(loss, metrics, close and not retain_graph, retain_graph=retain_graph)
 
     def scaled(self, loss: Any, *, weighs: bool | None = None) -> Tensor:
         """The loss as ``backward`` would differentiate it; after its ``.backward()`` there is ``collect``."""
         self._refuse_untrained()
         with self._ends_if_it_fails(), comm.world().world.step():
-            self._scaled = self._weighted(self._opened(), loss, weighs)
+            self._scaled = self._weighted(loss, weighs)
         return self._scaled[0].sum  # type: ignore[no-any-return]
 
     def collect(self, *, close: bool = True) -> Gradients:
@@ -352,23 +365,24 @@ class Pass:
             RuntimeError: no backward pass went through what the pass has returned; losses of this step are scaled.
         """
         self._refuse_untrained()
-        tape = self._opened()
-        if not tape.in_backward:
+        self._opened()
+        pulling, self._pulling = self._pulling, None
+        if pulling is None:
             raise RuntimeError(
                 "collect: no backward pass has reached what this pass returned; call loss.backward() first, or "
                 "grads = run.backward(loss)"
             )
         with self._ends_if_it_fails(), comm.world().world.step():
             scaled, self._scaled = self._scaled, None
+            known = scaled is not None
             if scaled is None:
-                one, _ = self._weighted(tape, torch.zeros((), device=self._state.step.device), True)
+                one, _ = self._weighted(torch.zeros((), device=self._state.step.device), True)
                 if one.weight != 1:
                     raise RuntimeError(
                         f"collect: losses of this step are scaled ({self._step}); differentiate run.scaled(loss), not loss"
                     )
-                one = tree.replace(one, weight=one.weight * (not self._weighed))
-                return self._add(tape, one, {}, tape.collect_backward, close, known=False)
-            return self._add(tape, *scaled, tape.collect_backward, close)
+                scaled = tree.replace(one, weight=one.weight * (not self._weighed)), {}
+            return self._add(*scaled, close, known=known, pulling=pulling)
 
     def close(self) -> None:
         """Ends the pass; a graph that is left cannot be differentiated. Again does nothing."""
@@ -378,7 +392,7 @@ class Pass:
 
     def runs_on(self, state: State) -> bool:
         """Whether a graph of this pass may need the params of a state."""
-        return self._tape is not None and self._grads.state.step is state.step
+        return self._pass is not None and self._grads.state.step is state.step
 
     def written(self) -> State:
         """The state that a closed pass has left."""
@@ -395,43 +409,47 @@ class Pass:
         if not self._trains:
             raise RuntimeError("this pass was opened with trains=False, so there are no gradients")
 
-    def _opened(self) -> Tape:
+    def _opened(self) -> Pass:
         self._refuse_closed()
-        if self._tape is None:
+        if self._pass is None:
             with self._ends_if_it_fails(), comm.world().world.step():
                 _ = self.key
                 self._state.graphs.passes.add(self)
-                self._tape = tape = Tape(records=self._trains, inspects=self._state.graphs.is_new, buffers=self._scope)
-                tape.__enter__()
-                self._params = self._step.view(self._state, tape)
-                tape.pause()
-        return self._tape
+                self._pass = Pass(self._trains, self._scope, self._state.graphs if self._trains else None)
+                with self._pass.resumed():
+                    self._pass.view = self._step.view(self._state, trains=self._trains)
+        return self._pass
 
-    def _weighted(self, tape: Tape, loss: Any, weighs: bool | None) -> tuple[Weighted, dict[str, Weighted]]:
+    def _weighted(self, loss: Any, weighs: bool | None) -> tuple[Weighted, dict[str, Weighted]]:
         """A loss as the step's ``loss`` phase has it, the user's function replaced by what was computed already."""
-        with tape.resumed() if tape.forward_ended else tape.running(), torch.set_grad_enabled(self._trains):
-            tape.loss = loss
+        pass_ = self._opened()
+        forward = nullcontext() if pass_.forward_ended else pass_.forward()
+        with pass_.resumed(), forward, torch.set_grad_enabled(self._trains):
+            pass_.loss = loss
             try:
-                found, metrics = self._step.loss(self._state, self._params, self.batch)
+                total, metrics = self._step.loss(self._state, pass_.view.params, self.batch)  # type: ignore[union-attr]
             finally:
-                tape.loss = None
+                pass_.loss = None
         if weighs is False or (weighs is None and self._weighed):
-            found = tree.replace(found, weight=torch.zeros_like(found.weight))
-        return found, metrics
+            total = tree.replace(total, weight=torch.zeros_like(total.weight))
+        return total, metrics
 
     def _add(
         self,
-        tape: Tape,
         loss: Weighted,
         metrics: Mapping[str, Weighted],
-        backward: Callable[[], list[Tensor]],
         close: bool,
         *,
         known: bool = True,
+        retain_graph: bool = False,
+        pulling: Pulling | None = None,
     ) -> Gradients:
-        grads = self._grads = self._grads.taken()
-        with tape.resumed():
-            self._state, total = differentiated(self._step, self._state, tape, loss, grads.carry, self.last, backward, known)
+        pass_, grads = self._opened(), self._grads.taken()
+        self._grads = grads
+        with pass_.resumed():
+            self._state, total = differentiated(
+                self._step, self._state, pass_, loss, grads.carry, self.last, retain_graph=retain_graph, pulling=pulling
+            )
         rows, self._rows, self._weighed = self._rows, 0, True
         grads.add(total, detached(loss, metrics) if known else {}, self._state, rows, last=self.last)
         grads.last_pass = self
@@ -448,36 +466,45 @@ class Pass:
 
     def _reached(self, grad: Tensor) -> None:
         """A backward pass has come to what this pass returned, and goes on into it."""
-        tape = self._tape
-        if tape is None:
+        pass_ = self._pass
+        if pass_ is None:
             raise RuntimeError("the loss was computed in a pass that is closed; call backward before it closes")
-        if current_tape() is tape:
+        if current_pass() is pass_:
             return
         if get_ident() != self._thread:
             raise RuntimeError(
-                "loss.backward() runs in a thread of the device, where the tape of the pass is not known: call "
+                "loss.backward() runs in a thread of the device, where its pass is not known: call "
                 "run.backward(loss), or torch.autograd.set_multithreading_enabled(False) before"
             )
-        tape.carry, tape.last = None if self._grads.carry is None else self._grads.carry.sum, self.last
-        tape.enter_backward()
+        if self._pulling is None:
+            with pass_.resumed():
+                carry = self._grads.carry
+                self._pulling = pass_.pull(None, None if carry is None else carry.sum, self.last)
+        pass_.resume_until_backward_ends()
 
     @contextmanager
     def _ends_if_it_fails(self) -> Iterator[None]:
         try:
             yield
+        except NeedsWhole as error:
+            self._end(error)
+            raise RuntimeError(str(error)) from error
         except BaseException as error:
             self._end(error)
             raise
 
     def _end(self, error: BaseException | None) -> None:
-        tape, self._tape, self._params, self._closed = self._tape, None, None, True
-        if tape is not None:
-            if error is not None:
-                tape.__exit__(type(error), error, error.__traceback__)
-                return
-            with comm.world().world.step():
-                tape.drop_backward()
-                tape.__exit__(None, None, None)
+        pass_, self._pass, self._closed = self._pass, None, True
+        pulling, self._pulling = self._pulling, None
+        if pass_ is None:
+            return
+        if error is not None:
+            pass_.end(failed=True)
+            return
+        with comm.world().world.step():
+            if pulling is not None:
+                pulling.drop()
+            pass_.end()
 
 
 def refuse_open(state: State) -> None:

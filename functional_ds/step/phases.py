@@ -16,6 +16,7 @@ from functional_ds.comm.record.group import Group
 
 from .state import State
 from .traits import Trait
+from .view import View
 
 __all__ = [
     "PHASES",
@@ -36,7 +37,7 @@ PHASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "prepare": ("params",),
         "init": ("params",),
-        "view": ("state", "tape"),
+        "view": ("state", "trains", "whole"),
         "loss": ("state", "params", "batch"),
         "forward": ("state", "function", "batch"),
         "measure": ("state", "batch"),
@@ -61,6 +62,7 @@ PHASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 _RESULTS: dict[str, tuple[str, tuple[type, ...]]] = {
     "init": ("a State", (State,)),
+    "view": ("a View", (View,)),
     "loss": ("(Weighted, dict of further metrics)", (Weighted, dict)),
     "gradients": ("(State, Weighted, dict of metrics)", (State, Weighted, dict)),
     "measure": ("a dict of metrics", (dict,)),

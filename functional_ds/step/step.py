@@ -29,12 +29,12 @@ from .checks import (
     refuse_other_names,
     warn_of_lone_ranks,
 )
-from .forward_pass import Gradients, Pass, refuse_open
+from .forward_pass import Gradients, OpenPass, refuse_open
 from .phases import Layer, Phase, check_phases, compose_phase, kept_slots, unaware
 from .state import State, UpdateError, mark_donated
-from .tape import Tape
 from .traits import Trait
 from .unused import summed_over_ranks, with_idle
+from .view import View
 
 __all__ = ["Metrics", "Step", "Transform"]
 
@@ -54,7 +54,7 @@ class Step:
     |---|---|---|
     | prepare | params -> params | identity; marks leaves, before any transform cuts the tree up |
     | init | params -> State | params and optimizer state |
-    | view | state, tape -> params that the loss sees | the stored params |
+    | view | state, trains, whole -> View | the stored params as the loss sees them, and the transpose of that |
     | loss | state, params, batch -> Weighted, {name: Weighted} | the user's function |
     | forward | state, function, batch -> function(batch) | how that function is run: casts, contexts, recomputation |
     | measure | state, batch -> {name: Weighted} | loss ∘ view without gradients, this rank's share |
@@ -161,7 +161,7 @@ class Step:
         warn_of_lone_ranks(self, sent)
         return result
 
-    def open(self, state: State, batch: Any = None, so_far: Gradients | None = None, *, trains: bool = True) -> Pass:
+    def open(self, state: State, batch: Any = None, so_far: Gradients | None = None, *, trains: bool = True) -> OpenPass:
         """One forward pass, whose ``backward`` gives gradients for ``finish``: the first half of a step, for loops of your own.
 
         Law 57: ``step.finish(state, step.open(state, batch).backward()) = step(state, batch)``, bit for bit; and a loop over
@@ -194,7 +194,7 @@ class Step:
             refuse_inference("open")
         check_state(self, state)
         structure = state.batch if batch is None else check_batch(self, state, batch)
-        return Pass.opened(self, state, batch, so_far, structure, trains=trains)
+        return OpenPass.opened(self, state, batch, so_far, structure, trains=trains)
 
     def finish(self, state: State, grads: Gradients, *, donate: bool = True) -> tuple[State, Metrics]:
         """The second half of a step: reduces gradients, if no pass was the last, and updates, as ``step(state, batch)`` does.
@@ -280,9 +280,15 @@ class Step:
 
     # -- the phases, as finally composed -------------------------------------------------------------------------------
 
-    def view(self, state: State, tape: Tape) -> Any:
-        """The params that the loss sees."""
-        return self.phases["view"](self, state, tape)
+    def view(self, state: State, *, trains: bool = True, whole: bool = False) -> View:
+        """The params that the loss sees, and how gradients come back from them.
+
+        Args:
+            state: whose params.
+            trains: whether gradients are wanted.
+            whole: whether the loss needs all params before it begins, as one that uses torch.func does.
+        """
+        return self.phases["view"](self, state, trains, whole)  # type: ignore[no-any-return]
 
     def loss(self, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         """The loss of a batch and further metrics."""

@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -24,12 +25,13 @@ from functional_ds.sharding.sources import values_of
 
 from .buffers import BUFFERS, POLICIES, BufferScope
 from .forward_pass import detached, differentiated, with_buffers
+from .pass_scope import Pass, current_pass
 from .phases import Phase
 from .state import State, UpdateError
 from .step import Metrics, Step
-from .tape import PassAgain, Tape, current_tape
 from .traits import Trait
 from .unused import unused_leaves
+from .view import NeedsWhole, stored_view
 
 __all__ = ["train_step"]
 
@@ -83,9 +85,9 @@ def train_step(
 
     def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         further = {"key": state.key} if with_key else {}
-        tape = current_tape()
-        if tape is not None and tape.loss is not None:
-            found = tape.loss
+        pass_ = current_pass()
+        if pass_ is not None and pass_.loss is not None:
+            found = pass_.loss
         else:
             try:
                 found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
@@ -95,8 +97,8 @@ def train_step(
         value, metrics = _with_metrics(found)
         if "loss" in metrics:
             raise ValueError('the loss function returned a metric named "loss", which is the name of the loss: rename it')
-        if tape is not None:
-            tape.slots["mean"] = not isinstance(value, Weighted)
+        if pass_ is not None:
+            pass_.slots["mean"] = not isinstance(value, Weighted)
         return weigh(value, "the loss", constant=True), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
@@ -118,7 +120,7 @@ def train_step(
     base: dict[str, Phase] = {
         "prepare": lambda step, params: params,
         "init": init,
-        "view": _view,
+        "view": lambda step, state, trains, whole: stored_view(state.params, trains=trains),
         "loss": loss,
         "forward": lambda step, state, function, batch: function(batch),
         "measure": _measure,
@@ -177,24 +179,20 @@ def _moved(leaf: Tensor, new: Tensor) -> Tensor:
     return new if new is leaf else like_marked(new, leaf)
 
 
-def _view(step: Step, state: State, tape: Tape) -> Any:
-    """The base of ``view``: the stored params as they are."""
-    return tree.map(lambda x: tape.watch(x) if is_trainable(x) else x.detach(), state.params)
-
-
 def _params(step: Step, state: State) -> Any:
     """The base of ``params``: a copy of the stored params."""
     return tree.map(lambda x: like_marked(x.detach().clone(), x), state.params)
 
 
 def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
-    def run(left: Any) -> dict[str, Weighted]:
-        scope = BufferScope(state.slots.get(BUFFERS), keeps=False)
-        with Tape(records=False, repeats=left is None, left=left, buffers=scope) as tape:
-            loss, metrics = step.loss(tree.replace(state, key=None), step.view(state, tape), batch)
+    def run(whole: bool) -> dict[str, Weighted]:
+        with Pass(trains=False, buffers=BufferScope(state.slots.get(BUFFERS), keeps=False)) as pass_:
+            pass_.view = step.view(state, trains=False, whole=whole)
+            with pass_.forward():
+                loss, metrics = step.loss(tree.replace(state, key=None), pass_.view.params, batch)
         return {"loss": loss, **metrics}
 
-    return _repeated(run, RngState.now() if step.has(Trait.SHARDS_PARAMS) else None)
+    return _whole_if_needed(run, RngState.now() if step.has(Trait.SHARDS_PARAMS) else None)
 
 
 def _select(step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
@@ -208,26 +206,26 @@ def autograd(
 ) -> tuple[State, Weighted, dict[str, Weighted]]:
     """Autograd through loss ∘ view. The graphs of a state's first batch are looked through for what would lose gradients."""
 
-    def run(left: Any) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def run(whole: bool) -> tuple[State, Weighted, dict[str, Weighted]]:
         scope = BufferScope(state.slots.get(BUFFERS))
-        with Tape(inspects=state.graphs.is_new, repeats=left is None, left=left, buffers=scope) as tape:
-            loss, metrics = step.loss(state, step.view(state, tape), batch)
-            after, grads = differentiated(step, state, tape, loss, carry, last)
+        with Pass(buffers=scope, graphs=state.graphs) as pass_:
+            pass_.view = step.view(state, whole=whole)
+            with pass_.forward():
+                loss, metrics = step.loss(state, pass_.view.params, batch)
+            after, grads = differentiated(step, state, pass_, loss, carry, last)
         return with_buffers(after, scope), grads, detached(loss, metrics)
 
-    before = RngState.now() if state.batch is None or step.has(Trait.SHARDS_PARAMS) else None  # who else raises ``PassAgain``
-    return _repeated(run, before)
+    before = RngState.now() if state.batch is None or step.has(Trait.SHARDS_PARAMS) else None  # who else raises ``NeedsWhole``
+    return _whole_if_needed(run, before)
 
 
-def _repeated(run: Callable[[Any], T], before: RngState | None = None) -> T:
-    """``run(None)``, and after a ``PassAgain`` ``run(what it has left)``, from the state of random draws before."""
-    try:
-        return run(None)
-    except PassAgain as again:
-        left = again.left
+def _whole_if_needed(run: Callable[[bool], T], before: RngState | None = None) -> T:
+    """``run(False)``; if it needs params whole, ``run(True)``, from the state of random draws before."""
+    with suppress(NeedsWhole):
+        return run(False)
     if before is not None:  # outside of the handler, which would hold the memory of the first run
         before.restore()
-    return run(left)
+    return run(True)
 
 
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:

@@ -67,7 +67,7 @@ def batches(count: int, rows: int = 4, big: float = 1.0) -> list[tuple[Tensor, T
     return [(x * (big if i == 1 else 1.0), y) for i, (x, y) in enumerate(found)]
 
 
-def differentiated(run: fds.Pass, apply: fds.Apply, how: str, both: bool, last: bool | None) -> fds.Gradients:
+def differentiated(run: fds.OpenPass, apply: fds.Apply, how: str, both: bool, last: bool | None) -> fds.Gradients:
     """Gradients of a micro-batch, as loops come to them."""
     if last is not None:
         run.last = last
@@ -387,7 +387,7 @@ def test_casts_keep_the_graph_of_what_comes_in() -> None:
 @given(stage=st.sampled_from(STAGES), n=st.sampled_from((1, 2)), when=st.sampled_from(("unused", "run", "evaluated", "failed")))
 @settings(max_examples=settings.default.max_examples // 2)
 def test_a_pass_that_is_dropped_leaves_nothing(stage: int | None, n: int, when: str) -> None:
-    """Between micro-batches, too: the step is the one without it, and no tape stays open."""
+    """Between micro-batches, too: the step is the one without it, and no pass stays open."""
 
     def program() -> None:
         apply, params = functional()
@@ -403,7 +403,7 @@ def test_a_pass_that_is_dropped_leaves_nothing(stage: int | None, n: int, when: 
             other, metrics = step.finish(other, grads)
             assert_same(fds.tree.leaves(other), fds.tree.leaves(one))
             assert_same(metrics, expected)
-            assert fds.step.tape.current_tape() is None
+            assert fds.step.pass_scope.current_pass() is None
 
     comm.simulate(program, world_size=n)
 

@@ -20,8 +20,8 @@ from functional_ds.step.axes import asked, with_axis
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.tape import Tape
 from functional_ds.step.traits import Trait
+from functional_ds.step.view import View
 
 from .expert_reads import read_alone
 from .slice_errors import traced
@@ -235,19 +235,19 @@ class Experts:
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
-    def view(self, inner: Any, step: Step, state: State, tape: Tape) -> Any:
+    def view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
         """The leaves; where the graph of a loss is looked through, one that reads experts alone is refused.
 
         Raises:
             ValueError: a gradient reaches experts without a collective over ``ep``.
         """
-        found = inner(step, state, tape)
+        view: View = inner(step, state, trains, whole)
         if self.ep.size == 1 or step.has(Trait.PIPELINES) or comm.is_symmetric(self.ep):
-            return found
-        plain = {id(leaf): path for path, leaf in tree.named(found)}
+            return view
+        plain = {id(leaf): path for path, leaf in tree.named(view.params)}
 
         def path_of(node: Any, output: int) -> str | None:
-            return plain.get(id(getattr(node, "variable", None))) or tape.path_of(node, output)
+            return plain.get(id(getattr(node, "variable", None))) or view.path_of(node, output)
 
         def inspect(roots: Sequence[Tensor]) -> None:
             path = read_alone(roots, self.ep, path_of, self._matches)
@@ -259,8 +259,7 @@ class Experts:
                     "or sum their part over the ranks: comm.all_reduce(term, axis('ep').group)"
                 )
 
-        tape.inspectors.append(inspect)
-        return found
+        return attrs.evolve(view, guards=(*view.guards, inspect))
 
     def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
         """The function, inside of which ``axis("ep")`` is the group of the experts.

@@ -17,10 +17,10 @@ from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
 from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.axes import IN_ORDER, asked
 from functional_ds.step.compose import wrap
+from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phases import outermost
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
 from .batch_cut import BatchCut, CutBatch, entered, padded
@@ -374,7 +374,7 @@ class _SequenceParallel:
         first = state.batch is None and self.ranks().size > 1 and not step.has(Trait.PIPELINES)
         drawn = generator_states() if first else []
         found = inner(step, state, lambda given: entered(function, given), batch)
-        tape = current_tape()
+        pass_ = current_pass()
         if first and not all(map(torch.equal, drawn, generator_states())):
             raise RuntimeError(
                 f"{self}: the loss drew from torch's random generator (nn.Dropout in training?): on pieces of a sequence these "
@@ -390,7 +390,7 @@ class _SequenceParallel:
             state.graphs.is_new(IN_ORDER)
         if asked(AXIS) or asked(IN_DOCUMENTS):
             state.graphs.is_new(AXIS)
-        elif first and tape is not None and not self.tokenwise:
+        elif first and pass_ is not None and not self.tokenwise:
             raise ValueError(self._unasked())
         return found
 
@@ -400,8 +400,8 @@ class _SequenceParallel:
         Raises:
             ValueError: it is a plain mean.
         """
-        found, tape = inner(step, state, params, batch), current_tape()
-        if tape is not None and tape.slots.get("mean") and self.ranks().size > 1:
+        found, pass_ = inner(step, state, params, batch), current_pass()
+        if pass_ is not None and pass_.slots.get("mean") and self.ranks().size > 1:
             raise ValueError(
                 f"{self}: the loss is a plain number, a mean over this rank's tokens, and ranks may have different numbers of "
                 "them: return fds.Weighted(sum over tokens, number of tokens)"

@@ -23,10 +23,10 @@ from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.sharding.sources import is_deferred, sliced
 from functional_ds.step.axes import asked, with_axis
 from functional_ds.step.compose import wrap
+from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phases import innermost, outermost
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
 from .slice_checks import check_batch, check_draws, check_loss, check_whole_gradients, declared_batch, declared_loss
@@ -222,25 +222,23 @@ class _TensorParallel:
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """The inner forward, with the layers that the plan cuts run in their ways, and the group as ``axis("tp")``."""
-        tape, group = current_tape(), self.ranks()
+        pass_, group = current_pass(), self.ranks()
         pipelines = step.has(Trait.PIPELINES)
         declared = function if pipelines else lambda given: declared_loss(function(declared_batch(given, group)), group)
         run = with_axis("tp", group, declared)
         if state.batch is None and group.size > 1 and not pipelines:
             check_batch(batch, group)
-        if tape is None:
+        if pass_ is None:
             return inner(step, state, run, batch)
         calls = self._calls(state)
-        before, tape.calls = tape.calls, (calls, *tape.calls)
         draws: DrawLog = state.slots[_SLOT].known.draws
-        draws.found = [] if tape.records and not comm.is_symmetric(group) else None
-        drawn = generator_states() if tape.records and group.size > 1 else []
+        draws.found = [] if pass_.trains and not comm.is_symmetric(group) else None
+        drawn = generator_states() if pass_.trains and group.size > 1 else []
         try:
-            with named_errors(_cuts(state).slices, group):
+            with named_errors(_cuts(state).slices, group), pass_.run_by(calls):
                 found = inner(step, state, run, batch)
         finally:
-            tape.calls = before
-            calls.leave(tape)
+            calls.leave(pass_)
             drawn_for, draws.found = draws.found, None  # a recomputation notes nothing
         if not all(map(torch.equal, drawn, generator_states() if drawn else [])):
             raise RuntimeError(
@@ -260,7 +258,7 @@ class _TensorParallel:
                 f"sum whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise'}}"
             )
         draws.known.update(check_draws(drawn_for or [], group))
-        if tape.records and group.size > 1 and not pipelines and state.graphs.is_new("loss over tp"):
+        if pass_.trains and group.size > 1 and not pipelines and state.graphs.is_new("loss over tp"):
             check_loss(found, group)
         return found
 

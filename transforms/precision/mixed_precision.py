@@ -15,11 +15,11 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, mark_stored, module_of, stored_in
 from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.step.compose import wrap
+from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phases import outermost
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform
-from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
 from .kept_states import KeptStates, rounded, rounds
@@ -229,8 +229,8 @@ class _MixedPrecision:
     def loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         """The inner loss; scaled where gradients are wanted."""
         found, further = inner(step, state, params, batch)
-        tape, parts = current_tape(), 1
-        if tape is not None and tape.records and tape.slots["mean"] and self.policy.compute == torch.float16:
+        pass_, parts = current_pass(), 1
+        if pass_ is not None and pass_.trains and pass_.slots["mean"] and self.policy.compute == torch.float16:
             parts = 1 if step.has(Trait.PIPELINES) else step.batch_shard(state)[1] * step.micro_batches(state)
         loss, metrics = self._share(found, parts), {name: self._output(metric) for name, metric in further.items()}
         if torch.is_grad_enabled():

@@ -1,7 +1,7 @@
 """The params that a loss function sees: fetched unit by unit at first use, and their gradients handed to a reducer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,7 +21,8 @@ from functional_ds.base.torch_private import (
 )
 from functional_ds.modules.write_watch import bit_sums
 from functional_ds.sharding.layout import Layout
-from functional_ds.step.tape import PassAgain, Tape
+from functional_ds.step.graph_checks import watched
+from functional_ds.step.view import NeedsWhole, Outputs, Pulled, Pulling, View, differentiate
 
 from .lazy_tensor import LazyTensor
 from .prefetch import FetchPlan, FetchTrace
@@ -87,7 +88,7 @@ class WholeParams:
 
 
 class _UnitNode(torch.autograd.Function):
-    """A node from the tape's one differentiable leaf to a unit's trained leaves; its backward passes on their gradients.
+    """A node from the view's one differentiable leaf to a unit's trained leaves; its backward passes on their gradients.
 
     It is made when the unit is first touched. Autograd runs later nodes first, so it completes a unit before it goes on to
     earlier ones. The first output is a token among the roots of the backward pass: so the node runs exactly once on every
@@ -138,7 +139,7 @@ class _LeafVersion:
 
 
 class LazyParams:
-    """The params of one tape, as lazy tensors.
+    """The params of one view, as lazy tensors.
 
     A first touch fetches the leaf's unit from the source. Where gradients are wanted it also puts a node into the graph, which
     will hand the unit's gradients to the reducer. If the source frees units, what autograd saves of a unit is replaced by its
@@ -148,22 +149,29 @@ class LazyParams:
 
     Args:
         layout: the units.
+        cache: of the state.
         source: makes the source of units, which tells these params what it fetches and frees.
-        reducer: makes what takes the gradients of a backward pass; None where no leaf is differentiated.
+        reducer: makes what takes the gradients of a backward pass, from ``pull``'s ``carry``, ``last`` and ``passes``.
         device: where the params lie.
+        trains: whether gradients are wanted.
+        whole: whether the loss is given all units before it begins, as one needs that could not go on without.
         reshard_last_units: whether the units that are whole when the forward pass ends are freed before the backward pass.
     """
 
     def __init__(
         self,
         layout: Layout,
+        cache: ZeroCache,
         source: "Callable[[LazyParams], UnitSource]",
-        reducer: Callable[[], Reducer] | None,
+        reducer: Callable[[list[Tensor] | None, bool, int], Reducer],
         device: torch.device,
         *,
+        trains: bool,
+        whole: bool,
         reshard_last_units: bool,
     ) -> None:
-        self.layout, self.device = layout, device
+        self.layout, self.device, self._cache = layout, device, cache
+        self._trains, self._whole, self._reshard = trains, whole, reshard_last_units
         self.reducer: Reducer | None = None  # that of the backward pass that runs
         self._make_reducer = reducer
         self._in_graph: set[int] = set()  # the units that have a backward node
@@ -173,47 +181,47 @@ class LazyParams:
         self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
         self._held: set[int] = set()  # freed units of which somebody else held a leaf
         self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
-        self._lazy: list[Any] = []
         self._saved = SavedPlaces(layout, self._fetch, self._freeable)
-        self._reshard = reshard_last_units
+        self._begun = self._closed = False
         self._in_backward = False
-        self._repeats = False  # whether the loss runs again if it has to
-        self._sums = False  # whether values are compared, too: NumPy leaves no version behind
-        self._cache: ZeroCache
+        self._outside = False  # whether somebody else runs the backward pass
+        self._sums = cache.forward.uses is None  # whether values are compared, too: NumPy leaves no version behind
         self._bypassed = False  # whether a leaf was touched where autograd does not record
-        self._handle: Tensor | None = None
-        self._roots: list[Tensor] = []
-        self._tape: Tape | None = None
-        self.source = source(self)
+        self._suspects: dict[str, Tensor] = {}  # the placeholders that may have gone into a function then, by path
+        self._handle = (
+            watched(torch.zeros((), device=device).requires_grad_()) if trains and any(layout.trained_leaves) else None
+        )
+        self._tokens: list[Tensor] = []  # of the units' nodes
+        interrupted, cache.interrupted = cache.interrupted, None
+        self._resumes = whole and interrupted is not None
+        self.source: UnitSource = interrupted if self._resumes else source(self)
+        self._lazy: list[Any] = self._lazy_leaves()
+        slots = (slot for unit in layout.units for index in unit.segments for slot in layout.segments[index].slots)
+        self._placeholders = {id(self._lazy[slot.leaf]): layout.paths[slot.leaf] for slot in slots}
 
-    def open(self, tape: Tape, cache: ZeroCache) -> Any:
-        """The tree of lazy leaves. Their forward pass begins here, and their backward pass ends with the tape's."""
-        self._cache, self._repeats, self._sums = cache, tape.repeats, cache.forward.uses is None
-        if tape.left is None:
-            self.source.begin(cache.forward)
-        else:
-            self.source, tape.left = tape.left, None
-            self.source.resume(self.forget, self.fetched)
-        self._tape = tape
-        tape.at_end(self._close)
-        tape.at_forward_end(lambda: self._end_forward(tape))
-        tape.at_backward(lambda: self._begin_backward(cache.backward))
-        if tape.records:
-            if any(segment.trainable for segment in self.layout.segments):
-                self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
-            tape.collect_with(self._collect, self._without_gradient, self._drop)
-            tape.push_with(self._push)
-            tape.path_of = self.path_of
-            if self.source.frees and not cache.functional:
-                tape.during_forward(self._hooks)
-        if self.source.frees:
-            tape.claims.append(lambda tensor: self._saved.home(tensor) is not None)
-        leaves = self._lazy = self._lazy_leaves(tape.records)
-        if cache.functional and self.source.frees:
-            self._leaves.update((unit, self._enter(unit)) for unit in range(len(self.layout.units)))
-        slots = (s for unit in self.layout.units for index in unit.segments for s in self.layout.segments[index].slots)
-        tape.placeholders.update({id(leaves[slot.leaf]): self.layout.paths[slot.leaf] for slot in slots})
-        return tree.unflatten(self.layout.spec, leaves)
+    def view(self) -> View:
+        """The view of these params."""
+        return View(
+            tree.unflatten(self.layout.spec, self._lazy),
+            self.pull,
+            leaves=() if self._handle is None else (self._handle,),
+            scope=self._scope,
+            finish=self.finish,
+            close=self.close,
+            placeholders=self._placeholders,
+            owns=self.owns if self.source.frees else None,
+            path_of=self.path_of,
+        )
+
+    def owns(self, tensor: Tensor) -> str | None:
+        """The path of the leaf in whose memory a tensor lies."""
+        home = self._saved.home(tensor)
+        if home is None:
+            return None
+        segment, first = self.layout.segments[self.layout.units[home[0]].segments[home[1]]], int(tensor.storage_offset())
+        slot = max((slot for slot in segment.slots if slot.offset <= first), key=lambda slot: slot.offset)
+        path: str = self.layout.paths[slot.leaf]
+        return path
 
     def path_of(self, node: Any, output: int) -> str | None:
         """The path of the leaf that is this output of a node of the graph; None where it is none of these params'."""
@@ -248,17 +256,15 @@ class LazyParams:
             self.reducer.fetched(plan, made)
 
     def found(self, unit: int, grads: Sequence[Tensor | None]) -> None:
-        """Takes the gradients of a backward pass that the tape has not begun.
+        """Takes the gradients of a backward pass that ``pull`` does not run.
 
         Within the loss they are ``.grad`` of the leaves. After it they are those of a ``loss.backward()``, which runs a unit's
         node once; what comes later is of backward passes within that one.
         """
-        tape, reducer = self._tape, self.reducer
-        elsewhere = tape is not None and tape.in_backward and not tape.differentiates
-        if elsewhere and reducer is not None and not reducer.has(unit):
+        if self._outside and self.reducer is not None and not self.reducer.has(unit):
             self.completed(unit, grads)
-            return
-        self.nested(unit, grads)
+        else:
+            self.nested(unit, grads)
 
     def nested(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """Takes the gradients of a backward pass within the loss, or within what another one recomputes."""
@@ -275,23 +281,37 @@ class LazyParams:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _lazy_leaves(self, records: bool) -> list[Tensor]:
+    def _lazy_leaves(self) -> list[Any]:
         leaves: list[Any] = [None] * len(self.layout.paths)
         for segment in self.layout.segments:
             for slot in segment.slots:
                 fetch = partial(self._leaf, segment.unit, slot.leaf)
-                wants_grad = records and segment.trainable
+                wants_grad = self._trains and segment.trainable
                 leaves[slot.leaf] = LazyTensor(slot.shape, segment.dtype, self.device, wants_grad, fetch, self.source.frees)
         return leaves
 
+    def _begin(self) -> None:
+        """Begins the forward pass; again does nothing."""
+        if self._begun:
+            return
+        self._begun = True
+        if self._resumes:
+            self.source.resume(self.forget, self.fetched)
+        else:
+            self.source.begin(self._cache.forward)
+        if self._cache.functional and self.source.frees:
+            self._leaves.update((unit, self._enter(unit)) for unit in range(len(self.layout.units)))
+
     @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        """Replaces what autograd saves of units. torch.func refuses any hooks."""
+    def _scope(self) -> Iterator[None]:
+        """Replaces what autograd saves of units that are freed. torch.func refuses any hooks."""
+        self._begin()
+        replaces = self._trains and self.source.frees and not self._cache.functional
         try:
-            with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+            with saved_tensors_hooks(self._saved.pack, self._saved.unpack) if replaces else nullcontext():
                 yield
         except RuntimeError as error:
-            if "saved tensor hooks" in str(error):
+            if replaces and "saved tensor hooks" in str(error):
                 raise self._again() from error
             raise
 
@@ -306,12 +326,9 @@ class LazyParams:
             return RuntimeError(
                 f"{words} in what a backward pass recomputes; use zero(2), or leave the layer that uses it out of remat"
             )
-        self._cache.functional = True
-        if self._repeats:
-            return PassAgain(words, self.source)
-        return RuntimeError(
-            f"{words} in a pipeline; use zero(2) there, or torch.autograd.grad(..., create_graph=True) instead of torch.func"
-        )
+        self._cache.functional, self._cache.interrupted = True, self.source
+        words += " in a pipeline; use zero(2) there, or torch.autograd.grad(..., create_graph=True) instead of torch.func"
+        return RuntimeError(words) if self._whole else NeedsWhole(words)
 
     def _leaf(self, unit: int, leaf: int) -> Tensor:
         if not torch.is_grad_enabled():  # as in the forward of a custom autograd.Function
@@ -371,13 +388,16 @@ class LazyParams:
             outputs: list[Tensor]
             token, *outputs = _apply_node(self, unit, tuple(views), self._handle, self._in_backward)
         if not self._in_backward:
-            self._roots.append(token)
+            self._tokens.append(token)
             self._in_graph.add(unit)
         return outputs
 
-    def _end_forward(self, tape: Tape) -> None:
-        records = tape.records
-        if records and self._make_reducer is not None:
+    def finish(self) -> None:
+        """Ends the forward pass; again does nothing."""
+        if self._in_backward or self._closed:
+            return
+        self._begin()
+        if self._trains:
             for unit in range(len(self.layout.units)):
                 if self._trained_leaves(unit) and unit not in self._in_graph:  # other ranks may have touched them
                     self._node(unit, ())
@@ -385,14 +405,11 @@ class LazyParams:
             self._refuse_writes(unit)
         self._set_grads_aside()
         if self._bypassed:
-            tape.suspects += [leaf for leaf in self._lazy if leaf.requires_grad]
+            leaves = zip(self.layout.paths, self._lazy, strict=True)
+            self._suspects = {path: leaf for path, leaf in leaves if leaf.requires_grad}
         self._drop_leaves()
-        self.source.finish(reshard=self._reshard or not records)
-        self._in_backward = records
-
-    def _begin_backward(self, backward: FetchTrace) -> None:
-        self.reducer = None if self._make_reducer is None else self._make_reducer()
-        self.source.begin(backward)
+        self.source.finish(reshard=self._reshard or not self._trains)
+        self._in_backward = self._trains
 
     def _set_grads_aside(self) -> list[Tensor | None]:
         """What was assigned to the leaves' ``grad``, which is None then: within the loss it has no part in the gradients."""
@@ -403,13 +420,13 @@ class LazyParams:
                     leaf.grad = None
         return found
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Lets go of everything. The graph's nodes refer to this object, and a cycle would keep the memory for a while."""
         self._drop_leaves()
         self._nested.clear()
-        self._lazy = []
-        self._roots.clear()
-        self._handle = self.reducer = self._make_reducer = self._tape = None
+        self._tokens.clear()
+        self._suspects.clear()
+        self._lazy, self._handle, self.reducer, self._closed = [], None, None, True
         self.source = WholeParams(self.layout, ())
 
     def _drop_leaves(self) -> None:
@@ -418,21 +435,41 @@ class LazyParams:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
+    def pull(
+        self,
+        outputs: Outputs | None,
+        carry: list[Tensor] | None,
+        last: bool,
+        *,
+        retain_graph: bool = False,
+        passes: int = 0,
+    ) -> Pulling:
+        """The transpose: autograd hands each unit's gradients to the reducer; gradients of the leaves go there at once."""
+        if passes:  # nothing was computed from these params
+            self.source = WholeParams(self.layout, ())
+        else:
+            self.finish()
+        self.reducer, self._outside = self._make_reducer(carry, last, passes), outputs is None
+        self.source.begin(self._cache.backward)
+        if outputs is not None:
+            given = {self._placeholders.get(id(output)): grad for output, grad in outputs}
+            if None in given:
+                zero = torch.zeros((), device=self.device)
+                roots = [*outputs, *((token, zero) for token in self._tokens)]
+                leaves = [] if self._handle is None else [self._handle]
+                differentiate(roots, leaves, retain_graph=retain_graph, suspects=self._suspects)
+            else:
+                for unit in reversed(range(len(self.layout.units))):
+                    if trained := self._trained_leaves(unit):
+                        self.completed(unit, [given.get(self.layout.paths[leaf]) for leaf in trained])
+        return Pulling(self._settle, self._drop)
+
     def _fetch(self, unit: int) -> Sequence[Tensor]:
         return self.source.fetch(unit)
 
     def _freeable(self, unit: int) -> None:
         if self._in_backward:
             self.source.release(unit)
-
-    def _push(self, grads: Mapping[str, Tensor]) -> None:
-        """Takes gradients by path that were summed elsewhere, unit by unit as a backward pass would complete them."""
-        if self.reducer is None:
-            return
-        for unit in reversed(range(len(self.layout.units))):
-            trained = self._trained_leaves(unit)
-            if trained:
-                self.completed(unit, [grads.get(self.layout.paths[leaf]) for leaf in trained])
 
     def _trained_leaves(self, unit: int) -> tuple[int, ...]:
         return self.layout.trained_leaves[unit]
@@ -445,21 +482,21 @@ class LazyParams:
             before = self._lazy[leaf].grad
             self._lazy[leaf].grad = grad if before is None else before + grad
 
-    def _collect(self, grads: list[Tensor | None]) -> list[Tensor]:
-        if self.reducer is None:
-            self.source.finish(reshard=True)
-            return []
-        if self._tape is not None and not self._tape.differentiates:  # a ``loss.backward()`` may not have come to all of them
-            for unit in range(len(self.layout.units)):
-                if self._trained_leaves(unit) and not self.reducer.has(unit):
-                    self.completed(unit, ())
-        renew = self.source.finish(reshard=True, note=self.reducer.out_of_place)
-        self._collect_nested(self.reducer)
-        return self.reducer.finish(renew=renew)
+    def _settle(self) -> Pulled:
+        reducer = self.reducer
+        if reducer is None:
+            raise RuntimeError("the gradients of this view were taken already, or it is closed")
+        for unit in range(len(self.layout.units)):  # somebody else's backward pass may not have come to all of them
+            if self._trained_leaves(unit) and not reducer.has(unit):
+                self.completed(unit, ())
+        renew = self.source.finish(reshard=True, note=reducer.out_of_place)
+        self._collect_nested(reducer)
+        sums, self._outside, self.reducer = reducer.finish(renew=renew), False, None
+        return Pulled(sums, reducer.unused())
 
     def _drop(self) -> None:
         self.source.finish(reshard=True)
-        self.reducer = None
+        self.reducer, self._outside = None, False
 
     def _collect_nested(self, reducer: Reducer) -> None:
         """Hands on what backward passes within this one left after their units were complete."""
@@ -470,6 +507,3 @@ class LazyParams:
             nested = [self._nested.get(leaf) for leaf in self._trained_leaves(unit)]
             if any(grad is not None for grad in nested):
                 reducer.add_nested(unit, nested, self.device)
-
-    def _without_gradient(self) -> list[int]:
-        return [] if self.reducer is None else self.reducer.unused()

@@ -13,7 +13,7 @@ from functional_ds import comm
 from functional_ds.base.torch_private import foreach_add_, foreach_copy_
 from functional_ds.comm.record.call_recorder import labelled
 from functional_ds.sharding.layout import Layout, Segment
-from functional_ds.step.tape import dense, wide
+from functional_ds.step.view import dense, wide
 
 from .collectives import Collectives
 from .prefetch import FetchPlan

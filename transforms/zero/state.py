@@ -30,6 +30,7 @@ class ZeroCache:
         subsets: the same for some leaves alone, by their paths.
         layouts: the layout with other dtypes, by these.
         functional: whether this rank's loss uses torch.func, so that it is given all units before it begins.
+        interrupted: the source of units of a pass whose loss needs them whole, and runs again on a view of its own.
     """
 
     order: ReduceOrder
@@ -39,6 +40,7 @@ class ZeroCache:
     subsets: "dict[frozenset[str], Subset]" = attrs.field(factory=dict)
     layouts: dict[tuple[torch.dtype, ...], Layout] = attrs.field(factory=dict)
     functional: bool = False
+    interrupted: Any = None
 
     @staticmethod
     def fresh(layout: Layout, leaf_map: LeafMap) -> "ZeroCache":

@@ -19,8 +19,8 @@ from functional_ds.step.buffer_sync import synced
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step
-from functional_ds.step.tape import Tape
 from functional_ds.step.traits import Trait
+from functional_ds.step.view import View
 
 from .collectives import Collectives
 from .config import ZeroConfig
@@ -228,28 +228,35 @@ class Zero(ZeroConfig):
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
-    def view(self, inner: Any, step: Step, state: State, tape: Tape) -> Any:
+    def view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
         """Lazy leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
         layout, cache = partition.as_stored(state.params), partition.cache
         collectives = Collectives(self.process_groups(), self, lambda dtype: step.comm_dtype(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
-        reducer = partial(self._reducer, layout, cache, collectives, tape) if tape.records else None
-        source = partial(self._source, layout, state.params, collectives, tape)
-        params = LazyParams(layout, source, reducer, device, reshard_last_units=self.reshard_last_units)
-        return params.open(tape, cache)
+        params = LazyParams(
+            layout,
+            cache,
+            partial(self._source, layout, state.params, collectives, trains),
+            partial(self._reducer, layout, cache, collectives),
+            device,
+            trains=trains,
+            whole=whole,
+            reshard_last_units=self.reshard_last_units,
+        )
+        return params.view()
 
     def _source(
         self,
         layout: Layout,
         stored: Sequence[Any],
         collectives: Collectives,
-        tape: Tape,
+        trains: bool,
         params: LazyParams,
     ) -> UnitSource:
         groups = collectives.groups
         offloaded = any(not isinstance(shard, Tensor) for shard in stored)  # on the host or a disk
-        if self.stage < 3 or (groups.n == 1 and not offloaded) or tape.flushes:
+        if self.stage < 3 or (groups.n == 1 and not offloaded):
             return WholeParams(layout, stored)
         recorder = current_recorder()
         if recorder is not None:
@@ -267,23 +274,31 @@ class Zero(ZeroConfig):
             params.forget,
             max_live_units=self.max_live_units,
             prefetch=self.prefetch,
-            hpz=self.hpz and tape.records and len(groups.levels) > 1,
+            hpz=self.hpz and trains and len(groups.levels) > 1,
             on_fetch=params.fetched,
         )
 
-    def _reducer(self, layout: Layout, cache: ZeroCache, collectives: Collectives, tape: Tape) -> Reducer:
+    def _reducer(
+        self,
+        layout: Layout,
+        cache: ZeroCache,
+        collectives: Collectives,
+        sums: list[Tensor] | None,
+        last: bool,
+        passes: int,
+    ) -> Reducer:
         """Stages 0 and 1 add micro-batches up and reduce the last; 2 and 3 reduce each and add the shards up."""
         each = self.stage >= 2
         trained = [i for i, segment in enumerate(layout.segments) if segment.trainable]
-        carry = dict(zip(trained, tape.carry, strict=True)) if tape.carry is not None else {}
-        if tape.flushes == 1 and not each:  # one micro-batch, which turned out to be the last, and so travels as such
+        carry = dict(zip(trained, sums, strict=True)) if sums is not None else {}
+        if passes == 1 and not each:  # one micro-batch, which turned out to be the last, and so travels as such
             carry = {i: grads.to(layout.segments[i].dtype) for i, grads in carry.items()}
         return Reducer(
             layout,
             collectives,
             cache.order,
-            now=each or tape.last,
-            more=not tape.last,
+            now=each or last,
+            more=not last,
             local={} if each else carry,
             sums=carry if each else {},
         )

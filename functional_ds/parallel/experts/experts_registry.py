@@ -6,7 +6,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.step.axes import SUMS_EXPERTS, axis
-from functional_ds.step.tape import current_tape
+from functional_ds.step.pass_scope import current_pass
 
 from .grouped import RowGroups, grouped_linear
 from .router_bias import count_choices
@@ -47,8 +47,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
             "cut its experts by T.experts"
         )
     first = module.gate_up_proj if module.has_gate else module.up_proj
-    tape = current_tape()
-    tp = None if tape is not None and tape.slots.get(SUMS_EXPERTS) else _cut_over(module)
+    pass_ = current_pass()
+    tp = None if pass_ is not None and pass_.slots.get(SUMS_EXPERTS) else _cut_over(module)
 
     def linear(rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         return grouped_linear(rows, weight.mT if module.is_transposed else weight, groups)

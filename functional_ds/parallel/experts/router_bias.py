@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_ds.comm.record.call_recorder import runs_on_shapes
 from functional_ds.sharding.path_patterns import nearest
 from functional_ds.step.axes import axis
-from functional_ds.step.tape import current_tape
+from functional_ds.step.pass_scope import current_pass
 
 from .routing import Routing
 
@@ -107,9 +107,9 @@ def count_choices(experts: Any, routing: Routing) -> None:
 
 def _path(module: Any) -> str | None:
     """The path of a module of the running pass, in the params' tree."""
-    tape = current_tape()
-    for apply, leased in [] if tape is None else tape.modules.items():
-        held = None if tape is None or tape.buffers is None else tape.buffers.buffers
+    pass_ = current_pass()
+    for apply, leased in [] if pass_ is None else pass_.modules.items():
+        held = None if pass_ is None or pass_.buffers is None else pass_.buffers.buffers
         key = "" if held is None else held.known.keys.get(apply, "")
         for skeleton, _ in leased:
             for path, owner in skeleton.owners.items():

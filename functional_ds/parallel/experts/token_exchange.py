@@ -12,7 +12,7 @@ from functional_ds.base import tree
 from functional_ds.comm.alike import alike
 from functional_ds.comm.record.call_recorder import CallRecorder, current_recorder, runs_on_shapes
 from functional_ds.step.axes import axis
-from functional_ds.step.tape import current_tape
+from functional_ds.step.pass_scope import current_pass
 
 from .axis import ExpertAxis
 from .closures import closed_over
@@ -181,9 +181,9 @@ def _check(rows: Tensor, x: Tensor, routing: Routing, ranks: int) -> None:
 
 def _keep(out: Tensor) -> None:
     """Makes the backward pass reach the exchange on a rank without tokens, even if its loss is a constant."""
-    tape = current_tape()
-    if tape is not None and tape.records and out.requires_grad:
-        tape.roots.append(out)
+    pass_ = current_pass()
+    if pass_ is not None and pass_.trains and out.requires_grad:
+        pass_.roots.append(out)
 
 
 def _known(rows: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.comm.record.group import Group
 from functional_ds.step.axes import IN_ORDER, axes, note_asked
-from functional_ds.step.tape import current_tape
+from functional_ds.step.pass_scope import current_pass
 
 from .sequence_layout import SequenceLayout
 
@@ -147,8 +147,8 @@ def resolve_axis(
         raise ValueError(
             f"{what}: layout={layout!r} without a group: pass both, or none to take those of the step's T.sequence"
         )
-    found, tape = sequence_axis(what), current_tape()
-    if tape is not None and tape.slots.get(INSIDE_ULYSSES):
+    found, pass_ = sequence_axis(what), current_pass()
+    if pass_ is not None and pass_.slots.get(INSIDE_ULYSSES):
         raise ValueError(
             f"{what}: Ulysses cuts this attention's heads over the ranks of the step's T.sequence already, so it cannot "
             "take the same ranks: pass the two axes, fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']), "

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from functional_ds.base import tree
 from functional_ds.base.device import forked_rng, in_use, rng_state, set_rng_state
 from functional_ds.base.prng import Key
-from functional_ds.remat.rerun import TapeNow
-from functional_ds.step.tape import wide_dtype
+from functional_ds.step.pass_scope import Moment
+from functional_ds.step.view import wide_dtype
 
 __all__ = ["tiled"]
 
@@ -278,15 +278,15 @@ def _refuse_foreign(found: Sequence[Tensor], known: set[int]) -> None:
 
 
 def _again() -> Callable[[], Any]:
-    """A context in which the function finds what it finds now: the tape, the generators' states and the autocast."""
+    """A context in which the function finds what it finds now: the pass, the generators' states and the autocast."""
     device = in_use()
     kinds = {"cpu"} if device is None else {"cpu", device.type}
     autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
-    drawn, host, tape = None if device is None else rng_state(device), torch.get_rng_state(), TapeNow.now()
+    drawn, host, moment = None if device is None else rng_state(device), torch.get_rng_state(), Moment.now()
 
     @contextmanager
     def restored() -> Iterator[None]:
-        with tape.restored(), forked_rng():
+        with moment.restored(), forked_rng():
             torch.set_rng_state(host)
             if device is not None and drawn is not None:
                 set_rng_state(device, drawn)

@@ -1,7 +1,7 @@
 """Ulysses: attention that acts by head, on whole sequences of some heads each."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds.comm.alike import alike
 from functional_ds.comm.record.group import Group
 from functional_ds.step.axes import is_for_shapes
-from functional_ds.step.tape import current_tape
+from functional_ds.step.pass_scope import current_pass
 
 from .axis import INSIDE_ULYSSES, resolve_axis
 from .blockwise import attention as on_one_device
@@ -95,16 +95,9 @@ def ulysses(
 @contextmanager
 def _inside(takes_the_axis: bool) -> Iterator[None]:
     """Within it an attention that takes the step's ranks, as this one has, is refused."""
-    tape = current_tape() if takes_the_axis else None
-    if tape is None:
+    pass_ = current_pass() if takes_the_axis else None
+    with nullcontext() if pass_ is None else pass_.holding(INSIDE_ULYSSES, True):
         yield
-        return
-    before = tape.slots.get(INSIDE_ULYSSES, False)
-    tape.slots[INSIDE_ULYSSES] = True
-    try:
-        yield
-    finally:
-        tape.slots[INSIDE_ULYSSES] = before
 
 
 def _expanded(x: Tensor, shares: HeadShares, rank: int) -> Tensor:

@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,7 @@ from functional_ds import comm
 from functional_ds.base.torch_private import parameters_of
 from functional_ds.remat.region import current_region
 from functional_ds.step.axes import SUMS_EXPERTS
-from functional_ds.step.tape import Tape, current_tape
+from functional_ds.step.pass_scope import Pass, current_pass
 
 from .leaf_cuts import heads_of, is_transposed, kv_groups
 from .pairs import shared, summed
@@ -57,9 +57,9 @@ class _Way:
 
 @attrs.define(eq=False)
 class TensorCalls:
-    """Runs the layers of a module that a plan cuts, as ``Tape.calls``.
+    """Runs the layers of a module that a plan cuts, as ``Pass.calls``.
 
-    It holds the group, as a recomputation by torch's own checkpoint may run in a thread without a tape; so it is this rank's.
+    It holds the group, as a recomputation by torch's own checkpoint may run in a thread without a pass; so it is this rank's.
 
     Attributes:
         plan: by path.
@@ -201,7 +201,7 @@ class TensorCalls:
         return y if bias is None else y + bias
 
     def _row(self, path: str, module: nn.Module, way: _Way, group: comm.Group, forward: Any, x: Tensor) -> Tensor:
-        self.leave(current_tape())
+        self.leave(current_pass())
         inputs = _own(module).shape[0 if is_transposed(module) else 1]
         if group.size > 1 and inputs == _declared(module, "inputs"):  # of other params, which are whole
             return forward(x)  # type: ignore[no-any-return]
@@ -252,15 +252,10 @@ class TensorCalls:
         else:
             x, *weights = comm.copy_to((x, *routing[1:]), group)
             given = (x, *routing[:1], *weights)
-        tape = current_tape()
-        if tape is None:
-            return self._reduced(forward(*given), way, group)
-        before = tape.slots.get(SUMS_EXPERTS, False)
-        tape.slots[SUMS_EXPERTS] = True  # a registered experts function need not sum over the same ranks again
-        try:
+        pass_ = current_pass()
+        # A registered experts function need not sum over the same ranks again.
+        with nullcontext() if pass_ is None else pass_.holding(SUMS_EXPERTS, True):
             found = forward(*given)
-        finally:
-            tape.slots[SUMS_EXPERTS] = before
         return self._reduced(found, way, group)
 
     # -- what they share --------------------------------------------------------------------------------------------------
@@ -279,17 +274,17 @@ class TensorCalls:
         """
         if way.sequence:
             return x
-        tape, region = current_tape(), current_region()
-        known = {} if tape is None else tape.slots.setdefault(_SLOT, {})
+        pass_, region = current_pass(), current_region()
+        known = {} if pass_ is None else pass_.slots.setdefault(_SLOT, {})
         run = region, region is not None and region.replaying, torch.is_grad_enabled()
         if known.get("x") is not x or known.get("run") != run:
             known.update(x=x, run=run, y=shared(x, group))
         return known["y"]  # type: ignore[no-any-return]
 
-    def leave(self, tape: Tape | None) -> None:
+    def leave(self, pass_: Pass | None) -> None:
         """Lets go of what layers in a row have shared."""
-        if tape is not None:
-            tape.slots.pop(_SLOT, None)
+        if pass_ is not None:
+            pass_.slots.pop(_SLOT, None)
 
 
 def _tied(module: nn.Module) -> Word:

@@ -14,9 +14,9 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass
 from functional_ds.pipelining.stages.shape_check import OnesReadMode
 from functional_ds.pipelining.stages.stages import LossInput, Stages
+from functional_ds.step.pass_scope import Pass
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.tape import Tape
 
 __all__ = ["Boundary", "Crossing", "TensorMeta", "boundaries", "on_shapes", "signature", "view_metas"]
 
@@ -197,7 +197,7 @@ def _outgoing(
 ) -> "Boundary | dict[str, torch.dtype] | str":
     """What a stage sends to the next; of the last one, the dtypes of its sums; or what is wrong, as text."""
     try:
-        quiet = Tape(records=False)  # a recording tape compares values between ranks
+        quiet = Pass(trains=False)  # one that trains compares values between ranks
         trial = OnesReadMode if index == len(stages) - 1 else FakeTensorMode  # a loss may read numbers, to report them
         with quiet, trial(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
             params = {path: _fake(meta, trains) for path, meta in leaves.items()}
@@ -217,8 +217,14 @@ def _outgoing(
 
 def view_metas(step: Step, part: State) -> dict[str, TensorMeta]:
     """The leaves that the step's view gives for some of the params; collective in ZeRO stage 3."""
-    with Tape() as tape, disable_torch_function_subclass():  # a deferred leaf need not be fetched for this
-        return {path: TensorMeta.of(leaf) for path, leaf in step.view(part, tape).items()}
+    view = step.view(part)
+    try:
+        with view.scope(), disable_torch_function_subclass():  # a deferred leaf need not be fetched for this
+            metas = {path: TensorMeta.of(leaf) for path, leaf in view.params.items()}
+        view.finish()
+        return metas
+    finally:
+        view.close()
 
 
 def _fake(meta: TensorMeta, trains: bool) -> Tensor:

@@ -19,7 +19,7 @@ from functional_ds.comm.algorithms.cost import Link
 from functional_ds.modules.flops import FlopCounter
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.stages.stages import Stages
-from functional_ds.step.tape import Tape
+from functional_ds.step.pass_scope import Pass
 
 from .boundary import Boundary
 from .in_flight import InFlightMicroBatch
@@ -58,7 +58,7 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
     held = stages.by_path(params)
     stages.check(params, batch)
     found: list[_StageCost] = []
-    with Tape(records=False), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Standing(mode), torch.enable_grad():
+    with Pass(trains=False), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Standing(mode), torch.enable_grad():
         micro = tree.map(_empty, batch)
         for index in range(len(stages)):
             own = {path: _empty(held[path]).requires_grad_(is_trainable(held[path])) for path in stages[index].paths}

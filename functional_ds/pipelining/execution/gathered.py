@@ -1,15 +1,17 @@
 """``GatheredParams``: some of the params as whole leaves, for all micro-batches of one optimizer step."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import storage_id
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.tape import Tape
+from functional_ds.step.view import NeedsWhole, Pulling, View
 
 __all__ = ["GatheredParams"]
 
@@ -24,7 +26,7 @@ class GatheredParams:
         step: the finished step.
         state: its params are these alone.
         places: the places of their gradients among all gradients.
-        records: whether gradients are wanted.
+        trains: whether gradients are wanted.
         carry: gradients of earlier batches of the same optimizer step.
         last: whether no further batch follows.
         leaves: by path; an empty dict before the first ``gather``.
@@ -34,25 +36,25 @@ class GatheredParams:
     step: Step
     state: State
     places: Sequence[int]
-    records: bool
+    trains: bool
     carry: list[Tensor] | None = None
     last: bool = True
     leaves: dict[str, Tensor] = attrs.field(factory=dict)
     used: set[str] = attrs.field(factory=set)
-    _seen: dict[str, Tensor] = attrs.field(factory=dict)
+    _view: View | None = None
+    _seen: dict[str, Tensor] = attrs.field(factory=dict)  # what autograd computed from the view's params
     _gathered: dict[int, tuple[str, int]] = attrs.field(factory=dict)  # a leaf's path and the bytes of each storage of the view
-    _tape: Tape | None = None
+    _pulling: Pulling | None = None
     _freed: bool = False
-    _through: bool = True  # whether autograd records the view
 
     @property
     def whole(self) -> bool:
         """Whether ``gather`` has nothing to do."""
-        return self._tape is not None and not self._freed
+        return self._view is not None and not self._freed
 
     def gather(self) -> None:
         """Makes the leaves whole; collective where they are sharded. A second call does nothing."""
-        if self._tape is None:
+        if self._view is None:
             self._open()
         elif self._freed:
             self._regather()
@@ -71,54 +73,68 @@ class GatheredParams:
 
     def push(self, grads: Mapping[str, Tensor]) -> None:
         """Takes the gradients by all leaves, by path, and starts their reductions."""
-        tape, freed = self._opened(), self._freed
+        view, freed = self._opened(), self._freed
         self.used.update(grads)
-        if self._through:
+        whole = {path: view.params[path] for path in grads}
+        if not all(view.placeholders.get(id(leaf)) == path for path, leaf in whole.items()):
             self.gather()  # autograd may have saved a leaf's memory for the view's backward
-        tape.push(self._seen, grads, through=self._through)
+            whole = self._seen
+        outputs = [(whole[path], grad) for path, grad in grads.items() if whole[path].requires_grad]
+        self._pulling = view.pull(outputs, self.carry, self.last)
         if freed:
             self.free()
 
     def collect(self) -> list[Tensor]:
         """The gradients of the stored params."""
-        return self._opened().collect()
+        view = self._opened()
+        pulling = view.pull((), self.carry, self.last) if self._pulling is None else self._pulling
+        return pulling.wait().sums
 
     def unused(self) -> frozenset[str]:
         """The paths of the trained leaves whose gradients were not pushed."""
         return frozenset(path for path, leaf in self.leaves.items() if leaf.requires_grad and path not in self.used)
 
     def close(self) -> None:
-        """Closes the tape, also after an error."""
-        if self._tape is not None:
-            self._tape.__exit__(None, None, None)
-            self._tape = None
+        """Closes the view, also after an error."""
+        if self._view is not None:
+            self._view.close()
+            self._view = None
 
-    def _opened(self) -> Tape:
-        return self._open() if self._tape is None else self._tape
+    def _opened(self) -> View:
+        return self._open() if self._view is None else self._view
 
-    def _open(self) -> Tape:
-        tape = self._tape = Tape(records=self.records, carry=self.carry, last=self.last)
-        tape.__enter__()
-        given = self.step.view(self.state, tape)
-        self._through = not tape.takes(given)
-        order = dict.fromkeys((*tape.placeholders.values(), *given))  # each unit is fetched once, here
-        self._seen = {path: _fetched(given[path]) for path in order if path in given}
-        tape.step_aside()
+    def _open(self) -> View:
+        view = self._view = self.step.view(self.state, trains=self.trains)
+        order = dict.fromkeys((*view.placeholders.values(), *view.params))  # each unit is fetched once, here
+        self._seen = {path: leaf for path, leaf in self._fetched(view, order).items() if path in view.params}
         self.leaves = {path: leaf.detach().requires_grad_(leaf.requires_grad) for path, leaf in self._seen.items()}
         stored = {storage_id(leaf) for leaf in tree.leaves(self.state.params) if isinstance(leaf, Tensor)}  # not on a disk
         made = {storage_id(leaf): (path, leaf.untyped_storage().nbytes()) for path, leaf in self.leaves.items()}
         self._gathered = {storage: held for storage, held in made.items() if storage not in stored}
-        return tape
+        return view
+
+    def _fetched(self, view: View, order: Any) -> dict[str, Tensor]:
+        try:
+            with torch.set_grad_enabled(self.trains), view.scope():
+                fetched = {path: _plain(view.params[path]) for path in order if path in view.params}
+            view.finish()
+        except NeedsWhole as error:
+            raise RuntimeError(str(error)) from error
+        return fetched
 
     def _regather(self) -> None:
-        with Tape(records=False) as tape:
-            given = self.step.view(self.state, tape)
-            for path, size in self._gathered.values():
-                leaf = self.leaves[path]
-                leaf.untyped_storage().resize_(size)  # before the gather, so that whoever counts at gathers sees both
-                fresh = given[path].detach().untyped_storage()
-                leaf.untyped_storage().copy_(fresh, non_blocking=False)
+        view = self.step.view(self.state, trains=False)
+        try:
+            with torch.no_grad(), view.scope():
+                for path, size in self._gathered.values():
+                    leaf = self.leaves[path]
+                    leaf.untyped_storage().resize_(size)  # before the gather, so that whoever counts at gathers sees both
+                    fresh = view.params[path].detach().untyped_storage()
+                    leaf.untyped_storage().copy_(fresh, non_blocking=False)
+            view.finish()
+        finally:
+            view.close()
 
 
-def _fetched(leaf: Tensor) -> Tensor:
+def _plain(leaf: Tensor) -> Tensor:
     return leaf if type(leaf) is Tensor else leaf.view_as(leaf)

@@ -17,10 +17,11 @@ from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.step.buffers import BUFFERS, BufferScope
 from functional_ds.step.forward_pass import with_buffers
+from functional_ds.step.pass_scope import Pass
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.tape import Tape, wide
 from functional_ds.step.unused import without
+from functional_ds.step.view import wide
 
 from .boundary import Crossing, TensorMeta, boundaries, on_shapes, signature, view_metas
 from .gathered import GatheredParams
@@ -75,10 +76,10 @@ def gradients(
         for part in placement.here(spec.group.rank):
             alone, places = step.select(state, frozenset(part.paths))
             own = None if carry is None else [carry.sum[place] for place in places]
-            gathered[part.name] = GatheredParams(step, alone, places, records=True, carry=own, last=last)
+            gathered[part.name] = GatheredParams(step, alone, places, trains=True, carry=own, last=last)
             stack.callback(gathered[part.name].close)
         scope = BufferScope(state.slots.get(BUFFERS))
-        stack.enter_context(Tape(buffers=scope))
+        stack.enter_context(Pass(buffers=scope))
         runner = _runner(spec, step, state, batch, gathered, records=True)
         if spec.recorder is not None:
             spec.recorder.begin()
@@ -103,11 +104,11 @@ def measure(spec: PipelineSpec, step: Step, state: State, batch: Any) -> dict[st
         gathered = {}
         for part in placement.here(spec.group.rank):
             alone, places = step.select(state, frozenset(part.paths))
-            gathered[part.name] = GatheredParams(step, alone, places, records=False)
+            gathered[part.name] = GatheredParams(step, alone, places, trains=False)
             stack.callback(gathered[part.name].close)
         state = tree.replace(state, key=None)
         scope = BufferScope(state.slots.get(BUFFERS), keeps=False)
-        stack.enter_context(Tape(records=False, buffers=scope))
+        stack.enter_context(Pass(trains=False, buffers=scope))
         runner = _runner(spec, step, state, batch, gathered, records=False)
         runner.run(_steps(spec, state))
         return _metrics(runner, state)

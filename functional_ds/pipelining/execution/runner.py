@@ -15,7 +15,7 @@ from functional_ds.pipelining.schedules.action import ALL, MESSAGES, Action, Kin
 from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.tape import wide_dtype
+from functional_ds.step.view import wide_dtype
 
 from .boundary import Boundary, Crossing
 from .gathered import GatheredParams
@@ -55,7 +55,7 @@ class Runner:
         micros: the micro-batches.
         gathered: the params of this rank's stages, by the names of their parts.
         parts: for each stage of this rank the names of its parts, its own first.
-        records: whether gradients are wanted; a tape that says so is open.
+        records: whether gradients are wanted; a pass that says so is open.
         recorder: takes notes of times and memory.
         losses: the last stage's loss and metrics, by micro-batch.
     """

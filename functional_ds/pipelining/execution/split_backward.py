@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from functional_ds.base.torch_private import run_backward
-from functional_ds.step.tape import in_this_thread
+from functional_ds.step.view import in_this_thread
 
 __all__ = ["WeightBackward", "accumulate", "backward_inputs"]
 

@@ -1,0 +1,245 @@
+"""``Pass``: the dynamic scope of one forward pass and its backward."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base.torch_private import at_backward_end, graph_number
+
+from .buffers import BufferScope
+from .graph_checks import inspect_graph
+from .state import SeenGraphs
+from .view import Pulling, View
+
+__all__ = ["Moment", "Pass", "current_pass"]
+
+_HERE = threading.local()  # the passes that this thread is in
+
+
+def current_pass() -> "Pass | None":
+    """The innermost pass of this thread."""
+    passes = getattr(_HERE, "passes", None)
+    return passes[-1] if passes else None
+
+
+@attrs.define(eq=False)
+class Pass:
+    """One forward pass and its backward: the only dynamic scope beside the world. It is current inside of ``with pass_:``.
+
+    Modules that were given a step's params keep them until the pass ends: a recomputation in the backward pass reads them.
+
+    Attributes:
+        trains: whether gradients are wanted.
+        buffers: what modules hold beside parameters in this pass; None where nothing that they write is to be kept.
+        graphs: the kinds of graphs that were looked through before; None where none is looked through.
+        view: the params; None where several views serve one pass, as in a pipeline.
+        loss: the loss, where it was computed already; else the function of the step computes it.
+        roots: further tensors to begin the backward pass at, with gradient zero, so that their nodes run in any case.
+        calls: who runs modules inside of a module, the outermost last.
+        axes: what transforms have put there for the functions that run, by name.
+        asked: the names that functions have asked for.
+        slots: what transforms keep for this pass, by name.
+        modules: the copies of modules that this pass uses.
+        forward_ended: whether the forward pass is over.
+    """
+
+    trains: bool = True
+    buffers: BufferScope | None = None
+    graphs: SeenGraphs | None = None
+    view: View | None = None
+    loss: Any = None
+    roots: list[Tensor] = attrs.field(factory=list)
+    calls: tuple[Any, ...] = ()
+    axes: Mapping[str, Any] = attrs.field(factory=dict)
+    asked: set[str] = attrs.field(factory=set)
+    slots: dict[str, Any] = attrs.field(factory=dict)
+    modules: dict[Any, list[Any]] = attrs.field(factory=dict)
+    forward_ended: bool = False
+    _first_node: int = 0
+    _at_forward_end: list[Callable[[], None]] = attrs.field(factory=list)
+    _ending: ExitStack = attrs.field(factory=ExitStack)
+
+    def __attrs_post_init__(self) -> None:
+        self._first_node = graph_number(torch.zeros((), requires_grad=True).view(())) if self.graphs is not None else 0
+
+    def __repr__(self) -> str:
+        leaves = 0 if self.view is None else len(self.view.leaves)
+        return f"Pass({leaves} leaves, trains={self.trains}, {'after its forward' if self.forward_ended else 'forward'})"
+
+    def __enter__(self) -> "Pass":
+        self.resume()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end(failed=kind is not None)
+
+    # -- being current -----------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Is the current pass from now on."""
+        _HERE.__dict__.setdefault("passes", []).append(self)
+
+    def pause(self) -> None:
+        """Makes way for the pass before."""
+        _HERE.passes.remove(self)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Inside, this pass is the current one again: several that are open take turns."""
+        self.resume()
+        try:
+            yield
+        finally:
+            _HERE.passes.pop()
+
+    def resume_until_backward_ends(self) -> None:
+        """Is the current pass until the backward pass that runs, which somebody else has begun, is over."""
+        self.resume()
+        passes = _HERE.passes
+
+        def leave() -> None:
+            if self in passes:
+                passes.remove(self)
+
+        at_backward_end(leave)
+
+    # -- forward -----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside, functions of the view's params run; it may be entered several times."""
+        with torch.set_grad_enabled(self.trains), nullcontext() if self.view is None else self.view.scope():
+            yield
+
+    @contextmanager
+    def run_by(self, *calls: Any, inside: tuple[Any, ...] = ()) -> Iterator[None]:
+        """Inside, these run the modules inside of a module, before those that did so far, and ``inside`` after them."""
+        before, self.calls = self.calls, (*calls, *self.calls, *inside)
+        try:
+            yield
+        finally:
+            self.calls = before
+
+    @contextmanager
+    def holding(self, slot: str, value: Any) -> Iterator[None]:
+        """Inside, a slot has this value."""
+        before, self.slots[slot] = self.slots.get(slot), value
+        try:
+            yield
+        finally:
+            self.slots[slot] = before
+
+    def owns(self, tensor: Tensor) -> str | None:
+        """The path of the param in whose memory a tensor lies, where that memory comes and goes; else None."""
+        return None if self.view is None or self.view.owns is None else self.view.owns(tensor)
+
+    @property
+    def placeholders(self) -> Mapping[int, str]:
+        """The paths of tensors that only stand for a param, by id."""
+        return {} if self.view is None else self.view.placeholders
+
+    def at_forward_end(self, work: Callable[[], None]) -> None:
+        """Does ``work`` between the forward pass and the backward, unless the forward pass failed; the latest comes first."""
+        self._at_forward_end.append(work)
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        """Does ``work`` when the pass ends, whatever happened."""
+        self._ending.callback(work)
+
+    # -- backward ----------------------------------------------------------------------------------------------------------
+
+    def end_forward(self) -> None:
+        """Ends the forward pass; again does nothing."""
+        work, self._at_forward_end = self._at_forward_end, []
+        with torch.set_grad_enabled(self.trains):
+            for check in reversed(work):
+                check()
+            if not self.forward_ended and self.view is not None:
+                self.view.finish()
+        self.forward_ended = True
+
+    def pull(self, loss: Tensor | None, carry: list[Tensor] | None, last: bool, *, retain_graph: bool = False) -> Pulling:
+        """The gradients of a loss by the stored leaves, plus ``carry``: those of the view's ``pull``.
+
+        Args:
+            loss: None where somebody else's backward pass is about to run.
+            carry: as for ``View.pull``.
+            last: as for ``View.pull``.
+            retain_graph: as for ``View.pull``.
+        """
+        self.end_forward()
+        if self.view is None:
+            raise RuntimeError("pull: this pass has no view of params")
+        if loss is None:
+            return self.view.pull(None, carry, last)
+        outputs = [(x, None if x is loss else torch.zeros_like(x)) for x in (loss, *self.roots) if x.requires_grad]
+        roots = [x for x, _ in outputs]
+        if roots and self.graphs is not None and self.graphs.is_new(max(map(graph_number, roots)) - self._first_node):
+            for guard in (self._inspect, *self.view.guards):
+                guard(roots)
+        return self.view.pull(outputs, carry, last, retain_graph=retain_graph)
+
+    def inspect_again(self, loss: Tensor, unused: tuple[int, ...]) -> None:
+        """Looks through the graph if no other has left the same leaves without a gradient, which may be lost ones."""
+        if loss.requires_grad and self.graphs is not None and self.graphs.is_new(unused):
+            self._inspect([loss, *self.roots])
+
+    def _inspect(self, roots: list[Tensor]) -> None:
+        inspect_graph(roots, self.placeholders)
+
+    def end(self, *, failed: bool = False) -> None:
+        """Ends the pass. One that has not failed ends its forward pass first, in which other ranks may take part."""
+        try:
+            if not failed:
+                self.end_forward()
+        finally:
+            while self in _HERE.passes:
+                _HERE.passes.remove(self)
+            try:
+                self._ending.close()
+            finally:
+                if self.view is not None:
+                    self.view.close()
+
+
+@attrs.frozen(eq=False)
+class Moment:
+    """A pass as a function found it, for when the backward pass runs the function again.
+
+    In a pipeline one pass has many micro-batches, whose axes differ in their documents.
+    """
+
+    pass_: Pass | None
+    calls: tuple[Any, ...] = ()
+    axes: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @staticmethod
+    def now() -> "Moment":
+        """As it is in this thread."""
+        pass_ = current_pass()
+        return Moment(None) if pass_ is None else Moment(pass_, pass_.calls, pass_.axes)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a param, whose memory comes and goes."""
+        return self.pass_ is not None and self.pass_.owns(tensor) is not None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, the pass is current again as it was."""
+        pass_ = self.pass_
+        if pass_ is None:
+            yield
+            return
+        now = pass_.calls, pass_.axes
+        pass_.calls, pass_.axes = self.calls, self.axes
+        try:
+            with nullcontext() if current_pass() is pass_ else pass_.resumed():  # a device's backward has its own thread
+                yield
+        finally:
+            pass_.calls, pass_.axes = now
