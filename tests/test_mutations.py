@@ -1551,7 +1551,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("a tied weight becomes two", "modules.functional:_places", "id(parameter)", "(id(parameter), path)"),
     ],
     (one_device_accumulates, 2): [
-        Bug("earlier gradients are dropped", "step.tape:Tape._add", "total.add_(grad)", "grad"),
+        Bug("earlier gradients are dropped", "step.view:_added", "total.add_(grad)", "grad"),
         Bug(
             "the last micro-batch is left out",
             "transforms.accumulate:accumulate.gradients",
@@ -1658,9 +1658,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (zero_is_one_device, 0, "two trees"): [
         Bug(
             "two trees share a skeleton",
-            "modules.functional:Apply._of_tape",
-            "skeleton.identity == identity and skeleton.calls == tape.calls and (skeleton.version == len(self._changes))",
-            "skeleton.calls == tape.calls and skeleton.version == len(self._changes)",
+            "modules.functional:Apply._of_pass",
+            "skeleton.identity == identity and skeleton.calls == pass_.calls and (skeleton.version == len(self._changes))",
+            "skeleton.calls == pass_.calls and skeleton.version == len(self._changes)",
         ),
     ],
     (zero_is_one_device, 0, "blocks", 2, 2): [
@@ -1706,7 +1706,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
         Bug(
             "untouched units are not reduced",
-            "transforms.zero.lazy_params:LazyParams._end_forward",
+            "transforms.zero.lazy_params:LazyParams.finish",
             "self._trained_leaves(unit) and unit not in self._in_graph",
             "False",
             comm.DeadlockError,
@@ -1758,7 +1758,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (test_nested_autograd.test_losses_that_differentiate, test_nested_autograd.sharpness, 1, 2): [
         Bug(
-            "a backward pass of the loss is the tape's",
+            "a backward pass of the loss is the step's",
             "transforms.zero.lazy_params:_UnitNode.backward",
             "token is None",
             "False",
@@ -1766,7 +1766,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (test_nested_autograd.test_functions_whose_backward_runs_autograd, test_nested_autograd.Recomputing, None, 1): [
-        Bug("what functions leave in .grad is lost", "step.tape:Tape._collected", "_sum(leaf.grad, grad)", "grad"),
+        Bug("what functions leave in .grad is lost", "step.view:stored_view.pull.wait", "_sum(leaf.grad, grad)", "grad"),
     ],
     (test_nested_autograd.test_nested_gradients_of_one_rank,): [
         Bug(
@@ -1786,8 +1786,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (test_nested_autograd.test_torch_func_in_a_loss, test_nested_autograd.rows_alone, 3): [
         Bug(
             "a loss runs again without its units",
-            "transforms.zero.lazy_params:LazyParams.open",
-            "cache.functional and self.source.frees",
+            "transforms.zero.lazy_params:LazyParams._begin",
+            "self._cache.functional and self.source.frees",
             "False",
             RuntimeError,
         ),
@@ -1805,7 +1805,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a loss without a graph trains nothing",
             "step.forward_pass:differentiated",
-            "check_graph(loss, tape)",
+            "check_graph(loss, pass_)",
             "pass",
             pytest.fail.Exception,
         ),

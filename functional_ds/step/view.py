@@ -91,7 +91,7 @@ def _never(node: Any, output: int) -> str | None:
     return None
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class View:
     """The params that a loss sees, and how gradients come back from them: ``params, pull = vjp(view, state)``.
 
@@ -128,6 +128,10 @@ class View:
     owns: Callable[[Tensor], str | None] | None = None
     path_of: Callable[[Any, int], str | None] = _never
     guards: tuple[Callable[[Sequence[Tensor]], None], ...] = ()
+
+    def __repr__(self) -> str:
+        how = "placeholders" if self.placeholders else "stored"
+        return f"View({len(tree.leaves(self.params))} params, {how}{', trains' if self.leaves else ''})"
 
     def map(self, function: Callable[[Any], Any]) -> "View":
         """The view of ``function(params)``, through which gradients flow back.

@@ -610,7 +610,7 @@ def test_bad_compositions() -> None:
         (
             "remat of the block",
             Bug(
-                "compiled the second time alone", "compiling.block_calls:_watched", "tape.slots.get(_EAGER, '')", "str('', '')"
+                "compiled the second time alone", "compiling.block_calls:_watched", "pass_.slots.get(_EAGER, '')", "str('', '')"
             ),
         ),
     ],

@@ -486,7 +486,7 @@ class LazyParams:
         reducer = self.reducer
         if reducer is None:
             raise RuntimeError("the gradients of this view were taken already, or it is closed")
-        for unit in range(len(self.layout.units)):  # somebody else's backward pass may not have come to all of them
+        for unit in range(len(self.layout.units)) if self._outside else ():  # it may not have come to all of them
             if self._trained_leaves(unit) and not reducer.has(unit):
                 self.completed(unit, ())
         renew = self.source.finish(reshard=True, note=reducer.out_of_place)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functional_ds import comm, moe
-from functional_ds.step.tape import Tape
+from functional_ds.step.pass_scope import Pass
+from functional_ds.step.view import stored_view
 from functional_ds.testing import simulated_cuda
 from tests.parallel.experts.oracle import E, M, close, gradients, mixture, numbers, on, own, weights_of
 
@@ -250,16 +251,16 @@ def test_half_precision_sums_in_fp32(dtype: torch.dtype, router: torch.dtype) ->
 
 
 def test_a_rank_without_tokens_may_have_a_constant_loss() -> None:
-    """Its backward pass meets the others' all the same, through the tape's roots."""
+    """Its backward pass meets the others' all the same, through the pass's roots."""
 
     def program() -> list[Tensor]:
         group = comm.world()
         tokens = 4 if group.rank == 0 else 0
-        with Tape() as tape:
-            params = {name: tape.watch(leaf) for name, leaf in own(weights_of(), group).items()}
+        with Pass(view=stored_view(own(weights_of(), group), trains=True)) as pass_:
+            params = pass_.view.params
             routing = moe.Routing(torch.full((tokens, 1), 3), torch.ones(tokens, 1, dtype=torch.float64), E)
             y = moe.exchange(moe.gated_mlp(**params), numbers(tokens, M), routing=routing, group=group)
-            return tape.backward(y.sum() if tokens else torch.zeros(()))
+            return pass_.pull(y.sum() if tokens else torch.zeros(()), None, True).wait().sums
 
     with_tokens, without = comm.simulate(program, world_size=2)
     assert all(float(grad.abs().sum()) == 0 for grad in with_tokens)

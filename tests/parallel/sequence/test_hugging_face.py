@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from functional_ds import comm, seq
 from functional_ds.step.axes import with_axis
-from functional_ds.step.tape import Tape
+from functional_ds.step.pass_scope import Pass
 
 hf = pytest.importorskip("transformers")
 
@@ -95,7 +95,7 @@ def _axis(layout: seq.SequenceLayout, documents: Tensor | None) -> seq.SequenceA
 
 
 def _in_a_step(axis: seq.SequenceAxis, function: Any) -> Any:
-    with Tape():
+    with Pass():
         return with_axis("sp", axis, lambda _: function())(None)
 
 

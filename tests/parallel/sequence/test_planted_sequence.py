@@ -118,8 +118,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "the loss is a mean of the ranks' means",
             "transforms.parallel.sequence:_SequenceParallel.loss",
-            "found, tape = (inner(step, state, params, batch), current_tape())",
-            "(sums, more), tape = (inner(step, state, params, batch), current_tape())\n"
+            "found, pass_ = (inner(step, state, params, batch), current_pass())",
+            "(sums, more), pass_ = (inner(step, state, params, batch), current_pass())\n"
             "found = (Weighted(sums.sum / sums.weight, torch.tensor(1.0)), more)",
         ),
     ],
@@ -151,7 +151,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     recomputed_in_a_pipeline: [
-        Bug("what runs again sees the last micro-batch's masks", "remat.rerun:TapeNow.restored", "self.axes", "axes()"),
+        Bug("what runs again sees the last micro-batch's masks", "step.pass_scope:Moment.restored", "self.axes", "pass_.axes"),
     ],
     tiles_draw: [
         Bug(
@@ -271,7 +271,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "attention within a rank goes unnoticed",
             "transforms.parallel.sequence:_SequenceParallel.forward",
-            "first and tape is not None and (not self.tokenwise)",
+            "first and pass_ is not None and (not self.tokenwise)",
             "False",
         ),
     ],
@@ -281,7 +281,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "a mean of means goes unnoticed",
             "transforms.parallel.sequence:_SequenceParallel.loss",
-            "tape.slots.get('mean')",
+            "pass_.slots.get('mean')",
             "False",
         ),
     ],

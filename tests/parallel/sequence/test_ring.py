@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_ds import comm, seq
 from functional_ds.step.axes import with_axis
-from functional_ds.step.tape import Tape
+from functional_ds.step.pass_scope import Pass
 from tests.parallel.sequence.attention_cases import Case, cases, run
 
 Layout = seq.SequenceLayout
@@ -152,7 +152,7 @@ def test_the_steps_axis_is_taken_where_no_group_is_given() -> None:
         group = comm.world()
         q, k, v, _ = (case.own(x, group.rank) for x in case.inputs())
         axis = seq.SequenceAxis(group, case.layout, case.length, documents=case.numbers())
-        with Tape(records=False):
+        with Pass(trains=False):
             found = with_axis("sp", axis, lambda _: seq.ring()(q, k, v, causal=True))(None)
         return found, seq.ring(group, layout="zigzag")(q, k, v, **plain.arguments())
 

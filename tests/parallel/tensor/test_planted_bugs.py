@@ -197,7 +197,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "ranks draw masks of their own",
             "transforms.parallel.tensor_parallel:_TensorParallel.forward",
-            "tape.records and group.size > 1",
+            "pass_.trains and group.size > 1",
             "False",
         ),
     ],

@@ -348,8 +348,8 @@ def test_a_pattern_that_names_leaves_of_another_rank(stage: int) -> None:
 
 
 def squashed(mesh: Any) -> Any:
-    def view(inner: Any, step: Any, state: Any, tape: Any) -> Any:
-        return fds.tree.map(torch.tanh, inner(step, state, tape))
+    def view(inner: Any, step: Any, state: Any, trains: bool, whole: bool) -> fds.View:
+        return inner(step, state, trains, whole).map(partial(fds.tree.map, torch.tanh))
 
     return fds.wrap("squash", view=view)
 

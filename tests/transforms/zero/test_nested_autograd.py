@@ -600,7 +600,7 @@ class Doubled(Function):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_bare_parameter_from_the_second_step_on(stage: int) -> None:
-    """The first step's graph is looked through; of later ones the gradients say what went past the tape."""
+    """The first step's graph is looked through; of later ones the gradients say what went past the view."""
     calls: list[None] = []
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
