@@ -91,7 +91,8 @@ def replicated(
         state = state if init is None else tree.replace(state, unused=frozenset())  # what is owed comes in any step
         return state.put(**{slot: memory}), tree.replace(grads, sum=shaped)
 
-    def norm(inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
+    def guard_norm(inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
+        """Refuses a norm of gradients that are not reduced yet."""
         if state.reduced is False:
             raise ValueError(
                 f"{title}: step.norm is asked within the phase gradients, where each rank has gradients of its rows alone; use "
@@ -110,7 +111,7 @@ def replicated(
         reduce=combine,
         sum_over_ranks=replicas.sum_over_ranks,
         batch_shard=replicas.batch_shard,
-        norm=norm,
+        guards={"norm": guard_norm},
     )
 
 

@@ -3,9 +3,10 @@
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import optree
@@ -30,17 +31,14 @@ from .phases import Layer
 from .state import State, refuse_donated
 
 __all__ = [
-    "check_batch",
+    "GUARDS",
     "check_graph",
-    "check_params",
-    "check_same_step",
-    "check_state",
     "entries",
     "name_sum",
-    "noting_first_step",
     "refuse_inference",
     "refuse_other_names",
-    "warn_of_lone_ranks",
+    "structure_of",
+    "warning_of_lone_ranks",
 ]
 
 _PLAIN = (bool, int, float, complex, str, bytes)  # beside tensors, a batch may have these
@@ -66,7 +64,7 @@ class Strategy(Protocol):
     def wraps(self, phase: str) -> bool: ...
 
 
-def refuse_inference(what: str) -> None:
+def refuse_inference(step: Strategy, *args: Any) -> None:
     """Refuses inference mode, whose tensors have no part in training, in this step or a later one.
 
     Raises:
@@ -74,12 +72,12 @@ def refuse_inference(what: str) -> None:
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            f"{what}: torch.inference_mode() is on, and nothing trains on the tensors that it makes; leave the block for it "
+            "step: torch.inference_mode() is on, and nothing trains on the tensors that it makes; leave the block for it "
             "(step.evaluate may stay inside)"
         )
 
 
-def check_params(params: Any) -> None:
+def check_params(step: Strategy, params: Any) -> None:
     """Refuses what is no tree of tensors.
 
     Raises:
@@ -104,7 +102,7 @@ def check_params(params: Any) -> None:
         )
 
 
-def check_state(step: Strategy, state: Any) -> None:
+def check_state(step: Strategy, state: Any, *args: Any) -> None:
     """Refuses what is no state, and a state whose slots are not those of the step's transforms.
 
     Raises:
@@ -171,24 +169,29 @@ def _two_numbers(metrics: Mapping[str, Any]) -> list[float]:
     return [float(number & 0xFFF), float(number >> 12 & 0xFFF)]
 
 
-def check_batch(step: Strategy, state: State, batch: Any) -> optree.PyTreeSpec:
-    """The structure of a batch.
+def structure_of(batch: Any) -> optree.PyTreeSpec:
+    """The structure of a batch, whose containers are trees from now on."""
+    register_containers(batch)
+    return tree.structure(batch)
+
+
+def check_batch(step: Strategy, state: State, batch: Any) -> None:
+    """Refuses batches that are no trees of tensors and numbers, or have another structure than those before.
 
     Raises:
         TypeError: a leaf of the batch is neither a tensor nor a number or string.
         ValueError: the structure is another than that of the batches before; the params have no values, and the batch has.
     """
-    if state.batch is None:
-        register_containers(batch)
-    found = tree.structure(batch)
+    if batch is None:
+        return
+    structure = structure_of(batch) if state.batch is None else tree.structure(batch)
     if state.batch is None:
         _check_leaves(batch)
         _refuse_bare(step, state, batch)
-    elif state.batch != found:
+    elif state.batch != structure:
         raise ValueError(
-            f"batch: its structure is {found}, but the batches so far had {state.batch}; give all batches one structure"
+            f"batch: its structure is {structure}, but the batches so far had {state.batch}; give all batches one structure"
         )
-    return found
 
 
 def _check_leaves(batch: Any) -> None:
@@ -269,7 +272,7 @@ def _groups(step: Strategy) -> list[comm.Group]:
     return list({group.ranks: group for group in given if group.size > 1 and group.rank >= 0}.values())
 
 
-def check_same_step(step: Strategy) -> None:
+def check_same_step(step: Strategy, *args: Any) -> None:
     """Refuses steps that differ among the ranks that train together: those of the groups of the transforms, along all axes.
 
     Cost: one all-reduce of 16 bytes a group, on its channel "control"; the texts, where they differ.
@@ -290,27 +293,36 @@ def check_same_step(step: Strategy) -> None:
 
 
 @contextmanager
-def noting_first_step(step: Strategy, *, is_first: bool) -> Iterator[comm.Ledger | None]:
-    """Counts what a first step sends among processes; None where a transform has a group, or there is one rank.
+def warning_of_lone_ranks(step: Strategy, state: State) -> Iterator[None]:
+    """Warns of a first step that has sent nothing, so that each rank trains a model of its own; one rank says so.
 
     In a simulation ranks often run single-device steps beside each other, to compare with them.
     """
     here = comm.world()
-    counts = is_first and here.size > 1 and here.rank == 0 and not any(layer.groups for layer in step.layers)
+    counts = state.batch is None and here.size > 1 and here.rank == 0 and not any(layer.groups for layer in step.layers)
     if not counts or not isinstance(here.world, ProcessWorld) or current_recorder() is not None:
-        yield None
+        yield
         return
     with comm.ledger() as sent:
-        yield sent
+        yield
+    if not any(len(row.ranks) > 1 for row in sent.rows):
+        warnings.warn(
+            f"{step}: the first step has sent nothing between the {here.size} ranks, so each trains a model by itself, on "
+            "its own batches: compose T.zero(0), which sums gradients over the ranks. If that is what you want, say so by a "
+            f"group of one rank, T.zero(0, comm.new_group([{here.rank}])), or ignore this warning",
+            stacklevel=4,
+        )
 
 
-def warn_of_lone_ranks(step: Strategy, sent: comm.Ledger | None) -> None:
-    """Warns of a first step that has sent nothing, so that each rank trains a model of its own; one rank says so."""
-    if sent is None or any(len(row.ranks) > 1 for row in sent.rows):
-        return
-    warnings.warn(
-        f"{step}: the first step has sent nothing between the {comm.world().size} ranks, so each trains a model by itself, on "
-        "its own batches: compose T.zero(0), which sums gradients over the ranks. If that is what you want, say so by a group "
-        "of one rank, T.zero(0, comm.new_group([comm.world().rank])), or ignore this warning",
-        stacklevel=3,
-    )
+Guard = Callable[..., None]
+
+GUARDS: Mapping[str, tuple[Guard, ...]] = MappingProxyType(
+    {  # what each call of a step looks for before it begins; the guards of its transforms stand beside their phases
+        "init": (refuse_inference, check_params, check_same_step),
+        "step": (refuse_inference, check_state, check_batch),
+        "open": (refuse_inference, check_state, check_batch),
+        "finish": (refuse_inference, check_state),
+        "evaluate": (check_state, check_batch),
+        "params": (check_state,),
+    }
+)

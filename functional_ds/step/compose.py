@@ -1,6 +1,7 @@
 """``wrap`` makes a transform of functions that wrap phases; ``compose`` makes one transform of several."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -24,13 +25,20 @@ class _Wrap:
     check: Callable[[Step], None] | None
     options: Mapping[str, Any] | None
     groups: Sequence[Group | None]
+    guards: Mapping[str, Callable[..., Any]]
     phases: Mapping[str, Callable[..., Any]]
 
     def __call__(self, step: Step) -> Step:
         if self.check is not None:
             self.check(step)
         return step.wrapped(
-            self.name, slot=self.slot, traits=self.traits, options=self.options, groups=self.groups, **self.phases
+            self.name,
+            slot=self.slot,
+            traits=self.traits,
+            options=self.options,
+            groups=self.groups,
+            guards=self.guards,
+            **self.phases,
         )
 
     def __repr__(self) -> str:
@@ -62,6 +70,7 @@ def wrap(
     check: Callable[[Step], None] | None = None,
     options: Mapping[str, Any] | None = None,
     groups: Sequence[Group | None] = (),
+    guards: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     **phases: Callable[..., Any],
 ) -> Transform:
     """The transform that replaces phases: ``wrap("half", rate=lambda inner, step, state: inner(step, state) / 2)``.
@@ -78,6 +87,8 @@ def wrap(
             ``init``: numbers and functions by what they compute with, groups by their sizes, other objects by their types.
         groups: the groups over which the transform sums or exchanges values, None for the whole world: their ranks compare the
             whole step at ``init``.
+        guards: functions of the same form, by phase, that change nothing and refuse what would be wrong. Each runs around the
+            transform's own function of the phase; ``step.without_guards()`` leaves them out.
         phases: the functions, by the phase that they wrap.
 
     Raises:
@@ -85,7 +96,8 @@ def wrap(
         TypeError: a function takes other arguments than its phase gives; when it runs: it returns something else.
     """
     check_phases(name, phases)
-    return _Wrap(name, slot, frozenset(traits), check, options, tuple(groups), phases)
+    check_phases(name, guards)
+    return _Wrap(name, slot, frozenset(traits), check, options, tuple(groups), guards, phases)
 
 
 def compose(*transforms: Transform) -> Transform:

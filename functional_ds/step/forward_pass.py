@@ -41,6 +41,9 @@ class Phases(Summing, Protocol):
     @property
     def layers(self) -> tuple[Layer, ...]: ...
 
+    @property
+    def guarded(self) -> bool: ...
+
     def has(self, trait: Trait) -> str | None: ...
 
     def view(self, state: State, *, trains: bool = True, whole: bool = False) -> View: ...
@@ -87,7 +90,8 @@ def differentiated(
         pulling: what takes the gradients of a backward pass that somebody else has run.
     """
     if pulling is None:
-        check_graph(loss, pass_)
+        if pass_.graphs is not None:
+            check_graph(loss, pass_)
         pulling = pass_.pull(loss.sum, None if carry is None else carry.sum, last, retain_graph=retain_graph)
     grads, unused = pulling.wait()
     pass_.inspect_again(loss.sum, tuple(unused))
@@ -415,7 +419,8 @@ class OpenPass:
             with self._ends_if_it_fails(), comm.world().world.step():
                 _ = self.key
                 self._state.graphs.passes.add(self)
-                self._pass = Pass(self._trains, self._scope, self._state.graphs if self._trains else None)
+                looks = self._trains and self._step.guarded
+                self._pass = Pass(self._trains, self._scope, self._state.graphs if looks else None)
                 with self._pass.resumed():
                     self._pass.view = self._step.view(self._state, trains=self._trains)
         return self._pass

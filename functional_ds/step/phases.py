@@ -81,6 +81,7 @@ class Layer:
     Attributes:
         name: of the transform, for errors.
         phases: its functions by phase, alone or with their place.
+        guards: functions of the same form that only refuse what would be wrong: each around the layer's function of the phase.
         traits: what other transforms may ask the step for.
         slot: the name of what it keeps in the state.
         options: what all ranks must give it alike; None where the name says so.
@@ -93,6 +94,7 @@ class Layer:
     slot: str | None
     options: Mapping[str, Any] | None = None
     groups: Sequence[Group | None] = ()
+    guards: Mapping[str, Any] = attrs.field(factory=dict)
 
     def __repr__(self) -> str:
         return f"Layer({self.name}: {', '.join(self.phases)})"
@@ -136,20 +138,25 @@ def mapped(layer: Layer, change: Callable[[str, Phase], Phase]) -> Layer:
     return attrs.evolve(layer, phases={phase: changed(phase, given) for phase, given in layer.phases.items()})
 
 
-def compose_phase(phase: str, base: Phase, layers: tuple[Layer, ...]) -> Phase:
-    """The base function inside of all that wrap it, in their order."""
-    places: dict[str, list[tuple[str, Phase]]] = {"innermost": [], "": [], "outermost": []}
+def compose_phase(phase: str, base: Phase, layers: tuple[Layer, ...], *, guarded: bool = True) -> Phase:
+    """The base function inside of all that wrap it, in their order.
+
+    Law 66: what guards refuse apart, the phase is the same without them.
+    """
+    places: dict[str, list[tuple[str, list[Phase]]]] = {"innermost": [], "": [], "outermost": []}
     for layer in layers:
-        if phase not in layer.phases:
+        guard = layer.guards.get(phase) if guarded else None
+        given = layer.phases.get(phase, guard)
+        if given is None:
             continue
-        given = layer.phases[phase]
         place, function = (given.place, given.function) if isinstance(given, _Placed) else ("", given)
         if phase == "update" and Trait.HEEDS_SKIPS not in layer.traits:
             function = _keeping(layer.name, layer.slot, function)
-        places[place].append((layer.name, function))
+        places[place].append((layer.name, [function] if guard is None or given is guard else [function, guard]))
     composed = base
-    for name, function in (*reversed(places["innermost"]), *places[""], *places["outermost"]):
-        composed = _bind(name, phase, function, composed)
+    for name, functions in (*reversed(places["innermost"]), *places[""], *places["outermost"]):
+        for function in functions:
+            composed = _bind(name, phase, function, composed)
     return composed
 
 

@@ -1,6 +1,9 @@
 """``Step``: a training step as a record of phases."""
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -18,17 +21,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffer_sync import agreed_anew, unagreed
 from .buffers import BUFFERS, Buffers, Modules
-from .checks import (
-    check_batch,
-    check_params,
-    check_same_step,
-    check_state,
-    name_sum,
-    noting_first_step,
-    refuse_inference,
-    refuse_other_names,
-    warn_of_lone_ranks,
-)
+from .checks import GUARDS, name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
 from .forward_pass import Gradients, OpenPass, refuse_open
 from .phases import Layer, Phase, check_phases, compose_phase, kept_slots, unaware
 from .state import State, UpdateError, mark_donated
@@ -87,6 +80,7 @@ class Step:
         draws: whether the loss function draws random numbers, so that ranks must know how many rows come before theirs.
         skips_unused: whether the optimizer leaves leaves alone that no rank's loss has used; else their gradients are zeros.
         options: what else all ranks must give it alike: the optimizer and the seed.
+        guarded: whether what would be wrong is refused; ``without_guards`` gives a step that does not look.
     """
 
     base: Mapping[str, Phase]
@@ -96,11 +90,13 @@ class Step:
     draws: bool = True
     skips_unused: bool = True
     options: Mapping[str, Any] = attrs.field(factory=dict)
+    guarded: bool = True
     phases: Mapping[str, Phase] = attrs.field(init=False)
 
     @phases.default
     def _composed(self) -> Mapping[str, Phase]:
-        return {phase: compose_phase(phase, function, self.layers) for phase, function in self.base.items()}
+        guarded = self.guarded
+        return {phase: compose_phase(phase, base, self.layers, guarded=guarded) for phase, base in self.base.items()}
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
@@ -121,9 +117,7 @@ class Step:
         Raises:
             ValueError: another rank has another step; names what differs, and the ranks.
         """
-        refuse_inference("init")
-        check_params(params)
-        check_same_step(self)
+        self._guard("init", params)
         held = Modules.of(params, modules)
         state: State = self.phases["init"](self, self.phases["prepare"](self, params))
         undeclared = state.slots.keys() - {layer.slot for layer in self.layers}
@@ -150,16 +144,12 @@ class Step:
             CommError: the step before failed on this rank alone, within collectives in which the other ranks still wait.
         """
         with comm.world().world.step():
-            refuse_inference("step")
-            check_state(self, state)
-            structure = check_batch(self, state, batch)
+            self._guard("step", state, batch)
             if donate:
                 refuse_open(state)
-            with noting_first_step(self, is_first=state.batch is None) as sent:
+            with warning_of_lone_ranks(self, state) if self.guarded else nullcontext():
                 found = self.gradients(self.at_rows(state, rows_of(batch)), batch, None, True)
-                result = self._updated(state, found, structure, donate)
-        warn_of_lone_ranks(self, sent)
-        return result
+                return self._updated(state, found, self._structure(state, batch), donate)
 
     def open(self, state: State, batch: Any = None, so_far: Gradients | None = None, *, trains: bool = True) -> OpenPass:
         """One forward pass, whose ``backward`` gives gradients for ``finish``: the first half of a step, for loops of your own.
@@ -190,10 +180,8 @@ class Step:
         >>> step.params(state)["w"].tolist(), metrics["loss"].item()
         ([0.5, 0.0], 3.0)
         """
-        if trains:
-            refuse_inference("open")
-        check_state(self, state)
-        structure = state.batch if batch is None else check_batch(self, state, batch)
+        self._guard("open" if trains else "evaluate", state, batch)
+        structure = state.batch if batch is None else self._structure(state, batch)
         return OpenPass.opened(self, state, batch, so_far, structure, trains=trains)
 
     def finish(self, state: State, grads: Gradients, *, donate: bool = True) -> tuple[State, Metrics]:
@@ -210,8 +198,7 @@ class Step:
             UpdateError: the update failed and changed nothing; the state is as it was.
         """
         with comm.world().world.step():
-            refuse_inference("finish")
-            check_state(self, state)
+            self._guard("finish", state, None)
             found = grads.total(self, state, donate=donate)
             return self._updated(state, found, grads.batch, donate)
 
@@ -221,17 +208,17 @@ class Step:
 
     def measure(self, state: State, batch: Any) -> Metrics:
         """``evaluate`` with all metrics of the loss function."""
-        check_state(self, state)
+        self._guard("evaluate", state, None)
         register_containers(batch)
         with comm.world().world.step():
             found = self.phases["measure"](self, state, batch)
-            metrics, names = self.sum_over_ranks(state, (found, name_sum(self, state, found)))
+            metrics, names = self.sum_over_ranks(state, (found, name_sum(self, state, found) if self.guarded else None))
             refuse_other_names(metrics, names)
         return _means(metrics)
 
     def params(self, state: State) -> Any:
         """The user's tree again, whole; collective where the params are sharded."""
-        check_state(self, state)
+        self._guard("params", state, None)
         return self.phases["params"](self, state)
 
     def module_buffers(self, state: State) -> Any:
@@ -250,6 +237,14 @@ class Step:
         """
         return trainable(self.scatter(state).params)
 
+    def _structure(self, state: State, batch: Any) -> optree.PyTreeSpec:
+        known = state.batch if self.guarded else None  # a guard has compared them
+        return structure_of(batch) if known is None else known
+
+    def _guard(self, call: str, *args: Any) -> None:
+        for guard in GUARDS[call] if self.guarded else ():
+            guard(self, *args)
+
     def _updated(
         self,
         state: State,
@@ -260,7 +255,7 @@ class Step:
         after, grads, metrics = found
         after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
         after = kept_slots(state, after, unaware(self.layers))
-        names = name_sum(self, state, metrics)
+        names = name_sum(self, state, metrics) if self.guarded else None
         weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, unagreed(after), names))
         refuse_other_names(metrics, names)
         after = self.sync_buffers(agreed_anew(after, news))
@@ -397,6 +392,7 @@ class Step:
         traits: Collection[Trait] = (),
         options: Mapping[str, Any] | None = None,
         groups: Sequence[comm.Group | None] = (),
+        guards: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         **phases: Callable[..., Any],
     ) -> "Step":
         """This step with phases replaced by ``phase(inner, step, ...)``, where ``inner`` is the phase so far."""
@@ -407,7 +403,27 @@ class Step:
                 "two, or give the slot another name"
             )
         check_phases(name, phases)
-        return attrs.evolve(self, layers=(*self.layers, Layer(name, phases, frozenset(traits), slot, options, tuple(groups))))
+        layer = Layer(name, phases, frozenset(traits), slot, options, tuple(groups), guards)
+        return attrs.evolve(self, layers=(*self.layers, layer))
+
+    def without_guards(self) -> "Step":
+        """The step that does not look for what would be wrong: the same values, of right programs.
+
+        Law 66: equal bits, and from the second step on equal traffic; ``guards`` lists what it no longer refuses.
+        """
+        return attrs.evolve(self, guarded=False)
+
+    def guards(self) -> dict[str, list[str]]:
+        """What this step looks for, in one line each: by call of the step, and by phase and transform.
+
+        >>> import functional_ds as fds
+        >>> fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)).guards()["params"]
+        ['Refuses what is no state, and a state whose slots are not those of the step's transforms.']
+        """
+        found = {call: [_summary(guard) for guard in guards] for call, guards in GUARDS.items()}
+        for layer in self.layers:
+            found |= {f"{phase} of {layer.name}": [_summary(guard)] for phase, guard in layer.guards.items()}
+        return found
 
     def __str__(self) -> str:
         return " -> ".join(self.names)
@@ -435,6 +451,10 @@ class Step:
             shared, ranks = self.sum_over_ranks(state, told)
             before = (shared[:index] // ranks[:index]).sum()
         return tree.replace(state, key=state.key.at(step=state.step, rows=before))
+
+
+def _summary(guard: Callable[..., Any]) -> str:
+    return (inspect.getdoc(guard) or "").partition("\n")[0]
 
 
 def _means(metrics: Mapping[str, Weighted]) -> Metrics:

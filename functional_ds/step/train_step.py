@@ -208,7 +208,7 @@ def autograd(
 
     def run(whole: bool) -> tuple[State, Weighted, dict[str, Weighted]]:
         scope = BufferScope(state.slots.get(BUFFERS))
-        with Pass(buffers=scope, graphs=state.graphs) as pass_:
+        with Pass(buffers=scope, graphs=state.graphs if step.guarded else None) as pass_:
             pass_.view = step.view(state, whole=whole)
             with pass_.forward():
                 loss, metrics = step.loss(state, pass_.view.params, batch)

@@ -103,8 +103,8 @@ class Experts:
             groups=[self.ep] if self.edp is None else [self.ep, self.edp],
             check=self.check,
             init=self.init,
-            view=self.view,
             forward=self.forward,
+            guards={"view": self.guard_view, "forward": self.guard_forward},
             params=self.params,
         )(step)
 
@@ -235,8 +235,14 @@ class Experts:
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
-    def view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
-        """The leaves; where the graph of a loss is looked through, one that reads experts alone is refused.
+    def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
+        """The function, inside of which ``axis("ep")`` is the group of the experts."""
+        return inner(step, state, with_axis("ep", ExpertAxis(self.ep), function), batch)
+
+    # -- guards --------------------------------------------------------------------------------------------------------
+
+    def guard_view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
+        """Refuses a loss that reads experts beside what it sends among their ranks, where a graph is looked through.
 
         Raises:
             ValueError: a gradient reaches experts without a collective over ``ep``.
@@ -261,15 +267,14 @@ class Experts:
 
         return attrs.evolve(view, guards=(*view.guards, inspect))
 
-    def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
-        """The function, inside of which ``axis("ep")`` is the group of the experts.
+    def guard_forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
+        """Refuses, in the first pass, modules' experts whose loss sends nothing among the ranks of ``ep``.
 
         Raises:
-            ValueError: in the first pass: the experts are a module's, and nothing was sent among the ranks of ``ep``.
+            ValueError: it is such a loss.
         """
-        run = with_axis("ep", ExpertAxis(self.ep), function)
         if state.batch is not None or not self._of_modules or self.ep.size == 1 or step.has(Trait.PIPELINES):
-            return inner(step, state, run, batch)
+            return inner(step, state, function, batch)
         alone = ValueError(
             f"{self}: the loss sends nothing among the ranks of {self.ep.name!r}, so each rank would use its own experts "
             "alone: let the model's experts go through fds.moe.exchange; a Hugging Face model does if it takes "
@@ -277,7 +282,7 @@ class Experts:
         )
         try:
             with comm.ledger() as sent:
-                found = inner(step, state, run, batch)
+                result = inner(step, state, function, batch)
         except (RuntimeError, IndexError) as error:
             if type(error) in (RuntimeError, IndexError) and not asked("ep") and _in_experts(error):
                 raise alone from error
@@ -286,7 +291,7 @@ class Experts:
         others = () if zero is None or zero.name == self.ep.name else (zero.name,)
         if not asked("ep") and not any(row.ranks == self.ep.ranks and row.group not in others for row in sent.rows):
             raise alone
-        return found
+        return result
 
 
 def _in_experts(error: Exception) -> bool:

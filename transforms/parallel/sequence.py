@@ -137,8 +137,8 @@ class _SequenceParallel:
             measure=outermost(self.measure),
             batch_shard=outermost(self.batch_shard),
             forward=self.forward,
-            loss=self.loss,
             check=self.check,
+            guards={"gradients": self.guard_gradients, "forward": self.guard_forward, "loss": self.guard_loss},
         )
 
     def __str__(self) -> str:
@@ -161,19 +161,14 @@ class _SequenceParallel:
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
         """Those of this rank's positions."""
-        if comm.is_symmetric(self.ranks()) and isinstance(batch, Tensor) and batch.is_meta and batch.dim() < 2:
-            return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]  # memory.predicted's, without sequences
-        piece, length, dims = self.cut(step, state, batch)
-        if state.batch is None and carry is None:
-            self.check_order(step, state, piece, dims)
-            self.check_sum(step, state, piece, dims)
+        if self._has_no_sequences(batch):
+            return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
+        piece, length, _ = self.cut(step, state, batch)
         key = state.key
         if key is not None:
             positions = piece.axis.positions(_device(piece))
             key = tree.replace(key, places={**key.places, 1: (positions, length)})
         after, grads, metrics = inner(step, tree.replace(state, key=key), piece, carry, last)
-        if state.batch is None and carry is None:
-            self.check_stages(step, state, _device(piece))
         return tree.replace(after, key=state.key), grads, metrics
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
@@ -181,94 +176,9 @@ class _SequenceParallel:
         piece = batch if isinstance(batch, CutBatch) else self.cut(step, state, batch)[0]
         return inner(step, state, piece)  # type: ignore[no-any-return]
 
-    def checks(self, step: Step, state: State) -> bool:
-        """Whether the first step computes more than one loss: the same on all ranks, whatever the lengths of their batches."""
-        return not (
-            comm.is_symmetric(self.ranks()) or self.ranks().size == 1 or step.has(Trait.PIPELINES) or state.step.is_meta
-        )
-
-    def check_order(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
-        """Refuses a loss to which the order of a rank's positions matters beside attention, by two passes without gradients.
-
-        Raises:
-            ValueError: on all ranks.
-        """
-        if not self.checks(step, state) or not state.graphs.is_new("order of a sequence"):
-            return
-        two = in_other_orders(piece, dims)
-        before = RngState.now()
-        try:
-            one, other = (step.phases["measure"](step, state, each)["loss"] for each in two)
-        except (AttributeError, TypeError):
-            if step.draws:  # it may need its key, which is for training alone
-                return
-            raise
-        finally:
-            before.restore()
-        own = torch.stack(
-            [(one.sum - other.sum).abs(), one.sum.abs(), torch.as_tensor(one.weight, device=one.sum.device)]
-        ).double()
-        change, size, weight = step.sum_over_ranks(state, own).tolist()
-        if IN_ORDER not in state.graphs.kinds and change > 1e-5 * size + 3e-7 * weight:
-            raise ValueError(
-                f"{self}: where tokens change their places within a rank, each with its label and position, the loss changes "
-                f"by {change:.2g} of {size:.6g}, though attention is kept out of it. So something else acts along the "
-                "sequence, and would see each rank's piece alone: positions that the model counts itself (pass it the batch's "
-                "position_ids), labels that are shifted in the loss, a convolution or a recurrence (linear attention, state "
-                "space). Such models cannot be cut along the sequence, unless that layer exchanges its pieces itself and asks "
-                "for the ranks by axis('sp')"
-            )
-
-    def check_sum(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
-        """Refuses a loss that is no sum over a rank's tokens, unless it sums over the ranks itself: three passes more.
-
-        Raises:
-            ValueError: on all ranks.
-        """
-        group = self.ranks()
-        if step.draws or not self.checks(step, state) or not state.graphs.is_new("sum over a sequence"):
-            return
-        three = in_halves(piece, dims)
-        before = RngState.now()
-        try:
-            with comm.ledger() as book:
-                whole, first, second = (step.phases["measure"](step, state, each)["loss"].sum for each in three)
-        finally:
-            before.restore()
-        change, size = (first + second - 2 * whole).abs(), first.abs() + second.abs() + 2 * whole.abs()
-        slack = max(1e-5, 4 * torch.finfo(whole.dtype).eps) * size
-        own = torch.stack([(change - slack).clamp(min=0), change, size]).double()
-        over, by, of = step.sum_over_ranks(state, own).tolist()
-        others = {row.collective for row in book.rows if set(group.ranks) <= set(row.ranks) and "/" not in row.group}
-        if over > 0 and IN_ORDER not in state.graphs.kinds and others <= {"permute", "all_to_all", "all_gather"}:
-            raise ValueError(
-                f"{self}: the loss is no sum over tokens: with half of a rank's tokens twice, and with the other half twice, "
-                f"it adds up to {by:.2g} of {of:.6g} more or less than twice the loss of all. A mean over positions, a "
-                "preference loss, or a balance loss of a rank's own tokens would differ on each number of ranks: sum over the "
-                "ranks what goes into it, by comm.all_reduce over the group of axis('sp')"
-            )
-
-    def check_stages(self, step: Step, state: State, device: torch.device) -> None:
-        """Refuses a pipeline none of whose stages asks for this axis, after its first pass.
-
-        Raises:
-            ValueError: on all ranks.
-        """
-        known = step.has(Trait.PIPELINES) and self.ranks().size > 1 and not (self.tokenwise or state.step.is_meta)
-        if known and not comm.is_symmetric(self.ranks()) and state.graphs.is_new("stages of a sequence"):
-            asks = torch.tensor([float(AXIS in state.graphs.kinds)], device=device)
-            if not step.sum_over_ranks(state, asks).item():
-                raise ValueError(self._unasked())
-
-    def _unasked(self) -> str:
-        return (
-            f"{self}: no function of the loss asked for the sequence axis, so its attention would see the positions of one "
-            "rank alone: use fds.seq.ring(), fds.seq.ulysses(...) or their names in a Hugging Face config, without a "
-            "group; Ulysses over a ring takes groups, and here a layout with inner=, the number of Ulysses' ranks: "
-            "T.sequence(mesh['ring', 'heads'], layout=SequenceLayout(kind, inner=2)) and "
-            "fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']); for a loss without attention pass "
-            "tokenwise=True"
-        )
+    def _has_no_sequences(self, batch: Any) -> bool:
+        """Whether it is one of a prediction of memory, in which rows are all that counts."""
+        return comm.is_symmetric(self.ranks()) and isinstance(batch, Tensor) and batch.is_meta and batch.dim() < 2
 
     def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int, dict[str, int]]:
         """This rank's piece of the batch, the length of the whole sequence without padding, and which leaves are cut."""
@@ -371,16 +281,39 @@ class _SequenceParallel:
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """Runs the function with ``axis("sp")``."""
+        return inner(step, state, lambda given: entered(function, given), batch)
+
+    # -- guards --------------------------------------------------------------------------------------------------------
+
+    def guard_gradients(
+        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+        """Refuses, in the first step, losses that see a sequence by more than attention, and such as are no sums over it."""
+        if state.batch is not None or carry is not None or self._has_no_sequences(batch):
+            return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
+        piece, _, dims = self.cut(step, state, batch)
+        self.check_order(step, state, piece, dims)
+        self.check_sum(step, state, piece, dims)
+        result = inner(step, state, batch, carry, last)
+        self.check_stages(step, state, _device(piece))
+        return result  # type: ignore[no-any-return]
+
+    def guard_forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
+        """Refuses draws by torch's generator, a loss that is None, and one that asks for no ranks of its sequence.
+
+        Raises:
+            RuntimeError: the loss drew from torch's generator.
+            ValueError: it is None, or none of its functions asked for the axis.
+        """
         first = state.batch is None and self.ranks().size > 1 and not step.has(Trait.PIPELINES)
         drawn = generator_states() if first else []
-        found = inner(step, state, lambda given: entered(function, given), batch)
-        pass_ = current_pass()
+        result = inner(step, state, function, batch)
         if first and not all(map(torch.equal, drawn, generator_states())):
             raise RuntimeError(
                 f"{self}: the loss drew from torch's random generator (nn.Dropout in training?): on pieces of a sequence these "
                 "are not a single device's draws. Set its probability to 0, or draw by the step's Key: key.dropout(x, p, name)"
             )
-        if found is None or (isinstance(found, tuple) and found and found[0] is None):
+        if result is None or (isinstance(result, tuple) and result and result[0] is None):
             raise ValueError(
                 f"{self}: the loss is None: a model of Hugging Face computes one from 'labels', and the batch has "
                 "'shift_labels', which were shifted before the sequence was cut. Sum over this rank's tokens: pass labels="
@@ -390,23 +323,112 @@ class _SequenceParallel:
             state.graphs.is_new(IN_ORDER)
         if asked(AXIS) or asked(IN_DOCUMENTS):
             state.graphs.is_new(AXIS)
-        elif first and pass_ is not None and not self.tokenwise:
+        elif first and current_pass() is not None and not self.tokenwise:
             raise ValueError(self._unasked())
-        return found
+        return result
 
-    def loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
-        """The sum over this rank's tokens.
+    def guard_loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
+        """Refuses a plain mean over this rank's tokens.
 
         Raises:
-            ValueError: it is a plain mean.
+            ValueError: the loss is one.
         """
-        found, pass_ = inner(step, state, params, batch), current_pass()
+        total, pass_ = inner(step, state, params, batch), current_pass()
         if pass_ is not None and pass_.slots.get("mean") and self.ranks().size > 1:
             raise ValueError(
                 f"{self}: the loss is a plain number, a mean over this rank's tokens, and ranks may have different numbers of "
                 "them: return fds.Weighted(sum over tokens, number of tokens)"
             )
-        return found  # type: ignore[no-any-return]
+        return total  # type: ignore[no-any-return]
+
+    def checks(self, step: Step, state: State) -> bool:
+        """Whether the first step computes more than one loss: the same on all ranks, whatever the lengths of their batches."""
+        return not (
+            comm.is_symmetric(self.ranks()) or self.ranks().size == 1 or step.has(Trait.PIPELINES) or state.step.is_meta
+        )
+
+    def check_order(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
+        """Refuses a loss to which the order of a rank's positions matters beside attention, by two passes without gradients.
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        if not self.checks(step, state) or not state.graphs.is_new("order of a sequence"):
+            return
+        two = in_other_orders(piece, dims)
+        before = RngState.now()
+        try:
+            one, other = (step.phases["measure"](step, state, each)["loss"] for each in two)
+        except (AttributeError, TypeError):
+            if step.draws:  # it may need its key, which is for training alone
+                return
+            raise
+        finally:
+            before.restore()
+        own = torch.stack(
+            [(one.sum - other.sum).abs(), one.sum.abs(), torch.as_tensor(one.weight, device=one.sum.device)]
+        ).double()
+        change, size, weight = step.sum_over_ranks(state, own).tolist()
+        if IN_ORDER not in state.graphs.kinds and change > 1e-5 * size + 3e-7 * weight:
+            raise ValueError(
+                f"{self}: where tokens change their places within a rank, each with its label and position, the loss changes "
+                f"by {change:.2g} of {size:.6g}, though attention is kept out of it. So something else acts along the "
+                "sequence, and would see each rank's piece alone: positions that the model counts itself (pass it the batch's "
+                "position_ids), labels that are shifted in the loss, a convolution or a recurrence (linear attention, state "
+                "space). Such models cannot be cut along the sequence, unless that layer exchanges its pieces itself and asks "
+                "for the ranks by axis('sp')"
+            )
+
+    def check_sum(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
+        """Refuses a loss that is no sum over a rank's tokens, unless it sums over the ranks itself: three passes more.
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        group = self.ranks()
+        if step.draws or not self.checks(step, state) or not state.graphs.is_new("sum over a sequence"):
+            return
+        three = in_halves(piece, dims)
+        before = RngState.now()
+        try:
+            with comm.ledger() as book:
+                whole, first, second = (step.phases["measure"](step, state, each)["loss"].sum for each in three)
+        finally:
+            before.restore()
+        change, size = (first + second - 2 * whole).abs(), first.abs() + second.abs() + 2 * whole.abs()
+        slack = max(1e-5, 4 * torch.finfo(whole.dtype).eps) * size
+        own = torch.stack([(change - slack).clamp(min=0), change, size]).double()
+        over, by, of = step.sum_over_ranks(state, own).tolist()
+        others = {row.collective for row in book.rows if set(group.ranks) <= set(row.ranks) and "/" not in row.group}
+        if over > 0 and IN_ORDER not in state.graphs.kinds and others <= {"permute", "all_to_all", "all_gather"}:
+            raise ValueError(
+                f"{self}: the loss is no sum over tokens: with half of a rank's tokens twice, and with the other half twice, "
+                f"it adds up to {by:.2g} of {of:.6g} more or less than twice the loss of all. A mean over positions, a "
+                "preference loss, or a balance loss of a rank's own tokens would differ on each number of ranks: sum over the "
+                "ranks what goes into it, by comm.all_reduce over the group of axis('sp')"
+            )
+
+    def check_stages(self, step: Step, state: State, device: torch.device) -> None:
+        """Refuses a pipeline none of whose stages asks for this axis, after its first pass.
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        known = step.has(Trait.PIPELINES) and self.ranks().size > 1 and not (self.tokenwise or state.step.is_meta)
+        if known and not comm.is_symmetric(self.ranks()) and state.graphs.is_new("stages of a sequence"):
+            asks = torch.tensor([float(AXIS in state.graphs.kinds)], device=device)
+            if not step.sum_over_ranks(state, asks).item():
+                raise ValueError(self._unasked())
+
+    def _unasked(self) -> str:
+        return (
+            f"{self}: no function of the loss asked for the sequence axis, so its attention would see the positions of one "
+            "rank alone: use fds.seq.ring(), fds.seq.ulysses(...) or their names in a Hugging Face config, without a "
+            "group; Ulysses over a ring takes groups, and here a layout with inner=, the number of Ulysses' ranks: "
+            "T.sequence(mesh['ring', 'heads'], layout=SequenceLayout(kind, inner=2)) and "
+            "fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']); for a loss without attention pass "
+            "tokenwise=True"
+        )
 
 
 def _device(piece: CutBatch) -> torch.device:

@@ -161,6 +161,7 @@ class _TensorParallel:
             gradients=outermost(self.gradients),
             forward=innermost(self.forward),
             reduce=self.reduce,
+            guards={"forward": self.guard_forward, "reduce": self.guard_reduce},
             params=self.params,
             norm=self.norm,
             finite=self.finite,
@@ -222,45 +223,18 @@ class _TensorParallel:
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """The inner forward, with the layers that the plan cuts run in their ways, and the group as ``axis("tp")``."""
-        pass_, group = current_pass(), self.ranks()
-        pipelines = step.has(Trait.PIPELINES)
-        declared = function if pipelines else lambda given: declared_loss(function(declared_batch(given, group)), group)
+        pass_, group, declared = current_pass(), self.ranks(), function
+        if not step.has(Trait.PIPELINES):
+            declared = lambda given: declared_loss(function(declared_batch(given, group)), group)  # noqa: E731
         run = with_axis("tp", group, declared)
-        if state.batch is None and group.size > 1 and not pipelines:
-            check_batch(batch, group)
         if pass_ is None:
             return inner(step, state, run, batch)
         calls = self._calls(state)
-        draws: DrawLog = state.slots[_SLOT].known.draws
-        draws.found = [] if pass_.trains and not comm.is_symmetric(group) else None
-        drawn = generator_states() if pass_.trains and group.size > 1 else []
         try:
-            with named_errors(_cuts(state).slices, group), pass_.run_by(calls):
-                found = inner(step, state, run, batch)
+            with pass_.run_by(calls):
+                return inner(step, state, run, batch)
         finally:
             calls.leave(pass_)
-            drawn_for, draws.found = draws.found, None  # a recomputation notes nothing
-        if not all(map(torch.equal, drawn, generator_states() if drawn else [])):
-            raise RuntimeError(
-                "tensor_parallel: the loss drew from torch's random generator (nn.Dropout in training?); on slices the ranks' "
-                "masks would not be the single device's. Set its probability to 0, or draw by the step's Key: "
-                "key.dropout(x, p, name, places=fds.tp.places(x, dim))"
-            )
-        modules = _cuts(state).in_modules
-        if modules and not calls.seen and not pipelines:
-            raise ValueError(
-                f"tensor_parallel: {sorted(modules)[0]!r} is a slice of a module's parameter, and the loss called no module "
-                "that the plan cuts: call apply(params, ...) of fds.functional with the params that the loss gets"
-            )
-        if asked(SLICES) and not _cuts(state).slices and group.size > 1 and not pipelines:
-            raise ValueError(
-                f"tensor_parallel: plan={dict(self.plan)} cuts no leaf, and the loss calls functions of fds.tp, which would "
-                f"sum whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise'}}"
-            )
-        draws.known.update(check_draws(drawn_for or [], group))
-        if pass_.trains and group.size > 1 and not pipelines and state.graphs.is_new("loss over tp"):
-            check_loss(found, group)
-        return found
 
     def _calls(self, state: State) -> TensorCalls:
         known: _KnownCuts = state.slots[_SLOT].known
@@ -282,8 +256,6 @@ class _TensorParallel:
         for sharers, paths in shared.items():
             ranks = [group.ranks[place] for place in sharers]
             _sum_shards(parts, grads.sum, paths, group.world.group(ranks, f"{group.name} sharers"))
-        if group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("gradients over tp"):
-            check_whole_gradients(parts, grads.sum, cuts.slices.keys(), group)
         return state, grads
 
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
@@ -299,6 +271,62 @@ class _TensorParallel:
     def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """Finite in every slice."""
         return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
+
+    # -- guards ------------------------------------------------------------------------------------------------------------
+
+    def guard_forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
+        """Refuses batches, draws and losses that ranks have otherwise, and slices that the loss does not use as such.
+
+        Raises:
+            ValueError: the ranks' batches differ, or in the first pass their losses; a key draws for slices without ``places``;
+                the loss calls no module that the plan cuts, or functions of ``fds.tp`` although the plan cuts nothing.
+            RuntimeError: the loss drew from torch's generator.
+        """
+        pass_, group, cuts, pipelines = current_pass(), self.ranks(), _cuts(state), step.has(Trait.PIPELINES)
+        if state.batch is None and group.size > 1 and not pipelines:
+            check_batch(batch, group)
+        if pass_ is None:
+            return inner(step, state, function, batch)
+        draws: DrawLog = state.slots[_SLOT].known.draws
+        draws.found = [] if pass_.trains and not comm.is_symmetric(group) else None
+        drawn = generator_states() if pass_.trains and group.size > 1 else []
+        try:
+            with named_errors(cuts.slices, group):
+                result = inner(step, state, function, batch)
+        finally:
+            keyed, draws.found = draws.found, None  # a recomputation notes nothing
+        if not all(map(torch.equal, drawn, generator_states() if drawn else [])):
+            raise RuntimeError(
+                "tensor_parallel: the loss drew from torch's random generator (nn.Dropout in training?); on slices the ranks' "
+                "masks would not be the single device's. Set its probability to 0, or draw by the step's Key: "
+                "key.dropout(x, p, name, places=fds.tp.places(x, dim))"
+            )
+        if cuts.in_modules and not self._calls(state).seen and not pipelines:
+            raise ValueError(
+                f"tensor_parallel: {sorted(cuts.in_modules)[0]!r} is a slice of a module's parameter, and the loss called no "
+                "module that the plan cuts: call apply(params, ...) of fds.functional with the params that the loss gets"
+            )
+        if asked(SLICES) and not cuts.slices and group.size > 1 and not pipelines:
+            raise ValueError(
+                f"tensor_parallel: plan={dict(self.plan)} cuts no leaf, and the loss calls functions of fds.tp, which would "
+                f"sum whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise'}}"
+            )
+        draws.known.update(check_draws(keyed or [], group))
+        if pass_.trains and group.size > 1 and not pipelines and state.graphs.is_new("loss over tp"):
+            check_loss(result, group)
+        return result
+
+    def guard_reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
+        """Refuses gradients of whole leaves that differ over the group, in the first step.
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        after, grads = inner(step, state, grads)
+        group = self.ranks()
+        if group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("gradients over tp"):
+            check_whole_gradients(step.leaf_map(after), grads.sum, _cuts(after).slices.keys(), group)
+        return after, grads
 
 
 def _cuts(state: State) -> Cuts:

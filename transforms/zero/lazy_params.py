@@ -15,11 +15,8 @@ from functional_ds.base.torch_private import (
     disable_torch_function_subclass,
     held_elsewhere,
     in_dual_level,
-    is_fake,
     outside_functorch,
-    version_of,
 )
-from functional_ds.modules.write_watch import bit_sums
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.graph_checks import watched
 from functional_ds.step.view import NeedsWhole, Outputs, Pulled, Pulling, View, differentiate
@@ -29,6 +26,7 @@ from .prefetch import FetchPlan, FetchTrace
 from .reduce import Reducer
 from .saved_places import SavedPlaces
 from .state import ZeroCache
+from .write_guard import WriteGuard
 
 __all__ = ["LazyParams", "UnitSource", "WholeParams"]
 
@@ -123,21 +121,6 @@ _plain_function: Any = super(torch.autograd.Function, _UnitNode)
 _apply_node: Callable[..., tuple[Tensor, ...]] = _plain_function.apply
 
 
-@attrs.frozen(eq=False)
-class _LeafVersion:
-    """What a write into a leaf changes: its version, and in the first pass sums of its bits."""
-
-    number: int
-    sums: tuple[Tensor, ...] | None
-
-    @staticmethod
-    def of(leaf: Tensor, *, sums: bool) -> "_LeafVersion":
-        return _LeafVersion(version_of(leaf), bit_sums(leaf) if sums and not (leaf.is_meta or is_fake(leaf)) else None)
-
-    def changed(self, leaf: Tensor) -> bool:
-        return version_of(leaf) != self.number or not (self.sums is None or all(map(torch.equal, self.sums, bit_sums(leaf))))
-
-
 class LazyParams:
     """The params of one view, as lazy tensors.
 
@@ -177,7 +160,6 @@ class LazyParams:
         self._in_graph: set[int] = set()  # the units that have a backward node
         self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf -> the fetched tensor
         self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout a pass
-        self._versions: dict[int, list[_LeafVersion]] = {}  # unit -> that of each leaf, where the unit's memory comes and goes
         self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
         self._held: set[int] = set()  # freed units of which somebody else held a leaf
         self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
@@ -185,7 +167,7 @@ class LazyParams:
         self._begun = self._closed = False
         self._in_backward = False
         self._outside = False  # whether somebody else runs the backward pass
-        self._sums = cache.forward.uses is None  # whether values are compared, too: NumPy leaves no version behind
+        self._writes = WriteGuard(layout.paths, sums=cache.forward.uses is None)
         self._bypassed = False  # whether a leaf was touched where autograd does not record
         self._suspects: dict[str, Tensor] = {}  # the placeholders that may have gone into a function then, by path
         self._handle = (
@@ -234,7 +216,7 @@ class LazyParams:
         """Lets go of the memory of a unit that the source has freed, except of leaves that somebody else holds now."""
         if self._cache.functional and not self._in_backward:
             return
-        self._refuse_writes(unit)
+        self._writes.check(unit)
         self._leaves.pop(unit, None)
         if unit in self._trained:
             self._empty[unit] = set()
@@ -355,23 +337,8 @@ class LazyParams:
                 # ``data`` knows of no base, which would keep the memory of a leaf that lets go of its own.
                 leaves.update(zip(trained, self._same(unit, [leaves[i].data for i in trained]), strict=True))
             if self.source.frees and not self._in_backward:
-                self._versions[unit] = [_LeafVersion.of(leaf, sums=self._sums) for leaf in leaves.values()]
+                self._writes.note(unit, leaves)
         return leaves
-
-    def _refuse_writes(self, unit: int) -> None:
-        """Refuses what the loss has written into a unit that is not stored whole: it would be lost with the unit's memory.
-
-        Raises:
-            RuntimeError: with the leaf's path.
-        """
-        before, leaves = self._versions.pop(unit, ()), self._leaves.get(unit, {})
-        for version, (place, leaf) in zip(before, leaves.items(), strict=False):
-            if version.changed(leaf):
-                raise RuntimeError(
-                    f"the loss wrote into the parameter {self.layout.paths[place]!r} in place, and a forward pass may write "
-                    "buffers alone: compute the weight from the parameter instead, or change params after the update, in a "
-                    "transform: fds.wrap(..., update=...)"
-                )
 
     def _same(self, unit: int, views: list[Tensor]) -> list[Tensor]:
         """The unit's trained leaves, those of earlier touches with their memory back."""
@@ -401,8 +368,7 @@ class LazyParams:
             for unit in range(len(self.layout.units)):
                 if self._trained_leaves(unit) and unit not in self._in_graph:  # other ranks may have touched them
                     self._node(unit, ())
-        for unit in [*self._versions]:
-            self._refuse_writes(unit)
+        self._writes.check_all()
         self._set_grads_aside()
         if self._bypassed:
             leaves = zip(self.layout.paths, self._lazy, strict=True)

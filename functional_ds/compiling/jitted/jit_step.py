@@ -19,7 +19,6 @@ from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
 from functional_ds.step.buffers import BUFFERS, Buffers
-from functional_ds.step.checks import check_state, refuse_inference
 from functional_ds.step.forward_pass import refuse_open
 from functional_ds.step.state import State, mark_donated
 from functional_ds.step.step import Metrics, Step
@@ -105,8 +104,7 @@ class JitStep(Step, CompilesRegions):
 
     def __call__(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
         """One update, as ``Step.__call__``: the same result, bit for bit, and the same refusals."""
-        refuse_inference("step")
-        check_state(self, state)
+        self._guard("finish", state)
         entry = self._entry(state, batch)
         if entry is None or entry.graph is None or entry.code is None:
             return Step.__call__(self, state, batch, donate=donate)
@@ -122,7 +120,7 @@ class JitStep(Step, CompilesRegions):
         Raises:
             UntraceableError: with the reason; also for a state that has made no step yet.
         """
-        check_state(self, state)
+        self._guard("params", state)
         return self._traced(state, batch)
 
     def predicted(
