@@ -1451,7 +1451,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
         Bug(
             "what a pass wrote is lost",
-            "step.forward_pass:with_buffers",
+            "step.backward:with_buffers",
             "state if found is None else state.put(**{BUFFERS: found})",
             "state or state.put(**{BUFFERS: found})",
         ),
@@ -1582,7 +1582,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     # weights, clipping, draws
     (tokens_weigh_the_same, None): [
-        Bug("earlier tokens are forgotten", "step.forward_pass:differentiated", "carry.weight + loss.weight", "loss.weight"),
+        Bug("earlier tokens are forgotten", "step.backward:differentiated", "carry.weight + loss.weight", "loss.weight"),
     ],
     (tokens_weigh_the_same, 0): [
         Bug(
@@ -1804,7 +1804,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (test_nested_autograd.test_a_loss_without_a_graph, 2): [
         Bug(
             "a loss without a graph trains nothing",
-            "step.forward_pass:differentiated",
+            "step.backward:differentiated",
             "check_graph(loss, pass_)",
             "pass",
             pytest.fail.Exception,

@@ -12,7 +12,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.prng import Key
 
-__all__ = ["DonatedStateError", "SeenGraphs", "State", "UpdateError", "mark_donated", "refuse_donated"]
+__all__ = ["DonatedStateError", "SeenGraphs", "State", "UpdateError", "mark_donated", "refuse_donated", "refuse_open"]
 
 
 class DonatedStateError(RuntimeError):
@@ -173,6 +173,19 @@ def refuse_donated(state: State) -> None:
         raise DonatedStateError(
             "state: it shares its tensors with a state that was donated to a step, which has reused their memory; go on with "
             "the state that the step returned, or call step(state, batch, donate=False), or state.clone() before the step"
+        )
+
+
+def refuse_open(state: State) -> None:
+    """Refuses to donate a state of which a pass is open, whose backward would find other params.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if any(one.runs_on(state) for one in state.graphs.passes):
+        raise ValueError(
+            "state: another pass of it is still open, and its backward would find the params that the update writes into their "
+            "memory; close it, run its backward first, or keep the state: finish(state, grads, donate=False)"
         )
 
 

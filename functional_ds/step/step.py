@@ -22,9 +22,9 @@ from functional_ds.sharding.leaf_map import LeafMap
 from .buffer_sync import agreed_anew, unagreed
 from .buffers import BUFFERS, Buffers, Modules
 from .checks import GUARDS, name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
-from .forward_pass import Gradients, OpenPass, refuse_open
+from .open_pass import Gradients, OpenPass
 from .phases import Layer, Phase, check_phases, compose_phase, kept_slots, unaware
-from .state import State, UpdateError, mark_donated
+from .state import State, UpdateError, mark_donated, refuse_open
 from .traits import Trait
 from .unused import summed_over_ranks, with_idle
 from .view import View

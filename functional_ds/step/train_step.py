@@ -23,8 +23,8 @@ from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_selection import IndivisibleStateError
 from functional_ds.sharding.sources import values_of
 
+from .backward import detached, differentiated, with_buffers
 from .buffers import BUFFERS, POLICIES, BufferScope
-from .forward_pass import detached, differentiated, with_buffers
 from .pass_scope import Pass, current_pass
 from .phases import Phase
 from .state import State, UpdateError

@@ -53,7 +53,9 @@ def tensor(mesh: Any) -> list[fds.Transform]:
 
 
 @pytest.mark.law(66)
-@pytest.mark.parametrize("strategy", [alone, zero(0), zero(1), zero(2), zero(3), tensor], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [alone, zero(0), zero(1), zero(2), zero(3), tensor], ids=["alone", *map("zero {}".format, range(4)), "tensor"]
+)
 def test_a_step_without_guards_is_the_step(strategy: Any) -> None:
     """Equal bits; and what guards compare between ranks they compare in the first step alone."""
     n = 1 if strategy is alone else 4 if strategy is tensor else 2

@@ -608,24 +608,24 @@ BUGS: list[tuple[Callable[[], None], Bug]] = [
     ),
     (
         lambda: law(1, 2, "backward", "finish"),
-        Bug("what was put off is never reduced", "step.forward_pass:_flushed", "not step.has(Trait.SUMS_LAST)", "True"),
+        Bug("what was put off is never reduced", "step.open_pass:_flushed", "not step.has(Trait.SUMS_LAST)", "True"),
     ),
     (
         lambda: law(0, 2, "backward", "backward"),
         Bug(
             "draws of all micro-batches begin at one row",
-            "step.forward_pass:Gradients.key_at",
+            "step.open_pass:Gradients.key_at",
             "self._key.at(step=state.step, rows=self._rows)",
             "self._key.at(step=state.step, rows=0)",
         ),
     ),
     (
         lambda: law(0, 2, "backward", "backward"),
-        Bug("ranks draw alike", "step.forward_pass:Gradients.key_at", "rows * step.micro_batches(state)", "rows"),
+        Bug("ranks draw alike", "step.open_pass:Gradients.key_at", "rows * step.micro_batches(state)", "rows"),
     ),
     (
         lambda: law(None, 2, "backward", "backward"),
-        Bug("buffers of earlier passes are lost", "step.forward_pass:OpenPass.__init__", "so_far.after()", "so_far.state"),
+        Bug("buffers of earlier passes are lost", "step.open_pass:OpenPass.__init__", "so_far.after()", "so_far.state"),
     ),
     (
         lambda: law(1, 1, "backward", "finish", "bf16"),
@@ -635,7 +635,7 @@ BUGS: list[tuple[Callable[[], None], Bug]] = [
         lambda: law(1, 2, "loss.backward", "backward"),
         Bug(
             "a direct backward forgets what came before",
-            "step.forward_pass:OpenPass._reached",
+            "step.open_pass:OpenPass._reached",
             "None if carry is None else carry.sum",
             "None",
         ),
@@ -654,7 +654,7 @@ BUGS: list[tuple[Callable[[], None], Bug]] = [
         lambda: test_losses_of_a_step_are_summed(None, "graph kept"),
         Bug(
             "the second loss counts as a micro-batch",
-            "step.forward_pass:OpenPass._weighted",
+            "step.open_pass:OpenPass._weighted",
             "weighs is None and self._weighed",
             "False",
         ),
@@ -663,7 +663,7 @@ BUGS: list[tuple[Callable[[], None], Bug]] = [
         lambda: blocks_differ("backward"),
         Bug(
             "a rank gives up a backward pass alone",
-            "step.forward_pass:OpenPass._end",
+            "step.open_pass:OpenPass._end",
             "pulling.drop()",
             "pass",
             comm.DeadlockError,

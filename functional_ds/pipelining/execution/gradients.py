@@ -15,8 +15,8 @@ from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import Stages
+from functional_ds.step.backward import with_buffers
 from functional_ds.step.buffers import BUFFERS, BufferScope
-from functional_ds.step.forward_pass import with_buffers
 from functional_ds.step.pass_scope import Pass
 from functional_ds.step.state import State
 from functional_ds.step.step import Step

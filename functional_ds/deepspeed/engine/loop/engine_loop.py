@@ -14,7 +14,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.deepspeed.config.ds_optimizers import rule_of
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.step.compose import wrap
-from functional_ds.step.forward_pass import Gradients, Pass
+from functional_ds.step.open_pass import Gradients, OpenPass
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform
 from functional_ds.step.traits import Trait
@@ -96,7 +96,7 @@ class EngineLoop:
     micro_batches: int
     metrics: Metrics = attrs.field(factory=dict)
     grads: Gradients | None = None
-    _run: Pass | None = None  # that functions run in
+    _run: OpenPass | None = None  # that functions run in
     _touched: bool = False  # whether a backward pass has come to what it returned
     _direct: bool = False  # whether that was a loss.backward() of the user's
     _begun: bool = False  # whether ``backward`` was called for it

@@ -1,4 +1,4 @@
-"""One forward pass and its backward passes, as a step runs them and as values for loops of one's own."""
+"""A step in halves: one forward pass and its backward passes as values, for training loops of a user's own."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,16 +18,16 @@ from functional_ds.base.containers import register_containers
 from functional_ds.base.prng import Key
 from functional_ds.base.weighted import Weighted
 
+from .backward import detached, differentiated, with_buffers
 from .buffers import BUFFERS, BufferScope
-from .checks import check_graph
 from .pass_scope import Pass, current_pass
 from .phases import Layer, Phase
-from .state import State
+from .state import State, refuse_open
 from .traits import Trait
-from .unused import Summing, with_unused
+from .unused import Summing
 from .view import NeedsWhole, Pulling, View, wide
 
-__all__ = ["Gradients", "OpenPass", "detached", "differentiated", "refuse_open", "with_buffers"]
+__all__ = ["Gradients", "OpenPass"]
 
 Found = tuple[State, Weighted, dict[str, Weighted]]
 
@@ -55,56 +55,6 @@ class Phases(Summing, Protocol):
     def micro_batches(self, state: State) -> int: ...
 
     def at_rows(self, state: State, rows: int) -> State: ...
-
-
-# -- a backward pass -----------------------------------------------------------------------------------------------------
-
-
-def with_buffers(state: State, scope: BufferScope) -> State:
-    """The state with the buffers that a pass has left."""
-    found = scope.collect()
-    return state if found is None else state.put(**{BUFFERS: found})
-
-
-def differentiated(
-    step: Phases,
-    state: State,
-    pass_: Pass,
-    loss: Weighted,
-    carry: Weighted | None,
-    last: bool,
-    *,
-    retain_graph: bool = False,
-    pulling: Pulling | None = None,
-) -> tuple[State, Weighted]:
-    """The state and the gradients after a backward pass from a loss; ``carry`` is added.
-
-    Args:
-        step: whose pass it is.
-        state: as the forward pass has left it.
-        pass_: is open, and current.
-        loss: of its forward pass; where somebody else has differentiated it, its weight counts alone.
-        carry: the sums of earlier micro-batches.
-        last: whether no further one follows.
-        retain_graph: whether another backward pass will go through this graph.
-        pulling: what takes the gradients of a backward pass that somebody else has run.
-    """
-    if pulling is None:
-        if pass_.graphs is not None:
-            check_graph(loss, pass_)
-        pulling = pass_.pull(loss.sum, None if carry is None else carry.sum, last, retain_graph=retain_graph)
-    grads, unused = pulling.wait()
-    pass_.inspect_again(loss.sum, tuple(unused))
-    weight = loss.weight if carry is None else carry.weight + loss.weight
-    return with_unused(step, state, unused), Weighted(grads, weight)
-
-
-def detached(loss: Weighted, metrics: Mapping[str, Weighted]) -> dict[str, Weighted]:
-    """A pass's metrics, the loss among them."""
-    return tree.map(torch.detach, {"loss": loss, **metrics})  # type: ignore[no-any-return]
-
-
-# -- passes as values ----------------------------------------------------------------------------------------------------
 
 
 @attrs.define(eq=False)
@@ -510,16 +460,3 @@ class OpenPass:
             if pulling is not None:
                 pulling.drop()
             pass_.end()
-
-
-def refuse_open(state: State) -> None:
-    """Refuses to donate a state of which a pass is open, whose backward would find other params.
-
-    Raises:
-        ValueError: there is one.
-    """
-    if any(one.runs_on(state) for one in state.graphs.passes):
-        raise ValueError(
-            "state: another pass of it is still open, and its backward would find the params that the update writes into their "
-            "memory; close it, run its backward first, or keep the state: finish(state, grads, donate=False)"
-        )
