@@ -52,10 +52,11 @@ def tensor(mesh: Any) -> list[fds.Transform]:
     return [T.zero(1, mesh["dp"]), T.tensor_parallel({"0": "colwise", "2": "rowwise"}, mesh["tp"])]
 
 
+STRATEGIES = {"alone": alone, **{f"zero {stage}": zero(stage) for stage in range(4)}, "tensor": tensor}
+
+
 @pytest.mark.law(66)
-@pytest.mark.parametrize(
-    "strategy", [alone, zero(0), zero(1), zero(2), zero(3), tensor], ids=["alone", *map("zero {}".format, range(4)), "tensor"]
-)
+@pytest.mark.parametrize("strategy", [*STRATEGIES.values()], ids=[*STRATEGIES])
 def test_a_step_without_guards_is_the_step(strategy: Any) -> None:
     """Equal bits; and what guards compare between ranks they compare in the first step alone."""
     n = 1 if strategy is alone else 4 if strategy is tensor else 2

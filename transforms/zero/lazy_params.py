@@ -393,6 +393,7 @@ class LazyParams:
         self._tokens.clear()
         self._suspects.clear()
         self._lazy, self._handle, self.reducer, self._closed = [], None, None, True
+        self._make_reducer = _closed  # the step's state is behind the one that it had
         self.source = WholeParams(self.layout, ())
 
     def _drop_leaves(self) -> None:
@@ -473,3 +474,7 @@ class LazyParams:
             nested = [self._nested.get(leaf) for leaf in self._trained_leaves(unit)]
             if any(grad is not None for grad in nested):
                 reducer.add_nested(unit, nested, self.device)
+
+
+def _closed(carry: list[Tensor] | None, last: bool, passes: int) -> Reducer:
+    raise RuntimeError("this view of params is closed, so no gradients can come back through it")
