@@ -29,7 +29,15 @@ from functional_ds.step.step import Step, Transform
 from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
-from .slice_checks import check_batch, check_draws, check_loss, check_whole_gradients, declared_batch, declared_loss
+from .slice_checks import (
+    check_batch,
+    check_draws,
+    check_loss,
+    check_partial_gradients,
+    check_whole_gradients,
+    declared_batch,
+    declared_loss,
+)
 from .slice_errors import named_errors
 
 __all__ = ["tensor_parallel"]
@@ -276,6 +284,8 @@ class _TensorParallel:
         """Sums partial gradients: of replicated leaves that are used on slices, and of slices that several ranks hold."""
         state, grads = inner(step, state, grads)
         group, cuts, parts = self.ranks(), _cuts(state), step.leaf_map(state)
+        if group.size > 1 and state.graphs.is_new("partial gradients over tp"):
+            check_partial_gradients(parts, grads.sum, cuts, group)
         _sum_shards(parts, grads.sum, cuts.summed, group)
         shared: dict[tuple[int, ...], set[str]] = {}
         for path, cut in cuts.slices.items():
