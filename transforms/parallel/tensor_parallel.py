@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import generator_states
-from functional_ds.base.marks import like_marked, mark_slices, slices_of
+from functional_ds.base.marks import like_marked, mark_slices, slices_of, trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.tensor.leaf_cuts import Cuts, cuts_of
 from functional_ds.parallel.tensor.module_calls import TensorCalls
@@ -220,8 +220,10 @@ class _TensorParallel:
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """The inner gradients, by a key whose draws are checked."""
+        """The inner gradients, by a key whose draws are checked, of leaves that are declared whole where anybody checks."""
         key, group = state.key, self.ranks()
+        if group.world.watch is not None:
+            comm.invariant(_whole(state, step.leaf_map(state)), group)  # also of a loaded state, and after an update
         if key is None or group.size == 1:
             return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
         watched = tree.replace(key, watch=state.slots[_SLOT].known.draws)
@@ -316,6 +318,13 @@ class _TensorParallel:
 def _cuts(state: State) -> Cuts:
     slot: TensorSlices = state.slots[_SLOT]
     return slot.known.cuts
+
+
+def _whole(state: State, parts: LeafMap) -> list[Tensor]:
+    """The trained tensors of the state that have no part of a slice."""
+    slices = _cuts(state).slices
+    cut = {shard.tensor for shards in parts.shards_by_rank for shard in shards if parts.leaves[shard.leaf].path in slices}
+    return [tensor for place, tensor in enumerate(trainable(state.params)) if place not in cut]
 
 
 def _sliced(path: str, leaf: Tensor, cut: LeafSlice | None, group: comm.Group) -> Tensor:
