@@ -28,6 +28,7 @@ from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
+from functional_ds.transforms.data_parallel import check_same_leaves
 
 from .slice_checks import (
     check_batch,
@@ -93,8 +94,9 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     Raises:
         ValueError: a key matches no path, or is no regular expression; two keys cut one leaf, or contradict each other, neither
             being more exact; a word is unknown, or a layer's param has another than the layer; a size or a number of heads does
-            not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's; in the
-            first step: the ranks' batches differ; a key draws for slices without ``places``.
+            not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's; the
+            ranks' params differ in more than values; in the first step: the ranks' batches differ; a key draws for slices
+            without ``places``; the plan would sum gradients that each rank has whole.
         TypeError: ``group`` is no group.
         RuntimeError: when the step runs: the loss draws from torch's generator.
 
@@ -183,6 +185,7 @@ class _TensorParallel:
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner state of slices."""
         group = self.ranks()
+        check_same_leaves(params, group)
         try:
             cuts = cuts_of(params, self.plan, group)
         except ValueError as error:
