@@ -1,6 +1,7 @@
 """N local processes that run one program."""
 
 import contextlib
+import ctypes
 import functools
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ __all__ = ["spawn"]
 
 _HOST = "127.0.0.1"
 _GRACE = 0.5  # seconds: for the cause of an error that another rank has reported first
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _TERMINATION = 5.0  # seconds that ranks have to end after SIGTERM; then they are killed
 
 T = TypeVar("T")
@@ -86,6 +88,8 @@ def _become(rank: int, world_size: int, port: int, backend: str | None, threads:
 def _end_with_the_parent(rank: int) -> None:
     """Ends this process at once when the process that called ``spawn`` has ended, however that was.
 
+    On Linux also if it is stopped then: the kernel continues it when its parent ends.
+
     multiprocessing gives each child the reading end of a pipe that the parent alone can write into, also where a server forks
     the children, whose parent in the kernel's eyes is that server.
     """
@@ -101,6 +105,8 @@ def _end_with_the_parent(rank: int) -> None:
 
 def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], rank: int, setting: tuple[Any, ...]) -> None:
     world_size = setting[0]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=_end_with_the_parent, args=(rank,), daemon=True, name="watch of the parent").start()
     try:
         _become(rank, *setting)

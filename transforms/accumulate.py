@@ -21,10 +21,11 @@ def accumulate(k: int) -> Transform:
     Law 23: ``accumulate(k)`` on a batch is the step on the whole batch, and ``accumulate(j) ∘ accumulate(k) =
     accumulate(j k)``. Sums of half-precision gradients are kept in fp32,
     and where the sum is what is reduced (stages 0 and 1) they travel so. Every leaf of a batch is
-    cut along dim 0; a leaf with one row, and one without rows, goes with every micro-batch.
+    cut along dim 0; a leaf with one row, and one without rows, goes with every micro-batch. Ranks that train together have one
+    k, in stages 0 and 1, too, where gradients are sent once a step: ranks with fewer rows give a batch of fewer rows.
 
     Raises:
-        ValueError: k is no positive integer; the batch's rows do not divide by k.
+        ValueError: k is no positive integer; the batch's rows do not divide by k; in ``init``, ranks have another k.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (params["w"] * x).mean(), fds.sgd(1.0))

@@ -11,7 +11,18 @@ from functional_ds.step.buffer_sync import synced
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "check_same_leaves"]
+
+
+def check_same_leaves(params: Any, group: comm.Group) -> None:
+    """Refuses params that differ between the ranks in more than their values.
+
+    Raises:
+        ValueError: on all ranks: paths, shapes, dtypes, or which leaves are trained.
+    """
+    shapes = [(path, tuple(leaf.shape), str(leaf.dtype), is_trainable(leaf)) for path, leaf in tree.named(params)]
+    differ, mend = "other leaves, shapes, dtypes or frozen leaves", "build the same model on every rank"
+    comm.agree(shapes, group, what="params", differ=differ, mend=mend)
 
 
 @attrs.frozen(eq=False)
@@ -56,9 +67,7 @@ class Replicas:
                     f"params: the leaf {path!r} holds other experts on other ranks of {group.name!r}, and this transform keeps "
                     "all params the same on all ranks; use T.zero(0, ...) in its place"
                 )
-        shapes = [(path, tuple(leaf.shape), str(leaf.dtype), is_trainable(leaf)) for path, leaf in tree.named(params)]
-        differ, mend = "other leaves, shapes, dtypes or frozen leaves", "build the same model on every rank"
-        comm.agree(shapes, group, what="params", differ=differ, mend=mend)
+        check_same_leaves(params, group)
         return tree.map(lambda x: like_marked(comm.broadcast(x.detach(), 0, group), x), params)
 
     def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:

@@ -51,6 +51,7 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
         return state
 
     def finite(inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
+        comm.varying(grads, replicas.ranks())
         return comm.all_reduce(inner(step, state, grads), replicas.ranks(), op="min")  # type: ignore[no-any-return]
 
     def norm(inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:

@@ -79,11 +79,13 @@ def replicated(
     def combine(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
         state, grads = inner(step, state, grads)
         ranks, before = replicas.ranks(), state.slots[slot]
+        comm.varying(grads.sum, ranks)  # ``reduce`` and the look for overflow may do to a rank's part what is not linear
         bad = _finite(reals(grads.sum), grads.weight).logical_not()  # on this rank: ``reduce`` may make numbers of infinities
         weight, bad = comm.all_reduce(torch.stack([grads.weight, bad.to(grads.weight.dtype)]), ranks)
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)
         own = [_wide(grad) * (ranks.size / weight) for grad in reals(grads.sum)]
         means, memory = reduce(own, before, ranks)
+        means = comm.invariant(means, ranks)
         finite = _finite(means, weight) & (bad == 0)
         memory = tree.map(lambda new, old: torch.where(finite, new, old), memory, before)
         state = tree.replace(state, finite=finite if state.finite is None else finite & state.finite)

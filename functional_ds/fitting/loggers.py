@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from functional_ds.base.files import write_atomically
+from functional_ds.base.files import read_regular, write_atomically
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step
 
@@ -29,6 +29,9 @@ __all__ = [
     "WandB",
     "checked",
 ]
+
+
+_LONGEST_LOG = 2**30  # bytes of a CSV file that a resumed run reads
 
 
 class Logger(Protocol):
@@ -50,6 +53,9 @@ class Logger(Protocol):
 @attrs.define(eq=False)
 class CsvLog:
     """A CSV file with a line for each number: step, name, value. Each line is in the file as soon as it is logged.
+
+    Raises:
+        OSError: in ``begin`` of a resumed run: the file is no regular file, or has more than 1 GiB.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -87,9 +93,9 @@ class CsvLog:
 
     def _kept(self, done: int) -> Iterator[list[str]]:
         """Whole lines up to a step; the last line may be incomplete if the run was killed."""
-        whole = self.path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
-        for row in csv.reader(whole.splitlines()):
-            if len(row) == 3 and row[0].isdigit() and int(row[0]) <= done:
+        whole = read_regular(self.path, limit=_LONGEST_LOG).decode("utf-8", "replace").rpartition("\n")[0]
+        for row in csv.reader(line for line in whole.splitlines() if len(line) < csv.field_size_limit()):
+            if len(row) == 3 and row[0].isdecimal() and len(row[0]) < 20 and int(row[0]) <= done:
                 yield row
 
 

@@ -1,5 +1,6 @@
 """What a user changes on ``apply.module``, whose copies run: noticed at the next call, brought into the copies, or refused."""
 
+import array
 import copy
 import functools
 import itertools
@@ -165,7 +166,8 @@ class _Snapshot:
     _dicts: list[dict[Any, Any]] = attrs.field(factory=list)  # others
     _sequences: list[Any] = attrs.field(factory=list)
     _tensors: list[Tensor] = attrs.field(factory=list)
-    _arrays: list[np.ndarray[Any, Any]] = attrs.field(factory=list)
+    _arrays: list[Any] = attrs.field(factory=list)  # NumPy's and Python's
+    _objects: list[Any] = attrs.field(factory=list)  # whose class may be set
     _known: dict[int, Any] = attrs.field(factory=dict)  # the marks of what was looked at, by ids
     _listed: list[dict[Any, Any]] = attrs.field(init=False)
     _before: tuple[list[Any], list[Any], list[Any]] = attrs.field(init=False)
@@ -177,6 +179,8 @@ class _Snapshot:
         found = _Snapshot(dict(module.named_modules()))
         found._known.update((id(owner), (id(owner),)) for owner in found.owners.values())
         for path, owner in found.owners.items():
+            found._objects.append(owner)
+            found.marks[path, "__class__"] = (id(type(owner)),)
             found._vars.append(vars(owner))
             for key, value in vars(owner).items():
                 if key not in _PASSED_OVER and not (
@@ -211,7 +215,8 @@ class _Snapshot:
             *map(len, self._sequences),
             *map(version_of, self._tensors),
             *[each.requires_grad for each in self._tensors],
-            *[zlib.crc32(each.tobytes()) for each in self._arrays],
+            *map(_checksum, self._arrays),
+            *map(type, self._objects),
         ]
 
     def _tensors_of(self, held: Any) -> Any:
@@ -232,9 +237,9 @@ class _Snapshot:
             if not value.is_inference():
                 self._tensors.append(value)
                 yield from (version_of(value), value.requires_grad)
-        elif isinstance(value, np.ndarray):
+        elif isinstance(value, (np.ndarray, bytearray, array.array)):
             self._arrays.append(value)
-            yield zlib.crc32(value.tobytes())
+            yield _checksum(value)
         elif isinstance(value, (dict, list, tuple, set, frozenset, deque)):
             if isinstance(value, dict):
                 self._dicts.append(value)
@@ -245,6 +250,8 @@ class _Snapshot:
         elif isinstance(value, (types.MethodType, functools.partial)):
             yield from map(self._mark, value.__reduce__()[1] if isinstance(value, types.MethodType) else _parts(value))
         elif not isinstance(value, _ATOMS) and not _is_shared(value):
+            self._objects.append(value)
+            yield id(type(value))
             yield from self._fields(value)
 
     def _fields(self, value: Any) -> Iterator[Any]:
@@ -270,6 +277,10 @@ class _SlotValues:
 
     def __len__(self) -> int:
         return len(fields_of(self.owner))
+
+
+def _checksum(value: Any) -> int:
+    return zlib.crc32(value if isinstance(value, bytearray) else value.tobytes())
 
 
 def _parts(value: functools.partial[Any]) -> tuple[Any, ...]:

@@ -179,6 +179,23 @@ class LeafMap:
         )
         return attrs.evolve(self, leaves=tuple(self.leaves[leaf] for leaf in order), shards_by_rank=tuple(ranks))
 
+    def without_padding(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The elements of the tensors that belong to leaves: flat tensors end in padding, and have some between leaves.
+
+        A copy is made of those that have padding between leaves alone.
+        """
+        if not self.flat:
+            return list(tensors)
+        runs: list[list[list[int]]] = [[] for _ in tensors]
+        for shard in self.shards:
+            found, stop = runs[shard.tensor], shard.start + shard.numel
+            if found and found[-1][1] == shard.start:
+                found[-1][1] = stop
+            else:
+                found.append([shard.start, stop])
+        parts = [[x.reshape(-1)[start:stop] for start, stop in found] for x, found in zip(tensors, runs, strict=True)]
+        return [torch.cat(each) if len(each) > 1 else each[0] if each else x.new_empty(0) for x, each in zip(tensors, parts)]
+
     def refuse_slices(self, what: str) -> None:
         """Refuses slices, for the optimizer ``what``, which needs whole leaves.
 

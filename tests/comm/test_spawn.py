@@ -177,10 +177,12 @@ def test_a_rank_that_dies_before_it_joins_ends_all(tmp_path: Path) -> None:
         comm.spawn(adds, 1, Deadly(str(tmp_path)), world_size=2)  # type: ignore[arg-type]
 
 
-def connected(port: int) -> None:
-    """Tells the test that this rank lives, as long as it does."""
+def connected(port: int, stops: bool) -> None:
+    """Tells the test that this rank lives, as long as it does. The last one stops."""
     line = socket.create_connection(("127.0.0.1", port))
     line.sendall(b"!")
+    if stops and comm.world().rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         comm.all_reduce(torch.ones(3))
         time.sleep(0.05)
@@ -194,19 +196,22 @@ from tests.comm.test_spawn import connected
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[1])
     multiprocessing.get_context = lambda method=None: context
-    comm.spawn(connected, int(sys.argv[2]), world_size=2)
+    comm.spawn(connected, int(sys.argv[2]), sys.argv[3] == "True", world_size=2)
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_ranks_end_with_the_process_that_called_spawn(method: str, tmp_path: Path) -> None:
-    """Also if that is killed, and though a server is the parent of those that it forks."""
+STOPPED = pytest.param("spawn", True, marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux continues it"))
+
+
+@pytest.mark.parametrize(("method", "stops"), [("spawn", False), ("forkserver", False), STOPPED])
+def test_ranks_end_with_the_process_that_called_spawn(method: str, stops: bool, tmp_path: Path) -> None:
+    """Also if that is killed, though a server is the parent of those that it forks, and a rank that is stopped."""
     script = tmp_path / "spawns.py"
     script.write_text(SPAWNS)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(120)
-        words = [sys.executable, str(script), method, str(server.getsockname()[1])]
+        words = [sys.executable, str(script), method, str(server.getsockname()[1]), str(stops)]
         with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
             try:
                 lines = [server.accept()[0] for _ in range(2)]

@@ -289,6 +289,24 @@ def test_it_does_not_roll_back_for_ever(tmp_path: Path) -> None:
     assert checkpointing.latest(tmp_path) == "step-00000002"
 
 
+def test_a_log_to_go_on_with_is_read_up_to_a_bound(tmp_path: Path) -> None:
+    """Lines of a kind that no log has are left out; a sparse file or a pipe is an error, and not a wait."""
+    log = CsvLog(tmp_path / "log.csv")
+    odd = ["\u00b2,loss,1", "9" * 5000 + ",loss,1", "1,loss," + "9" * 200_000, "1,loss", '1,"loss,3', ""]
+    for lines in (odd[:4], odd[4:]):
+        log.path.write_text("step,name,value\n1,loss,0.5\n" + "\n".join(lines), encoding="utf-8")
+        log.begin(1)
+        log.close()
+        assert log.path.read_text().split() == ["step,name,value", "1,loss,0.5"]
+    os.truncate(log.path, 2**31)
+    with pytest.raises(OSError, match=r"at most 1,073,741,824 are read"):
+        log.begin(1)
+    log.path.unlink()
+    os.mkfifo(log.path)
+    with pytest.raises(OSError, match=r"a pipe or a device"):
+        log.begin(1)
+
+
 def test_a_roll_back_to_the_beginning_evaluates_again(tmp_path: Path) -> None:
     """The log begins anew there, and has what comes before the first step, as an undisturbed run's has."""
     log = CsvLog(tmp_path / "log.csv")

@@ -70,6 +70,16 @@ def drawn_on_slices() -> None:
     comm.simulate(program, world_size=2)
 
 
+def summed_whole() -> None:
+    """A weight whose gradients are summed by a word, and which all of two ranks use alike."""
+
+    def program() -> None:
+        step = made(T.tensor_parallel({"w": "replicated_with_grad_allreduce"}))
+        step(step.init(weights()), rows())
+
+    comm.simulate(program, world_size=2)
+
+
 def counted_positions() -> None:
     """A table of positions, which a loss counts from 0 on each of two ranks."""
 
@@ -400,6 +410,15 @@ REFUSALS = [
         why="Each rank would draw the mask of the first slice.",
         instead="Say which features the rank has: `places=fds.tp.places(x, dim)`.",
         program=drawn_on_slices,
+    ),
+    Refusal(
+        what='`"replicated_with_grad_allreduce"` in a plan, of a leaf that acts on what is whole',
+        error=ValueError,
+        says=r"for 'w', and all ranks of 'world' have the same gradients of it",
+        advises="say 'replicated' for it",
+        why="Each rank has the whole gradient, and their sum is as many times too large as there are ranks.",
+        instead='Say `"replicated"`, or leave it out of the plan.',
+        program=summed_whole,
     ),
     Refusal(
         what="two keys of a plan that contradict each other, and neither is more exact",

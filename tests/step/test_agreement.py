@@ -61,6 +61,11 @@ OTHERS: dict[str, tuple[Strategy, Strategy, str]] = {
     "stage": ((ADAM, (T.zero(1),)), (ADAM, (T.zero(3),)), r"transforms: .*zero\(1, world\).*zero\(3, world\)"),
     "argument": ((ADAM, (T.zero(3),)), (ADAM, (T.zero(3, prefetch=2),)), r"transforms: .*zero\(3, world\).*prefetch=2"),
     "clip": ((ADAM, (T.zero(1),)), (ADAM, (T.zero(1), T.clip(1.0))), r"transforms: .*zero\(1, world\) -> clip\(1.0\)"),
+    "micro-batches": (
+        (ADAM, (T.accumulate(2), T.zero(1))),
+        (ADAM, (T.accumulate(1), T.zero(1))),
+        r"accumulate\(2\) -> .*accumulate\(1\) -> ",
+    ),
     "precision": ((ADAM, (T.zero(1),)), (ADAM, (T.mixed_precision("bf16"), T.zero(1))), r"transforms: .*mixed_precision\("),
     "schedule": (
         (ADAM, (T.schedule(T.warmup_cosine(2, 6)), T.zero(1))),

@@ -1,5 +1,6 @@
 """The library's strategies, followed value by value (law 51): clean they pass, and with a bug planted the line is named."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,19 +114,42 @@ def module(*strategy: fds.Transform, rule: fds.Optimizer) -> float:
     return metrics["loss"].item()
 
 
+def vote(grads: list[Tensor], memory: object, group: comm.Group) -> tuple[list[Tensor], object]:
+    return [comm.all_reduce(grad.sign(), group).sign() for grad in grads], memory
+
+
+def mean(grads: list[Tensor], memory: object, group: comm.Group) -> tuple[list[Tensor], object]:
+    return comm.all_reduce(grads, group, op="avg"), memory
+
+
+def nothing(grads: list[Tensor], memory: object, group: comm.Group) -> tuple[list[Tensor], object]:
+    return grads, memory
+
+
 STRATEGIES = {
     "remat": lambda: [transforms.remat("1"), transforms.zero(3)],
     "averages": lambda: [transforms.ema(0.9), transforms.zero(1), transforms.clip(1.0)],
     "fp16": lambda: [transforms.mixed_precision("fp16"), transforms.zero(2)],
     "compressed": lambda: [transforms.compressed_gradients(comm.OneBit())],
+    "top-k": lambda: [transforms.compressed_gradients(comm.TopK(0.25)), transforms.clip(0.1)],
+    "4 bits": lambda: [transforms.mixed_precision("fp16"), transforms.compressed_gradients(comm.Blocks(4))],
+    "votes": lambda: [transforms.replicated(reduce=vote)],
+    "means": lambda: [transforms.accumulate(2), transforms.replicated(reduce=mean), transforms.clip(0.1)],
     "one bit": lambda: [transforms.local_gradients()],
+    "one bit of fp16": lambda: [transforms.mixed_precision("fp16"), transforms.local_gradients()],
+    "zero-one": lambda: [transforms.local_gradients()],
+}
+RULES = {
+    "one bit": lambda: fds.one_bit_adam(0.01, warmup=1),
+    "one bit of fp16": lambda: fds.one_bit_adam(0.01, warmup=1),
+    "zero-one": lambda: fds.zero_one_adam(0.01, freeze=1, each=1),
 }
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_other_strategies_are_clean(name: str) -> None:
-    rule = fds.one_bit_adam(0.01, warmup=1) if name == "one bit" else fds.adamw(0.01)
+    rule = RULES[name]() if name in RULES else fds.adamw(0.01)
     comm.simulate(lambda: module(*STRATEGIES[name](), rule=rule), world_size=2, variance=True)
 
 
@@ -222,3 +246,40 @@ BUGS = (
 def test_a_bug_of_the_library_is_named(bug: Bug, sizes: dict[str, int], strategy: str, says: str) -> None:
     with planted(bug), pytest.raises(comm.VarianceError, match=says):
         comm.simulate(trained, sizes, strategy, world_size=2, variance=True)
+
+
+@pytest.mark.parametrize("begin", ["at once", "later", "loaded"])
+@pytest.mark.parametrize("stage", [None, 0, 3])
+def test_a_bias_that_each_rank_adds_is_named_in_any_step(stage: int | None, begin: str, tmp_path: Path) -> None:
+    """Also in the third step, and in a state that was loaded: what is whole is declared in every pass."""
+
+    def program(bug: bool) -> None:
+        mesh = comm.mesh(dp=2, tp=2)
+        tp, wrong = mesh["tp"], bug and begin != "later"
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            y = nn.functional.linear(fds.tp.column(x, p["up"]).tanh(), p["down"], p["bias"] if wrong else None)
+            return (comm.reduce_from(y, tp) + (0 if wrong else p["bias"])).square().mean()
+
+        zero = [] if stage is None else [transforms.zero(stage, mesh["dp"])]
+        cut = transforms.tensor_parallel({"up": "colwise", "down": "rowwise"}, tp)
+        step = fds.compose(*zero, cut)(fds.train_step(loss, fds.adamw(0.1)))
+        draw = torch.Generator().manual_seed(0)
+        sizes = {"up": (4, 3), "down": (3, 4), "bias": (3,)}
+        state = step.init({name: torch.randn(size, generator=draw) for name, size in sizes.items()})
+        if begin == "loaded":
+            fds.save(state, tmp_path / str(bug))
+            state = fds.load(tmp_path / str(bug), like=state)
+        for _ in range(2):
+            state, _ = step(state, torch.randn(4, 3, generator=draw)[mesh["dp"].rank :: 2])
+        wrong = bug
+        step(state, torch.ones(2, 3))
+
+    comm.simulate(program, False, world_size=4, variance=True)
+    with pytest.raises(comm.VarianceError, match=r"reduce_from at .* sums what addmm at .* made of a value that all ranks"):
+        comm.simulate(program, True, world_size=4, variance=True)
+
+
+def test_a_combination_that_differs_between_ranks_is_named() -> None:
+    with pytest.raises(comm.VarianceError, match=r"'0' .*, invariant along .* differs between its ranks"):
+        comm.simulate(lambda: module(transforms.replicated(reduce=nothing), rule=fds.adamw(0.01)), world_size=2, variance=True)

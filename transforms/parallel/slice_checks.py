@@ -1,7 +1,7 @@
 """What tensor-parallel ranks must have alike, compared once: batches, losses, and gradients of leaves that are not cut."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,11 +10,20 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.parallel.tensor.slice_draws import Drawn
+from functional_ds.parallel.tensor.leaf_cuts import Cuts
+from functional_ds.parallel.tensor.slice_draws import Drawn, told_apart
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.state_dict.fingerprint import fingerprints
 
-__all__ = ["check_batch", "check_draws", "check_loss", "check_whole_gradients", "declared_batch", "declared_loss"]
+__all__ = [
+    "check_batch",
+    "check_draws",
+    "check_loss",
+    "check_partial_gradients",
+    "check_whole_gradients",
+    "declared_batch",
+    "declared_loss",
+]
 
 T = TypeVar("T")
 
@@ -102,7 +111,46 @@ def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collecti
     Raises:
         ValueError: on all ranks.
     """
-    shards = [shard for shard in parts.shards if parts.leaves[shard.leaf].path not in cut and shard.numel]
+    whole = {leaf.path for leaf in parts.leaves} - set(cut)
+    for path, rows in _gradients_told(parts, grads, whole, group):
+        others = [group.ranks[rank] for rank, row in enumerate(rows) if not _alike(row, rows[0], 1e-3)]
+        if others:
+            raise ValueError(
+                f"tensor_parallel: the gradients of {path!r}, which is not cut, differ on the ranks "
+                f"{others} from those of rank {group.ranks[0]}: it is used on slices, so each rank has a part of them; say "
+                "'replicated_with_grad_allreduce' for it in the plan, or cut it as what it is used on"
+            )
+
+
+def check_partial_gradients(parts: LeafMap, grads: Sequence[Tensor], cuts: Cuts, group: comm.Group) -> None:
+    """Refuses equal gradients of leaves whose gradients would be summed over the group by a word, in the first step.
+
+    Nothing is said where the gradients of all slices are equal, too, as of layers that begin with one number everywhere.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    if not cuts.by_word:
+        return
+    told = list(_gradients_told(parts, grads, cuts.by_word | cuts.slices.keys(), group))
+    equal = {path: all(_alike(row, rows[0], 1e-5) for row in rows) for path, rows in told}
+    slices = cuts.slices.keys() & equal.keys()
+    if slices and all(equal[path] for path in slices):
+        return
+    for path, rows in told:
+        if path in cuts.by_word and equal[path] and rows[0][0]:
+            raise ValueError(
+                f"tensor_parallel: the plan says 'replicated_with_grad_allreduce' for {path!r}, and all ranks of "
+                f"{group.name!r} have the same gradients of it: it is used on what is whole, and their sum would be {group.size} "
+                "times too large; say 'replicated' for it, or leave it out of the plan"
+            )
+
+
+def _gradients_told(
+    parts: LeafMap, grads: Sequence[Tensor], paths: Collection[str], group: comm.Group
+) -> Iterator[tuple[str, list[list[float]]]]:
+    """Of each leaf that this rank has a part of, three numbers of its gradients on every rank."""
+    shards = [shard for shard in parts.shards if parts.leaves[shard.leaf].path in paths and shard.numel]
     own: list[float] = []
     for shard in shards:
         grad = grads[shard.tensor].detach()
@@ -110,24 +158,16 @@ def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collecti
             return
         flat = (torch.view_as_real(grad) if grad.is_complex() else grad).reshape(-1)
         lanes = 2 if grad.is_complex() else 1
-        piece = flat[shard.start * lanes : (shard.start + shard.numel) * lanes].double()
-        own += [piece.norm().item(), piece.sum().item() / math.sqrt(piece.numel())]
+        own += told_apart(flat[shard.start * lanes : (shard.start + shard.numel) * lanes])
     if not shards:
         return
     rows = _told(own, group)
     for place, shard in enumerate(shards):
-        norm, total = rows[0][2 * place : 2 * place + 2]
-        others = [
-            group.ranks[rank]
-            for rank, row in enumerate(rows)
-            if max(abs(row[2 * place] - norm), abs(row[2 * place + 1] - total)) > 1e-3 * max(norm, row[2 * place])
-        ]
-        if others:
-            raise ValueError(
-                f"tensor_parallel: the gradients of {parts.leaves[shard.leaf].path!r}, which is not cut, differ on the ranks "
-                f"{others} from those of rank {group.ranks[0]}: it is used on slices, so each rank has a part of them; say "
-                "'replicated_with_grad_allreduce' for it in the plan, or cut it as what it is used on"
-            )
+        yield parts.leaves[shard.leaf].path, [row[3 * place : 3 * place + 3] for row in rows]
+
+
+def _alike(one: Sequence[float], other: Sequence[float], bound: float) -> bool:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True)) <= bound * max(one[0], other[0])
 
 
 def _told(own: Sequence[float], group: comm.Group) -> list[list[float]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import generator_states
-from functional_ds.base.marks import like_marked, mark_slices, slices_of
+from functional_ds.base.marks import like_marked, mark_slices, slices_of, trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.tensor.leaf_cuts import Cuts, cuts_of
 from functional_ds.parallel.tensor.module_calls import TensorCalls
@@ -28,8 +28,17 @@ from functional_ds.step.phases import innermost, outermost
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
+from functional_ds.transforms.data_parallel import check_same_leaves
 
-from .slice_checks import check_batch, check_draws, check_loss, check_whole_gradients, declared_batch, declared_loss
+from .slice_checks import (
+    check_batch,
+    check_draws,
+    check_loss,
+    check_partial_gradients,
+    check_whole_gradients,
+    declared_batch,
+    declared_loss,
+)
 from .slice_errors import named_errors
 
 __all__ = ["tensor_parallel"]
@@ -85,8 +94,9 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     Raises:
         ValueError: a key matches no path, or is no regular expression; two keys cut one leaf, or contradict each other, neither
             being more exact; a word is unknown, or a layer's param has another than the layer; a size or a number of heads does
-            not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's; in the
-            first step: the ranks' batches differ; a key draws for slices without ``places``.
+            not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's; the
+            ranks' params differ in more than values; in the first step: the ranks' batches differ; a key draws for slices
+            without ``places``; the plan would sum gradients that each rank has whole.
         TypeError: ``group`` is no group.
         RuntimeError: when the step runs: the loss draws from torch's generator.
 
@@ -176,6 +186,7 @@ class _TensorParallel:
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner state of slices."""
         group = self.ranks()
+        check_same_leaves(params, group)
         try:
             cuts = cuts_of(params, self.plan, group)
         except ValueError as error:
@@ -213,8 +224,10 @@ class _TensorParallel:
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """The inner gradients, by a key whose draws are checked."""
+        """The inner gradients, by a key whose draws are checked, of leaves that are declared whole where anybody checks."""
         key, group = state.key, self.ranks()
+        if group.world.watch is not None:
+            comm.invariant(_whole(state, step.leaf_map(state)), group)  # also of a loaded state, and after an update
         if key is None or group.size == 1:
             return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
         watched = tree.replace(key, watch=state.slots[_SLOT].known.draws)
@@ -248,6 +261,8 @@ class _TensorParallel:
         """Sums partial gradients: of replicated leaves that are used on slices, and of slices that several ranks hold."""
         state, grads = inner(step, state, grads)
         group, cuts, parts = self.ranks(), _cuts(state), step.leaf_map(state)
+        if group.size > 1 and state.graphs.is_new("partial gradients over tp"):
+            check_partial_gradients(parts, grads.sum, cuts, group)
         _sum_shards(parts, grads.sum, cuts.summed, group)
         shared: dict[tuple[int, ...], set[str]] = {}
         for path, cut in cuts.slices.items():
@@ -332,6 +347,13 @@ class _TensorParallel:
 def _cuts(state: State) -> Cuts:
     slot: TensorSlices = state.slots[_SLOT]
     return slot.known.cuts
+
+
+def _whole(state: State, parts: LeafMap) -> list[Tensor]:
+    """The trained tensors of the state that have no part of a slice."""
+    slices = _cuts(state).slices
+    cut = {shard.tensor for shards in parts.shards_by_rank for shard in shards if parts.leaves[shard.leaf].path in slices}
+    return [tensor for place, tensor in enumerate(trainable(state.params)) if place not in cut]
 
 
 def _sliced(path: str, leaf: Tensor, cut: LeafSlice | None, group: comm.Group) -> Tensor:

@@ -322,9 +322,12 @@ class Zero(ZeroConfig):
         return state
 
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """‖g‖² = AR Σ ‖owned shards‖² (law 27); whole gradients that several ranks have count on the first of them."""
+        """‖g‖² = AR Σ ‖owned shards‖² (law 27); whole gradients that several ranks have count on the first of them.
+
+        Padding does not count, whatever a transform has added to it.
+        """
         layout: Layout = state.slots["zero"].layout
-        groups = self.process_groups()
+        groups, grads = self.process_groups(), step.leaf_map(state).without_padding(grads)
         if self.stage == 0:
             if not layout.has_sharers:
                 return inner(step, state, grads)  # type: ignore[no-any-return]

@@ -136,9 +136,10 @@ def resolve_axis(
     known: Any = axes().get(AXIS)
     theirs = getattr(known, "documents", None)
     plain = not other and (documents is None or documents is theirs)
-    if group is not None and known is not None and plain and _is_the_steps(known, group, layout):
+    steps = _of_the_step(known, group, layout) if group is not None and plain else None
+    if group is not None and steps is not None:
         note_asked(IN_DOCUMENTS)
-        return group, attrs.evolve(known.layout, inner=1), theirs
+        return group, steps, theirs
     if (group is not None or other or documents is not None) and documents is not theirs:
         note_asked(IN_ORDER)  # it does not attend in the step's documents
     if group is not None:
@@ -157,9 +158,12 @@ def resolve_axis(
     return found.group, found.layout, found.documents
 
 
-def _is_the_steps(known: Any, group: Group, layout: SequenceLayout | str | None) -> bool:
-    """Whether these are the ranks and the layout of the step's ring, inside of Ulysses or alone."""
-    if not isinstance(known, SequenceAxis):
-        return False
+def _of_the_step(known: Any, group: Group, layout: SequenceLayout | str | None) -> SequenceLayout | None:
+    """The layout, if these are the ranks of the step's axis or of its ring inside of Ulysses, in their layout."""
     how = SequenceLayout.of("contiguous" if layout is None else layout)
-    return group.ranks == (known.ring_group or known.group).ranks and how == attrs.evolve(known.layout, inner=1)
+    if isinstance(known, SequenceAxis):
+        if group.ranks == known.group.ranks and how == known.layout:
+            return known.layout
+        if known.ring_group is not None and group.ranks == known.ring_group.ranks and how == attrs.evolve(known.layout, inner=1):
+            return how
+    return None

@@ -133,11 +133,11 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
 
 
 def _arguments(mask: SequenceMask, axis: SequenceAxis) -> dict[str, Any]:
+    """What attention over the step's ranks is not told by the step, which has the documents."""
     found: dict[str, Any] = {"causal": mask.causal}
     if mask.window is not None and mask.window < axis.length:
         found["window"] = mask.window
-    documents = axis.layout.documents if axis.documents is None else axis.documents
-    return found if documents is None else {**found, "documents": documents}
+    return found
 
 
 def _check_positions(name: str, given: Tensor | None, axis: SequenceAxis) -> None:

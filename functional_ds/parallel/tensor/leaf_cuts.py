@@ -26,11 +26,13 @@ class Cuts:
     Attributes:
         slices: by the leaf's path.
         summed: paths of leaves that are replicated, and whose gradients are partial.
+        by_word: those of which a word says it for the leaf; others lie in ``"sequence_parallel"`` layers, whose tokens are cut.
         in_modules: paths of the slices that modules use, whose calls this transform must see.
     """
 
     slices: Mapping[str, LeafSlice]
     summed: frozenset[str]
+    by_word: frozenset[str]
     in_modules: frozenset[str]
 
 
@@ -57,7 +59,7 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
             a size does not divide by the ranks.
     """
     slices: dict[str, LeafSlice] = {}
-    summed, worded, used = set(), set(), set()
+    summed, by_word, worded, used = set(), set(), set(), set()
     places = {path: _places(path, leaf) for path, leaf in tree.named(params)}
     for path, leaf in tree.named(params):
         found: dict[str, LeafSlice] = {}
@@ -67,8 +69,10 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
         for place in places[path]:
             used.update(key for key, _ in _claims(plan, place))
             value = _ruling(plan, place)
-            if _is_summed(plan, place, value):
+            if _in_cut_sequences(plan, place):
                 summed.add(path)
+            elif _is_summed(plan, place, value):
+                by_word.add(path)
             dim = _dim(value, leaf, place)
             if _is_layer(_owner(place)) and dim != _dim(value_at(plan, place.owner), leaf, place):
                 raise ValueError(_other_word(plan, place))
@@ -83,7 +87,8 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
     _check_used(plan, used, everywhere, group.size)
     _check_tokenwise(plan, everywhere, {path: leaf.dim() for path, leaf in tree.named(params)}, places, slices)
     in_modules = frozenset(path for path in worded if places[path][0].module is not None)
-    return Cuts(slices, frozenset(summed - slices.keys()), in_modules)
+    summed, by_word = summed - slices.keys(), by_word - slices.keys()
+    return Cuts(slices, frozenset(summed | by_word), frozenset(by_word - summed), in_modules)
 
 
 def _places(path: str, leaf: Tensor) -> list[_LeafPlace]:
@@ -127,11 +132,13 @@ def _own_word(plan: Plan, place: _LeafPlace) -> str | Packed | None:
     return value_at({key: value for key, value in plan.items() if not fits(key, place.owner)}, place.path)
 
 
+def _in_cut_sequences(plan: Plan, place: _LeafPlace) -> bool:
+    return any(value_at(plan, each) == "sequence_parallel" for each in (*_above(place.owner), place.owner))
+
+
 def _is_summed(plan: Plan, place: _LeafPlace, value: str | Packed | None) -> bool:
-    """Whether gradients of a leaf that stays whole are partial: by a list of layers above it, else by the nearest word."""
+    """Whether the nearest word says that gradients of a leaf that stays whole are partial."""
     above = [value_at(plan, each) for each in (*_above(place.owner), place.owner)]
-    if "sequence_parallel" in above:
-        return True
     nearest = value if value is not None and (word_of(value).cuts or value in STAYS) else None
     nearest = nearest or next((each for each in reversed(above) if each in STAYS), None)
     return nearest is not None and word_of(nearest).summed

@@ -10,7 +10,7 @@ from functional_ds.base.torch_private import disable_dispatch_modes, is_fake, is
 
 from .pairs import tensor_group
 
-__all__ = ["DrawLog", "Drawn", "places"]
+__all__ = ["DrawLog", "Drawn", "places", "told_apart"]
 
 Drawn = tuple[str, list[int], list[float]]  # a draw's name, the shape of what it is for, numbers that tell its values apart
 
@@ -61,7 +61,12 @@ class DrawLog:
         if self.found is None or name in self.known or x.is_meta or is_fake(x) or is_transformed(x) or not x.numel():
             return
         with disable_dispatch_modes(), torch.no_grad():
-            flat = x.detach().double().flatten()
-            mixed = flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype, device=flat.device).cos()
-            numbers = torch.stack([flat.norm(), flat.sum() / len(flat) ** 0.5, mixed / len(flat) ** 0.5]).tolist()
-        self.found.append((name, list(x.shape), numbers))
+            self.found.append((name, list(x.shape), told_apart(x.detach())))
+
+
+def told_apart(x: Tensor) -> list[float]:
+    """Three numbers that tell the values of real tensors apart: the norm, and two sums of at most its size."""
+    flat = x.double().flatten()
+    mixed = flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype, device=flat.device).cos()
+    numbers: list[float] = torch.stack([flat.norm(), flat.sum() / len(flat) ** 0.5, mixed / len(flat) ** 0.5]).tolist()
+    return numbers

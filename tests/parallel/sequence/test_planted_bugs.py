@@ -224,9 +224,9 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
     (hugging_face, "padded"): [
         Bug(
             "a model's padding is ignored",
-            "parallel.sequence.hugging_face:_arguments",
-            "axis.layout.documents if axis.documents is None else axis.documents",
-            "None",
+            "parallel.sequence.axis:resolve_axis",
+            "(group, steps, theirs)",
+            "(group, steps, None)",
         ),
     ],
     (hugging_face, "plain"): [

@@ -56,6 +56,41 @@ def test_whole_leaves_used_on_slices_are_named(stage: int | None) -> None:
         _run(_Scaled, PLAN, stage, _square)
 
 
+class _Outside(_Scaled):
+    """The factor acts on what is whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.down(self.up(x).tanh())  # type: ignore[no-any-return]
+
+
+SUMMED = PLAN | {"scale": "replicated_with_grad_allreduce"}
+
+
+def whole_leaves_that_are_summed_are_named(stage: int | None = None) -> None:
+    with pytest.raises(ValueError, match=r"for 'scale', and all ranks of 'tp' have the same gradients.*2 times too large"):
+        _run(_Outside, SUMMED, stage, _square)
+
+
+@pytest.mark.parametrize("stage", [None, 0, 2, 3])
+def test_whole_leaves_that_are_summed(stage: int | None) -> None:
+    whole_leaves_that_are_summed_are_named(stage)
+
+
+@pytest.mark.parametrize("stage", [None, 3])
+def test_leaves_that_are_used_on_slices_are_summed(stage: int | None) -> None:
+    _run(_Scaled, SUMMED, stage, _square)
+
+
+def test_slices_that_begin_alike_say_nothing() -> None:
+    class Constant(_Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            for parameter in self.parameters():
+                nn.init.constant_(parameter, 0.1)
+
+    _run(Constant, SUMMED, None, _square)
+
+
 @pytest.mark.parametrize("stage", [None, 0, 2, 3])
 def test_right_plans_pass(stage: int | None) -> None:
     _run(lambda: nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8)), {"0": "colwise", "2": "rowwise"}, stage, _square)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.tensor import test_vocabulary
+from tests.parallel.tensor.test_first_step_checks import whole_leaves_that_are_summed_are_named
 from tests.parallel.tensor.test_linear import Block, agrees
 from tests.parallel.tensor.test_plans import draws_are_refused
 from tests.parallel.tensor.test_slice_draws import draws_for_zeros_are_looked_at_again
@@ -158,9 +159,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "norms on a part of the sequence are replicated",
-            "parallel.tensor.leaf_cuts:_is_summed",
-            "'sequence_parallel' in above",
-            "False",
+            "parallel.tensor.leaf_cuts:cuts_of",
+            "if _in_cut_sequences(plan, place):\n    ...\nelif _is_summed(plan, place, value):\n    by_word.add(path)",
+            "if _is_summed(plan, place, value):\n    by_word.add(path)",
         ),
     ],
     (model, Run("gpt2")): [
@@ -191,6 +192,15 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
             "parallel.tensor.module_calls:TensorCalls._entered",
             "known.get('x') is not x",
             "True",
+        ),
+    ],
+    (whole_leaves_that_are_summed_are_named,): [
+        Bug(
+            "equal gradients are summed",
+            "transforms.parallel.slice_checks:check_partial_gradients",
+            "path in cuts.by_word and equal[path] and rows[0][0]",
+            "False",
+            shows=BaseException,
         ),
     ],
     (draws_are_refused,): [

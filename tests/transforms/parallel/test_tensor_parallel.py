@@ -270,6 +270,21 @@ def test_ranks_begin_with_rank_0s_leaves() -> None:
     ranks_may_begin_otherwise()
 
 
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("other", [{"w": torch.ones(2), "b": torch.ones(1)}, {"w": torch.ones(4)}], ids=["shape", "leaf"])
+def test_ranks_with_other_leaves_are_named(other: Any, zero: bool) -> None:
+    """Before rank 0's are sent, with and without ZeRO."""
+
+    def program() -> None:
+        mesh = comm.mesh(dp=2, tp=2)
+        params = other if comm.world().rank == 3 else {"w": torch.arange(4.0), "b": torch.ones(1)}
+        cut = [transforms.zero(1, mesh["dp"])] * zero + [transforms.tensor_parallel({"w": 0}, mesh["tp"])]
+        fds.compose(*cut)(fds.train_step(lambda p, x: p["w"].sum(), fds.sgd(0.1))).init(params)
+
+    with pytest.raises(ValueError, match=r"params: ranks \[3\] of group 'tp' have other leaves, shapes, dtypes or frozen"):
+        comm.simulate(program, world_size=4)
+
+
 def test_what_does_not_divide_or_match() -> None:
     step = fds.train_step(lambda p, x: p[0]["up"].sum(), fds.sgd(0.1))
 

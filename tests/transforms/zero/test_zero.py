@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_ds as fds
 from functional_ds import comm, transforms
+from functional_ds.step.axes import axis
 from functional_ds.transforms.zero.gather import Gatherer
 from tests.transforms.models import CASES, Blocks, mlp, own_rows, run
 
@@ -443,3 +444,41 @@ def test_a_world_of_one_on_nccl(stage: int) -> None:
     """The same step on a GPU, over NCCL: near the CPU's losses."""
     (losses,) = comm.spawn(on_a_gpu, stage, world_size=1)
     torch.testing.assert_close(losses, run(CASES["mlp"], (), steps=4)[0], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.law(27)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    stage=st.integers(0, 3),
+    n=st.integers(1, 4),
+    threshold=st.sampled_from([0, 5]),
+    tp=st.booleans(),
+)
+def test_what_a_transform_adds_to_padding_does_not_count(sizes: list[int], stage: int, n: int, threshold: int, tp: bool) -> None:
+    """A norm of gradients to which a number was added: flat tensors end in padding, and have some between leaves."""
+
+    def noisy(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        return inner(step, state, fds.tree.replace(grads, sum=[grad + 0.5 * grads.weight for grad in grads.sum]))
+
+    params = {str(i): torch.linspace(-1, 1, 2 * size).view(2, size) for i, size in enumerate(sizes)}
+
+    def program(dp: Any = None) -> Any:
+        mesh = comm.mesh(dp=n, tp=1 + tp) if dp else None
+        zero = [transforms.zero(stage, mesh["dp"], persistence_threshold=threshold if stage == 3 else 0)] if mesh else []
+        cut = [transforms.tensor_parallel({"0": 0}, mesh["tp"])] if mesh and tp else []
+        chain = fds.compose(*zero, *cut, transforms.clip(0.1), fds.wrap("noise", update=noisy))
+        step = chain(fds.train_step(loss, fds.adamw(0.1, eps=1.0)))
+        state = step.init(params)
+        for _ in range(2):
+            state, _ = step(state, torch.ones(3))
+        return step.params(state)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        sums = [w.sin().sum() for w in p.values()]
+        if axis("tp"):
+            sums[0] = comm.reduce_from(sums[0], axis("tp"))
+        return x.mean() * torch.stack(sums).sum()
+
+    expected = program()
+    for found in comm.simulate(program, True, world_size=n * (1 + tp)):
+        torch.testing.assert_close(found, expected)
