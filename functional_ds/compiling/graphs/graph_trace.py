@@ -75,7 +75,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
 
     def function(*inputs: Any) -> list[Any]:
         given = inputs[: len(leaves)]
-        recorder.notes["buffers"] = dict(zip(passing, inputs[len(leaves) :], strict=True))
+        recorder.notes.buffers = dict(zip(passing, inputs[len(leaves) :], strict=True))
         own = [like_marked(x, leaf) if isinstance(leaf, Tensor) else leaf for x, leaf in zip(given, leaves, strict=True)]
         found, spec = tree.flatten(Step.__call__(marked, *tree.unflatten(takes, own)))
         gives.append(spec)
@@ -95,7 +95,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     _refuse_late_draws(module.graph)
     _refuse_recomputed_calls(module.graph)
     module.recompile()
-    del recorder.notes["buffers"]
+    recorder.notes.buffers = {}
     return StepGraph(module, recorder.sites, takes, gives[0], outputs[0], recorder.notes, [*passing.values()])
 
 

@@ -255,7 +255,7 @@ class JitStep(Step, CompilesRegions):
         graph, code, reason, failure, failed = None, None, "", "", None
         try:
             graph = self._traced(state, batch)
-            kind.modes = graph.notes.get("modes", {})
+            kind.modes = graph.notes.modes
             kind.buffers = [(store, key, _leaf_kind(store[key])) for store, key in graph.buffers]
             code = _plain_code(graph) if self.backend == "fx" else RegionCode(graph, self.backend)
         except UntraceableError as error:
@@ -292,14 +292,10 @@ class JitStep(Step, CompilesRegions):
         found = trace(self, state, batch)
         if self.passes is not None:
             return apply_passes(found, self.passes)
-        zero = found.notes.get("zero")
-        for each in () if zero is None else _as_zero_does(**zero):
-            found = each(found)
-        return found
-
-
-def _as_zero_does(*, live: int, reshard: bool, ahead: int, **others: Any) -> Sequence[GraphPass]:
-    return regather(live=live, reshard=reshard), schedule(ahead=ahead)
+        eager = found.notes.gathering
+        if eager is None:
+            return found
+        return schedule(ahead=eager.ahead)(regather(live=eager.live, reshard=eager.reshard)(found))
 
 
 def _plain_code(graph: StepGraph) -> GraphCode:
