@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, schema_of, version_of
+from functional_ds.base.operators import tensors_given, tensors_written
+from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, version_of
 
 from .policy import Keep, RematPolicy
 from .saved_tensors import Offloaded, Resident, TensorStore, address_of, is_own
@@ -34,25 +35,9 @@ _Operation = tuple[Any, int]  # (operator, call index)
 _Signature = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors that an operation was given
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among an operation's arguments, also within lists."""
-    flat = (v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,)))
-    return [value for value in flat if isinstance(value, Tensor)]
-
-
 def _is_plain(tensor: Tensor) -> bool:
     """Whether it has one storage, and is no subclass: fake tensors, on which a function may try something, are not its own."""
     return (is_own(tensor) or type(tensor) is nn.Parameter) and tensor.layout == torch.strided
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes into."""
-    if not schema_of(func).is_mutable:
-        return []
-    places = enumerate(schema_of(func).arguments)
-    return _tensors(
-        args[i] if i < len(args) else kwargs.get(a.name) for i, a in places if a.alias_info and a.alias_info.is_write
-    )
 
 
 def _signature(given: Sequence[Tensor]) -> _Signature:
@@ -153,11 +138,11 @@ class OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = _written(func, args, kwargs)
+        written = tensors_written(func, args, kwargs)
         if written and self._store is not None:
             self._store.hold_device()
         out = func(*args, **kwargs)
-        given = _tensors((*args, *kwargs.values()))
+        given = tensors_given((*args, *kwargs.values()))
         operation = self._index(func, given)
         for tensor in written:
             if (memory := self._find(tensor)) is not None:
@@ -275,7 +260,7 @@ class Replayer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = _tensors((*args, *kwargs.values()))
+        given = tensors_given((*args, *kwargs.values()))
         operation = self._index(func, given)
         result = None if operation is None else self._recorder.results.get(operation)
         if result is None:

@@ -1,5 +1,6 @@
 """``Arguments``: what a module is called with, its tensors apart from the rest."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from functional_ds.base.torch_private import disable_torch_function_subclass
 from functional_ds.pipelining.stages.stages import Params
 
-from .templates import Placeholder, Template, make_template
+from .templates import Placeholder, Template, make_template, tensors_in
 
 __all__ = ["Arguments"]
 
@@ -20,42 +21,31 @@ class Arguments:
     """What a module is called with.
 
     Attributes:
-        args, kwargs: as given.
-        tensors: those in them, in order.
-        structure: all else about them, to compare: their template, or, where all arguments are tensors, how many there are
-            and their names.
+        tensors: those in it, in order.
+        template: of (args, kwargs), with a number for each tensor.
     """
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
-    structure: Any
+    template: Template
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Arguments":
         """The record of a call's arguments."""
-        values = (*args, *kwargs.values())
-        if all(type(each) is Tensor for each in values):  # the fast path: every action of a pipeline comes here
-            return Arguments(args, kwargs, values, (len(args), tuple(kwargs)))
-        template, tensors = _taken_apart(args, kwargs)
-        return Arguments(args, kwargs, tensors, template)
+        given, numbers = (args, dict(kwargs)), itertools.count()
+        template = make_template(given, lambda tensor: Placeholder(next(numbers)))
+        return Arguments(tuple([tensor for _, tensor in tensors_in(given)]), template)
+
+    @property
+    def structure(self) -> Any:
+        """All but the tensors, to compare; ``1`` and ``True`` are different arguments."""
+        return self.template.spec, tuple([(type(leaf), leaf) for leaf in self.template.leaves])
 
     def replaced(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-        """The same (args, kwargs) with other tensors."""
-        return _taken_apart(self.args, self.kwargs)[0].fill(dict(enumerate(tensors)))  # type: ignore[no-any-return]
+        """(args, kwargs) with other tensors."""
+        return self.template.fill(dict(enumerate(tensors)))  # type: ignore[no-any-return]
 
     def device(self, params: Params) -> torch.device:
         """The device that the module runs on: the parameters', else the arguments'."""
         with disable_torch_function_subclass():  # a deferred leaf need not be fetched for this
             found = next((leaf.device for leaf in params.values()), None)
             return found or next((tensor.device for tensor in self.tensors), torch.device("cpu"))
-
-
-def _taken_apart(args: Any, kwargs: Any) -> tuple[Template, tuple[Tensor, ...]]:
-    tensors: list[Tensor] = []
-
-    def take(tensor: Tensor) -> Template:
-        tensors.append(tensor)
-        return Placeholder(len(tensors) - 1)
-
-    return make_template((tuple(args), dict(kwargs)), take), tuple(tensors)

@@ -23,7 +23,7 @@ from functional_ds.pipelining.stages.shape_check import NEEDS_VALUES
 
 from .interception import FunctionCalls, OperatorLog, intercept, no_checkpoint, under_checkpoint, unobserved
 from .program import Instruction, ModuleCall, Program, TensorSource, TorchModes, torch_modes
-from .templates import KeyPath, Placeholder, Template, make_template, opaque_holder, tensors_in
+from .templates import Placeholder, Template, make_template, opaque_holder, tensors_in
 from .tensor_table import TensorTable
 
 __all__ = ["NotConstant", "trace_forward"]
@@ -168,7 +168,7 @@ class _Tracer:
         target: Any,
         args: Any,
         kwargs: Any,
-        results: Sequence[tuple[KeyPath, Tensor]],
+        results: Sequence[tuple[int, Tensor]],
         writes: frozenset[int],
         modes: TorchModes,
     ) -> None:
@@ -195,7 +195,7 @@ class _Tracer:
         """The arguments with numbers for tensors, and these numbers. A tensor whose values were not read gets a stand-in."""
         reads: set[int] = set()
 
-        def numbered(tensor: Tensor) -> Template:
+        def numbered(tensor: Tensor) -> Placeholder:
             number = self.table.number(tensor)
             if number is None:
                 raise ValueError(
