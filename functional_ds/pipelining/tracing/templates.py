@@ -1,6 +1,7 @@
-"""``Template``: a value of any structure without its tensors, which are filled in later."""
+"""``Template``: a value of any structure without its tensors, which are filled in later; ``Arguments``: those of a call."""
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.containers import register_containers
+from functional_ds.base.torch_private import disable_torch_function_subclass
+from functional_ds.modules.deep_copy import fields_of
 
-__all__ = ["Placeholder", "Template", "make_template", "opaque_holder", "tensors_in"]
+__all__ = ["Arguments", "Placeholder", "Template", "make_template", "opaque_holder", "tensors_in"]
 
 _ATOMS = (nn.Module, type, str, bytes, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
 
@@ -63,6 +66,41 @@ def opaque_holder(value: Any) -> type | None:
     return next(map(type, _holders(_flattened(value)[0])), None)
 
 
+@attrs.frozen(eq=False)
+class Arguments:
+    """What a module is called with.
+
+    Attributes:
+        tensors: those in it, in order.
+        template: of (args, kwargs), with a number for each tensor.
+    """
+
+    tensors: tuple[Tensor, ...]
+    template: Template
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Arguments":
+        """The record of a call's arguments."""
+        given, numbers = (args, dict(kwargs)), itertools.count()
+        template = make_template(given, lambda tensor: Placeholder(next(numbers)))
+        return Arguments(tuple([tensor for _, tensor in tensors_in(given)]), template)
+
+    @property
+    def structure(self) -> Any:
+        """All but the tensors, to compare; ``1`` and ``True`` are different arguments."""
+        return self.template.spec, tuple([(type(leaf), leaf) for leaf in self.template.leaves])
+
+    def replaced(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        """(args, kwargs) with other tensors."""
+        return self.template.fill(dict(enumerate(tensors)))  # type: ignore[no-any-return]
+
+    def device(self, params: Mapping[str, Tensor]) -> torch.device:
+        """The device that the module runs on: the parameters', else the arguments'."""
+        with disable_torch_function_subclass():  # a deferred leaf need not be fetched for this
+            found = next((leaf.device for leaf in params.values()), None)
+            return found or next((tensor.device for tensor in self.tensors), torch.device("cpu"))
+
+
 def _flattened(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves and the structure of a value, of which all containers are taken apart that can be."""
     leaves, spec = tree.flatten(value)
@@ -86,7 +124,6 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
     seen.add(id(value))
     inner = tree.leaves(value)
     if tree.is_leaf(value):
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        inner = [getattr(value, name, None) for name in (*slots, *getattr(value, "__dict__", ()))]
-        inner += value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        inner = [*fields_of(value).values(), *items]
     return any(_holds_tensors(x, seen) for x in inner)
