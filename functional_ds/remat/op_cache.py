@@ -1,4 +1,15 @@
-"""Which operation of a function made which memory, and outputs that are kept so that a second run skips their operations."""
+"""Which operation of a function made which memory, and outputs that are kept so that a second run skips their operations.
+
+``torch.utils.checkpoint`` runs the function again; its ``create_selective_checkpoint_contexts`` (torch 2.13) would serve for
+matrix products that stay on the device, and this does for more:
+
+- An output is kept by a name that it gets after its operation, on the host or in pieces on a group's ranks, too. Torch computes
+  again what its policy ``MUST_CPU_OFFLOAD`` names.
+- The second run may have other operations that are not differentiated, such as fetches of params in shards, and fewer of them.
+  Torch counts all operations, and raises.
+- What was written in place since it was kept is computed again. Torch raises.
+- Reports know what every saved tensor is.
+"""
 
 import weakref
 from collections import Counter
