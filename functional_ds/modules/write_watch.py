@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
-from functional_ds.base.operators import tensors_written
 from functional_ds.base.torch_private import TorchDispatchMode, disable_dispatch_modes, storage_id
+from functional_ds.remat.operator_arguments import tensors_written
 from functional_ds.step.tape import Tape
 
 __all__ = ["bit_sums", "refuse_aliases", "refuse_write", "watched"]

@@ -21,9 +21,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.operators import tensors_given, tensors_written
 from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, version_of
 
+from .operator_arguments import tensors_given, tensors_written
 from .policy import Keep, RematPolicy
 from .saved_tensors import Offloaded, Resident, TensorStore, address_of, is_own
 

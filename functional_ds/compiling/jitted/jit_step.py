@@ -13,7 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import version_of
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.ledger import Row
-from functional_ds.compiling.compile_log import BlockClass, CompilesRegions
+from functional_ds.compiling.compile_log import BlockClass, Compiles
 from functional_ds.compiling.graphs.graph_cost import Rates
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
@@ -87,7 +87,7 @@ class _GraphCache:
 
 
 @attrs.frozen(eq=False, repr=False, kw_only=True)
-class JitStep(Step, CompilesRegions):
+class JitStep(Step, Compiles):
     """A step that runs as a graph, once a state has made an eager step; else as the step that it was made of.
 
     Attributes:
@@ -173,11 +173,10 @@ class JitStep(Step, CompilesRegions):
         entries = [*self._cache.entries.values(), *filter(None, [self._cache.later])]
         return [entry.reason for entry in entries if entry.reason]
 
-    @property
-    def compiled_rows(self) -> list[BlockClass]:
+    def compiled_rows(self, step: Step) -> list[BlockClass] | None:
         """What the back end has compiled, for ``fds.compile_report``."""
         codes = [entry.code for entry in self._cache.entries.values()]
-        return [row for code in codes if isinstance(code, RegionCode) for row in code.rows]
+        return [row for code in codes if isinstance(code, RegionCode) for row in code.rows] or None
 
     def forget(self) -> None:
         """Drops all graphs, after a change that no argument shows: all ranks must call it at the same place."""

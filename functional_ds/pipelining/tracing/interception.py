@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from functional_ds.base.operators import tensors_given, tensors_written
 from functional_ds.base.torch_private import (
     TorchDispatchMode,
     disable_torch_function,
@@ -17,6 +16,7 @@ from functional_ds.base.torch_private import (
     storage_id,
 )
 from functional_ds.comm.record.group import call_site
+from functional_ds.remat.operator_arguments import tensors_given, tensors_written
 
 __all__ = ["FunctionCalls", "OperatorLog", "intercept", "no_checkpoint", "storage_number", "under_checkpoint", "unobserved"]
 
