@@ -98,7 +98,7 @@ class _FirstRun(fx.Interpreter):
     """
 
     def __init__(self, owner: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(owner, graph=graph)  # type: ignore[arg-type]
+        super().__init__(owner, graph=graph)
         self.extra_traceback = False
         self.plain: set[fx.Node] = set()
         ends: dict[fx.Node, fx.Node] = {}
@@ -174,9 +174,11 @@ class _DirectViews:
             return owner
         key = (base, _layout(value), offset)
         if key not in self._views:
-            place = (self._graph.call_method("storage_offset", (owner,)),) if offset else ()
-            place = tuple(self._graph.call_function(operator.add, (each, offset)) for each in place)
-            self._views[key] = self._graph.call_method("as_strided", (owner, tuple(value.shape), value.stride(), *place))
+            args: tuple[Any, ...] = owner, tuple(value.shape), value.stride()
+            if offset:
+                begin = self._graph.call_method("storage_offset", (owner,))
+                args = *args, self._graph.call_function(operator.add, (begin, offset))
+            self._views[key] = self._graph.call_method("as_strided", args)
         return self._views[key]
 
     def _is_direct(self, node: fx.Node) -> bool:
