@@ -1506,7 +1506,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (what_training_would_part_is_refused, "sharded: data.copy_"): [
-        Bug("no operation is looked at", "modules.write_watch:_Operations.__torch_dispatch__", "schema.is_mutable", "False"),
+        Bug(
+            "no operation is looked at",
+            "modules.write_watch:_Operations.__torch_dispatch__",
+            "func.namespace == 'aten'",
+            "False",
+        ),
     ],
     (what_training_would_part_is_refused, "tied by data"): [
         Bug("no overlap is looked for", "base.byte_ranges:overlapping", "one.meets(other)", "False"),

@@ -8,7 +8,7 @@ import attrs
 
 from functional_ds.base.weighted import Weighted
 from functional_ds.compiling.block_calls import BlockCalls, keep_graphs
-from functional_ds.compiling.compile_log import CompileLog, KeepsLogs
+from functional_ds.compiling.compile_log import BlockClass, CompileLog, Compiles
 from functional_ds.compiling.compile_options import CompileOptions
 from functional_ds.compiling.errors import backward_refusal
 from functional_ds.remat.block_paths import check_blocks, check_pattern
@@ -83,15 +83,15 @@ def compiled(
 
 
 @attrs.define(eq=False)
-class _Compiled(KeepsLogs):
+class _Compiled(Compiles):
     blocks: str | None
     options: CompileOptions
     eager: str | None
     _calls: "WeakKeyDictionary[Step, BlockCalls]" = attrs.field(factory=WeakKeyDictionary)
 
-    def log_of(self, step: Step) -> CompileLog:
-        """The log of one step."""
-        return self._of(step).log
+    def compiled_rows(self, step: Step) -> list[BlockClass]:
+        """The classes of blocks that ran."""
+        return [*self._of(step).log.classes.values()]
 
     def _of(self, step: Step) -> BlockCalls:
         if step not in self._calls:

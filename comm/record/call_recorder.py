@@ -1,10 +1,11 @@
 """Who writes the collectives of this thread down instead of carrying them out, where a step is traced into a graph."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import attrs
 from torch import Tensor
 
 from functional_ds.base.torch_private import is_fake
@@ -12,18 +13,59 @@ from functional_ds.base.torch_private import is_fake
 from .collective import Call, Handle
 from .group import Group
 
-__all__ = ["CallRecorder", "current_recorder", "labelled", "recomputing", "recording", "runs_on_shapes"]
+__all__ = [
+    "CallRecorder",
+    "TraceNotes",
+    "UnitGathering",
+    "current_recorder",
+    "labelled",
+    "recomputing",
+    "recording",
+    "runs_on_shapes",
+]
+
+
+@attrs.frozen
+class UnitGathering:
+    """How an eager step gathers units of params that are in shards, which passes over its graph do alike.
+
+    Attributes:
+        live: how many units are whole at once.
+        reshard: whether a backward pass finds none of the units that its forward pass ends with.
+        ahead: how many gathers may be under way beside the one that is waited for.
+        keeps_first_level: whether the result of a gather's first level of groups stays (hpZ).
+    """
+
+    live: int
+    reshard: bool
+    ahead: int
+    keeps_first_level: bool
+
+
+@attrs.define(eq=False)
+class TraceNotes:
+    """What a step says of itself while it is traced, for passes over its graph and for the next state.
+
+    Attributes:
+        gathering: of its units of params; None where the graph gathers none.
+        modes: of the modules that the loss runs.
+        buffers: the graph's inputs for buffers that no state has, by module and name.
+    """
+
+    gathering: UnitGathering | None = None
+    modes: dict[Any, tuple[int, ...]] = attrs.field(factory=dict)
+    buffers: Mapping[tuple[Any, str], Tensor] = attrs.field(factory=dict)
 
 
 class CallRecorder(Protocol):
     """Takes a rank's collectives while its step runs without values.
 
     Attributes:
-        notes: what transforms say of the step for passes over its graph, by name.
+        notes: what the step says of itself.
         trial: whether nobody uses the results.
     """
 
-    notes: dict[str, Any]
+    notes: TraceNotes
     trial: bool
 
     def eager(self, function: Callable[..., Tensor], xs: Sequence[Tensor]) -> Tensor:

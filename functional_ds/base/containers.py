@@ -22,8 +22,8 @@ _LOCK = threading.Lock()
 def register_containers(value: Any) -> None:
     """Makes pytrees of the types of containers in ``value``: of the classes, for the process.
 
-    Those are types that ``torch.utils._pytree`` knows; dataclasses, by their fields; and mappings whose class makes one from a
-    dict, as ``transformers.BatchEncoding`` does. Any other type stays a leaf.
+    Those are types that ``torch.utils._pytree`` knows; dataclasses and attrs classes, by their fields; and mappings whose class
+    makes one from a dict, as ``transformers.BatchEncoding`` does. Any other type stays a leaf.
 
     >>> from collections import UserDict
     >>> batch = UserDict(x=1, y=2)
@@ -61,7 +61,7 @@ def _functions(kind: type, value: Any) -> tuple[Callable[[Any], Flat], Callable[
         return children, lambda context, found: unflatten(list(found), context.value)
     if isinstance(value, Mapping) and _rebuilds(kind, value):
         return _items, lambda keys, found: kind(dict(zip(keys, found, strict=True)))
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) or attrs.has(kind):
         return _fields, lambda names, found: _made(kind, names, found)
     return None
 
@@ -88,7 +88,8 @@ def _rebuilds(kind: Callable[[Any], Any], value: Mapping[Any, Any]) -> bool:
 
 
 def _fields(whole: Any) -> Flat:
-    names = tuple(field.name for field in dataclasses.fields(whole) if hasattr(whole, field.name))
+    fields = dataclasses.fields(whole) if dataclasses.is_dataclass(whole) else attrs.fields(type(whole))
+    names = tuple(field.name for field in fields if hasattr(whole, field.name))
     return tuple(getattr(whole, name) for name in names), names, names
 
 

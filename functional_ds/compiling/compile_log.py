@@ -8,7 +8,7 @@ import attrs
 
 from functional_ds.step.step import Step
 
-__all__ = ["BlockClass", "Compilation", "CompileLog", "CompileReport", "CompilesRegions", "KeepsLogs", "compile_report"]
+__all__ = ["BlockClass", "Compilation", "CompileLog", "CompileReport", "Compiles", "compile_report"]
 
 
 @attrs.frozen
@@ -94,21 +94,15 @@ class CompileLog:
         return row
 
 
-class KeepsLogs(ABC):
-    """What compiles blocks: a ``Step``'s layer whose ``forward`` is a method of such a value."""
+class Compiles(ABC):
+    """What compiles parts of a step: the step itself, or what a layer's ``forward`` is a method of."""
 
     @abstractmethod
-    def log_of(self, step: Step) -> CompileLog:
-        """The log of one step. Ranks that are threads may share a transform; each makes a step of its own."""
+    def compiled_rows(self, step: Step) -> Sequence[BlockClass] | None:
+        """What was compiled for a step so far; None where nothing is compiled.
 
-
-class CompilesRegions(ABC):
-    """A step whose graphs' regions are compiled."""
-
-    @property
-    @abstractmethod
-    def compiled_rows(self) -> Sequence[BlockClass]:
-        """What was compiled, by phase; empty where nothing is."""
+        Ranks that are threads may share a transform; each makes a step of its own.
+        """
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -176,14 +170,11 @@ def compile_report(step: Step) -> CompileReport:
     >>> compile_report(step).calls
     2
     """
-    owners = [getattr(layer.phases.get("forward"), "__self__", None) for layer in step.layers]
-    logs = [owner.log_of(step) for owner in owners if isinstance(owner, KeepsLogs)]
-    rows = [row.copy() for log in logs for row in log.classes.values()]
-    if isinstance(step, CompilesRegions):
-        rows += step.compiled_rows
-    if not logs and not rows:
+    owners = [*(getattr(layer.phases.get("forward"), "__self__", None) for layer in step.layers), step]
+    found = [owner.compiled_rows(step) for owner in owners if isinstance(owner, Compiles)]
+    if all(rows is None for rows in found):
         raise ValueError(
             f"compile_report: nothing of the step is compiled ({step}); add T.compiled('blocks'), or fds.jit(..., "
             "backend='inductor'), which compiles in a state's second step"
         )
-    return CompileReport(rows)
+    return CompileReport([row.copy() for rows in found for row in rows or ()])

@@ -228,7 +228,7 @@ class Apply:
             return unknown[self], False
         if not found.complete:
             recorder = current_recorder()
-            traced = {} if recorder is None else recorder.notes.get("buffers", {})
+            traced = {} if recorder is None else recorder.notes.buffers
             for name, buffer in self.module.named_buffers():  # what ``state_dict`` leaves out
                 found.add(name, traced.get((self, name), buffer))
             found.complete = True
@@ -273,7 +273,7 @@ class Apply:
         trial: bool,
     ) -> Any:
         if (recorder := current_recorder()) is not None:
-            recorder.notes.setdefault("modes", {})[self] = self.modes
+            recorder.notes.modes[self] = self.modes
         skeleton, temporary = self._lease(params, held, pass_, trial)
         skeleton.put(held)
         kind = type(self.module).__name__

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import FakeTensor, TorchDispatchMode, schema_of, storage_id, unset_fake_temporarily
+from functional_ds.remat.operator_arguments import tensors_written
 
 __all__ = ["Initialisation", "Place"]
 
@@ -96,7 +97,7 @@ class Initialisation(TorchDispatchMode):
         if "generator" in kwargs:
             kwargs["generator"] = None  # it draws by the default one, in this one's state
         arguments = tree.map(self._noted, (args, kwargs))
-        changed = [self.place(x) for x in _written(func, args, kwargs) if isinstance(x, FakeTensor)]
+        changed = [self.place(x) for x in tensors_written(func, args, kwargs) if isinstance(x, FakeTensor)]
         known = len(self._kept)
         found = func(*args, **kwargs)
         outputs = [self.place(x) if isinstance(x, FakeTensor) else None for x in tree.leaves(found)]
@@ -236,12 +237,3 @@ def _check(place: Place, result: Tensor, function: Any) -> None:
         raise RuntimeError(
             f"{function} lays a tensor of shape {list(place.shape)} out in another way than it does without values"
         )
-
-
-def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation changes."""
-    found: list[Any] = []
-    for place, argument in enumerate(schema_of(function).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return [x for x in tree.leaves(found) if isinstance(x, Tensor)]

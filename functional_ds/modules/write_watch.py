@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import TorchDispatchMode, disable_dispatch_modes, schema_of, storage_id
+from functional_ds.base.torch_private import TorchDispatchMode, disable_dispatch_modes, storage_id
+from functional_ds.remat.operator_arguments import tensors_written
 from functional_ds.step.pass_scope import Pass
 
 __all__ = ["bit_sums", "refuse_aliases", "refuse_write", "watched"]
@@ -155,10 +156,8 @@ class _Operations(TorchDispatchMode):
         self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given, schema = kwargs or {}, schema_of(func)
-        if schema.is_mutable and func.namespace == "aten":
-            for place, argument in enumerate(schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[place] if place < len(args) else given.get(argument.name)
-                    self._watch.look(value, str(func.overloadpacket))
-        return func(*args, **given)
+        kwargs = kwargs or {}
+        if func.namespace == "aten":
+            for tensor in tensors_written(func, args, kwargs):
+                self._watch.look(tensor, str(func.overloadpacket))
+        return func(*args, **kwargs)

@@ -1,8 +1,19 @@
-"""Which operation of a function made which memory, and outputs that are kept so that a second run skips their operations."""
+"""Which operation of a function made which memory, and outputs that are kept so that a second run skips their operations.
+
+``torch.utils.checkpoint`` runs the function again; its ``create_selective_checkpoint_contexts`` (torch 2.13) would serve for
+matrix products that stay on the device, and this does for more:
+
+- An output is kept by a name that it gets after its operation, on the host or in pieces on a group's ranks, too. Torch computes
+  again what its policy ``MUST_CPU_OFFLOAD`` names.
+- The second run may have other operations that are not differentiated, such as fetches of params in shards, and fewer of them.
+  Torch counts all operations, and raises.
+- What was written in place since it was kept is computed again. Torch raises.
+- Reports know what every saved tensor is.
+"""
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +21,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, schema_of, version_of
+from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, version_of
 
+from .operator_arguments import tensors_given, tensors_written
 from .policy import Keep, RematPolicy
 from .saved_tensors import Offloaded, Resident, TensorStore, address_of, is_own
 
@@ -34,25 +46,9 @@ _Operation = tuple[Any, int]  # (operator, call index)
 _Signature = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors that an operation was given
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among an operation's arguments, also within lists."""
-    flat = (v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,)))
-    return [value for value in flat if isinstance(value, Tensor)]
-
-
 def _is_plain(tensor: Tensor) -> bool:
     """Whether it has one storage, and is no subclass: fake tensors, on which a function may try something, are not its own."""
     return (is_own(tensor) or type(tensor) is nn.Parameter) and tensor.layout == torch.strided
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes into."""
-    if not schema_of(func).is_mutable:
-        return []
-    places = enumerate(schema_of(func).arguments)
-    return _tensors(
-        args[i] if i < len(args) else kwargs.get(a.name) for i, a in places if a.alias_info and a.alias_info.is_write
-    )
 
 
 def _signature(given: Sequence[Tensor]) -> _Signature:
@@ -153,11 +149,11 @@ class OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = _written(func, args, kwargs)
+        written = tensors_written(func, args, kwargs)
         if written and self._store is not None:
             self._store.hold_device()
         out = func(*args, **kwargs)
-        given = _tensors((*args, *kwargs.values()))
+        given = tensors_given((*args, *kwargs.values()))
         operation = self._index(func, given)
         for tensor in written:
             if (memory := self._find(tensor)) is not None:
@@ -275,7 +271,7 @@ class Replayer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = _tensors((*args, *kwargs.values()))
+        given = tensors_given((*args, *kwargs.values()))
         operation = self._index(func, given)
         result = None if operation is None else self._recorder.results.get(operation)
         if result is None:

@@ -1,4 +1,9 @@
-"""Tensors that a backward pass needs, stored as a policy says: resident, on the host, or partitioned."""
+"""Tensors that a backward pass needs, stored as a policy says: resident, on the host, or partitioned.
+
+``torch.autograd.graph.save_on_cpu`` copies each tensor as often as it is saved, params included, in the order of the device's
+work. Here a tensor is copied once however often it is saved, params stay, copies run beside the computation, and the way back
+of one begins with that of the one behind it.
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -9,12 +14,11 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.copy_stream import CopyStream
+from functional_ds.base.copy_stream import Arrival, CopyStream
 from functional_ds.base.torch_private import is_fake, saved_tensors_hooks_in_force, storage_id, version_of
 from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.step.pass_scope import current_pass
 
-from .cpu_offload import HostTensor
 from .partitioned import PartitionedTensor, PartitionLog, partition
 from .policy import Keep
 
@@ -86,6 +90,42 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 # -- stored tensors ------------------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class HostTensor:
+    """A flat tensor in the host's memory.
+
+    Attributes:
+        host: the values.
+        stream: copies them to and from the device. On a CPU they are copied all the same, so that reports count the same.
+        previous: the tensor that was offloaded before this one. A backward pass needs it next, so its way back begins with
+            this one's.
+    """
+
+    host: Tensor
+    stream: CopyStream
+    previous: "weakref.ref[HostTensor] | None" = None
+    _arriving: Arrival | None = None
+
+    @property
+    def held(self) -> int:
+        """Bytes on the host."""
+        return self.host.nbytes
+
+    def fetch(self) -> Tensor:
+        """The flat tensor on its device."""
+        arriving, self._arriving = self.start(), None
+        previous = self.previous() if self.previous is not None else None
+        if previous is not None and self.stream.overlaps:
+            previous.start()
+        return arriving.wait()
+
+    def start(self) -> Arrival:
+        """Starts the copy to the device, once."""
+        if self._arriving is None:
+            self._arriving = self.stream.to_device(self.host)
+        return self._arriving
 
 
 class Resident:

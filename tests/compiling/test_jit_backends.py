@@ -214,7 +214,7 @@ BUGS: list[tuple[Callable[[], Any], Bug]] = [
         test_jit.test_gathers_are_those_of_the_eager_step,
         Bug(
             "views are made at the wrong place",
-            "compiling.jitted.graph_code:_Writer._view",
+            "compiling.jitted.graph_code:_DirectViews._get",
             "value.storage_offset() - held.storage_offset()",
             "0",
         ),

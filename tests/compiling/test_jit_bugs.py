@@ -34,7 +34,7 @@ BUGS: dict[Callable[[], Any], list[Bug]] = {
         Bug(
             "modes are not looked at",
             "compiling.jitted.jit_step:JitStep._new_entry",
-            "kind.modes = graph.notes.get('modes', {})",
+            "kind.modes = graph.notes.modes",
             "pass",
         ),
     ],

@@ -261,8 +261,6 @@ class _TensorParallel:
         """Sums partial gradients: of replicated leaves that are used on slices, and of slices that several ranks hold."""
         state, grads = inner(step, state, grads)
         group, cuts, parts = self.ranks(), _cuts(state), step.leaf_map(state)
-        if group.size > 1 and state.graphs.is_new("partial gradients over tp"):
-            check_partial_gradients(parts, grads.sum, cuts, group)
         _sum_shards(parts, grads.sum, cuts.summed, group)
         shared: dict[tuple[int, ...], set[str]] = {}
         for path, cut in cuts.slices.items():
@@ -332,14 +330,17 @@ class _TensorParallel:
         return result
 
     def guard_reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        """Refuses gradients of whole leaves that differ over the group, in the first step.
+        """Refuses gradients of whole leaves that differ over the group, or are to be summed and do not, in the first step.
 
         Raises:
             ValueError: on all ranks.
         """
-        after, grads = inner(step, state, grads)
         group = self.ranks()
-        if group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("gradients over tp"):
+        looks = group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("gradients over tp")
+        if looks:
+            check_partial_gradients(step.leaf_map(state), grads.sum, _cuts(state), group)
+        after, grads = inner(step, state, grads)
+        if looks:
             check_whole_gradients(step.leaf_map(after), grads.sum, _cuts(after).slices.keys(), group)
         return after, grads
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.comm.record.call_recorder import UnitGathering, current_recorder
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred
@@ -260,12 +260,7 @@ class Zero(ZeroConfig):
             return WholeParams(layout, stored)
         recorder = current_recorder()
         if recorder is not None:
-            recorder.notes["zero"] = {
-                "live": self.max_live_units,
-                "reshard": self.reshard_last_units,
-                "ahead": self.prefetch,
-                "hpz": self.hpz,
-            }
+            recorder.notes.gathering = UnitGathering(self.max_live_units, self.reshard_last_units, self.prefetch, self.hpz)
             return GatherOnce(layout, stored, collectives)
         return Gatherer(
             layout,

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from functional_ds.base import tree
 from functional_ds.base.torch_private import TorchDispatchMode, storage_id
 from functional_ds.comm.dispatch import outline
-from functional_ds.comm.record.call_recorder import recording
+from functional_ds.comm.record.call_recorder import TraceNotes, recording
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group, Ready
 from functional_ds.modules.flops import flops_of
@@ -201,7 +201,7 @@ class _InnerCalls:
     """Takes collectives of a trial on tensors without values."""
 
     trial: bool = True
-    notes: dict[str, Any] = attrs.field(factory=dict)
+    notes: TraceNotes = attrs.field(factory=TraceNotes)
     work: list[SizedOperation | InnerCall] = attrs.field(factory=list)
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:

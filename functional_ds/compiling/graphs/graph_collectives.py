@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from functional_ds.comm.dispatch import outline, start
+from functional_ds.comm.record.call_recorder import TraceNotes
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group
 
@@ -76,13 +77,13 @@ class GraphRecorder:
 
     Attributes:
         sites: the collectives so far; a node names one by its place.
-        notes: what transforms say of the step for passes.
+        notes: what the step says of itself.
         trial: never.
     """
 
     trial = False
     sites: list[CallSite] = attrs.field(factory=list)
-    notes: dict[str, Any] = attrs.field(factory=dict)
+    notes: TraceNotes = attrs.field(factory=TraceNotes)
     _label: str = ""
     _units: int = 0
     _recomputed: int = 0

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from functional_ds.base.torch_private import UNDECLARED_VIEWS, schema_of
+from functional_ds.remat.operator_arguments import written
 
 __all__ = [
     "OPERATOR",
@@ -57,12 +58,8 @@ def tagged(name: str, value: Any) -> Iterator[None]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node gives memory of its input and writes nothing."""
-    if node.target is operator.getitem or node.target in UNDECLARED_VIEWS:
-        return True
-    if node.op != "call_function" or not isinstance(node.target, OPERATOR):
-        return False
-    gives = [result.alias_info for result in schema_of(node.target).returns]
-    return any(alias is not None and not alias.is_write for alias in gives)
+    declared = isinstance(node.target, OPERATOR) and node.target.is_view
+    return declared or node.target is operator.getitem or node.target in UNDECLARED_VIEWS
 
 
 def root_of(node: fx.Node) -> fx.Node:
@@ -78,7 +75,7 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def _gives_what_it_writes(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, OPERATOR):
+    if not isinstance(node.target, OPERATOR):
         return False
     gives = [result.alias_info for result in schema_of(node.target).returns]
     return len(gives) == 1 and gives[0] is not None and gives[0].is_write
@@ -118,13 +115,9 @@ def inputs_of(node: fx.Node) -> list[fx.Node]:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The inputs that a node writes into."""
-    if node.op != "call_function" or not isinstance(node.target, OPERATOR):
-        return []
     found: list[fx.Node] = []
-    for place, argument in enumerate(schema_of(node.target).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(value, found.append)
+    if isinstance(node.target, OPERATOR):
+        fx.map_arg(written(node.target, node.args, node.kwargs), found.append)
     return found
 
 

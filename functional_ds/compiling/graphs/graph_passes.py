@@ -114,7 +114,8 @@ class _Copy:
     def _anew(self) -> set[fx.Node]:
         """What a copy copies: with hpZ not the first level, whose result stays."""
         found = {*self.gather.nodes, *self.views}
-        if self.graph.notes.get("zero", {}).get("hpz"):
+        gathering = self.graph.notes.gathering
+        if gathering is not None and gathering.keeps_first_level:
             found -= {*inputs_of(next(node for node in self.gather.nodes if node.target is WAIT))}
         return found
 

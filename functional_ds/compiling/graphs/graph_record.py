@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.comm.algorithms.cost import Link
+from functional_ds.comm.record.call_recorder import TraceNotes
 from functional_ds.step.state import State
 
 from .eager_calls import RUN, eager_site
@@ -71,7 +72,7 @@ class StepGraph:
         takes: the structure of (state, batch).
         gives: the structure of (state, metrics).
         outputs: the results' leaves without values, with their marks.
-        notes: what transforms say of the step for passes.
+        notes: what the step says of itself.
         buffers: where modules hold those of their buffers that no state has; the graph takes them behind the leaves.
     """
 
@@ -80,7 +81,7 @@ class StepGraph:
     takes: optree.PyTreeSpec
     gives: optree.PyTreeSpec
     outputs: Sequence[Any]
-    notes: dict[str, Any]
+    notes: TraceNotes
     buffers: Sequence[tuple[Mapping[str, Any], str]] = ()
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
@@ -241,7 +242,7 @@ def _lines(graph: StepGraph) -> Iterator[str]:
             phase = node.meta.get(PHASE)
             yield f"{phase or 'step'}:"
         now = held[node]
-        units = f" {now.units} units" if graph.notes.get("zero") is not None else ""
+        units = f" {now.units} units" if graph.notes.gathering is not None else ""
         yield f"  {now.bytes:>12,}{units}  {_shown(graph, node)}"
 
 

@@ -1,12 +1,14 @@
 """Traces all of ``step(state, batch)`` into one graph: view, loss, backward, reductions, norm and update."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import optree
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
@@ -14,13 +16,13 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import FakeTensorMode, buffers_of, schema_of
 from functional_ds.comm.record.call_recorder import recording
+from functional_ds.comm.record.group import Group
 from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.traits import Trait
 
 from .eager_calls import RUN, RUN_BACKWARD, StepRecorder
-from .graph_caches import caches_as_before
 from .graph_collectives import carrying_out
 from .graph_nodes import PHASE, RECOMPUTED, tagged
 from .graph_record import StepGraph
@@ -75,7 +77,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
 
     def function(*inputs: Any) -> list[Any]:
         given = inputs[: len(leaves)]
-        recorder.notes["buffers"] = dict(zip(passing, inputs[len(leaves) :], strict=True))
+        recorder.notes.buffers = dict(zip(passing, inputs[len(leaves) :], strict=True))
         own = [like_marked(x, leaf) if isinstance(leaf, Tensor) else leaf for x, leaf in zip(given, leaves, strict=True)]
         found, spec = tree.flatten(Step.__call__(marked, *tree.unflatten(takes, own)))
         gives.append(spec)
@@ -86,7 +88,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     held = [store[key] for store, key in passing.values()]
     fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in (*leaves, *held)]
     try:
-        with caches_as_before(state), recording(recorder), carrying_out(recorder.sites), mode, _NoAddresses():
+        with _caches_as_before(state), recording(recorder), carrying_out(recorder.sites), mode, _NoAddresses():
             module = make_fx(function)(*fakes)
     except Exception as error:
         raise UntraceableError(_reason(error)) from error
@@ -95,7 +97,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     _refuse_late_draws(module.graph)
     _refuse_recomputed_calls(module.graph)
     module.recompile()
-    del recorder.notes["buffers"]
+    recorder.notes.buffers = {}
     return StepGraph(module, recorder.sites, takes, gives[0], outputs[0], recorder.notes, [*passing.values()])
 
 
@@ -173,3 +175,42 @@ def _reason(error: BaseException) -> str:
             f"buffer of the module ({name}: {text[0]})"
         )
     return f"{name}: {text[0]}"
+
+
+@contextmanager
+def _caches_as_before(state: State) -> Iterator[None]:
+    """Within the block a step may run without values; afterwards the state's caches are as they were.
+
+    Ranks learn in eager steps, together. What one rank's trace alone had changed would part it from the others.
+    """
+    found: dict[int, tuple[Any, dict[str, Any]]] = {}
+    _look(state, found, set())
+    try:
+        yield
+    finally:
+        for cache, fields in found.values():
+            for name, value in fields.items():
+                setattr(cache, name, value)
+
+
+def _look(value: Any, found: dict[int, tuple[Any, dict[str, Any]]], seen: set[int]) -> None:
+    if id(value) in seen or isinstance(value, (Tensor, nn.Module, Group)):
+        return
+    seen.add(id(value))
+    if attrs.has(type(value)):
+        fields = {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
+        if not _is_frozen(type(value)):
+            found[id(value)] = value, {name: _apart(held) for name, held in fields.items()}
+        for held in fields.values():
+            _look(held, found, seen)
+    elif type(value) in (dict, list, tuple):
+        for held in value.values() if isinstance(value, dict) else value:
+            _look(held, found, seen)
+
+
+def _is_frozen(kind: type) -> bool:
+    return getattr(kind.__setattr__, "__name__", "") == "_frozen_setattrs"
+
+
+def _apart(held: Any) -> Any:
+    return held.copy() if type(held) in (dict, list, set) else held

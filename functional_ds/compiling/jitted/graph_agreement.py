@@ -2,11 +2,13 @@
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 from torch import fx
 
 from functional_ds.comm.record.collective import Here
+from functional_ds.comm.record.group import Group
 from functional_ds.compiling.graphs.eager_calls import RUN_BACKWARD, eager_site
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, site_of
 
@@ -66,43 +68,36 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         rank: of the world.
     """
     found = RankCollectives(rank, [], [])
-    places: dict[GroupKey, int] = {}
-    counts: list[int] = []
+    counts: dict[GroupKey, int] = {}
     under_way: dict[int, CollectiveEvent] = {}
+
+    def begin(group: Group, agreement: Any, does: str, *, holds: bool) -> CollectiveEvent:
+        key = (group.name, group.ranks)
+        if key not in counts:
+            found.groups.append(key)
+        number = counts[key] = counts.get(key, -1) + 1
+        digest = zlib.crc32(repr(agreement).encode())
+        found.events.append(CollectiveEvent(found.groups.index(key), digest, does, number, holds))
+        return found.events[-1]
+
     for node in nodes:
         if node.target is WAIT and site_of(node) in under_way:
             event = under_way[site_of(node)]
             found.events.append(attrs.evolve(event, digest=None, holds=True))
         eager = eager_site(node, sites)
         for inner in [] if eager is None else eager.inner(backward=node.target is RUN_BACKWARD):
-            key = (inner.group.name, inner.group.ranks)
             if inner.group.size > 1:
-                if key not in places:
-                    places[key] = len(found.groups)
-                    found.groups.append(key)
-                    counts.append(0)
-                digest = zlib.crc32(repr(inner.agreement).encode())
-                does = f"{inner.call.collective.name} in an exchange of rows"
-                found.events.append(CollectiveEvent(places[key], digest, does, counts[places[key]], True))
-                counts[places[key]] += 1
+                begin(inner.group, inner.agreement, f"{inner.call.collective.name} in an exchange of rows", holds=True)
         if node.target is not START:
             continue
         site, group = sites[site_of(node)], sites[site_of(node)].group
         if len(site.call.collective.members(site.call.options, group.size)) < group.size:
             continue
-        key = (group.name, group.ranks)
-        if key not in places:
-            places[key] = len(found.groups)
-            found.groups.append(key)
-            counts.append(0)
         here = Here(site.call.options, group.rank, group.size)
         xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
-        digest = zlib.crc32(repr((site.call.agreement(xs, here), site.label, site.turn)).encode())
+        agreement = site.call.agreement(xs, here), site.label, site.turn
         does = f"{site.call.signature(xs, here)}{f' for {site.label!r}' if site.label else ''}"
-        event = CollectiveEvent(places[key], digest, does, counts[places[key]], not site.async_op)
-        counts[places[key]] += 1
-        under_way[site_of(node)] = event
-        found.events.append(event)
+        under_way[site_of(node)] = begin(group, agreement, does, holds=not site.async_op)
     return found
 
 

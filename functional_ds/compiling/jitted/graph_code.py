@@ -1,5 +1,6 @@
 """Graphs as Python functions with as little between kernels as can be: no lookups, and one view where a graph has a chain."""
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -26,7 +27,7 @@ _QUICK: dict[Any, Callable[..., Any]] = {  # the same operators by torch's own p
     torch.ops.aten.sub.Tensor: torch.sub,
     torch.ops.aten.tanh.default: torch.tanh,
 }
-_WRITTEN_OUT = (int, bool, str, type(None))
+_WRITTEN_AS_SIGNS = (operator.add, operator.getitem)  # by fx, so they take no call
 
 
 @attrs.define(eq=False)
@@ -48,98 +49,19 @@ class GraphCode:
     owner: nn.Module
     sites: Sequence[CallSite]
     runs: int = attrs.field(default=0, init=False)
-    _run: Callable[[list[Any]], list[Any]] | None = attrs.field(default=None, init=False)
+    _run: Callable[..., Sequence[Any]] | None = attrs.field(default=None, init=False)
 
-    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+    def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs the graph."""
         self.runs += 1
         with torch.no_grad(), without_autocast():
-            if self._run is None:
-                found, plain = self._first(leaves)
-                self._run = self._function(plain)
-                return found
-            return self._run([*leaves])
-
-    # -- the first run -------------------------------------------------------------------------------------------------
-
-    def _first(self, leaves: Sequence[Any]) -> tuple[list[Any], set[fx.Node]]:
-        """What a run node by node gives; the nodes whose views do not lie in memory as in the trace."""
-        given, values, plain = iter(leaves), dict[fx.Node, Any](), set[fx.Node]()
-        found: list[Any] = []
-        last = _last_uses(self.graph)
-        for node in self.graph.nodes:
-            if node.op == "output":
-                results: Any = fx.map_arg(node.args[0], values.__getitem__)
-                found = [*results]
-                break
-            values[node] = next(given) if node.op == "placeholder" else self._value(node, values)
-            base = base_of(node)
-            if base is not node and not _is_as_traced(node, values[node], base, values[base]):
-                plain.add(base)
-            for each in last.get(node, ()):
-                del values[each]
-        return found, plain
-
-    def _value(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        if node.op == "get_attr":
-            return _attribute(self.owner, str(node.target))
-        args: Any = fx.map_arg(node.args, values.__getitem__)
-        kwargs: Any = fx.map_arg(node.kwargs, values.__getitem__)
-        if node.target is START:
-            return starter_of(self.sites[site_of(node)])([*args[0]])
-        if node.target is WAIT:
-            return results_of(args[0], [*args[1]])
-        if node.target in (RUN, RUN_BACKWARD):
-            return self._inner(node)(*args[:-1])
-        return self._called(node)(*args, **kwargs)
-
-    def _inner(self, node: fx.Node) -> Callable[..., Any]:
-        site: Any = self.sites[int(str(node.args[-1]))]
-        return site.run if node.target is RUN else site.run_backward  # type: ignore[no-any-return]
-
-    def _called(self, node: fx.Node) -> Callable[..., Any]:
-        if node.op == "call_module":
-            return self.owner.get_submodule(str(node.target))
-        if node.op == "call_method":
-            name = str(node.target)
-            return lambda this, *args, **kwargs: getattr(this, name)(*args, **kwargs)
-        called: Any = node.target
-        return called  # type: ignore[no-any-return]
-
-    # -- its function --------------------------------------------------------------------------------------------------
-
-    def _function(self, plain: set[fx.Node]) -> Callable[[list[Any]], list[Any]]:
-        writer = _Writer(plain)
-        inputs: list[str] = []
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                inputs.append(writer.name_of(node))
-            elif node.op == "output":
-                writer.line("return {}", None, [*node.args[0]])
-            elif not writer.is_direct(node):
-                self._write(writer, node)
-        source = writer.source(inputs)
-        exec(compile(source, "<fds.jit>", "exec"), writer.names)  # names, numbers and our own words
-        run: Callable[[list[Any]], list[Any]] = writer.names["run"]
-        return run
-
-    def _write(self, writer: "_Writer", node: fx.Node) -> None:
-        args: list[Any] = [*node.args]
-        if node.op == "get_attr":
-            writer.line(writer.constant(_attribute(self.owner, str(node.target))), node)
-        elif node.target is START:
-            writer.line(f"{writer.constant(starter_of(self.sites[site_of(node)]))}({{}})", node, [*args[0]])
-        elif node.target is WAIT:
-            writer.line(f"{writer.constant(results_of)}({{}}, {{}})", node, args[0], [*args[1]])
-        elif node.target in (RUN, RUN_BACKWARD):
-            *args, _ = args
-            writer.line(f"{writer.constant(self._inner(node))}({', '.join('{}' for _ in args)})", node, *args)
-        elif node.target is operator.getitem:
-            writer.line("{}[{}]", node, *args)
-        else:
-            named = ", ".join(f"{name}={{}}" for name in node.kwargs)
-            form = ", ".join([*("{}" for _ in args), *filter(None, [named])])
-            writer.line(f"{writer.constant(_quick(node) or self._called(node))}({form})", node, *args, *node.kwargs.values())
+            if self._run is not None:
+                return self._run(*leaves)
+            graph = _carried_out(self.graph, self.sites)
+            first = _FirstRun(self.owner, graph)
+            found: Sequence[Any] = first.run(*leaves)
+            self._run = functools.partial(_DirectViews(first.plain).function(graph), self.owner)
+            return found
 
 
 def without_autocast() -> AbstractContextManager[Any]:
@@ -153,35 +75,46 @@ def without_autocast() -> AbstractContextManager[Any]:
     return stack
 
 
-def _attribute(owner: nn.Module, path: str) -> Any:
-    found: Any = owner
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
-
-
-def _quick(node: fx.Node) -> Callable[..., Any] | None:
-    """A faster function for the same operator."""
-    if node.op != "call_function" or not isinstance(node.target, OPERATOR):
-        return None
-    by_torch = _QUICK.get(node.target)
-    return by_torch if by_torch is not None and not node.kwargs and _takes_tensors(node) else quick_call_of(node.target)
-
-
-def _takes_tensors(node: fx.Node) -> bool:
-    return all(isinstance(each, fx.Node) and isinstance(each.meta.get("val"), Tensor) for each in node.args)
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node what is not needed after it; tensors are kept for the views of them that are looked at."""
-    ends: dict[fx.Node, fx.Node] = {}
+def _carried_out(graph: fx.Graph, sites: Sequence[CallSite]) -> fx.Graph:
+    """The graph with calls of what its sites do in the place of numbers of sites."""
+    new, known = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
-        for used in (node, base_of(node), *node.all_input_nodes):
-            ends[used] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for used, end in ends.items():
-        found.setdefault(end, []).append(used)
-    return found
+        copy = known[node] = new.node_copy(node, known.__getitem__)
+        if node.target is START:
+            copy.target, copy.args = starter_of(sites[site_of(node)]), copy.args[:1]
+        elif node.target is WAIT:
+            copy.target, copy.args = results_of, copy.args[:2]
+        elif node.target in (RUN, RUN_BACKWARD):
+            site: Any = sites[int(str(node.args[-1]))]
+            copy.target, copy.args = site.run if node.target is RUN else site.run_backward, copy.args[:-1]
+    return new
+
+
+class _FirstRun(fx.Interpreter):
+    """A run node by node.
+
+    Attributes:
+        plain: the nodes whose views do not lie in memory as in the trace.
+    """
+
+    def __init__(self, owner: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(owner, graph=graph)
+        self.extra_traceback = False
+        self.plain: set[fx.Node] = set()
+        ends: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:  # tensors are kept for the views of them that are looked at
+            ends.update(dict.fromkeys((node, base_of(node), *node.all_input_nodes), node))
+        self.user_to_last_uses = {}
+        for used, end in ends.items():
+            if end.op != "output":
+                self.user_to_last_uses.setdefault(end, []).append(used)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Computes a node's value, and looks where a view lies."""
+        value, base = super().run_node(n), base_of(n)
+        if base is not n and not _is_as_traced(n, value, base, self.env[base]):
+            self.plain.add(base)
+        return value
 
 
 def _layout(value: Tensor) -> tuple[Any, ...]:
@@ -200,47 +133,55 @@ def _is_as_traced(node: fx.Node, value: Any, base: fx.Node, held: Any) -> bool:
 
 
 @attrs.define(eq=False)
-class _Line:
-    text: str
-    makes: str | None
-    uses: tuple[str, ...]
-
-
-@attrs.define(eq=False)
-class _Writer:
-    """The lines of a function.
+class _DirectViews:
+    """Rewrites a graph as the function that runs.
 
     Attributes:
         plain: the nodes whose views are made as the graph says.
-        names: what the function's constants stand for.
     """
 
     plain: set[fx.Node]
-    names: dict[str, Any] = attrs.field(factory=dict)
-    _lines: list[_Line] = attrs.field(factory=list)
-    _variables: dict[fx.Node, str] = attrs.field(factory=dict)
-    _constants: dict[int, str] = attrs.field(factory=dict)
-    _views: dict[Any, str] = attrs.field(factory=dict)
-    _count: int = 0
+    _graph: fx.Graph = attrs.field(factory=fx.Graph)
+    _now: dict[fx.Node, fx.Node] = attrs.field(factory=dict)
+    _views: dict[Any, fx.Node] = attrs.field(factory=dict)
+    _functions: dict[Any, Callable[..., Any]] = attrs.field(
+        factory=dict
+    )  # by classes that stand for them, whose names fx takes
 
-    def name_of(self, node: fx.Node | None) -> str:
-        """A node's variable; a new one for None."""
-        if node is None or node not in self._variables:
-            self._count += 1
-            name = f"v{self._count}"
-            if node is None:
-                return name
-            self._variables[node] = name
-        return self._variables[node]
+    def function(self, graph: fx.Graph) -> Callable[..., Sequence[Any]]:
+        """The function, of the graph's owner and inputs, as fx writes it: a variable is dropped behind its last use."""
+        for node in graph.nodes:
+            if not self._is_direct(node):
+                copy = self._now[node] = self._graph.node_copy(node, self._get)
+                if node.op == "call_function" and node.target not in _WRITTEN_AS_SIGNS:
+                    called: Any = node.target
+                    copy.target = type(f"f{len(self._functions)}", (), {})
+                    self._functions[copy.target] = _quick(node) or called
+        code = self._graph.python_code("self")
+        names = {name: self._functions.get(value, value) for name, value in code.globals.items()}
+        exec(compile(code.src, "<fds.jit>", "exec"), names)  # names, numbers and fx's own words
+        run: Callable[..., Sequence[Any]] = names["forward"]
+        return run
 
-    def constant(self, value: Any) -> str:
-        """The name of a value."""
-        if id(value) not in self._constants:
-            name = self._constants[id(value)] = f"c{len(self._constants)}"
-            self.names[name] = value  # which also keeps its id its own
-        return self._constants[id(value)]
+    def _get(self, node: fx.Node) -> fx.Node:
+        """The node that gives a node's value here: for a view, one that is made where it is first used."""
+        if not self._is_direct(node):
+            return self._now[node]
+        base = base_of(node)
+        value, held, owner = node.meta["val"], base.meta["val"], self._now[base]
+        offset = value.storage_offset() - held.storage_offset()
+        if not offset and _layout(value) == _layout(held):
+            return owner
+        key = (base, _layout(value), offset)
+        if key not in self._views:
+            args: tuple[Any, ...] = owner, tuple(value.shape), value.stride()
+            if offset:
+                begin = self._graph.call_method("storage_offset", (owner,))
+                args = *args, self._graph.call_function(operator.add, (begin, offset))
+            self._views[key] = self._graph.call_method("as_strided", args)
+        return self._views[key]
 
-    def is_direct(self, node: fx.Node) -> bool:
+    def _is_direct(self, node: fx.Node) -> bool:
         """Whether a node is a view that is made directly from its base, where it is used."""
         base = base_of(node)
         if base is node or base in self.plain or not is_view(node):
@@ -253,49 +194,14 @@ class _Writer:
             return False
         return all(isinstance(view, Tensor) and view.dtype == held.dtype for view in views)
 
-    def line(self, form: str, makes: fx.Node | None, *args: Any) -> None:
-        """One more line; each ``{}`` in its text stands for an argument."""
-        uses: list[str] = []
-        text = form.format(*[self._written(arg, uses) for arg in args])
-        name = None if makes is None else self.name_of(makes)
-        self._lines.append(_Line(text if name is None else f"{name} = {text}", name, tuple(uses)))
 
-    def source(self, inputs: Sequence[str]) -> str:
-        """The function's text: a variable is deleted behind its last use."""
-        used: set[str] = set()
-        body: list[str] = []
-        for line in reversed(self._lines):
-            ends = [name for name in dict.fromkeys((*line.uses, *filter(None, [line.makes]))) if name not in used]
-            used.update(ends)
-            if ends and not line.text.startswith("return"):
-                body.append(f"    del {', '.join(ends)}")
-            body.append(f"    {line.text}")
-        head = ["def run(given):", *([f"    {', '.join(inputs)}, = given"] if inputs else []), "    given.clear()"]
-        idle = [name for name in inputs if name not in used]
-        head += [f"    del {', '.join(idle)}"] if idle else []
-        return "\n".join([*head, *reversed(body)])
+def _quick(node: fx.Node) -> Callable[..., Any] | None:
+    """A faster function for the same operator."""
+    if not isinstance(node.target, OPERATOR):
+        return None
+    by_torch = _QUICK.get(node.target)
+    return by_torch if by_torch is not None and not node.kwargs and _takes_tensors(node) else quick_call_of(node.target)
 
-    def _written(self, value: Any, uses: list[str]) -> str:
-        if isinstance(value, fx.Node):
-            name = self._view(value) if self.is_direct(value) else self.name_of(value)
-            uses.append(name)
-            return name
-        if isinstance(value, (list, tuple)):
-            parts = [self._written(each, uses) for each in value]
-            return f"[{', '.join(parts)}]" if isinstance(value, list) else f"({', '.join(parts)}{',' * (len(parts) == 1)})"
-        return repr(value) if type(value) in _WRITTEN_OUT else self.constant(value)
 
-    def _view(self, node: fx.Node) -> str:
-        base = base_of(node)
-        value, held = node.meta["val"], base.meta["val"]
-        offset = value.storage_offset() - held.storage_offset()
-        if not offset and _layout(value) == _layout(held):
-            return self.name_of(base)
-        key = (base, _layout(value), offset)
-        if key not in self._views:
-            owner, name = self.name_of(base), self.name_of(None)
-            place = f", {owner}.storage_offset() + {offset}" if offset else ""
-            text = f"{name} = {owner}.as_strided({tuple(value.shape)}, {value.stride()}{place})"
-            self._lines.append(_Line(text, name, (owner,)))
-            self._views[key] = name
-        return self._views[key]
+def _takes_tensors(node: fx.Node) -> bool:
+    return all(isinstance(each, fx.Node) and isinstance(each.meta.get("val"), Tensor) for each in node.args)

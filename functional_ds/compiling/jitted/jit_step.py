@@ -13,7 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import version_of
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.ledger import Row
-from functional_ds.compiling.compile_log import BlockClass, CompilesRegions
+from functional_ds.compiling.compile_log import BlockClass, Compiles
 from functional_ds.compiling.graphs.graph_cost import Rates
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
@@ -85,7 +85,7 @@ class _GraphCache:
 
 
 @attrs.frozen(eq=False, repr=False, kw_only=True)
-class JitStep(Step, CompilesRegions):
+class JitStep(Step, Compiles):
     """A step that runs as a graph, once a state has made an eager step; else as the step that it was made of.
 
     Attributes:
@@ -170,11 +170,10 @@ class JitStep(Step, CompilesRegions):
         entries = [*self._cache.entries.values(), *filter(None, [self._cache.later])]
         return [entry.reason for entry in entries if entry.reason]
 
-    @property
-    def compiled_rows(self) -> list[BlockClass]:
+    def compiled_rows(self, step: Step) -> list[BlockClass] | None:
         """What the back end has compiled, for ``fds.compile_report``."""
         codes = [entry.code for entry in self._cache.entries.values()]
-        return [row for code in codes if isinstance(code, RegionCode) for row in code.rows]
+        return [row for code in codes if isinstance(code, RegionCode) for row in code.rows] or None
 
     def forget(self) -> None:
         """Drops all graphs, after a change that no argument shows: all ranks must call it at the same place."""
@@ -252,7 +251,7 @@ class JitStep(Step, CompilesRegions):
         graph, code, reason, failure, failed = None, None, "", "", None
         try:
             graph = self._traced(state, batch)
-            kind.modes = graph.notes.get("modes", {})
+            kind.modes = graph.notes.modes
             kind.buffers = [(store, key, _leaf_kind(store[key])) for store, key in graph.buffers]
             code = _plain_code(graph) if self.backend == "fx" else RegionCode(graph, self.backend)
         except UntraceableError as error:
@@ -289,14 +288,10 @@ class JitStep(Step, CompilesRegions):
         found = trace(self, state, batch)
         if self.passes is not None:
             return apply_passes(found, self.passes)
-        zero = found.notes.get("zero")
-        for each in () if zero is None else _as_zero_does(**zero):
-            found = each(found)
-        return found
-
-
-def _as_zero_does(*, live: int, reshard: bool, ahead: int, **others: Any) -> Sequence[GraphPass]:
-    return regather(live=live, reshard=reshard), schedule(ahead=ahead)
+        eager = found.notes.gathering
+        if eager is None:
+            return found
+        return schedule(ahead=eager.ahead)(regather(live=eager.live, reshard=eager.reshard)(found))
 
 
 def _plain_code(graph: StepGraph) -> GraphCode:

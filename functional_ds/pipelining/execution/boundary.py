@@ -12,13 +12,13 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass
-from functional_ds.pipelining.stages.shape_check import OnesReadMode
+from functional_ds.pipelining.stages.shape_check import OnesReadMode, mapped, standing_for
 from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.pass_scope import Pass
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
-__all__ = ["Boundary", "Crossing", "TensorMeta", "boundaries", "on_shapes", "signature", "view_metas"]
+__all__ = ["Boundary", "Crossing", "ShapeRun", "TensorMeta", "on_shapes", "signature", "view_metas"]
 
 
 @attrs.frozen
@@ -133,86 +133,76 @@ def signature(batch: Any, *, trains: bool) -> tuple[Any, ...]:
     return (trains, spec, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
 
 
-def boundaries(
-    step: Step,
-    state: State,
-    stages: Stages,
-    *,
-    placement: Sequence[int],
-    leaves: Mapping[int, Mapping[str, TensorMeta]],
-    batch: Any,
-    weight: float | None,
-    trains: bool,
-    group: comm.Group,
-) -> Crossing:
-    """What crosses between the stages for a micro-batch like this one.
+@attrs.frozen(eq=False)
+class ShapeRun:
+    """A micro-batch's way through the stages on tensors without values.
 
-    Collective, a few small messages for each stage: stage after stage, its rank runs it on fake tensors and broadcasts the
-    result's shapes, or the error. So all ranks know, or raise the same error, before any of them computes. In a world on
-    shapes only each rank runs all stages, and what ranks have found is compared after the run.
-
-    Args:
+    Attributes:
         step: the finished step; its phases ``forward`` and ``loss`` run the stages.
         state: the step's state.
         stages: the model's.
-        placement: the rank that holds each stage.
         leaves: the leaves that the step's view gives to each stage of this rank, by path; on shapes only, of all ranks.
-        batch: the micro-batch.
-        weight: what a plain mean of it weighs; None for one.
+        visit: the micro-batch, and what a plain mean of it weighs.
         trains: whether gradients are wanted.
         group: the pipeline's ranks.
-
-    Raises:
-        ValueError: a stage cannot take what the one before gives, or cannot be run on shapes alone.
     """
-    found: list[Boundary] = []
-    alone = on_shapes(group)
-    for index, holder in enumerate(placement):
-        told: Any = None
-        if alone or group.rank == holder:
-            before = found[-1] if found else None
-            told = _outgoing(step, state, stages, index, before, leaves[index], LossInput(batch, None, weight), trains, group)
-        if alone:
-            group.world.agreed(f"stage {index} gives {told!r}", group)
-        else:
-            told = comm.broadcast_object(told, holder, group)
-        if isinstance(told, str):
-            raise ValueError(told)
-        if isinstance(told, dict):
-            return Crossing(tuple(found), told)
-        found.append(told)
-    raise AssertionError("the last stage says what it sums")
 
+    step: Step
+    state: State
+    stages: Stages
+    leaves: Mapping[int, Mapping[str, TensorMeta]]
+    visit: LossInput
+    trains: bool
+    group: comm.Group
 
-def _outgoing(
-    step: Step,
-    state: State,
-    stages: Stages,
-    index: int,
-    before: Boundary | None,
-    leaves: Mapping[str, TensorMeta],
-    visit: LossInput,
-    trains: bool,
-    group: comm.Group,
-) -> "Boundary | dict[str, torch.dtype] | str":
-    """What a stage sends to the next; of the last one, the dtypes of its sums; or what is wrong, as text."""
-    try:
-        quiet = Pass(trains=False)  # one that trains compares values between ranks
-        trial = OnesReadMode if index == len(stages) - 1 else FakeTensorMode  # a loss may read numbers, to report them
-        with quiet, trial(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
-            params = {path: _fake(meta, trains) for path, meta in leaves.items()}
-            x = None if before is None else before.value([_fake(meta, False) for meta in before.leaves])[0]
-            micro = tree.map(lambda leaf: _standing_for(leaf, mode) if isinstance(leaf, Tensor) else leaf, visit.batch)
-            if index == len(stages) - 1:
-                loss, metrics = step.loss(state, params, LossInput(micro, x, visit.weight))
-                return {name: value.sum.dtype for name, value in {"loss": loss, **metrics}.items()}
-            y = Boundary.of(step.forward(state, lambda given: stages.run(index, params, x, given, state.key), micro))
-            return (
-                attrs.evolve(y, leaves=tuple(attrs.evolve(leaf, device="meta") for leaf in y.leaves)) if on_shapes(group) else y
-            )
-    except Exception as error:  # of the user's function; all ranks must raise it
-        taken = "a micro-batch" if before is None else str(before)
-        return f"stage {index} ({stages.stages[index].name}) cannot be run on {taken}: {type(error).__name__}: {error}"
+    def crossing(self, placement: Sequence[int]) -> Crossing:
+        """What crosses between the stages, of which each is on the rank that ``placement`` says.
+
+        Collective, a few small messages for each stage: stage after stage, its rank runs it on fake tensors and broadcasts the
+        result's shapes, or the error. So all ranks know, or raise the same error, before any of them computes. In a world on
+        shapes only each rank runs all stages, and what ranks have found is compared after the run.
+
+        Raises:
+            ValueError: a stage cannot take what the one before gives, or cannot be run on shapes alone.
+        """
+        found: list[Boundary] = []
+        alone = on_shapes(self.group)
+        for index, holder in enumerate(placement):
+            told: Any = None
+            if alone or self.group.rank == holder:
+                told = self._outgoing(index, found[-1] if found else None)
+            if alone:
+                self.group.world.agreed(f"stage {index} gives {told!r}", self.group)
+            else:
+                told = comm.broadcast_object(told, holder, self.group)
+            if isinstance(told, str):
+                raise ValueError(told)
+            if isinstance(told, dict):
+                return Crossing(tuple(found), told)
+            found.append(told)
+        raise AssertionError("the last stage says what it sums")
+
+    def _outgoing(self, index: int, before: Boundary | None) -> "Boundary | dict[str, torch.dtype] | str":
+        """What a stage sends to the next; of the last one, the dtypes of its sums; or what is wrong, as text."""
+        last, state, visit = index == len(self.stages) - 1, self.state, self.visit
+        try:
+            quiet = Pass(trains=False)  # one that trains compares values between ranks
+            trial = OnesReadMode if last else FakeTensorMode  # a loss may read numbers, to report them
+            with quiet, trial(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(self.trains):
+                params = {path: _fake(meta, self.trains) for path, meta in self.leaves[index].items()}
+                x = None if before is None else before.value([_fake(meta, False) for meta in before.leaves])[0]
+                micro = mapped(lambda leaf: standing_for(leaf, mode, "cpu"), visit.batch)
+                if last:
+                    loss, metrics = self.step.loss(state, params, LossInput(micro, x, visit.weight))
+                    return {name: value.sum.dtype for name, value in {"loss": loss, **metrics}.items()}
+                run = self.stages[index].run
+                y = Boundary.of(self.step.forward(state, lambda given: run(params, x, given, state.key), micro))
+                if on_shapes(self.group):
+                    return attrs.evolve(y, leaves=tuple(attrs.evolve(leaf, device="meta") for leaf in y.leaves))
+                return y
+        except Exception as error:  # of the user's function; all ranks must raise it
+            taken = "a micro-batch" if before is None else str(before)
+            return f"stage {index} ({self.stages[index].name}) cannot be run on {taken}: {type(error).__name__}: {error}"
 
 
 def view_metas(step: Step, part: State) -> dict[str, TensorMeta]:
@@ -228,16 +218,5 @@ def view_metas(step: Step, part: State) -> dict[str, TensorMeta]:
 
 
 def _fake(meta: TensorMeta, trains: bool) -> Tensor:
-    made = torch.empty(meta.shape, dtype=meta.dtype, device=_device(meta.device))
-    return made.requires_grad_(meta.grad and trains)
-
-
-def _standing_for(leaf: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A tensor without values; in place of a meta tensor one on a device, for a forward may ask where it computes."""
-    if not leaf.is_meta:
-        return mode.from_tensor(leaf)
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_device("meta"))
-
-
-def _device(kind: str) -> str:
-    return "cpu" if kind == "meta" else kind
+    device = "cpu" if meta.device == "meta" else meta.device
+    return torch.empty(meta.shape, dtype=meta.dtype, device=device).requires_grad_(meta.grad and trains)

@@ -14,7 +14,7 @@ from functional_ds.base.batch import micro_rows, split
 from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
-from functional_ds.pipelining.stages.stages import Stages
+from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.backward import with_buffers
 from functional_ds.step.buffers import BUFFERS, BufferScope
 from functional_ds.step.pass_scope import Pass
@@ -23,7 +23,7 @@ from functional_ds.step.step import Step
 from functional_ds.step.unused import without
 from functional_ds.step.view import wide
 
-from .boundary import Crossing, TensorMeta, boundaries, on_shapes, signature, view_metas
+from .boundary import Crossing, ShapeRun, TensorMeta, on_shapes, signature, view_metas
 from .gathered import GatheredParams
 from .placement import Placement, StageParams
 from .recorder import Recorder
@@ -179,17 +179,8 @@ def _crossing(
     if kind not in known:
         if len(known) >= _CAPACITY:
             known.clear()
-        known[kind] = boundaries(
-            step,
-            state,
-            spec.stages,
-            placement=spec.schedule.placement,
-            leaves=leaves,
-            batch=micro,
-            weight=weight,
-            trains=records,
-            group=spec.group,
-        )
+        shapes = ShapeRun(step, state, spec.stages, leaves, LossInput(micro, None, weight), records, spec.group)
+        known[kind] = shapes.crossing(spec.schedule.placement)
     return known[kind]
 
 

@@ -78,14 +78,13 @@ def check_ids(schedule: Schedule) -> None:
         wrong |= placement[np.minimum(stage, schedule.stages - 1)] != rank
         if wrong.any():
             place = int(wrong.argmax())
-            action = unpack(row[place : place + 1])[0]
-            if action.stage >= schedule.stages:
-                why = f"is of stage {action.stage}, but there are {schedule.stages}, counted from 0"
-            elif action.microbatch >= schedule.microbatches:
-                why = f"is of micro-batch {action.microbatch}, but there are {schedule.microbatches}, counted from 0"
+            if stage[place] >= schedule.stages:
+                why = f"is of stage {stage[place]}, but there are {schedule.stages}, counted from 0"
+            elif microbatch[place] >= schedule.microbatches:
+                why = f"is of micro-batch {microbatch[place]}, but there are {schedule.microbatches}, counted from 0"
             else:
-                why = f"belongs on rank {schedule.placement[action.stage]}, which holds stage {action.stage}"
-            raise ScheduleError(why, action=action, rank=rank, place=place)
+                why = f"belongs on rank {schedule.placement[stage[place]]}, which holds stage {stage[place]}"
+            raise ScheduleError.at(row, place, why, rank=rank)
 
 
 def enter(table: Codes, keys: Codes, values: Codes, row: Codes, places: Codes, rank: int) -> None:
@@ -103,9 +102,9 @@ def enter(table: Codes, keys: Codes, values: Codes, row: Codes, places: Codes, r
     if twice.any():
         first = int(twice.argmax())
         again = first + 1 + int((keys[first + 1 :] == keys[first]).argmax())
-        action, earlier = unpack(row[places[[again, first]]])
+        earlier = unpack(row[places[first : first + 1]])[0]
         why = f"is there again: {earlier} at place {places[first]} has done it"
-        raise ScheduleError(why, action=action, rank=rank, place=int(places[again]))
+        raise ScheduleError.at(row, places[again], why, rank=rank)
 
 
 def build_graph(schedule: Schedule, *, training: bool | None = None) -> Graph:

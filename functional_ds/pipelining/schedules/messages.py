@@ -129,7 +129,6 @@ def _keys(graph: Graph, rank: int, row: Codes, places: Codes) -> Codes:
     wrong = needless | ~there | np.where(sends, places < user, places > user)
     if wrong.any():
         index = int(wrong.argmax())
-        action = unpack(chosen[index : index + 1])[0]
         if outside[index]:
             why = f"has no other end: stages are 0 to {schedule.stages - 1}"
         elif needless[index]:
@@ -138,12 +137,9 @@ def _keys(graph: Graph, rank: int, row: Codes, places: Codes) -> Codes:
             why = "is about a backward, and the schedule has forwards only"
         else:
             beside = f"{unpack(row[user[index] : user[index] + 1])[0]}, at place {user[index]}"
-            why = (
-                f"comes before {beside}, which computes what it sends"
-                if sends[index]
-                else f"comes after {beside}, which needs it"
-            )
-        raise ScheduleError(why, action=action, rank=rank, place=int(places[index]))
+            before, after = f"comes before {beside}, which computes what it sends", f"comes after {beside}, which needs it"
+            why = before if sends[index] else after
+        raise ScheduleError.at(row, places[index], why, rank=rank)
     slot = np.where(sends, 0, 2) + np.where(forward, 0, 1)
     keys: Codes = (slot * (schedule.stages - 1) + boundary) * schedule.microbatches + microbatch
     return keys

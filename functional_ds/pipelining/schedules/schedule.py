@@ -29,6 +29,11 @@ class ScheduleError(ValueError):
         super().__init__(why, action, rank, place)  # unpickling calls the class with these
         self.why, self.action, self.rank, self.place = why, action, rank, place
 
+    @staticmethod
+    def at(row: Codes, place: int, why: str, *, rank: int) -> "ScheduleError":
+        """What is wrong with the action at a place of a rank's row."""
+        return ScheduleError(why, unpack(row[place : place + 1])[0], rank, int(place))
+
     def __str__(self) -> str:
         where = f"rank {self.rank}" if self.place is None else f"rank {self.rank}, place {self.place}"
         return f"{where}: {self.action} {self.why}"

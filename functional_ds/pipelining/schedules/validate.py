@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .action import MESSAGES, Codes, Kind, kinds, unpack
+from .action import MESSAGES, Action, Codes, Kind, kinds, stages
 from .earliest import earliest_times
-from .gathers import check_gathers, check_reduces
 from .graph import build_graph
 from .messages import check_messages
 from .schedule import Schedule, ScheduleError
@@ -50,8 +49,11 @@ def validate(schedule: Schedule, *, training: bool = True, in_flight: int | Sequ
         _check_in_flight(schedule, in_flight)
     if schedule.has(*MESSAGES):
         check_messages(graph, training=training)
-    check_gathers(schedule)
-    check_reduces(schedule)
+    for check, some in ((_check_gathers, (Kind.GATHER, Kind.EVICT)), (_check_reduces, (Kind.REDUCE,))):
+        if schedule.has(*some):  # parameters are always whole where nothing is gathered
+            for rank, row in enumerate(schedule.codes):
+                for stage in schedule.stages_of(rank):
+                    check(row, np.flatnonzero(stages(row) == stage), rank, stage)
     return schedule
 
 
@@ -81,7 +83,30 @@ def _check_in_flight(schedule: Schedule, bound: int | Sequence[int]) -> None:
     for rank, (row, most) in enumerate(zip(schedule.codes, bounds, strict=True)):
         over = _levels(row) > most
         if over.any():
-            place = int(over.argmax())
-            action = unpack(row[place : place + 1])[0]
             why = f"puts {most + 1} in flight; in_flight allows {most}"
-            raise ScheduleError(why, action=action, rank=rank, place=place)
+            raise ScheduleError.at(row, int(over.argmax()), why, rank=rank)
+
+
+def _check_gathers(row: Codes, places: Codes, rank: int, stage: int) -> None:
+    """A stage is gathered whenever it computes, and evicted at the end."""
+    kind = kinds(row[places])
+    gathered = np.cumsum((kind == Kind.GATHER).astype(np.int64) - (kind == Kind.EVICT))  # after each action: 0 or 1
+    wrong = (gathered < 0) | (gathered > 1) | ((kind <= Kind.B) & (gathered != 1))
+    if wrong.any():
+        index = int(wrong.argmax())
+        why = "finds the parameters whole already" if gathered[index] > 1 else "comes while the parameters are not gathered"
+        raise ScheduleError.at(row, places[index], why, rank=rank)
+    if gathered[-1:].any():
+        raise ScheduleError("is missing; the parameters stay whole", Action(Kind.EVICT, stage), rank)
+
+
+def _check_reduces(row: Codes, places: Codes, rank: int, stage: int) -> None:
+    """A stage's gradients are reduced once, after its last backward."""
+    kind = kinds(row[places])
+    backwards, reduces = np.flatnonzero((kind == Kind.W) | (kind == Kind.B)), np.flatnonzero(kind == Kind.REDUCE)
+    if len(backwards) and not len(reduces):
+        raise ScheduleError("is missing; other stages' gradients are reduced", Action(Kind.REDUCE, stage), rank)
+    for index in reduces:
+        if index != reduces[0] or index < backwards.max(initial=-1):
+            why = "is there again" if index != reduces[0] else "comes before the stage's last backward"
+            raise ScheduleError.at(row, places[index], why, rank=rank)

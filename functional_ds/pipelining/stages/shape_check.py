@@ -17,7 +17,7 @@ from functional_ds.base.torch_private import (
 )
 from functional_ds.base.weighted import weigh
 
-__all__ = ["NEEDS_VALUES", "OnesReadMode", "check_shapes", "shown"]
+__all__ = ["NEEDS_VALUES", "OnesReadMode", "check_shapes", "mapped", "shown", "standing_for"]
 
 StageFunction = Callable[[Mapping[str, Tensor], Any, Any, Key | None], Any]
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -51,17 +51,17 @@ def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[st
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     given = dict(params), batch, Key.of(0)
     device = next((leaf.device for leaf in tree.leaves(given[:2]) if isinstance(leaf, Tensor) and not leaf.is_meta), "cpu")
-    faked = [_mapped(lambda leaf: _standing_for(leaf, mode, device), each) for each in given]
+    faked = [mapped(lambda leaf: standing_for(leaf, mode, device), each) for each in given]
     try:
         with mode:
             sent = _run_all(stages, *faked)
     except NEEDS_VALUES:
         with torch.no_grad():
             sent = _run_all(stages, params, batch, Key.of(0))
-    return tuple(_mapped(_meta, x) for x in sent)
+    return tuple(mapped(_meta, x) for x in sent)
 
 
-def _standing_for(leaf: Tensor, mode: FakeTensorMode, device: torch.device | str) -> Tensor:
+def standing_for(leaf: Tensor, mode: FakeTensorMode, device: torch.device | str) -> Tensor:
     """A tensor without values; in place of a meta tensor one on a device, for a forward may ask where it computes."""
     if not leaf.is_meta:
         return mode.from_tensor(leaf)
@@ -70,7 +70,8 @@ def _standing_for(leaf: Tensor, mode: FakeTensorMode, device: torch.device | str
         return found.requires_grad_(leaf.requires_grad)
 
 
-def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The tree with ``function`` of its tensors, and other leaves as they are."""
     return tree.map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 

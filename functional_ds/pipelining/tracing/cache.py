@@ -16,9 +16,9 @@ from functional_ds.pipelining.stages.from_functions import call_with, first_inpu
 from functional_ds.pipelining.stages.stages import Params
 from functional_ds.step.axes import for_shapes
 
-from .arguments import Arguments
 from .program import ModuleCall, Program, StageProgram, torch_modes
 from .split import split_program
+from .templates import Arguments
 from .tracer import trace_forward
 
 __all__ = ["ProgramCache"]

@@ -1,6 +1,6 @@
 """Seeing a forward from outside: calls of modules, calls of torch functions, and the operators that run inside a call."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,10 @@ from functional_ds.base.torch_private import (
     TorchDispatchMode,
     disable_torch_function,
     saved_tensors_hooks_in_force,
-    schema_of,
     storage_id,
 )
 from functional_ds.comm.record.group import call_site
-
-from .templates import tensors_in
+from functional_ds.remat.operator_arguments import tensors_given, tensors_written
 
 __all__ = ["FunctionCalls", "OperatorLog", "intercept", "no_checkpoint", "storage_number", "under_checkpoint", "unobserved"]
 
@@ -91,19 +89,9 @@ class OperatorLog(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any) -> None:
         name = func.overloadpacket.__name__
         self.pure &= torch.Tag.nondeterministic_seeded not in func.tags and "batch_norm" not in name
-        for place, (argument, value) in enumerate(_arguments(func, args, kwargs)):
-            storages = {storage_number(tensor) for _, tensor in tensors_in(value)}
-            if place or name not in _SHAPE_ONLY:
-                self.touched |= storages
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self.written |= storages
-
-
-def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Pairs of an argument's schema and its value."""
-    schema = schema_of(func).arguments
-    yield from zip(schema, args, strict=False)
-    yield from ((each, kwargs[each.name]) for each in schema[len(args) :] if each.name in kwargs)
+        read = (*args[name in _SHAPE_ONLY :], *kwargs.values())
+        self.touched |= set(map(storage_number, tensors_given(read)))
+        self.written |= set(map(storage_number, tensors_written(func, args, kwargs)))
 
 
 def storage_number(tensor: Tensor) -> int:

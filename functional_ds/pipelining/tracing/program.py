@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .templates import KeyPath, Template, get_at
+from functional_ds.base import tree
+
+from .templates import Template
 
 __all__ = ["Instruction", "ModuleCall", "Program", "StageProgram", "TensorSource", "TorchModes", "torch_modes"]
 
@@ -45,7 +47,7 @@ class Instruction:
     Attributes:
         target: the function, or the module's path.
         args: the template of (args, kwargs).
-        results: the tensors that it makes: number, and path in what it returns.
+        results: the tensors that it makes: number, and place among the leaves of what it returns.
         reads: the numbers of the tensors whose values it uses.
         writes: the numbers of the tensors that it changes in place, and of those that share memory with them.
         pure: whether it can be left out or repeated: it draws no random numbers and changes nothing but ``writes``.
@@ -56,7 +58,7 @@ class Instruction:
 
     target: Callable[..., Any] | str
     args: Template
-    results: tuple[tuple[int, KeyPath], ...]
+    results: tuple[tuple[int, int], ...]
     reads: frozenset[int]
     writes: frozenset[int]
     pure: bool
@@ -177,9 +179,9 @@ class StageProgram:
             tensors[number] = tensors[number].clone()
         modes = torch_modes(device.type)
         for instruction, spent in zip(self.instructions, self.spent, strict=True):
-            result = _execute(instruction, module, tensors, modes, device.type)
-            for number, path in instruction.results:
-                tensors[number] = get_at(result, path)
+            made = tree.leaves(_execute(instruction, module, tensors, modes, device.type))
+            for number, place in instruction.results:
+                tensors[number] = made[place]
             for number in spent:
                 del tensors[number]
         return tuple(tensors[number] for number in self.leaving) if self.output is None else self.output.fill(tensors)

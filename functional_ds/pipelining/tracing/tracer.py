@@ -6,6 +6,12 @@ For each call of a torch function, or of a module that is not looked into::
     run the call, noting which storages its operators read and write
     if it made a tensor or wrote into one:
         append Instruction(function, arguments with numbers for tensors, numbers of the results, reads, writes)
+
+Torch's own tracers (2.13) do less than a cut needs. Proxies of ``torch.fx`` have neither shapes nor values, so a forward that
+branches on a shape, sets autocast by a tensor's device or writes ``x[i] = y`` cannot be traced, nor can models of transformers.
+``torch.export`` gives a graph of operators: no module is left for ``remat``, ``compiled`` or ``tensor_parallel`` to run as a
+whole, ``torch.utils.checkpoint`` is gone, an ``autograd.Function`` has the derivative of its forward in the place of its own
+backward (a straight-through estimator gets zero), and branches on constants are refused.
 """
 
 from collections import Counter
@@ -14,6 +20,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -21,10 +28,9 @@ from functional_ds.base.torch_private import FakeTensor, FakeTensorMode
 from functional_ds.comm.record.group import call_site
 from functional_ds.pipelining.stages.shape_check import NEEDS_VALUES
 
-from .interception import FunctionCalls, OperatorLog, intercept, no_checkpoint, under_checkpoint, unobserved
+from .interception import FunctionCalls, OperatorLog, intercept, no_checkpoint, storage_number, under_checkpoint, unobserved
 from .program import Instruction, ModuleCall, Program, TensorSource, TorchModes, torch_modes
-from .templates import KeyPath, Placeholder, Template, make_template, opaque_holder, tensors_in
-from .tensor_table import TensorTable
+from .templates import Placeholder, Template, make_template, opaque_holder, tensors_in
 
 __all__ = ["NotConstant", "trace_forward"]
 
@@ -61,13 +67,63 @@ def trace_forward(
     return _Tracer(module, mode, opened, constants).run(args, kwargs)
 
 
+@attrs.define(eq=False)
+class _TensorTable:
+    """The tensors that a forward has met so far, in the order in which they were met.
+
+    The table keeps every tensor alive, so that no two of them get the same id or storage.
+
+    Attributes:
+        tensors: by number.
+        storages: each tensor's storage; views share theirs, and a stand-in has a negative number of its own.
+        requires_grad: whether each tensor requires grad, as far as the recorded calls tell.
+        sources: of the tensors that no instruction makes, by number.
+    """
+
+    tensors: list[Tensor] = attrs.field(factory=list)
+    storages: list[int] = attrs.field(factory=list)
+    requires_grad: list[bool] = attrs.field(factory=list)
+    sources: dict[int, TensorSource] = attrs.field(factory=dict)
+    _numbers: dict[int, int] = attrs.field(factory=dict)  # by id
+    _stand_ins: "dict[TensorSource, int]" = attrs.field(factory=dict)
+
+    def add(self, tensor: Tensor, source: TensorSource | None = None) -> int:
+        """Enters a tensor; its number."""
+        number = self._numbers[id(tensor)] = len(self.tensors)
+        return self._append(tensor, storage_number(tensor), source, number)
+
+    def number(self, tensor: Tensor) -> int | None:
+        """A tensor's number; None if it was never met."""
+        return self._numbers.get(id(tensor))
+
+    def stand_in(self, tensor: Tensor) -> int:
+        """The number of the stand-in for all tensors of this shape and dtype, where a call reads no values."""
+        source = TensorSource("shape", (tuple(tensor.shape), tensor.dtype))
+        if source not in self._stand_ins:
+            number = self._stand_ins[source] = len(self.tensors)
+            self._append(tensor, -number, source, number)
+        return self._stand_ins[source]
+
+    def in_storages(self, storages: set[int]) -> frozenset[int]:
+        """The numbers of all tensors that lie in these storages."""
+        return frozenset(number for number, storage in enumerate(self.storages) if storage in storages)
+
+    def _append(self, tensor: Tensor, storage: int, source: TensorSource | None, number: int) -> int:
+        self.tensors.append(tensor)
+        self.storages.append(storage)
+        self.requires_grad.append(tensor.requires_grad)
+        if source is not None:
+            self.sources[number] = source
+        return number
+
+
 class _Tracer:
     """One trace: the program as far as the forward has come."""
 
     def __init__(self, module: nn.Module, mode: FakeTensorMode, opened: frozenset[str], constants: bool) -> None:
         self.module, self.mode, self.opened, self.constants = module, mode, opened, constants
         self.operators = OperatorLog()
-        self.table = TensorTable()
+        self.table = _TensorTable()
         self.instructions: list[Instruction] = []
         self.calls: dict[ModuleCall, int] = {}
         self.times: Counter[str] = Counter()  # how often each module was called
@@ -168,7 +224,7 @@ class _Tracer:
         target: Any,
         args: Any,
         kwargs: Any,
-        results: Sequence[tuple[KeyPath, Tensor]],
+        results: Sequence[tuple[int, Tensor]],
         writes: frozenset[int],
         modes: TorchModes,
     ) -> None:
@@ -195,7 +251,7 @@ class _Tracer:
         """The arguments with numbers for tensors, and these numbers. A tensor whose values were not read gets a stand-in."""
         reads: set[int] = set()
 
-        def numbered(tensor: Tensor) -> Template:
+        def numbered(tensor: Tensor) -> Placeholder:
             number = self.table.number(tensor)
             if number is None:
                 raise ValueError(
