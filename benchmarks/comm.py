@@ -328,7 +328,7 @@ def bandwidths(timed: Timed, seconds: float, ranks: int) -> tuple[float, float]:
     """Algorithmic and bus bandwidth, bytes per second, as the ledger has them."""
     contest = CONTESTS[timed.name]
     row = Row(contest.collective, "world", ranks, timed=1, seconds=seconds, payload=timed.size * contest.messages)
-    row.traffic = {known.name: known.traffic for known in comm.TABLE}.get(contest.collective, row.traffic)
+    row.traffic = {known.name: known.traffic for known in comm.table.TABLE}.get(contest.collective, row.traffic)
     return row.algorithmic_bandwidth or 0.0, row.bus_bandwidth or 0.0
 
 

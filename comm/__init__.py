@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from functional_ds.comm.debug.explore import explore
     from functional_ds.comm.debug.trace import Spread, ledger, spreads, write_trace
     from functional_ds.comm.debug.traffic import draw_traffic, traffic
-    from functional_ds.comm.record.collective import Call, Collective, Here
     from functional_ds.comm.record.errors import (
         CommError,
         DeadlockError,
@@ -30,13 +29,12 @@ if TYPE_CHECKING:
     from functional_ds.comm.record.ledger import Ledger, Row
     from functional_ds.comm.record.pending import Pending
     from functional_ds.comm.record.permutation import Permutation
-    from functional_ds.comm.record.table import TABLE
     from functional_ds.comm.record.variance import Variance
     from functional_ds.comm.simulation.simulator import simulate
     from functional_ds.comm.worlds.current import world
     from functional_ds.comm.worlds.symmetric import is_symmetric, symmetric
 
-    from . import algorithms
+    from . import algorithms, table
     from .agree import agree
     from .api import (
         all_gather,
@@ -50,11 +48,12 @@ if TYPE_CHECKING:
         scatter,
     )
     from .declare import invariant, partial, replicated, varying
+    from .dispatch import start
     from .exchange import all_to_all, permute
     from .megatron import copy_to, gather_from, reduce_from, scatter_to
     from .mesh import Mesh, mesh
     from .objects import all_gather_object, broadcast_object
-    from .p2p import Recv, Send, batch_p2p, irecv, isend, recv, send
+    from .p2p import Recv, Send, batch_p2p, recv, send
     from .setup import (
         destroy_process_group,
         get_local_rank,
@@ -67,18 +66,14 @@ if TYPE_CHECKING:
     from .spawn import spawn
 
 __all__ = [
-    "TABLE",
     "Blocks",
-    "Call",
     "Cast",
     "Codec",
-    "Collective",
     "CommError",
     "DeadlockError",
     "DivergenceError",
     "ErrorFeedback",
     "Group",
-    "Here",
     "Ledger",
     "Mesh",
     "MismatchError",
@@ -123,10 +118,8 @@ __all__ = [
     "get_world_size",
     "init_distributed",
     "invariant",
-    "irecv",
     "is_initialized",
     "is_symmetric",
-    "isend",
     "ledger",
     "mesh",
     "monitored_barrier",
@@ -145,7 +138,9 @@ __all__ = [
     "simulate",
     "spawn",
     "spreads",
+    "start",
     "symmetric",
+    "table",
     "traffic",
     "varying",
     "world",

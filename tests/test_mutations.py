@@ -197,7 +197,7 @@ def nothing_is_left_over() -> None:
 
     def alone() -> None:
         if rank() == 0:
-            comm.isend(torch.ones(1), 1)
+            comm.start(comm.send, torch.ones(1), 1)
 
     def facing() -> None:
         comm.send(torch.ones(1), 1 - rank())
@@ -230,7 +230,7 @@ def ranks_keep_their_settings() -> None:
 def results_outlive_inference_mode() -> None:
     """They may be written to after the mode, also alone."""
     with torch.inference_mode():
-        at_once, later = comm.all_reduce(torch.ones(2)), comm.all_gather(torch.ones(2), async_op=True).wait()
+        at_once, later = comm.all_reduce(torch.ones(2)), comm.start(comm.all_gather, torch.ones(2)).wait()
     assert not at_once.is_inference()
     assert not later.is_inference()
 
@@ -279,7 +279,7 @@ def calls_read_their_input_at_once() -> None:
 
     def program() -> float:
         x = torch.ones(1)
-        pending = comm.all_reduce(x, async_op=True)
+        pending = comm.start(comm.all_reduce, x)
         if rank() == 0:
             x.zero_()
             assert raises(comm.WrittenError, pending.wait)
@@ -358,7 +358,7 @@ def communicators_are_told_apart() -> None:
     def keys() -> list[CommunicatorKey]:
         group = comm.new_group([2, 0, 1], "some")
         between = [CommunicatorKey.between(group, src, dst, tag) for src, dst in ((0, 1), (1, 0), (0, 2)) for tag in (0, 1)]
-        return [*between, CommunicatorKey.of(comm.Call(comm.TABLE[0], {"op": "sum"}), group)]
+        return [*between, CommunicatorKey.of(comm.table.Call(comm.table.TABLE[0], {"op": "sum"}), group)]
 
     first, *others = comm.simulate(keys, world_size=3)
     assert all(other == first for other in others)

@@ -45,7 +45,7 @@ def _records(folder: Path) -> list[Any]:
     offloaded = T.offload("cpu")(fds.train_step(lambda p, x: x, fds.adamw(0.1))).init(params)
     with comm.ledger() as ledger, fds.remat_report() as report:
         comm.all_reduce(torch.ones(3))
-    pending = comm.all_reduce(torch.ones(3), async_op=True)
+    pending = comm.start(comm.all_reduce, torch.ones(3))
     pending.wait()
     schedule = pp.one_f_one_b(2, 4)
     timeline = pp.timeline(schedule)
@@ -56,7 +56,7 @@ def _records(folder: Path) -> list[Any]:
     link = cost.Link(1e-6, 1e9)
     network = cost.Network(link)
     price = cost.predict("ring", 1e6, 4, network)
-    call = comm.Call(comm.TABLE[0], {"op": "sum"})
+    call = comm.table.Call(comm.table.TABLE[0], {"op": "sum"})
     live = [
         (step.leaf_map(state), fds.Layout.of(params, 2), fds.Key.of(0), fds.Tape(), fds.Weighted(list(params.values()), 1.0)),
         (fds.adamw(0.1), fds.lamb(0.1), fds.remat_policies.RematPolicy(), report, apply, step, state, offloaded, mixed),
@@ -73,7 +73,16 @@ def _records(folder: Path) -> list[Any]:
             T.zero(3).cost_report(params, n=4),
         ),
         (comm.Blocks(), comm.Cast(), comm.OneBit(), comm.TopK(), feedback, feedback.init(list(params.values()))),
-        (comm.TABLE[0], call, comm.Here({"op": "sum"}, 0, 1), comm.world(), comm.mesh(dp=1), ledger, ledger.rows[0], pending),
+        (
+            comm.table.TABLE[0],
+            call,
+            comm.table.Here({"op": "sum"}, 0, 1),
+            comm.world(),
+            comm.mesh(dp=1),
+            ledger,
+            ledger.rows[0],
+            pending,
+        ),
         (comm.Permutation([(0, 1), (1, 0)]), comm.Recv(torch.ones(99), 1), comm.Send([torch.ones(99)], 1)),
         (comm.Spread("all_reduce", "world", (0, 1), (0.1, 0.2)), link, network, price, price.inside),
         (cost.sent("ring", 8, 4, 0), memory.measured(state), memory.SIXTEEN, memory.Formula(4, 12)),

@@ -45,7 +45,7 @@ def explore(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seeds: int
     >>> def impatient():
     ...     here = comm.world()
     ...     mine, theirs = (here.channel(name) for name in ("ab" if here.rank == 0 else "ba"))
-    ...     done = comm.all_reduce(torch.ones(1), mine, async_op=True).poll(1.0)  # the other rank polls first, too
+    ...     done = comm.start(comm.all_reduce, torch.ones(1), mine).poll(1.0)  # the other rank polls first, too
     ...     comm.all_reduce(torch.ones(1), theirs)
     ...     return done
     >>> explore(impatient, world_size=2)

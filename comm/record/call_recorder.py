@@ -38,7 +38,7 @@ class CallRecorder(Protocol):
         """Within the block a function runs again, and what it computes is no copy of what was computed before."""
         ...
 
-    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
+    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool) -> Handle:
         """The call's place in the graph; its handle gives results without values."""
         ...
 

@@ -85,8 +85,8 @@ class World(ABC):
         return False
 
     @abstractmethod
-    def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, async_op: bool) -> Handle:
-        """Starts a collective of this rank's tensors; without ``async_op`` the caller waits for it at once."""
+    def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, beside: bool) -> Handle:
+        """Starts a collective of this rank's tensors; without ``beside`` the caller waits for it at once."""
 
     def step(self) -> AbstractContextManager[None]:
         """Within it a step runs, which is one on all ranks: a rank that fails in its collectives goes on only if all do."""
@@ -201,7 +201,7 @@ class Solo(World):
 
     rank: int = 0
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Ready:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Ready:
         options = call.merged([call.private()])
         return Ready([call.collective.denotation([t.detach().contiguous()], options)[0] for t in tensors])
 

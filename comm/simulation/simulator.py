@@ -67,7 +67,7 @@ class SimulatedWorld(ScheduledWorld):
             return World.beside(self, steps, lane, device)
         return super().beside(steps, lane, device)
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Handle:
         if threading.get_ident() not in self.threads:
             raise CommError(
                 f"{call.shown(group.rank)} on simulated rank {self.rank} comes from thread "
@@ -85,7 +85,7 @@ class SimulatedWorld(ScheduledWorld):
         if self.rules is not None:
             self.rules.launch(call, group, (*key, turn), members, f"{arrival} on group {group.name!r} at {arrival.site}")
         handle = _SimulatedHandle(self, slot)
-        return WatchedInputs.of(handle, call, tensors, group) if async_op else handle
+        return WatchedInputs.of(handle, call, tensors, group) if beside else handle
 
     @property
     def compares(self) -> bool:

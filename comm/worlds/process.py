@@ -232,7 +232,7 @@ class ProcessWorld(World):
     def step(self) -> AbstractContextManager[None]:
         return self.failed_steps.step()
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Handle:
         if self.is_over:
             self.refuse(call, group)
         self.failed_steps.before(call, group)
@@ -243,25 +243,25 @@ class ProcessWorld(World):
             nonlocal agreed
             start = self._start_nccl if payload.is_cuda else self._start_gloo
             options = call.options if self.call_log else options  # it watches for writes into inputs
-            started = start(call, group, payload, options, agreed, async_op)
+            started = start(call, group, payload, options, agreed, beside)
             agreed = None  # the log is waited for once a call
             return started
 
         handle = ProcessHandle.begin(call, tensors, group, begin, lambda device: self._carrier(device, group))
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()
-        return WatchedInputs.of(handle, call, tensors, group) if async_op and self.call_log else handle
+        return WatchedInputs.of(handle, call, tensors, group) if beside and self.call_log else handle
 
     def _start_gloo(
-        self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, async_op: bool
+        self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, beside: bool
     ) -> Performed | Posted | Queued:
         comm, worker = self._worker(group, call.collective.order(call.options))
         prepared = GLOO[call.collective.primitive](comm, payload, options)
-        if not async_op and agreed is None and worker.idle:
+        if not beside and agreed is None and worker.idle:
             return worker.perform(prepared.run)
         shown = partial(call.shown, group.rank)
         small = payload.numel() * payload.element_size() <= _POSTED
-        if async_op and agreed is None and small and call.collective.primitive == "transfer" and worker.idle:
+        if beside and agreed is None and small and call.collective.primitive == "transfer" and worker.idle:
             return Posted(worker, shown, prepared.start().wait)
 
         def job() -> Tensor:
@@ -271,10 +271,10 @@ class ProcessWorld(World):
 
         # A call that is waited for at once runs on the caller's thread, unless earlier calls are queued. It runs to its end
         # there, as it would on the worker, so that the group's messages keep one order on all ranks.
-        return worker.submit(job, shown) if async_op or not worker.idle else worker.perform(job)
+        return worker.submit(job, shown) if beside or not worker.idle else worker.perform(job)
 
     def _start_nccl(
-        self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, async_op: bool
+        self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, beside: bool
     ) -> Started:
         if agreed is not None:
             agreed()

@@ -28,7 +28,7 @@ class SymmetricWorld(World):
 
     observe: Callable[[Call, Sequence[Tensor]], None] = lambda call, results: None
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Ready:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Ready:
         results = [self._result(call, tensor.detach(), group) for tensor in tensors]
         self.observe(call, results)
         return Ready(results)

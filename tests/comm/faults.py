@@ -77,7 +77,7 @@ def nobody_sends() -> None:
 def under_way_and_swapped() -> None:
     """Nothing waits where the fault is."""
     calls: list[Callable[..., Any]] = [comm.all_reduce, comm.all_gather]
-    pendings = [call(torch.ones(2), async_op=True) for call in (calls if comm.world().rank else calls[::-1])]
+    pendings = [comm.start(call, torch.ones(2)) for call in (calls if comm.world().rank else calls[::-1])]
     for pending in pendings:
         pending.wait()
 

@@ -33,12 +33,12 @@ def both_receive() -> Any:
 
 def not_awaited() -> None:
     if comm.world().rank == 0:
-        comm.all_reduce(ONE, async_op=True)
+        comm.start(comm.all_reduce, ONE)
 
 
 def written() -> Any:
     x = torch.ones(2)
-    pending = comm.all_reduce(x, async_op=True)
+    pending = comm.start(comm.all_reduce, x)
     x.add_(1)
     return pending.wait()
 
@@ -46,7 +46,7 @@ def written() -> Any:
 def facing() -> None:
     """Both send first."""
     other = 1 - comm.world().rank
-    for pending in (comm.isend(ONE, other), comm.irecv(ONE, other)):
+    for pending in (comm.start(comm.send, ONE, other), comm.start(comm.recv, ONE, other)):
         pending.wait()
 
 
@@ -198,7 +198,7 @@ REFUSALS = [
         advises="wait",
         why="It has no values yet.",
         instead="Call `.wait()`.",
-        program=lambda: on_two(lambda: comm.all_reduce(ONE, async_op=True) + 1),
+        program=lambda: on_two(lambda: comm.start(comm.all_reduce, ONE) + 1),
     ),
     Refusal(
         what="a lambda or an inner function in `comm.spawn`",

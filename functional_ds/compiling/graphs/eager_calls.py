@@ -204,7 +204,7 @@ class _InnerCalls:
     notes: dict[str, Any] = attrs.field(factory=dict)
     work: list[SizedOperation | InnerCall] = attrs.field(factory=list)
 
-    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
+    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool) -> Handle:
         self.work.append(InnerCall(call, group, [leaf.detach() for leaf in leaves]))
         return Ready([outline(call, leaf, Here(call.options, group.rank, group.size)) for leaf in leaves])
 

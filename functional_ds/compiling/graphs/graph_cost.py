@@ -248,7 +248,7 @@ class _RankTimeline:
         self._add(node, _carries(site), site.group.name, begin, begin + seconds, 0, row.bytes, before)
         if self.machine.overlaps < 1:
             self._hold(node, site, seconds * (1 - self.machine.overlaps))
-        if isinstance(site, InnerCall) or (self.machine.host_computes and not site.async_op):  # the host carries it out
+        if isinstance(site, InnerCall) or (self.machine.host_computes and not site.beside):  # the host carries it out
             self._until(place, node)
         return place
 

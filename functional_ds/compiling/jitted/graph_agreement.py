@@ -99,7 +99,7 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
         digest = zlib.crc32(repr((site.call.agreement(xs, here), site.label, site.turn)).encode())
         does = f"{site.call.signature(xs, here)}{f' for {site.label!r}' if site.label else ''}"
-        event = CollectiveEvent(places[key], digest, does, counts[places[key]], not site.async_op)
+        event = CollectiveEvent(places[key], digest, does, counts[places[key]], not site.beside)
         counts[places[key]] += 1
         under_way[site_of(node)] = event
         found.events.append(event)

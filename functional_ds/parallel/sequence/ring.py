@@ -50,7 +50,7 @@ class _Ring:
 
     def pass_on(self, flat: Tensor, by: int) -> Pending[Tensor]:
         """Starts a message to the next rank, or the one before; the result is the other neighbour's."""
-        return comm.permute(flat, _shift(self.group.size, by), self.group, async_op=True)
+        return comm.start(comm.permute, flat, _shift(self.group.size, by), self.group)
 
 
 class _RingAttention(torch.autograd.Function):

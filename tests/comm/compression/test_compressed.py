@@ -149,6 +149,12 @@ def simulate(case: Inputs, program: Callable[[Any], Any]) -> list[Any]:
     return comm.simulate(lambda: program(case.of(comm.world().rank)), world_size=case.size, seed=case.seed)
 
 
+def carried_out(requests: Sequence[comm.table.Request[Any]], later: bool) -> list[Any]:
+    if not later:
+        return [request.run() for request in requests]
+    return [pending.wait() for pending in [request.start() for request in requests]]
+
+
 @given(
     case=inputs(cut=True, dtypes=DTYPES),
     codec=st.sampled_from(LOSSLESS),
@@ -157,11 +163,13 @@ def simulate(case: Inputs, program: Callable[[Any], Any]) -> list[Any]:
 )
 def test_a_lossless_codec_changes_no_gather(case: Inputs, codec: comm.Codec, tiled: bool, later: bool) -> None:
     """compressed(AG, id) = AG, bitwise: any tree, dtypes, dims, tiled or not, asynchronous or not."""
-    options = {"dim": case.dim if tiled else 0, "tiled": tiled, "async_op": later}
+    options = {"dim": case.dim if tiled else 0, "tiled": tiled}
 
     def program(x: Any) -> None:
-        found, expected = (gather(x, **options) for gather in (comm.compressed(comm.all_gather, codec), comm.all_gather))
-        assert_same(*((found.wait(), expected.wait()) if later else (found, expected)))
+        pair = [
+            comm.table.prepare(gather, x, **options) for gather in (comm.compressed(comm.all_gather, codec), comm.all_gather)
+        ]
+        assert_same(*carried_out(pair, later))
 
     simulate(case, program)
 
@@ -180,8 +188,8 @@ def test_a_lossless_codec_changes_no_reduction(case: Inputs, codec: comm.Codec, 
 
     def program(x: Any) -> None:
         for reduce, options in ((comm.reduce_scatter, {"dim": case.dim}), (comm.all_reduce, {})):
-            found, expected = (f(x, op=op, async_op=later, **options) for f in (comm.compressed(reduce, codec), reduce))
-            assert_same(*((found.wait(), expected.wait()) if later else (found, expected)), bits=op not in ("max", "min"))
+            pair = [comm.table.prepare(f, x, op=op, **options) for f in (comm.compressed(reduce, codec), reduce)]
+            assert_same(*carried_out(pair, later), bits=op not in ("max", "min"))
 
     simulate(case, program)
 
@@ -405,7 +413,7 @@ def everything() -> list[Any]:
     x = {"w": drawn(rank, 600, 3).view(20, 30), "half": drawn(rank, 8, 4).bfloat16(), "n": torch.arange(6) + rank}
     for codec in (*CODECS, Halved()):
         gather, scatter, reduce = (comm.compressed(f, codec) for f in (comm.all_gather, comm.reduce_scatter, comm.all_reduce))
-        pending = [gather(x, async_op=True), scatter(x, async_op=True), reduce(x, async_op=True)]
+        pending = [comm.start(call, x) for call in (gather, scatter, reduce)]
         found += [one.wait() for one in pending]
         found += [gather(x["w"], dim=1), scatter(x, op="max"), reduce(x["w"], op="avg")]
         found += fed([x, x, x], comm.ErrorFeedback(codec), "all_reduce", 0)

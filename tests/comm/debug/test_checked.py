@@ -58,7 +58,7 @@ def keeps_the_store_small() -> int:
     with comm.checked():
         for _ in range(50):
             comm.all_reduce(torch.ones(1))
-            comm.all_gather(torch.ones(1), async_op=True).wait()
+            comm.start(comm.all_gather, torch.ones(1)).wait()
     comm.monitored_barrier()
     world: Any = comm.world().world
     return world.store.num_keys()
@@ -121,7 +121,7 @@ def leaves_a_message_behind() -> str | None:
     try:
         with comm.checked(timeout=timedelta(seconds=1)):
             if comm.world().rank == 0:
-                comm.isend(torch.ones(2), 1)
+                comm.start(comm.send, torch.ones(2), 1)
     except comm.TimedOutError as error:
         return str(error)
     return None

@@ -19,7 +19,7 @@ def asked_first() -> bool:
     """Whether the other rank had called what this one polls for; each polls before it calls what the other one polls for."""
     here = comm.world()
     mine, theirs = (here.channel(name) for name in ("ab" if here.rank == 0 else "ba"))
-    done = comm.all_reduce(torch.ones(1), mine, async_op=True).poll(1.0)
+    done = comm.start(comm.all_reduce, torch.ones(1), mine).poll(1.0)
     comm.all_reduce(torch.ones(1), theirs)
     return done
 

@@ -31,14 +31,14 @@ def alias(x: Tensor) -> None:
 
 WRITES = [add, data, numpy, alias]
 CALLS: dict[str, Callable[[Tensor], Any]] = {
-    "all_reduce": lambda x: comm.all_reduce(x, async_op=True),
-    "all_gather": lambda x: comm.all_gather(x, async_op=True),
-    "reduce_scatter": lambda x: comm.reduce_scatter(x, async_op=True),
-    "all_to_all": lambda x: comm.all_to_all(x, async_op=True),
-    "broadcast": lambda x: comm.broadcast(x, 0, async_op=True),
-    "isend": lambda x: comm.isend(x, 1) if comm.world().rank == 0 else comm.irecv(x, 0),
-    "a tree": lambda x: comm.all_reduce({"a": torch.ones(3), "b": x}, async_op=True),
-    "compressed": lambda x: comm.compressed(comm.all_reduce, comm.Cast(torch.bfloat16))(x, async_op=True),
+    "all_reduce": lambda x: comm.start(comm.all_reduce, x),
+    "all_gather": lambda x: comm.start(comm.all_gather, x),
+    "reduce_scatter": lambda x: comm.start(comm.reduce_scatter, x),
+    "all_to_all": lambda x: comm.start(comm.all_to_all, x),
+    "broadcast": lambda x: comm.start(comm.broadcast, x, 0),
+    "send": lambda x: comm.start(comm.send, x, 1) if comm.world().rank == 0 else comm.start(comm.recv, x, 0),
+    "a tree": lambda x: comm.start(comm.all_reduce, {"a": torch.ones(3), "b": x}),
+    "compressed": lambda x: comm.start(comm.compressed(comm.all_reduce, comm.Cast(torch.bfloat16)), x),
 }
 NAMED = r"rank 0 wrote into input.* of .*: started at test_written.py:\d+, written before the wait at test_written.py:\d+"
 
@@ -76,7 +76,7 @@ def named(call: str, how: str) -> None:
     raise AssertionError
 
 
-@pytest.mark.parametrize("call", ["broadcast", "isend"])
+@pytest.mark.parametrize("call", ["broadcast", "send"])
 def test_who_receives_may_write_into_what_told_the_shape(call: str) -> None:
     def receiver() -> None:
         x = torch.zeros(SIZE)
@@ -125,7 +125,7 @@ def checked(call: str, write: Callable[[Tensor], None]) -> str:
 
 
 def everything() -> list[str]:
-    return [checked(call, write) for call in ("all_reduce", "isend") for write in (add, data)]
+    return [checked(call, write) for call in ("all_reduce", "send") for write in (add, data)]
 
 
 def test_checked_names_it_on_processes() -> None:

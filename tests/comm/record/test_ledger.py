@@ -209,7 +209,7 @@ def test_what_stays_on_its_rank_is_no_row() -> None:
 
 
 def test_every_row_of_the_table_is_derived() -> None:
-    assert {row.name for row in comm.TABLE} == {*MESSAGES, *SILENT}
+    assert {row.name for row in comm.table.TABLE} == {*MESSAGES, *SILENT}
 
 
 @given(world_sizes(), st.integers(0, 6), st.sampled_from(ADDABLE))
@@ -240,7 +240,7 @@ def test_rows_are_by_collective_and_group() -> None:
         mesh = comm.mesh(dp=2, tp=2)
         with comm.ledger() as book:
             comm.all_reduce(torch.ones(4), mesh["tp"])
-            comm.all_gather(torch.ones(1), mesh["dp"], async_op=True).wait()
+            comm.start(comm.all_gather, torch.ones(1), mesh["dp"]).wait()
             comm.all_reduce(torch.ones(2), mesh["tp"], op="avg")
             comm.all_reduce(torch.ones(1), mesh["tp"].channel("fast"))
             comm.all_reduce(torch.ones(4))
@@ -379,7 +379,7 @@ def test_without_times_there_are_no_bandwidths() -> None:
     def program() -> tuple[comm.Ledger, comm.Ledger]:
         with comm.ledger() as plain, comm.ledger(times=True) as book:
             comm.all_reduce(torch.ones(2))
-            comm.all_gather(torch.ones(2), async_op=True)
+            comm.start(comm.all_gather, torch.ones(2))
         return plain, book
 
     for plain, book in comm.simulate(program, world_size=2):
@@ -394,7 +394,7 @@ def test_a_pending_is_timed_to_its_end() -> None:
 
     def program() -> list[tuple[int, int]]:
         with comm.ledger(times=True) as outer, comm.ledger(times=True) as inner:
-            pending = comm.all_reduce([torch.ones(3), torch.ones(2, 2)], async_op=True)
+            pending = comm.start(comm.all_reduce, [torch.ones(3), torch.ones(2, 2)])
             pending.wait()
             pending.wait()
         assert inner.rows[0].payload == outer.rows[0].payload == 4 * 7
@@ -412,7 +412,7 @@ def test_what_a_rank_computes_beside_a_call_is_no_transfer(monkeypatch: pytest.M
         x, here = torch.ones(4), comm.world()
         with comm.ledger(times=True) as book:
             if early:
-                pending = comm.irecv(x, 1) if here.rank == 0 else comm.isend(x, 0)
+                pending = comm.start(comm.recv, x, 1) if here.rank == 0 else comm.start(comm.send, x, 0)
                 clock[0] += 10
                 pending.wait()
             if both:

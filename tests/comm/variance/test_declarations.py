@@ -230,7 +230,7 @@ def test_results_are_those_of_a_run_that_does_not_check() -> None:
 
     def program() -> Any:
         x = torch.arange(4.0).requires_grad_()
-        pending = comm.all_reduce(x * (1 + rank()), async_op=True)
+        pending = comm.start(comm.all_reduce, x * (1 + rank()))
         y = comm.all_gather(comm.reduce_scatter(x * (1 + rank()))) * pending.wait()
         other = comm.batch_p2p([comm.Send(y, 1 - rank()), comm.Recv(y, 1 - rank())])[1]
         (grad,) = torch.autograd.grad((other * y).sum(), x)

@@ -49,7 +49,7 @@ def test_calls_at_the_end_of_a_process_need_no_thread() -> None:
     here = comm.init_distributed("gloo", world_size=1, rank=0)
     try:
         here.world.finish()  # type: ignore[attr-defined]
-        pending = comm.all_reduce(torch.ones(2), async_op=True)
+        pending = comm.start(comm.all_reduce, torch.ones(2))
         assert pending.poll()
         assert pending.wait().tolist() == comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
     finally:

@@ -72,7 +72,7 @@ def call(case: cases.Case, device: str) -> tuple[Any, comm.Ledger]:
 @given(st.integers(1, 4), seeds())
 def test_shapes_are_those_of_a_run_with_values(world_size: int, seed: int) -> None:
     """For every row of the table: shapes, dtypes and structures of results and gradients, and the ledger's rows."""
-    for case in filter(None, map(known, cases.draw(len(comm.TABLE), world_size, seed))):
+    for case in filter(None, map(known, cases.draw(len(comm.table.TABLE), world_size, seed))):
         real = comm.simulate(call, case, "cpu", world_size=world_size)
         model = on_shapes(call, case, "meta", world_size=world_size)
         for (value, book), (shaped, shaped_book) in zip(real, model, strict=True):
@@ -200,8 +200,8 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         "permute(perm=[(1, 0)]) of [float32[2]]",
     ),
     "template": (
-        lambda: comm.isend(meta(2), 1),
-        lambda: comm.irecv(meta(2, 1), 0),
+        lambda: comm.start(comm.send, meta(2), 1),
+        lambda: comm.start(comm.recv, meta(2, 1), 0),
         "send(dst=1) of [float32[2]]",
         "recv(src=0) of [float32[2, 1]]",
     ),

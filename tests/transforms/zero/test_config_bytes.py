@@ -151,7 +151,10 @@ class Watch:
         self.under_way = self.most = 0
         self.alive: dict[StorageWeakRef, int] = {}
 
-    def __call__(self, shards: list[Tensor], group: comm.Group, *, async_op: bool) -> Any:
+    def __call__(self, shards: list[Tensor], group: comm.Group) -> list[Tensor]:
+        return self.request(shards, group).run()
+
+    def request(self, shards: list[Tensor], group: comm.Group) -> comm.table.Request[list[Tensor]]:
         size = sum(shard.nbytes for shard in shards) * group.size
         self.count(size)
 
@@ -160,7 +163,7 @@ class Watch:
             self.count(-size)
             return found
 
-        return comm.all_gather(shards, group, async_op=async_op).then(arrived)
+        return comm.table.prepare(comm.all_gather, shards, group).then(arrived)
 
     def count(self, size: int) -> None:
         self.under_way += size
