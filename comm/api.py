@@ -13,11 +13,11 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.base.byte_ranges import begin_together
-from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Request
-from functional_ds.comm.record.table import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
-from functional_ds.comm.record.variance import Variance
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.rows import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from functional_ds.comm.table.variance import Variance
 
 from .dispatch import check_avg, collective, flatten, request, resolve_dim, resolve_group
 from .uneven import all_gather_uneven

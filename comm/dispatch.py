@@ -14,11 +14,11 @@ from functional_ds.base import tree as pytree
 from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.record.call_recorder import current_recorder
-from functional_ds.comm.record.collective import Call, Handle, Here
-from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Group, Ready, call_site
 from functional_ds.comm.record.ledger import begin
 from functional_ds.comm.record.pending import Pending, Request
+from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.errors import CommError
 from functional_ds.comm.worlds.current import world
 
 __all__ = [

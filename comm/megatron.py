@@ -13,10 +13,10 @@ transpose for each, so each pair of forward and backward has a name (Shoeybi et 
 
 from typing import TypeVar
 
-from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Request
-from functional_ds.comm.record.table import COPY_TO, GATHER_FROM, REDUCE_FROM, SCATTER_TO
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.rows import COPY_TO, GATHER_FROM, REDUCE_FROM, SCATTER_TO
 
 from .dispatch import collective, request, resolve_dim
 

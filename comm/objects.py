@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.table import ALL_GATHER
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.rows import ALL_GATHER
 
 from .api import broadcast
 from .dispatch import request, resolve_group

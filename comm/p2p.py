@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import attrs
 
 from functional_ds.base import tree
-from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Request
-from functional_ds.comm.record.table import TRANSFER
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.rows import TRANSFER
 
 from .dispatch import collective, request, request_all, resolve_group
 

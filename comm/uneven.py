@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree as pytree
-from functional_ds.comm.record.collective import Call
-from functional_ds.comm.record.errors import MismatchError
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Request
-from functional_ds.comm.record.table import ALL_GATHER
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.errors import MismatchError
+from functional_ds.comm.table.rows import ALL_GATHER
 
 from .dispatch import flatten, request, request_all
 

@@ -191,10 +191,10 @@ def both_wait() -> None:
 
 
 def deadlock() -> str:
-    """What the simulator says of that. Processes would hang, unless they run under ``comm.checked()``."""
+    """What the simulator says of that. Processes would hang, unless they run under ``comm.debug.checked()``."""
     try:
         comm.simulate(both_wait, world_size=2)
-    except comm.DeadlockError as error:
+    except comm.errors.DeadlockError as error:
         return str(error)
     return ""
 

@@ -8,12 +8,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.comm.backends.reduction import combine
 from functional_ds.comm.dispatch import start
 from functional_ds.comm.p2p import Recv, Send, batch_p2p
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
-from functional_ds.comm.record.reduction import combine
-from functional_ds.comm.record.tiling import pad_rows
+from functional_ds.comm.table.tiling import pad_rows
 
 __all__ = ["TreeRole", "combined", "cut", "in_order", "joined", "role_in", "second", "through"]
 

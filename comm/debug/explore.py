@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.tree import NAMESPACE
-from functional_ds.comm.record.errors import DivergenceError
 from functional_ds.comm.simulation.simulator import simulate
+from functional_ds.comm.table.errors import DivergenceError
 
 __all__ = ["explore"]
 
@@ -51,7 +51,7 @@ def explore(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seeds: int
     >>> explore(impatient, world_size=2)
     Traceback (most recent call last):
         ...
-    functional_ds.comm.record.errors.DivergenceError: the result depends on the interleaving: rank 0's ...
+    functional_ds.comm.table.errors.DivergenceError: the result depends on the interleaving: rank 0's ...
     """
     chosen = iter(range(seeds) if isinstance(seeds, int) else seeds)
     first = next(chosen, None)

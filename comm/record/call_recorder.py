@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from functional_ds.base.torch_private import is_fake
+from functional_ds.comm.table.collective import Call, Handle
 
-from .collective import Call, Handle
 from .group import Group
 
 __all__ = ["CallRecorder", "current_recorder", "labelled", "recomputing", "recording", "runs_on_shapes"]

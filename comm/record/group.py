@@ -14,9 +14,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from .collective import Call, Handle
+from functional_ds.comm.table.collective import Call, Handle
+from functional_ds.comm.table.variance import Variance
+
 from .ledger import Ledger
-from .variance import Variance
 
 __all__ = ["Beside", "Group", "Ready", "Solo", "ValueWatch", "World", "at_site", "call_site", "last"]
 

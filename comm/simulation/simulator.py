@@ -12,10 +12,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import Call, Handle, Here
-from functional_ds.comm.record.errors import CommError, DeadlockError, UnmatchedError
 from functional_ds.comm.record.group import Beside, Group, World, call_site
 from functional_ds.comm.record.watched import WatchedInputs
+from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.errors import CommError, DeadlockError, UnmatchedError
 from functional_ds.comm.variance.watch import Watches
 from functional_ds.comm.worlds.current import enter, exclusive_simulation
 from functional_ds.comm.worlds.rng_state import kept_rng

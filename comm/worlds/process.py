@@ -18,16 +18,16 @@ from torch.distributed.distributed_c10d import Store
 
 from functional_ds.base.side_stream import PayloadOnGpu, SideStream
 from functional_ds.base.torch_private import new_process_group
-from functional_ds.comm.record.collective import Call, Handle, Here, Options
-from functional_ds.comm.record.errors import CommError
+from functional_ds.comm.backends.primitives import Communicator, Options, Started
 from functional_ds.comm.record.failed_steps import FailedSteps
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
 from functional_ds.comm.record.watched import WatchedInputs
+from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.errors import CommError
 
 from .call_log import CallLog
-from .gloo import GLOO, Communicator, Started
+from .communicator_key import CommunicatorKey
 from .leaving import GRACE, ending_error, finish, follows_another_rank
-from .nccl import NCCL, CommunicatorKey
 from .worker import Performed, Posted, Queued, Worker
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessHandle", "ProcessWorld", "leave_process_world", "process_world"]
@@ -137,7 +137,7 @@ class ProcessHandle:
             signature = self.call.signature(self.tensors, self.here)
             raise CommError(
                 f"rank {self.group.rank} of {self.group.name!r} failed in {signature} at {call_site()}: {error}"
-                + (told or "\n(under comm.checked() the error says which ranks had not come)")
+                + (told or "\n(under comm.debug.checked() the error says which ranks had not come)")
             ) from error
         return results
 
@@ -256,12 +256,12 @@ class ProcessWorld(World):
         self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, beside: bool
     ) -> Performed | Posted | Queued:
         comm, worker = self._worker(group, call.collective.order(call.options))
-        prepared = GLOO[call.collective.primitive](comm, payload, options)
+        prepared = call.collective.gloo(comm, payload, options)
         if not beside and agreed is None and worker.idle:
             return worker.perform(prepared.run)
         shown = partial(call.shown, group.rank)
         small = payload.numel() * payload.element_size() <= _POSTED
-        if beside and agreed is None and small and call.collective.primitive == "transfer" and worker.idle:
+        if beside and agreed is None and small and call.collective.is_message and worker.idle:
             return Posted(worker, shown, prepared.start().wait)
 
         def job() -> Tensor:
@@ -278,7 +278,7 @@ class ProcessWorld(World):
     ) -> Started:
         if agreed is not None:
             agreed()
-        key, primitive = CommunicatorKey.of(call, group), NCCL[call.collective.primitive]
+        key, primitive = CommunicatorKey.of(call, group), call.collective.nccl
 
         def launch() -> Started:
             return primitive(self._communicator(key), payload, options)

@@ -15,9 +15,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import Call, Handle, Here
-from functional_ds.comm.record.errors import MismatchError
 from functional_ds.comm.record.group import Group, Ready, World
+from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.errors import MismatchError
 
 from .current import enter, exclusive_simulation
 from .rng_state import kept_rng

@@ -6,8 +6,8 @@ from typing import TypeVar, TypeVarTuple
 import attrs
 from torch import Tensor
 
-from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group, Ready, World
+from functional_ds.comm.table.collective import Call, Here
 
 from .current import enter, exclusive_simulation
 from .rng_state import kept_rng

@@ -42,7 +42,7 @@ def faces() -> None:
 def test_two_facing_sends_are_a_deadlock() -> None:
     """Both ranks, what each sends to whom, and both call sites."""
     for seed in range(3):
-        with pytest.raises(comm.DeadlockError) as caught:
+        with pytest.raises(comm.errors.DeadlockError) as caught:
             comm.simulate(faces, world_size=2, seed=seed)
         assert str(caught.value).splitlines() == [
             "deadlock: no rank can go on",
@@ -52,7 +52,7 @@ def test_two_facing_sends_are_a_deadlock() -> None:
 
 
 def test_two_facing_receives_are_a_deadlock() -> None:
-    with pytest.raises(comm.DeadlockError, match=r"rank 0 waits in recv\(src=1\).*\n.*rank 1 waits in recv\(src=0\)"):
+    with pytest.raises(comm.errors.DeadlockError, match=r"rank 0 waits in recv\(src=1\).*\n.*rank 1 waits in recv\(src=0\)"):
         comm.simulate(lambda: comm.recv(ONES, 1 - rank()), world_size=2)
 
 
@@ -69,7 +69,7 @@ def test_a_ring_of_sends_is_a_deadlock_and_a_batch_is_none(world_size: int) -> N
         comm.send(x, after)
         return int(comm.recv(x, before))
 
-    with pytest.raises(comm.DeadlockError) as caught:
+    with pytest.raises(comm.errors.DeadlockError) as caught:
         comm.simulate(ring, False, world_size=world_size)
     lines = str(caught.value).splitlines()[1:]
     assert len(lines) == world_size
@@ -218,7 +218,7 @@ def test_a_template_of_another_kind_is_a_mismatch(like: Any, text: str, blocking
         comm.recv(like, 0, tag=5) if blocking else comm.start(comm.recv, like, 0, tag=5).wait()
 
     for seed in range(3):
-        with pytest.raises(comm.MismatchError) as caught:
+        with pytest.raises(comm.errors.MismatchError) as caught:
             comm.simulate(lambda: sends() if rank() == 0 else receives(), world_size=2, seed=seed)
         message = str(caught.value)
         assert f"rank 0 called send(dst=1, tag=5) of [float32[2]] at {line_of(sends, 1)}" in message
@@ -235,7 +235,7 @@ def test_a_message_that_nobody_receives_is_reported(waits: bool) -> None:
             pending.wait()
 
     where = f"send(dst=1, tag=3) of [float32[2]] on group 'world' at {line_of(sends, 1)} for rank 1"
-    error = comm.DeadlockError if waits else comm.UnmatchedError
+    error = comm.errors.DeadlockError if waits else comm.errors.UnmatchedError
     with pytest.raises(error) as caught:
         comm.simulate(lambda: sends() if rank() == 0 else None, world_size=2)
     assert f"  rank 0 {'waits in' if waits else 'started'} {where}" in str(caught.value).splitlines()
@@ -250,7 +250,7 @@ def test_all_messages_left_over_are_listed() -> None:
             comm.recv(ONES, 0)
             comm.start(comm.recv, ONES, 2)
 
-    with pytest.raises(comm.UnmatchedError) as caught:
+    with pytest.raises(comm.errors.UnmatchedError) as caught:
         comm.simulate(program, world_size=3)
     head, *lines = str(caught.value).splitlines()
     assert head == "all ranks have finished, but some never came to what others started"
@@ -266,7 +266,7 @@ def test_another_tag_is_another_message() -> None:
     def program() -> None:
         comm.send(ONES, 1, tag=1) if rank() == 0 else comm.recv(ONES, 0, tag=2)
 
-    with pytest.raises(comm.DeadlockError, match=r"send\(dst=1, tag=1\)(.|\n)*recv\(src=0, tag=2\)"):
+    with pytest.raises(comm.errors.DeadlockError, match=r"send\(dst=1, tag=1\)(.|\n)*recv\(src=0, tag=2\)"):
         comm.simulate(program, world_size=2)
 
 
@@ -323,7 +323,9 @@ def test_a_rank_outside_of_the_group_may_not_send_in_it() -> None:
         if rank() == 0:
             comm.send(ONES, 1, group)
 
-    with pytest.raises(comm.CommError, match=r"send\(dst=1\): rank 0 is not in Group\('pair', not a member, ranks \[1, 2\]\)"):
+    with pytest.raises(
+        comm.errors.CommError, match=r"send\(dst=1\): rank 0 is not in Group\('pair', not a member, ranks \[1, 2\]\)"
+    ):
         comm.simulate(program, world_size=3)
 
 

@@ -151,7 +151,7 @@ def test_a_group_of_a_world_that_was_left_raises() -> None:
         if again:
             comm.init_distributed("gloo", world_size=1, rank=0)
         for group in (here, some):
-            with pytest.raises(comm.CommError, match=r"all_reduce\(op='sum'\) on Group.*was destroyed; take a group of"):
+            with pytest.raises(comm.errors.CommError, match=r"all_reduce\(op='sum'\) on Group.*was destroyed; take a group of"):
                 comm.all_reduce(torch.tensor(1), group)
     assert comm.all_reduce(torch.tensor(1)).item() == 1
 
@@ -166,17 +166,17 @@ def test_a_group_raises_after_torchs_own_destroy_process_group() -> None:
         if again:
             comm.init_distributed("gloo", world_size=1, rank=0)
         for group in (here, some, channel):
-            for call in (partial(comm.all_reduce, torch.tensor(1)), comm.monitored_barrier, comm.barrier):
-                with pytest.raises(comm.CommError, match=r"on Group.*was destroyed; take a group of the new world"):
+            for call in (partial(comm.all_reduce, torch.tensor(1)), comm.debug.monitored_barrier, comm.barrier):
+                with pytest.raises(comm.errors.CommError, match=r"on Group.*was destroyed; take a group of the new world"):
                     call(group=group)
     assert comm.all_reduce(torch.tensor(1)).item() == late.wait().item() == 1
 
 
-@pytest.mark.parametrize("call", [comm.barrier, comm.monitored_barrier, partial(comm.broadcast_object, 1)])
+@pytest.mark.parametrize("call", [comm.barrier, comm.debug.monitored_barrier, partial(comm.broadcast_object, 1)])
 def test_a_first_call_after_torchs_own_destroy_process_group_raises(call: Callable[..., Any]) -> None:
     here = comm.init_distributed("gloo", world_size=1, rank=0)
     dist.destroy_process_group()
-    with pytest.raises(comm.CommError, match=r"on Group.*was destroyed; take a group of the new world"):
+    with pytest.raises(comm.errors.CommError, match=r"on Group.*was destroyed; take a group of the new world"):
         call(group=here)
 
 
@@ -269,7 +269,7 @@ def test_a_rank_outside_of_a_group_may_not_call_its_collectives(shown: str) -> N
         group = comm.new_group([0, 2], "some")
         if rank() != 1:
             return ""
-        with comm.ledger() as book, pytest.raises(comm.CommError) as caught:
+        with comm.ledger() as book, pytest.raises(comm.errors.CommError) as caught:
             OUTSIDE[shown](group)
         assert not book.rows
         return str(caught.value)
@@ -319,7 +319,7 @@ def groups_of_some() -> Any:
     if rank() == 0:
         try:
             comm.barrier(outside)
-        except comm.CommError as error:
+        except comm.errors.CommError as error:
             found["outside"] = str(error)
     found["all"] = comm.all_reduce(x).tolist()
     found["objects"] = comm.all_gather_object({"rank": rank(), "long": "x" * 1000 * rank()}), comm.broadcast_object(rank(), 1)
@@ -341,7 +341,7 @@ def joins_again(directory: str) -> list[Any]:
         found.append((here.rank, here == first, comm.all_gather(torch.tensor([me])).tolist()))
         try:
             comm.barrier(first)
-        except comm.CommError as error:
+        except comm.errors.CommError as error:
             found.append("take a group of the new world" in str(error))
         pending = comm.start(comm.recv, torch.tensor(0), (place - 1) % 3)
         comm.send(torch.tensor(me), (place + 1) % 3)

@@ -171,7 +171,7 @@ def raises_while_checked() -> None:
 
     It gives the call up after 0.2 s, and says so, or sees in that moment that rank 0, which has lost it, has left.
     """
-    with comm.checked():
+    with comm.debug.checked():
         if comm.world().rank == 1:
             KEPT.append(comm.start(comm.all_reduce, torch.ones(3), comm.world().channel("late")))
             raise FaultError("in a checked block")
@@ -182,7 +182,7 @@ def caught_elsewhere() -> None:
     """The rank that loses the other one ends by an exit code of its own."""
     try:
         receive_nobody_sends(then="raise")
-    except comm.CommError:
+    except comm.errors.CommError:
         sys.exit(5)
 
 
@@ -219,7 +219,7 @@ def forked() -> None:
             for call in (comm.barrier, KEPT.pop().wait, partial(comm.all_reduce, torch.ones(3))):
                 try:
                     call()
-                except comm.CommError as error:
+                except comm.errors.CommError as error:
                     refused += "this process was forked from that of rank" in str(error)
             sys.exit(0 if refused == 3 and comm.world().size == 2 else 1)
         assert os.waitpid(child, 0)[1] == 0

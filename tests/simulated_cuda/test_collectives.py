@@ -22,7 +22,7 @@ def test_an_input_that_is_written_before_the_wait_is_a_race() -> None:
             x = torch.ones(4, device="cuda")
             pending = comm.start(comm.all_reduce, x)
             x.add_(1)
-            with suppress(comm.CommError):  # the simulator sees the write, too
+            with suppress(comm.errors.CommError):  # the simulator sees the write, too
                 pending.wait()
             return [each.text for each in gpu.races]
 

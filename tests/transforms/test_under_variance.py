@@ -58,7 +58,7 @@ def trained(sizes: dict[str, int], strategy: str, steps: int = 2) -> Any:
         "zero 2": [transforms.zero(2, dp), transforms.accumulate(2)],
         "zero 3": [transforms.zero(3, dp), transforms.clip(0.1)],
         "bf16": [transforms.mixed_precision("bf16"), transforms.zero(2, dp)],
-        "int8": [transforms.zero(2, dp, reduce_scatter=comm.compressed(comm.reduce_scatter, comm.Blocks(8)))],
+        "int8": [transforms.zero(2, dp, reduce_scatter=comm.codecs.compressed(comm.reduce_scatter, comm.codecs.Blocks(8)))],
         "owner": [transforms.zero(1, dp, aggregate="owner")],
     }[strategy]
     piped = [transforms.pipeline(schedule, model, pipe)] if sizes["pp"] > 1 else []
@@ -117,7 +117,7 @@ STRATEGIES = {
     "remat": lambda: [transforms.remat("1"), transforms.zero(3)],
     "averages": lambda: [transforms.ema(0.9), transforms.zero(1), transforms.clip(1.0)],
     "fp16": lambda: [transforms.mixed_precision("fp16"), transforms.zero(2)],
-    "compressed": lambda: [transforms.compressed_gradients(comm.OneBit())],
+    "compressed": lambda: [transforms.compressed_gradients(comm.codecs.OneBit())],
     "one bit": lambda: [transforms.local_gradients()],
 }
 
@@ -130,7 +130,7 @@ def test_other_strategies_are_clean(name: str) -> None:
 
 
 def test_a_strategy_that_sums_no_gradients_is_named() -> None:
-    with pytest.raises(comm.VarianceError, match=r"fused_adamw at .* is not linear, and acts on a partial sum"):
+    with pytest.raises(comm.errors.VarianceError, match=r"fused_adamw at .* is not linear, and acts on a partial sum"):
         comm.simulate(lambda: module(rule=fds.adamw(0.01)), world_size=2, variance=True)
 
 
@@ -175,7 +175,7 @@ def test_a_bug_of_a_loss_on_slices_is_named(bug: str) -> None:
     for strategy in ([], [transforms.clip(0.1)], [transforms.accumulate(1)]):
         clean = comm.simulate(slices_trained, "", *strategy, world_size=2, variance=True)
         assert clean == [pytest.approx(alone, rel=1e-5)] * 2
-    with pytest.raises(comm.VarianceError, match=IN_SLICES[bug]):
+    with pytest.raises(comm.errors.VarianceError, match=IN_SLICES[bug]):
         comm.simulate(slices_trained, bug, world_size=2, variance=True)
 
 
@@ -220,5 +220,5 @@ BUGS = (
 
 @pytest.mark.parametrize(("bug", "sizes", "strategy", "says"), BUGS, ids=[case[0].name for case in BUGS])
 def test_a_bug_of_the_library_is_named(bug: Bug, sizes: dict[str, int], strategy: str, says: str) -> None:
-    with planted(bug), pytest.raises(comm.VarianceError, match=says):
+    with planted(bug), pytest.raises(comm.errors.VarianceError, match=says):
         comm.simulate(trained, sizes, strategy, world_size=2, variance=True)

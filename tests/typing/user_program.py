@@ -22,7 +22,7 @@ def program(steps: int, rate: float = 0.1) -> float:
 assert_type(comm.simulate(program, 3, world_size=2), list[float])
 assert_type(comm.simulate(program, 3, 0.5, world_size=2, seed=1), list[float])
 assert_type(comm.spawn(program, 3, world_size=2), list[float])
-assert_type(comm.explore(program, 3, world_size=2), list[float])
+assert_type(comm.debug.explore(program, 3, world_size=2), list[float])
 assert_type(comm.symmetric(program, 3, world_size=2), float)
 assert_type(comm.simulate(lambda: comm.world().rank, world_size=2), list[int])
 

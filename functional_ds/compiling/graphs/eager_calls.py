@@ -18,8 +18,8 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import TorchDispatchMode, storage_id
 from functional_ds.comm.dispatch import outline
 from functional_ds.comm.record.call_recorder import recording
-from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group, Ready
+from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.modules.flops import flops_of
 from functional_ds.modules.operation_cost import SizedOperation, operation_of
 from functional_ds.step.axes import axes, with_axes

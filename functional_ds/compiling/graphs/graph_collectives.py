@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from functional_ds.comm.dispatch import outline, start_call
-from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group
+from functional_ds.comm.table.collective import Call, Handle, Here
 
 from .graph_nodes import RECOMPUTED, UNIT, tagged
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import attrs
 from torch import fx
 
-from functional_ds.comm.record.collective import Here
+from functional_ds.comm.table.collective import Here
 from functional_ds.compiling.graphs.eager_calls import RUN_BACKWARD, eager_site
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, site_of
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
-from functional_ds.comm.record.permutation import Permutation
+from functional_ds.comm.table.permutation import Permutation
 
 from .blockwise import Keys, Partial, Queries, Total, empty_to_infinite
 from .cut_attention import Attention, CutSequence, cut_attention

@@ -171,7 +171,7 @@ def test_a_dropped_one_that_others_never_join_is_reported() -> None:
         if rank() == 1:
             comm.start(comm.all_gather, torch.ones(2))
 
-    with pytest.raises(comm.UnmatchedError) as caught:
+    with pytest.raises(comm.errors.UnmatchedError) as caught:
         comm.simulate(program, world_size=3)
     (line,) = str(caught.value).splitlines()[1:]
     assert line.startswith(

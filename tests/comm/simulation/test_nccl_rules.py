@@ -104,7 +104,7 @@ def test_a_planted_fault_is_named(program: Callable[[], Any], ranks: int, parts:
     """The program runs on every other transport; here its calls and their lines are named."""
     if program is not groups_in_a_circle:
         comm.simulate(program, world_size=ranks, seed=seed)
-    with pytest.raises(comm.DeadlockError, match='under rules="nccl"') as caught:
+    with pytest.raises(comm.errors.DeadlockError, match='under rules="nccl"') as caught:
         comm.simulate(program, world_size=ranks, seed=seed, rules="nccl")
     text = str(caught.value)
     assert all(part in text for part in parts), text
@@ -190,7 +190,9 @@ def _trained(*transforms: Any, steps: int = 3) -> None:
 
 
 def _narrow() -> dict[str, Any]:
-    return {name: comm.compressed(getattr(comm, name), comm.Blocks(8)) for name in ("all_gather", "reduce_scatter")}
+    return {
+        name: comm.codecs.compressed(getattr(comm, name), comm.codecs.Blocks(8)) for name in ("all_gather", "reduce_scatter")
+    }
 
 
 def _nodes() -> comm.Mesh:

@@ -454,7 +454,7 @@ def test_the_input_may_not_change_until_the_wait() -> None:
         x.zero_()
         return pending.wait().item()
 
-    with pytest.raises(comm.WrittenError, match=r"wrote into input of all_reduce"):
+    with pytest.raises(comm.errors.WrittenError, match=r"wrote into input of all_reduce"):
         comm.simulate(program, world_size=2)
 
 
@@ -584,7 +584,7 @@ def test_a_mismatch_names_both_calls(kind: str, seed: int) -> None:
     call, other, text, other_text = MISMATCHES[kind]
     sites = [f"{HERE}:{function.__code__.co_firstlineno}" for function in (call, other)]
 
-    with pytest.raises(comm.MismatchError) as caught:
+    with pytest.raises(comm.errors.MismatchError) as caught:
         comm.simulate(lambda: other() if rank() == 1 else call(), world_size=2, seed=seed)
     message = str(caught.value)
     assert message.startswith("the ranks of group 'world' [0, 1] called different collectives: ")
@@ -600,7 +600,7 @@ def test_a_mismatch_is_found_within_a_group() -> None:
         group = comm.mesh(outer=2, inner=2)["inner"]
         comm.all_reduce(torch.ones(3 if rank() == 3 else 2), group)
 
-    with pytest.raises(comm.MismatchError, match=r"the ranks of group 'inner' \[2, 3\] called different") as caught:
+    with pytest.raises(comm.errors.MismatchError, match=r"the ranks of group 'inner' \[2, 3\] called different") as caught:
         comm.simulate(program, world_size=4)
     assert "rank 2 called" in str(caught.value)
     assert "rank 0" not in str(caught.value)
@@ -619,7 +619,9 @@ def test_a_mismatch_in_a_backward_pass_names_its_line() -> None:
         else:
             comm.barrier()
 
-    with pytest.raises(comm.MismatchError, match=r"rank 0 called reduce_scatter\(dim=0, tiled=True, op='sum'\)") as caught:
+    with pytest.raises(
+        comm.errors.MismatchError, match=r"rank 0 called reduce_scatter\(dim=0, tiled=True, op='sum'\)"
+    ) as caught:
         comm.simulate(program, world_size=2)
     assert f"at {lines[0]}" in str(caught.value)
 
@@ -635,7 +637,7 @@ def test_a_skipped_collective_is_a_deadlock() -> None:
         comm.all_reduce(torch.ones(2))
 
     for seed in range(4):
-        with pytest.raises(comm.DeadlockError) as caught:
+        with pytest.raises(comm.errors.DeadlockError) as caught:
             comm.simulate(program, world_size=3, seed=seed)
         assert str(caught.value).splitlines() == [
             "deadlock: no rank can go on",
@@ -656,7 +658,7 @@ def test_a_circle_over_two_axes_is_a_deadlock() -> None:
             comm.all_reduce(torch.ones(()), mesh[axis])
 
     for seed in range(4):
-        with pytest.raises(comm.DeadlockError) as caught:
+        with pytest.raises(comm.errors.DeadlockError) as caught:
             comm.simulate(program, world_size=4, seed=seed)
         assert str(caught.value).splitlines()[1:] == [
             f"  rank {r} waits in all_reduce(op='sum') of [float32[]] on group '{axis}' at {sites['call']} for rank {other}"
@@ -671,7 +673,7 @@ def test_a_swapped_order_over_two_channels_is_a_deadlock() -> None:
         for name in ["one", "two"] if rank() == 0 else ["two", "one"]:
             comm.barrier(comm.world().channel(name))
 
-    with pytest.raises(comm.DeadlockError, match=r"rank 0 waits in barrier\(\).* on group 'world/one' .* for rank 1"):
+    with pytest.raises(comm.errors.DeadlockError, match=r"rank 0 waits in barrier\(\).* on group 'world/one' .* for rank 1"):
         comm.simulate(program, world_size=2)
 
 
@@ -682,7 +684,7 @@ def test_a_deadlock_is_found_at_the_wait() -> None:
         if rank() == 0:
             comm.start(comm.all_reduce, torch.ones(1)).wait()
 
-    with pytest.raises(comm.DeadlockError, match="rank 0 waits in all_reduce"):
+    with pytest.raises(comm.errors.DeadlockError, match="rank 0 waits in all_reduce"):
         comm.simulate(program, world_size=2)
 
 
@@ -768,7 +770,7 @@ def test_a_leftover_is_reported_when_all_have_finished() -> None:
             comm.start(comm.all_reduce, torch.ones(2), comm.world().channel("aside"))
 
     for seed in range(3):
-        with pytest.raises(comm.UnmatchedError) as caught:
+        with pytest.raises(comm.errors.UnmatchedError) as caught:
             comm.simulate(program, world_size=3, seed=seed)
         assert str(caught.value).splitlines() == [
             "all ranks have finished, but some never came to what others started",
@@ -821,7 +823,7 @@ def test_a_simulated_rank_is_one_thread() -> None:
             for call in (lambda: comm.all_reduce(x), lambda: comm.all_reduce(x, here), lambda: comm.world().size):
                 try:
                     call()
-                except comm.CommError as error:
+                except comm.errors.CommError as error:
                     found.append(str(error))
 
         thread = threading.Thread(target=in_vain, name="mine")
@@ -933,7 +935,7 @@ def test_a_loop_of_polls_that_nothing_can_answer_is_a_deadlock() -> None:
             while not pending.poll():
                 pass
 
-    with pytest.raises(comm.DeadlockError, match=r"rank 0 waits in recv\(src=1\).* for rank 1"):
+    with pytest.raises(comm.errors.DeadlockError, match=r"rank 0 waits in recv\(src=1\).* for rank 1"):
         comm.simulate(program, world_size=2)
 
 

@@ -22,7 +22,7 @@ def rank() -> int:
 
 def error_of(program: Callable[[], Any], world_size: int = 2, seed: int = 0) -> str:
     """What a checked simulation says."""
-    with pytest.raises(comm.VarianceError) as caught:
+    with pytest.raises(comm.errors.VarianceError) as caught:
         comm.simulate(program, world_size=world_size, seed=seed, variance=True)
     return str(caught.value)
 

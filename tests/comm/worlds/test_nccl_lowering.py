@@ -179,7 +179,7 @@ def _late() -> str:
     if comm.world().rank == 0:
         try:
             comm.all_reduce(torch.ones(1), group)
-        except (comm.CommError, RuntimeError) as error:
+        except (comm.errors.CommError, RuntimeError) as error:
             return str(error)
     return ""
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from functional_ds import comm
 from functional_ds.comm import setup
-from functional_ds.comm.worlds import gloo
+from functional_ds.comm.backends.primitives import Communicator
 from functional_ds.testing import assert_same
 from tests.comm import cases
 
@@ -210,13 +210,13 @@ def polls() -> list[bool]:
 def counts_bytes() -> list[tuple[str, int, int]]:
     """What the ledger says and what the transport was given, for each row but the barrier, at even and odd sizes."""
     sent, here = [0], comm.world().rank
-    original = gloo.Communicator.send
+    original = Communicator.send
 
-    def send(comm: gloo.Communicator, tensor: torch.Tensor, peer: int) -> Any:
+    def send(comm: Communicator, tensor: torch.Tensor, peer: int) -> Any:
         sent[0] += tensor.numel() * tensor.element_size()
         return original(comm, tensor, peer)
 
-    gloo.Communicator.send = send
+    Communicator.send = send
     rows = []
     try:
         for call in (
@@ -241,7 +241,7 @@ def counts_bytes() -> list[tuple[str, int, int]]:
                         call(torch.ones(size, dtype=dtype))
                     rows.append((book.rows[0].collective, book.bytes, sent[0]))
     finally:
-        gloo.Communicator.send = original
+        Communicator.send = original
     return rows
 
 
@@ -349,8 +349,8 @@ def leaves_early() -> None:
     ("how", "error", "message"),
     [
         ("ours", OurError, "no"),
-        ("picky", comm.RankFailedError, "PickyError: code 7"),
-        ("exit", comm.RankFailedError, "rank 1 of 2 ended without a result (exit code 3)"),
+        ("picky", comm.errors.RankFailedError, "PickyError: code 7"),
+        ("exit", comm.errors.RankFailedError, "rank 1 of 2 ended without a result (exit code 3)"),
     ],
 )
 def test_a_failing_rank_ends_all(how: str, error: type[Exception], message: str) -> None:

@@ -67,7 +67,7 @@ def test_the_ledger_shows_what_the_report_says(grid: Grid, chosen: dict[str, Any
     chosen = {**chosen, "unit_of": None if chosen["unit_of"] is units.by_leaf else chosen["unit_of"]}
     if chosen["stage"] == 3:
         chosen["reshard_last_units"] = True
-    chosen |= compressed(chosen, comm.Blocks(8, size=16)) if narrow else {}
+    chosen |= compressed(chosen, comm.codecs.Blocks(8, size=16)) if narrow else {}
     stored, reduced = POLICIES[policy]
 
     def program() -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int], int, int]:

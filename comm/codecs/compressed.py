@@ -11,17 +11,17 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather, all_reduce, reduce_scatter
+from functional_ds.comm.backends.reduction import fold
 from functional_ds.comm.declare import varying
 from functional_ds.comm.dispatch import check_avg, flatten, is_differentiable, prepare, resolve_dim, resolve_group
 from functional_ds.comm.exchange import all_to_all
-from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending, Request, relay
-from functional_ds.comm.record.reduction import fold
-from functional_ds.comm.record.table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from functional_ds.comm.record.tiling import pack_cut, pad_rows, piece_shape, unpack_joined
+from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.rows import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from functional_ds.comm.table.tiling import pack_cut, pad_rows, piece_shape, unpack_joined
 
-from .codecs import Codec
+from .codec import Codec
 
 __all__ = [
     "Compressed",
@@ -62,7 +62,7 @@ def compressed(collective: Callable[..., Any], codec: Codec) -> "Compressed":
         ValueError: another collective; any error of the collective itself.
 
     >>> from functional_ds import comm
-    >>> gather = comm.compressed(comm.all_gather, comm.Blocks(8))
+    >>> gather = comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))
     >>> gather
     compressed(all_gather, Blocks(bits=8, size=256))
     >>> comm.simulate(lambda: gather(torch.tensor([127.0, 1.4]) * (comm.world().rank + 1)).tolist(), world_size=2)[0]
@@ -73,7 +73,9 @@ def compressed(collective: Callable[..., Any], codec: Codec) -> "Compressed":
         raise ValueError(f"collective={collective!r} has no compressed form; use one of {names}")
     for method in ("encode", "decode"):
         if not callable(getattr(codec, method, None)):
-            raise TypeError(f"codec={codec!r} has no {method}: use comm.Cast, comm.Blocks, or a record with encode and decode")
+            raise TypeError(
+                f"codec={codec!r} has no {method}: use comm.codecs.Cast, comm.codecs.Blocks, or a record with encode and decode"
+            )
     return Compressed(collective, codec)
 
 
