@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.marks import like_marked
-from functional_ds.comm.compression.compressed import Compressed, decode_leaf, encode_leaf
+from functional_ds.comm.codecs.compressed import Compressed, decode_leaf, encode_leaf
 from functional_ds.comm.record.pending import relay
 from functional_ds.sharding.layout import Segment
 
