@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from functional_ds.base.side_stream import PayloadOnGpu, SideStream
+from functional_ds.base.device_streams import LentToTransport, SideStream, Streams
 from functional_ds.base.torch_private import new_process_group
 from functional_ds.comm.backends.primitives import Communicator, Options, Started
 from functional_ds.comm.record.failed_steps import FailedSteps
@@ -54,7 +54,7 @@ class _Coalesced:
     shares: Sequence[int]
     started: Started | Performed | Posted | Queued
     device: torch.device
-    sent: PayloadOnGpu | None = None
+    sent: LentToTransport | None = None
 
     def pieces(self) -> Sequence[Tensor]:
         result = self.started.wait()
@@ -109,7 +109,7 @@ class ProcessHandle:
             if carried != device:
                 payload = payload.to(carried)
             started = start(payload, call.options_for(places, payload))
-            parts.append(_Coalesced(places, shares, started, device, PayloadOnGpu.of(payload)))
+            parts.append(_Coalesced(places, shares, started, device, LentToTransport.of(payload)))
         return ProcessHandle(call, tensors, group, here, parts)
 
     @property
@@ -206,7 +206,7 @@ class ProcessWorld(World):
     finished: bool = False
     given_up: bool = False
     _begun: str = attrs.field(factory=_config)
-    _streams: dict[tuple[Any, ...], Any] = attrs.field(factory=dict)  # of chains, by lane and device
+    _streams: Streams = attrs.field(factory=Streams)  # of chains
     _batch: list[tuple[CommunicatorKey, Started, Callable[[], Started]]] | None = None
 
     @property
@@ -329,10 +329,7 @@ class ProcessWorld(World):
                     return last(steps())
 
             return self._worker(lane, "beside")[1].submit(job, lambda: f"a chain of collectives beside {lane!r}")
-        key = (lane.ranks, lane.name, device)
-        if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(device)
-        return SideStream.run(steps, self._streams[key])
+        return SideStream.run(steps, self._streams.of(device, (lane.ranks, lane.name)))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import weakref
 import attrs
 from torch import Tensor
 
-from functional_ds.base.copy_stream import Arrival, CopyStream
+from functional_ds.base.device_streams import Arrival, CopyStream
 
 __all__ = ["HostTensor"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.copy_stream import CopyStream
+from functional_ds.base.device_streams import CopyStream
 from functional_ds.base.torch_private import is_fake, saved_tensors_hooks_in_force, storage_id, version_of
 from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.step.tape import current_tape
