@@ -9,7 +9,7 @@ a batch takes as long as its slowest rank does. Ratios are taken within a round,
 tensors that were made beforehand, as its users would; ours returns new ones. Sizes are powers of 1024, and mean what the
 ledger calls the payload: what comes out of a gather, what goes into anything else. So do the bandwidths.
 
-Then what small messages cost, what ``comm.checked()`` adds to a call, and how long simulations take.
+Then what small messages cost, what ``comm.debug.checked()`` adds to a call, and how long simulations take.
 """
 
 import argparse
@@ -245,7 +245,7 @@ def measure(plan: Plan) -> tuple[list[Timed], Timed]:
     small = torch.zeros(256)
 
     def with_checks() -> None:
-        with comm.checked():
+        with comm.debug.checked():
             for _ in range(plan.calls):
                 comm.all_reduce(small)
 
@@ -328,7 +328,7 @@ def bandwidths(timed: Timed, seconds: float, ranks: int) -> tuple[float, float]:
     """Algorithmic and bus bandwidth, bytes per second, as the ledger has them."""
     contest = CONTESTS[timed.name]
     row = Row(contest.collective, "world", ranks, timed=1, seconds=seconds, payload=timed.size * contest.messages)
-    row.traffic = {known.name: known.traffic for known in comm.TABLE}.get(contest.collective, row.traffic)
+    row.traffic = {known.name: known.traffic for known in comm.table.TABLE}.get(contest.collective, row.traffic)
     return row.algorithmic_bandwidth or 0.0, row.bus_bandwidth or 0.0
 
 
@@ -420,7 +420,7 @@ def run(plan: Plan, ranks: int, folder: Path, simulated: dict[str, list[float]])
     adds = min(checked.ours) - min(checked.theirs)
     print(f"{title}\n\n{table(found, ranks)}\n\nours takes longer at the smallest size, µs a call:")
     print("  " + ", ".join(f"{name} {seconds * 1e6:+.0f}" for name, seconds in extra.items()))
-    print(f"comm.checked() adds to an all_reduce of 1 kB: {adds * 1e6:,.0f} µs")
+    print(f"comm.debug.checked() adds to an all_reduce of 1 kB: {adds * 1e6:,.0f} µs")
     content = {
         "machine": machine,
         "setup": {"ranks": ranks, **attrs.asdict(plan)},

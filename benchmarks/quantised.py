@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "quantised.json")
     args = parser.parse_args()
-    narrow = {name: comm.compressed(getattr(comm, name), comm.Blocks(8)) for name in ("all_gather", "reduce_scatter")}
+    narrow = {
+        name: comm.codecs.compressed(getattr(comm, name), comm.codecs.Blocks(8)) for name in ("all_gather", "reduce_scatter")
+    }
     data = corpus.load(context=args.context).train
     found: dict[str, Any] = {}
     for name, options in {"fp32": {}, "qwZ+qgZ": narrow, "qwZ+qgZ+hpZ": {**narrow, "hpz": True}}.items():

@@ -5,56 +5,26 @@ from typing import TYPE_CHECKING
 from functional_ds.base.package_index import lazy_index
 
 if TYPE_CHECKING:
-    from functional_ds.comm.algorithms import cost
-    from functional_ds.comm.compression.codecs import Blocks, Cast, Codec, OneBit, TopK
-    from functional_ds.comm.compression.compressed import compressed
-    from functional_ds.comm.compression.error_feedback import ErrorFeedback, Residual
-    from functional_ds.comm.debug.checked import checked, monitored_barrier
-    from functional_ds.comm.debug.clock import Offsets, clock_offsets
-    from functional_ds.comm.debug.explore import explore
-    from functional_ds.comm.debug.trace import Spread, ledger, spreads, write_trace
-    from functional_ds.comm.debug.traffic import draw_traffic, traffic
-    from functional_ds.comm.record.collective import Call, Collective, Here
-    from functional_ds.comm.record.errors import (
-        CommError,
-        DeadlockError,
-        DivergenceError,
-        MismatchError,
-        RankFailedError,
-        TimedOutError,
-        UnmatchedError,
-        VarianceError,
-        WrittenError,
-    )
+    from functional_ds.comm.agreement.agree import agree
+    from functional_ds.comm.debug.trace import ledger
     from functional_ds.comm.record.group import Group
     from functional_ds.comm.record.ledger import Ledger, Row
     from functional_ds.comm.record.pending import Pending
-    from functional_ds.comm.record.permutation import Permutation
-    from functional_ds.comm.record.table import TABLE
-    from functional_ds.comm.record.variance import Variance
     from functional_ds.comm.simulation.simulator import simulate
+    from functional_ds.comm.table import errors
+    from functional_ds.comm.table.permutation import Permutation
     from functional_ds.comm.worlds.current import world
     from functional_ds.comm.worlds.symmetric import is_symmetric, symmetric
 
-    from . import algorithms
-    from .agree import agree
-    from .api import (
-        all_gather,
-        all_reduce,
-        barrier,
-        broadcast,
-        gather,
-        reduce,
-        reduce_scatter,
-        repeat,
-        scatter,
-    )
+    from . import algorithms, codecs, debug, table
+    from .api import all_gather, all_reduce, barrier, broadcast, gather, reduce, reduce_scatter, repeat, scatter
     from .declare import invariant, partial, replicated, varying
+    from .dispatch import start
     from .exchange import all_to_all, permute
     from .megatron import copy_to, gather_from, reduce_from, scatter_to
     from .mesh import Mesh, mesh
     from .objects import all_gather_object, broadcast_object
-    from .p2p import Recv, Send, batch_p2p, irecv, isend, recv, send
+    from .p2p import Recv, Send, batch_p2p, recv, send
     from .setup import (
         destroy_process_group,
         get_local_rank,
@@ -67,37 +37,14 @@ if TYPE_CHECKING:
     from .spawn import spawn
 
 __all__ = [
-    "TABLE",
-    "Blocks",
-    "Call",
-    "Cast",
-    "Codec",
-    "Collective",
-    "CommError",
-    "DeadlockError",
-    "DivergenceError",
-    "ErrorFeedback",
     "Group",
-    "Here",
     "Ledger",
     "Mesh",
-    "MismatchError",
-    "Offsets",
-    "OneBit",
     "Pending",
     "Permutation",
-    "RankFailedError",
     "Recv",
-    "Residual",
     "Row",
     "Send",
-    "Spread",
-    "TimedOutError",
-    "TopK",
-    "UnmatchedError",
-    "Variance",
-    "VarianceError",
-    "WrittenError",
     "agree",
     "algorithms",
     "all_gather",
@@ -108,14 +55,11 @@ __all__ = [
     "batch_p2p",
     "broadcast",
     "broadcast_object",
-    "checked",
-    "clock_offsets",
-    "compressed",
+    "codecs",
     "copy_to",
-    "cost",
+    "debug",
     "destroy_process_group",
-    "draw_traffic",
-    "explore",
+    "errors",
     "gather",
     "gather_from",
     "get_local_rank",
@@ -123,13 +67,10 @@ __all__ = [
     "get_world_size",
     "init_distributed",
     "invariant",
-    "irecv",
     "is_initialized",
     "is_symmetric",
-    "isend",
     "ledger",
     "mesh",
-    "monitored_barrier",
     "new_group",
     "partial",
     "permute",
@@ -144,12 +85,11 @@ __all__ = [
     "send",
     "simulate",
     "spawn",
-    "spreads",
+    "start",
     "symmetric",
-    "traffic",
+    "table",
     "varying",
     "world",
-    "write_trace",
 ]
 
 lazy_index(__name__)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.variance import Variance
+from functional_ds.comm.table.variance import Variance
 
 from .dispatch import flatten, resolve_group
 
@@ -49,7 +49,7 @@ def replicated(x: T, group: Group | None = None) -> T:
     >>> comm.simulate(program, world_size=2, variance=True)
     Traceback (most recent call last):
         ...
-    functional_ds.comm.record.errors.VarianceError: int64[3], replicated along group 'world' [0, 1], by ..., differs between its
+    functional_ds.comm.table.errors.VarianceError: int64[3], replicated along group 'world' [0, 1], by ..., differs between its
     ranks: element [1] is 1 on rank 0 and 2 on rank 1, as do 2 of 3 elements...
     """
     _declare(Variance.REPLICATED, x, group)
@@ -79,7 +79,7 @@ def invariant(x: T, group: Group | None = None) -> T:
     >>> comm.simulate(program, lambda w: w, world_size=3, variance=True)
     Traceback (most recent call last):
         ...
-    functional_ds.comm.record.errors.VarianceError: the gradient of float32[1], invariant along group 'world' [0, 1, 2], by ...,
+    functional_ds.comm.table.errors.VarianceError: the gradient of float32[1], invariant along group 'world' [0, 1, 2], by ...,
     differs between its ranks: element [0] is 0.0 on rank 0 and 1.0 on rank 1, as do 1 of 1 elements; ...
     """
     _declare(Variance.INVARIANT, x, group)
@@ -126,7 +126,7 @@ def partial(x: T, group: Group | None = None) -> T:
     >>> comm.simulate(program, world_size=2, variance=True)
     Traceback (most recent call last):
         ...
-    functional_ds.comm.record.errors.VarianceError: relu at ... is not linear, and acts on a partial sum along group 'world'
+    functional_ds.comm.table.errors.VarianceError: relu at ... is not linear, and acts on a partial sum along group 'world'
     [0, 1] (partial since comm.partial at ...); sum it first, with comm.reduce_from or comm.all_reduce
     """
     _declare(Variance.PARTIAL, x, group)

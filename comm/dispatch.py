@@ -1,8 +1,9 @@
 """Calls of collectives on pytrees, with autograd."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from time import monotonic
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import attrs
 import optree
@@ -13,24 +14,31 @@ from functional_ds.base import tree as pytree
 from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.record.call_recorder import current_recorder
-from functional_ds.comm.record.collective import Call, Handle, Here
-from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Group, Ready, call_site
 from functional_ds.comm.record.ledger import begin
-from functional_ds.comm.record.pending import Pending
+from functional_ds.comm.record.pending import Pending, Request
+from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.errors import CommError
 from functional_ds.comm.worlds.current import world
 
 __all__ = [
-    "apply",
-    "apply_all",
     "check_avg",
+    "collective",
     "flatten",
     "is_differentiable",
     "outline",
+    "prepare",
+    "request",
+    "request_all",
     "resolve_dim",
     "resolve_group",
     "start",
+    "start_call",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 class _Differentiable(torch.autograd.Function):
@@ -56,7 +64,7 @@ class _Differentiable(torch.autograd.Function):
                     shown = call.shown(ctx.group.rank)
                     raise ValueError(f"{shown} has no transpose, so no gradient flows through it: detach its input")
                 smooth = [_in_graph(grad, token) for grad in rest[:count] if is_differentiable(grad)]
-                started.append(start(adjoint, smooth, ctx.group, async_op=len(ctx.calls) > 1, early=False, transposed=site))
+                started.append(start_call(adjoint, smooth, ctx.group, beside=len(ctx.calls) > 1, transposed=site))
                 del rest[:count]
         back = iter([result for results in _finish(started, ctx.group) for result in results])
         return (None, None, *(next(back) if is_differentiable(grad) else None for grad in grads[:-1]))
@@ -105,19 +113,22 @@ def _in_inference_mode() -> bool:
     return not torch.is_grad_enabled() and torch.is_inference_mode_enabled()
 
 
-def start(
-    call: Call,
-    leaves: Sequence[Tensor],
-    group: Group,
-    *,
-    async_op: bool,
-    early: bool | None = None,
-    transposed: str | None = None,
+def start_call(
+    call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool = False, transposed: str | None = None
 ) -> _StartedCall:
-    """Starts a call on leaves; its handle gives the results, without autograd."""
+    """Starts a call on leaves; its handle gives the results, without autograd.
+
+    Args:
+        call: the collective and its options.
+        leaves: this rank's values.
+        group: the ranks.
+        beside: whether it may run beside others.
+        early: whether the caller goes on before it waits.
+        transposed: the line of the call whose transpose it is.
+    """
     if _in_inference_mode():
         with torch.inference_mode(False), torch.no_grad():
-            return start(call, leaves, group, async_op=async_op, early=early, transposed=transposed)
+            return start_call(call, leaves, group, beside=beside, early=early, transposed=transposed)
     row, here = call.collective, Here(call.options, group.rank, group.size)
     if group.rank < 0:
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
@@ -130,26 +141,24 @@ def start(
             row.check(leaf, here)
     except ValueError as error:
         raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
-    watch = group.world.watch
+    watch, begin_it = group.world.watch, partial(_begin, call, leaves, group, here, beside, early)
     if watch is None:
-        return _StartedCall(call, leaves, _begin(call, leaves, group, here, async_op, early))
-    handle = watch.start(call, leaves, group, lambda: _begin(call, leaves, group, here, async_op, early), transposed)
-    return _StartedCall(call, leaves, handle, call_site())
+        return _StartedCall(call, leaves, begin_it())
+    return _StartedCall(call, leaves, watch.start(call, leaves, group, begin_it, transposed), call_site())
 
 
-def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: Here, async_op: bool, early: bool | None) -> Handle:
+def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: Here, beside: bool, early: bool) -> Handle:
     row = call.collective
     if row.alone is not None:
         return Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves])
     if (recorder := current_recorder()) is not None:
-        return recorder.start(call, leaves, group, async_op=async_op, early=early)
+        return recorder.start(call, leaves, group, beside=beside, early=early)
     if any(map(is_fake, leaves)):
         return Ready([outline(call, leaf, here) for leaf in leaves])
     began = begin(group.world.ledgers, leaves)
-    handle = group.world.start(call, leaves, group, async_op=async_op)
+    handle = group.world.start(call, leaves, group, beside=beside)
     for ledger in group.world.ledgers:
-        going_on = async_op if early is None else early
-        handle = ledger.record(call, leaves, here, group.name, group.ranks, handle, began, early=going_on)
+        handle = ledger.record(call, leaves, here, group.name, group.ranks, handle, began, early=early)
     return handle
 
 
@@ -195,49 +204,91 @@ def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     return leaves, spec
 
 
-def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
-    """The call on every leaf of the tree: its result, or a ``Pending``."""
-    group = resolve_group(group)
-    leaves, spec = flatten(call.title(group.rank)[0], tree)
-    started = [start(call, leaves, group, async_op=async_op)]
-    if not async_op:
-        return pytree.unflatten(spec, _finish(started, group)[0])
-    return Pending(
-        lambda: pytree.unflatten(spec, _finish(started, group)[0]),
-        started[0].handle.poll,
-        lambda: f"{call.shown(group.rank)} on {group}",
-    )
+def request(call: Call, tree: T, group: Group | None = None) -> Request[T]:
+    """The call on every leaf of a tree, on the ranks of a group; None for the whole world."""
+    return request_all([(call, tree)], group).then(lambda results: results[0])
 
 
-def apply_all(
-    calls: Sequence[tuple[Call, Any]], group: Group | None, *, async_op: bool = True, early: bool = True
-) -> Pending[list[Any]]:
-    """Starts all calls, each on its tree, as one batch; the results are in order.
-
-    Args:
-        calls: each with its tree.
-        group: the ranks; None for the whole world.
-        async_op: whether the calls may run beside each other.
-        early: whether the caller goes on before it waits.
-    """
+def request_all(calls: Sequence[tuple[Call, Any]], group: Group | None = None) -> Request[list[Any]]:
+    """Calls, each on its tree, which start as one batch; the results are in order."""
     group = resolve_group(group)
     trees = [flatten(call.title(group.rank)[0], tree) for call, tree in calls]
-    pairs = zip(calls, trees, strict=True)
-    with group.world.batch():
-        started = [start(call, leaves, group, async_op=async_op, early=early) for (call, _), (leaves, _) in pairs]
 
-    def finish() -> list[Any]:
+    def begun(*, beside: bool, early: bool) -> list[_StartedCall]:
+        pairs = zip(calls, trees, strict=True)
+        if len(calls) == 1:
+            return [start_call(call, leaves, group, beside=beside, early=early) for (call, _), (leaves, _) in pairs]
+        with group.world.batch():
+            return [start_call(call, leaves, group, beside=True, early=early) for (call, _), (leaves, _) in pairs]
+
+    def finish(started: Sequence[_StartedCall]) -> list[Any]:
         results = _finish(started, group)
-        return [pytree.unflatten(spec, found) for (_, spec), found in zip(trees, results, strict=True)]
+        return [pytree.unflatten(spec, result) for (_, spec), result in zip(trees, results, strict=True)]
 
-    def poll(timeout: float) -> bool:
-        deadline = monotonic() + timeout
-        return all(one.handle.poll(max(0.0, deadline - monotonic())) for one in started)
+    def start() -> Pending[list[Any]]:
+        started = begun(beside=True, early=True)
 
-    def text() -> str:
-        return f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}"
+        def poll(timeout: float) -> bool:
+            deadline = monotonic() + timeout
+            return all(one.handle.poll(max(0.0, deadline - monotonic())) for one in started)
 
-    return Pending(finish, poll, text)
+        def text() -> str:
+            return f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}"
+
+        return Pending(lambda: finish(started), poll, text)
+
+    return Request(lambda: finish(begun(beside=False, early=False)), start)
+
+
+def collective(describe: Callable[P, Request[R]]) -> Callable[P, R]:
+    """A collective as a function: it carries out what ``describe`` requests, and ``start`` can start it instead.
+
+    >>> from functional_ds import comm
+    >>> @comm.table.collective
+    ... def largest(x, group=None):
+    ...     return comm.table.prepare(comm.all_reduce, x.abs().amax(), group, op="max").then(float)
+    >>> comm.simulate(lambda: (largest(torch.ones(2)), comm.start(largest, -torch.ones(3)).wait()), world_size=2)[0]
+    (1.0, 1.0)
+    """
+
+    @wraps(describe)
+    def carried_out(*args: P.args, **kwargs: P.kwargs) -> R:
+        return describe(*args, **kwargs).run()
+
+    carried_out.request = describe  # type: ignore[attr-defined]
+    return carried_out
+
+
+def prepare(collective: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Request[R]:
+    """``collective(*args, **kwargs)`` as a request, which has not begun.
+
+    Raises:
+        TypeError: it is no collective.
+    """
+    describe: Callable[P, Request[R]] | None = getattr(collective, "request", None)
+    if describe is None:
+        raise TypeError(f"{collective!r} is no collective: pass comm.all_gather or its like, or a function under @collective")
+    return describe(*args, **kwargs)
+
+
+def start(collective: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+    """Starts ``collective(*args, **kwargs)`` and returns at once; ``wait()`` of what it returns gives the result.
+
+    Law: ``start(f, x).wait() = f(x)``, for every collective f of this package, and for compressed ones.
+
+    Args:
+        collective: ``comm.all_reduce``, ``comm.send``, ``comm.batch_p2p``, ...
+        args: its arguments.
+        kwargs: its options.
+
+    Raises:
+        TypeError: it is no collective.
+
+    >>> from functional_ds import comm
+    >>> comm.simulate(lambda: comm.start(comm.all_reduce, torch.ones(2), op="max").wait().tolist(), world_size=2)
+    [[1.0, 1.0], [1.0, 1.0]]
+    """
+    return prepare(collective, *args, **kwargs).start()
 
 
 def resolve_dim(name: str, tree: Any, dim: int) -> int:

@@ -2,28 +2,26 @@
 
 from collections.abc import Iterable, Sequence
 from operator import index
-from typing import Any, Literal, TypeAlias, TypeVar, overload
+from typing import TypeAlias, TypeVar
 
 import torch
 
-from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.pending import Pending
-from functional_ds.comm.record.permutation import Permutation
-from functional_ds.comm.record.table import ALL_TO_ALL, ALL_TO_ALL_ROWS, PERMUTE
+from functional_ds.comm.record.pending import Request
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.permutation import Permutation
+from functional_ds.comm.table.rows import ALL_TO_ALL, ALL_TO_ALL_ROWS, PERMUTE
 
-from .dispatch import apply, resolve_dim, resolve_group
+from .dispatch import collective, request, resolve_dim, resolve_group
 from .uneven import need_values
 
 __all__ = ["all_to_all", "permute"]
 
 T = TypeVar("T")
-_Blocking: TypeAlias = Literal[False]
-_Async: TypeAlias = Literal[True]
 _Sizes: TypeAlias = Sequence[int] | None
 
 
-@overload
+@collective
 def all_to_all(
     x: T,
     group: Group | None = None,
@@ -32,40 +30,7 @@ def all_to_all(
     concat_dim: int = 0,
     input_splits: _Sizes = None,
     output_splits: _Sizes = None,
-    async_op: _Blocking = False,
-) -> T: ...
-@overload
-def all_to_all(
-    x: T,
-    group: Group | None = None,
-    *,
-    split_dim: int = 0,
-    concat_dim: int = 0,
-    input_splits: _Sizes = None,
-    output_splits: _Sizes = None,
-    async_op: _Async,
-) -> Pending[T]: ...
-@overload
-def all_to_all(
-    x: T,
-    group: Group | None = None,
-    *,
-    split_dim: int = 0,
-    concat_dim: int = 0,
-    input_splits: _Sizes = None,
-    output_splits: _Sizes = None,
-    async_op: bool,
-) -> Any: ...
-def all_to_all(
-    x: T,
-    group: Group | None = None,
-    *,
-    split_dim: int = 0,
-    concat_dim: int = 0,
-    input_splits: _Sizes = None,
-    output_splits: _Sizes = None,
-    async_op: bool = False,
-) -> Any:
+) -> Request[T]:
     """Each rank cuts its value along ``split_dim``, sends piece p to rank p, and joins what arrives along ``concat_dim``.
 
     Law: ``A2A(c, s) ∘ A2A(s, c) = id``; the transpose swaps the dims. With splits, the transpose swaps the splits.
@@ -77,7 +42,6 @@ def all_to_all(
         concat_dim: the dim to concatenate along; with splits it must be ``split_dim``.
         input_splits: the number of rows for each rank, as in expert parallelism.
         output_splits: the number of rows from each rank. Left out, they are exchanged first, and the host waits for them.
-        async_op: return a ``Pending`` at once.
 
     Cost: each rank sends (n - 1) / n of its value; with splits, all rows but its own.
 
@@ -98,7 +62,7 @@ def all_to_all(
     if input_splits is None:
         if output_splits is not None:
             raise ValueError(f"output_splits={list(output_splits)} without input_splits: say what this rank sends, too")
-        return apply(Call(ALL_TO_ALL, {"split_dim": split_dim, "concat_dim": concat_dim}), x, group, async_op)
+        return request(Call(ALL_TO_ALL, {"split_dim": split_dim, "concat_dim": concat_dim}), x, group)
     if split_dim != concat_dim:
         raise ValueError(f"split_dim={split_dim} and concat_dim={concat_dim}: with input_splits they must be the same")
     group = resolve_group(group)
@@ -109,7 +73,7 @@ def all_to_all(
         need_values("all_to_all(input_splits=...)", group, "what others send; pass output_splits, too")
         output_splits = all_to_all(torch.tensor(sent, device=group.world.device), group).tolist()
     options = {"dim": split_dim, "input_splits": sent, "output_splits": _sizes("output_splits", output_splits)}
-    return apply(Call(ALL_TO_ALL_ROWS, options), x, group, async_op)
+    return request(Call(ALL_TO_ALL_ROWS, options), x, group)
 
 
 def _sizes(name: str, splits: Sequence[int]) -> tuple[int, ...]:
@@ -119,17 +83,8 @@ def _sizes(name: str, splits: Sequence[int]) -> tuple[int, ...]:
         raise TypeError(f"{name}={splits!r}: one whole number of rows for each rank") from None
 
 
-@overload
-def permute(
-    x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: _Blocking = False
-) -> T: ...
-@overload
-def permute(
-    x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: _Async
-) -> Pending[T]: ...
-@overload
-def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: bool) -> Any: ...
-def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: bool = False) -> Any:
+@collective
+def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None) -> Request[T]:
     """Sends each rank's value to the rank that ``perm`` names; a rank without a source gets zeros.
 
     Law: ``PM(p) ∘ PM(q) = PM(p ∘ q)``; the transpose is ``PM(p⁻¹)``.
@@ -138,7 +93,6 @@ def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | 
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
         perm: pairs (source, destination) of ranks of the group, the same on all ranks. In a loop, make a ``Permutation`` once.
         group: the ranks that take part; None for the whole world.
-        async_op: return a ``Pending`` at once.
 
     Cost: a rank with a destination sends its value once.
 
@@ -150,4 +104,4 @@ def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | 
     [0, 0, 1]
     """
     perm = perm if isinstance(perm, Permutation) else Permutation(perm)
-    return apply(Call(PERMUTE, {"perm": perm}), x, group, async_op)
+    return request(Call(PERMUTE, {"perm": perm}), x, group)

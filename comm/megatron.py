@@ -11,27 +11,22 @@ transpose for each, so each pair of forward and backward has a name (Shoeybi et 
 | ``gather_from``: all-gather | varying, to be replicated | own slice |
 """
 
-from typing import Any, Literal, TypeVar, overload
+from typing import TypeVar
 
-from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.pending import Pending
-from functional_ds.comm.record.table import COPY_TO, GATHER_FROM, REDUCE_FROM, SCATTER_TO
+from functional_ds.comm.record.pending import Request
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.rows import COPY_TO, GATHER_FROM, REDUCE_FROM, SCATTER_TO
 
-from .dispatch import apply, resolve_dim
+from .dispatch import collective, request, resolve_dim
 
 __all__ = ["copy_to", "gather_from", "reduce_from", "scatter_to"]
 
 T = TypeVar("T")
 
 
-@overload
-def copy_to(x: T, group: Group | None = None, *, async_op: Literal[False] = False) -> T: ...
-@overload
-def copy_to(x: T, group: Group | None = None, *, async_op: Literal[True]) -> Pending[T]: ...
-@overload
-def copy_to(x: T, group: Group | None = None, *, async_op: bool) -> Any: ...
-def copy_to(x: T, group: Group | None = None, *, async_op: bool = False) -> Any:
+@collective
+def copy_to(x: T, group: Group | None = None) -> Request[T]:
     """Returns the value; the backward pass sums the ranks' gradients.
 
     Law: ``copy_toᵀ = AR``: a replicated value that each rank uses in its own way gets the gradients of all uses.
@@ -39,7 +34,6 @@ def copy_to(x: T, group: Group | None = None, *, async_op: bool = False) -> Any:
     Args:
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
         group: the ranks that take part; None for the whole world.
-        async_op: return a ``Pending`` at once.
 
     Cost: nothing forward; 2 (n - 1) / n of the value backward.
 
@@ -52,16 +46,11 @@ def copy_to(x: T, group: Group | None = None, *, async_op: bool = False) -> Any:
     >>> comm.simulate(program, world_size=3)
     [6.0, 6.0, 6.0]
     """
-    return apply(Call(COPY_TO, {}), x, group, async_op)
+    return request(Call(COPY_TO, {}), x, group)
 
 
-@overload
-def reduce_from(x: T, group: Group | None = None, *, async_op: Literal[False] = False) -> T: ...
-@overload
-def reduce_from(x: T, group: Group | None = None, *, async_op: Literal[True]) -> Pending[T]: ...
-@overload
-def reduce_from(x: T, group: Group | None = None, *, async_op: bool) -> Any: ...
-def reduce_from(x: T, group: Group | None = None, *, async_op: bool = False) -> Any:
+@collective
+def reduce_from(x: T, group: Group | None = None) -> Request[T]:
     """The sum of the ranks' values; the backward pass returns the gradient unchanged.
 
     Law: ``reduce_fromᵀ = id``: the sum is replicated, so each rank already has the gradient of the one value.
@@ -69,7 +58,6 @@ def reduce_from(x: T, group: Group | None = None, *, async_op: bool = False) -> 
     Args:
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
         group: the ranks that take part; None for the whole world.
-        async_op: return a ``Pending`` at once.
 
     Cost: 2 (n - 1) / n of the value forward; nothing backward.
 
@@ -82,16 +70,11 @@ def reduce_from(x: T, group: Group | None = None, *, async_op: bool = False) -> 
     >>> comm.simulate(program, world_size=3)
     [5.0, 5.0, 5.0]
     """
-    return apply(Call(REDUCE_FROM, {"op": "sum"}), x, group, async_op)
+    return request(Call(REDUCE_FROM, {"op": "sum"}), x, group)
 
 
-@overload
-def scatter_to(x: T, group: Group | None = None, *, dim: int = 0, async_op: Literal[False] = False) -> T: ...
-@overload
-def scatter_to(x: T, group: Group | None = None, *, dim: int = 0, async_op: Literal[True]) -> Pending[T]: ...
-@overload
-def scatter_to(x: T, group: Group | None = None, *, dim: int = 0, async_op: bool) -> Any: ...
-def scatter_to(x: T, group: Group | None = None, *, dim: int = 0, async_op: bool = False) -> Any:
+@collective
+def scatter_to(x: T, group: Group | None = None, *, dim: int = 0) -> Request[T]:
     """This rank's slice along ``dim`` of a replicated value; the backward pass gathers the slices' gradients.
 
     Law: ``scatter_toᵀ = AG``.
@@ -100,7 +83,6 @@ def scatter_to(x: T, group: Group | None = None, *, dim: int = 0, async_op: bool
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
         group: the ranks that take part; None for the whole world.
         dim: the dim to slice.
-        async_op: return a ``Pending`` at once.
 
     Cost: nothing forward; (n - 1) / n of the value backward.
 
@@ -112,16 +94,11 @@ def scatter_to(x: T, group: Group | None = None, *, dim: int = 0, async_op: bool
     >>> comm.simulate(lambda: comm.scatter_to(torch.arange(4)).tolist(), world_size=2)
     [[0, 1], [2, 3]]
     """
-    return apply(Call(SCATTER_TO, {"dim": resolve_dim("scatter_to", x, dim)}), x, group, async_op)
+    return request(Call(SCATTER_TO, {"dim": resolve_dim("scatter_to", x, dim)}), x, group)
 
 
-@overload
-def gather_from(x: T, group: Group | None = None, *, dim: int = 0, async_op: Literal[False] = False) -> T: ...
-@overload
-def gather_from(x: T, group: Group | None = None, *, dim: int = 0, async_op: Literal[True]) -> Pending[T]: ...
-@overload
-def gather_from(x: T, group: Group | None = None, *, dim: int = 0, async_op: bool) -> Any: ...
-def gather_from(x: T, group: Group | None = None, *, dim: int = 0, async_op: bool = False) -> Any:
+@collective
+def gather_from(x: T, group: Group | None = None, *, dim: int = 0) -> Request[T]:
     """The ranks' values concatenated along ``dim``; the backward pass takes this rank's slice of the gradient.
 
     Law: ``gather_fromᵀ`` = own slice: the whole is replicated, so each rank already has its gradient.
@@ -130,7 +107,6 @@ def gather_from(x: T, group: Group | None = None, *, dim: int = 0, async_op: boo
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
         group: the ranks that take part; None for the whole world.
         dim: the dim to concatenate along.
-        async_op: return a ``Pending`` at once.
 
     Cost: (n - 1) times the value forward; nothing backward.
 
@@ -142,4 +118,4 @@ def gather_from(x: T, group: Group | None = None, *, dim: int = 0, async_op: boo
     >>> comm.simulate(lambda: comm.gather_from(torch.tensor([comm.world().rank])).tolist(), world_size=2)
     [[0, 1], [0, 1]]
     """
-    return apply(Call(GATHER_FROM, {"dim": resolve_dim("gather_from", x, dim), "tiled": True}), x, group, async_op)
+    return request(Call(GATHER_FROM, {"dim": resolve_dim("gather_from", x, dim), "tiled": True}), x, group)

@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.table import ALL_GATHER
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.rows import ALL_GATHER
 
 from .api import broadcast
-from .dispatch import apply, resolve_group
+from .dispatch import request, resolve_group
 from .uneven import need_values, sizes_along
 
 __all__ = ["all_gather_object", "broadcast_object"]
@@ -45,7 +45,7 @@ def all_gather_object(value: T, group: Group | None = None) -> list[T]:
     need_values("all_gather_object", group, "the other ranks' objects")
     mine = _pack(value, group)
     (sizes,) = sizes_along(0, [mine], group)
-    everything: Tensor = apply(Call(ALL_GATHER, {"dim": 0, "tiled": True, "sizes": sizes}), mine, group, False)
+    everything = request(Call(ALL_GATHER, {"dim": 0, "tiled": True, "sizes": sizes}), mine, group).run()
     return [_unpack(data) for data in everything.split(sizes)]
 
 

@@ -6,19 +6,19 @@ the sender adds the zeros to its loss, and the receiver's ``like`` requires grad
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import attrs
 
 from functional_ds.base import tree
-from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.pending import Pending
-from functional_ds.comm.record.table import TRANSFER
+from functional_ds.comm.record.pending import Request
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.rows import TRANSFER
 
-from .dispatch import apply, apply_all, resolve_group
+from .dispatch import collective, request, request_all, resolve_group
 
-__all__ = ["Recv", "Send", "batch_p2p", "irecv", "isend", "recv", "send"]
+__all__ = ["Recv", "Send", "batch_p2p", "recv", "send"]
 
 T = TypeVar("T")
 
@@ -59,13 +59,8 @@ def _what_is_wrong(side: str, peer: Any, tag: Any, group: Group) -> str | None:
     return None if isinstance(tag, int) else f"tag={tag!r} is no integer"
 
 
-@overload
-def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_op: Literal[False] = False) -> list[Any]: ...
-@overload
-def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_op: Literal[True]) -> Pending[list[Any]]: ...
-@overload
-def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_op: bool) -> Any: ...
-def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_op: bool = False) -> Any:
+@collective
+def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None) -> Request[list[Any]]:
     """Sends and receives several messages as one batch, so opposing sends and receives cannot deadlock.
 
     Law: a swap of ``x`` between two ranks is ``permute(x, [(0, 1), (1, 0)])``. The transpose is the batch of the gradients.
@@ -73,7 +68,6 @@ def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_o
     Args:
         ops: this rank's messages, ``Send(value, dst)`` and ``Recv(like, src)``; ranks count within the group.
         group: the ranks that take part; None for the whole world.
-        async_op: return a ``Pending`` at once.
 
     Returns:
         A result for each op, in order: zeros of the value's shape for a send, the value for a receive.
@@ -97,62 +91,15 @@ def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_o
     for op in ops:
         if not isinstance(op, (Send, Recv)):
             raise TypeError(f"batch_p2p: ops are Send(value, dst) and Recv(like, src), not {type(op).__name__} {op!r}")
-    pending = apply_all([_call(op, group) for op in ops], group, async_op=async_op or len(ops) > 1, early=async_op)
-    return pending if async_op else pending.wait()
+    return request_all([_call(op, group) for op in ops], group)
 
 
-def isend(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> Pending[T]:
-    """Starts to send ``x`` to rank ``dst``; ``wait()`` returns zeros of its shape, once it is received or buffered.
-
-    Messages of one ``tag`` between two ranks match in the order in which they are started.
-
-    Args:
-        x: a pytree of tensors.
-        dst: the receiver, a rank of the group.
-        group: the group; None for the whole world.
-        tag: keeps the order of messages apart from that of other tags.
-
-    Cost: the value once.
-
-    Raises:
-        ValueError: ``dst`` is not another rank of the group.
-
-    >>> import torch
-    >>> from functional_ds import comm
-    >>> def program():
-    ...     if comm.world().rank == 0:
-    ...         return comm.isend(torch.ones(2), dst=1).wait().tolist()
-    ...     return comm.irecv(torch.empty(2), src=0).wait().tolist()
-    >>> comm.simulate(program, world_size=2)
-    [[0.0, 0.0], [1.0, 1.0]]
-    """
-    pending: Pending[T] = _one(Send(x, dst, tag), group, async_op=True)
-    return pending
-
-
-def irecv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Pending[T]:
-    """Starts to receive a value shaped as ``like`` from rank ``src``; ``wait()`` returns it.
-
-    Args:
-        like: a pytree of tensors with the structure, shapes and dtypes of the value; its values are not read.
-        src: the sender, a rank of the group.
-        group: the group; None for the whole world.
-        tag: keeps the order of messages apart from that of other tags.
-
-    Cost: nothing on this rank; the sender counts the value.
-
-    Raises:
-        ValueError: ``src`` is not another rank of the group.
-    """
-    pending: Pending[T] = _one(Recv(like, src, tag), group, async_op=True)
-    return pending
-
-
-def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> T:
+@collective
+def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> Request[T]:
     """Sends ``x`` to rank ``dst`` and returns zeros of its shape, which take no memory.
 
     In the simulator it returns when the receiver has the value. Gloo and NCCL may return earlier; programs must not rely on
-    that.
+    that. Messages of one ``tag`` between two ranks match in the order in which they are started.
 
     Law: the transpose is a message from ``dst``. Add the zeros to the loss, and the gradient arrives.
 
@@ -180,11 +127,11 @@ def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> T:
     >>> comm.simulate(program, world_size=2)
     [(0.0, 5.0), (10.0, 0.0)]
     """
-    zeros: T = _one(Send(x, dst, tag), group, async_op=False)
-    return zeros
+    return _one(Send(x, dst, tag), group)
 
 
-def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> T:
+@collective
+def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Request[T]:
     """The value that rank ``src`` sends; ``like`` has its structure, shapes and dtypes.
 
     Where ``like`` requires grad, the value's gradient is sent back to ``src``, where ``send`` must be part of the graph.
@@ -200,11 +147,10 @@ def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> T:
     Raises:
         ValueError: ``src`` is not another rank of the group.
     """
-    value: T = _one(Recv(like, src, tag), group, async_op=False)
-    return value
+    return _one(Recv(like, src, tag), group)
 
 
-def _one(op: Send | Recv, group: Group | None, *, async_op: bool) -> Any:
+def _one(op: Send | Recv, group: Group | None) -> Request[Any]:
     group = resolve_group(group)
     call, value = _call(op, group)
-    return apply(call, value, group, async_op)
+    return request(call, value, group)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
 
-from functional_ds.comm.record.errors import RankFailedError
+from functional_ds.comm.table.errors import RankFailedError
 
 from .setup import destroy_process_group, init_distributed
 
@@ -123,7 +123,7 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
 
 def _hint(code: int | None) -> str:
     """Gloo aborts a process that receives a message of an unexpected size."""
-    return "; if ranks called different collectives, comm.checked() says which" if code == -signal.SIGABRT else ""
+    return "; if ranks called different collectives, comm.debug.checked() says which" if code == -signal.SIGABRT else ""
 
 
 def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[Any]:

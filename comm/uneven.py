@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree as pytree
-from functional_ds.comm.record.collective import Call
-from functional_ds.comm.record.errors import MismatchError
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.pending import Pending
-from functional_ds.comm.record.table import ALL_GATHER
+from functional_ds.comm.record.pending import Request
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.errors import MismatchError
+from functional_ds.comm.table.rows import ALL_GATHER
 
-from .dispatch import apply, apply_all, flatten
+from .dispatch import flatten, request, request_all
 
 __all__ = ["all_gather_uneven", "need_values", "sizes_along"]
 
 T = TypeVar("T")
 
 
-def all_gather_uneven(x: T, group: Group, dim: int) -> Pending[T]:
-    """Starts ``all_gather(uneven=True)``."""
+def all_gather_uneven(x: T, group: Group, dim: int) -> Request[T]:
+    """``all_gather(uneven=True)``, after an exchange of the sizes."""
     leaves, spec = flatten("all_gather", x)
     kinds: dict[tuple[int, ...], list[int]] = {}  # leaves of the same sizes are sent as one payload
     for place, sizes in enumerate(sizes_along(dim, leaves, group)):
@@ -36,7 +36,7 @@ def all_gather_uneven(x: T, group: Group, dim: int) -> Pending[T]:
         joined: T = pytree.unflatten(spec, [found[i] for i in range(len(leaves))])
         return joined
 
-    return apply_all(calls, group).then(in_place)
+    return request_all(calls, group).then(in_place)
 
 
 def need_values(name: str, group: Group, what: str) -> None:
@@ -55,7 +55,7 @@ def sizes_along(dim: int, leaves: Sequence[Tensor], group: Group) -> list[tuple[
     kinds = [f"{leaf.dtype}{rest}" for leaf, rest in zip(leaves, rests, strict=True)]
     marks = [zlib.crc32(kind.encode()) for kind in kinds]
     mine = torch.tensor([[leaf.shape[dim], mark] for leaf, mark in zip(leaves, marks, strict=True)], device=group.world.device)
-    everyones = apply(Call(ALL_GATHER, {"dim": 0, "tiled": False}), mine, group, False).tolist()  # [n, leaves, 2]
+    everyones = request(Call(ALL_GATHER, {"dim": 0, "tiled": False}), mine, group).run().tolist()  # [n, leaves, 2]
     for place, kind in enumerate(kinds):
         for rank, theirs in enumerate(everyones):
             if theirs[place][1] != marks[place]:

@@ -15,7 +15,7 @@ TOP = Path(__file__).resolve().parents[1]
 LAYERS = ("functional_ds", "comm", "transforms")  # folders at the root: one import package, functional_ds
 
 READING = {
-    "collectives": """comm/record/collective.py comm/record/table.py comm/dispatch.py comm/simulation/simulator.py""",
+    "collectives": """comm/table/collective.py comm/table/rows.py comm/dispatch.py comm/simulation/simulator.py""",
     "a step on one device": """functional_ds/step/phases.py functional_ds/step/compose.py functional_ds/step/step.py
         functional_ds/step/train_step.py functional_ds/step/tape.py functional_ds/step/buffers.py
         functional_ds/step/state.py""",
@@ -40,7 +40,7 @@ SATELLITES = {
     "runs on paper": "functional_ds/scaling",
     "training jobs from files": "functional_ds/jobs",
     "the command line": "functional_ds/cli",
-    "debugging, compression and algorithms of collectives": "comm/debug comm/compression comm/algorithms",
+    "debugging, compression and algorithms of collectives": "comm/debug comm/codecs comm/algorithms",
 }
 
 

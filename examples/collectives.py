@@ -94,10 +94,10 @@ def pipeline_alone(xs: Sequence[Tensor]) -> list[Any]:
 
 
 def overlap(x: Tensor) -> Any:
-    """isend, irecv: a neighbour's rows are under way while a rank computes with its own."""
+    """start: a neighbour's rows are under way while a rank computes with its own."""
     rank, n = comm.world().rank, comm.world().size
-    onwards = comm.isend(x, dst=(rank + 1) % n)
-    coming = comm.irecv(torch.empty_like(x), src=(rank - 1) % n)
+    onwards = comm.start(comm.send, x, dst=(rank + 1) % n)
+    coming = comm.start(comm.recv, torch.empty_like(x), src=(rank - 1) % n)
     own = x @ x.mT  # [4 n, 4 n], meanwhile
     across = x @ coming.wait().mT
     onwards.wait()
@@ -191,10 +191,10 @@ def both_wait() -> None:
 
 
 def deadlock() -> str:
-    """What the simulator says of that. Processes would hang, unless they run under ``comm.checked()``."""
+    """What the simulator says of that. Processes would hang, unless they run under ``comm.debug.checked()``."""
     try:
         comm.simulate(both_wait, world_size=2)
-    except comm.DeadlockError as error:
+    except comm.errors.DeadlockError as error:
         return str(error)
     return ""
 

@@ -23,7 +23,8 @@ import functional_ds as fds
 import functional_ds.checkpointing.writer  # loaded late otherwise, and bugs are planted in what is there
 from functional_ds import checkpointing, comm, transforms, tree
 from functional_ds.base.prng import Key
-from functional_ds.comm.worlds.nccl import CommunicatorKey, _raw
+from functional_ds.comm.backends.nccl import _raw
+from functional_ds.comm.worlds.communicator_key import CommunicatorKey
 from functional_ds.fitting import RollBack
 from functional_ds.optim.matrix_owners import MatrixOwners
 from functional_ds.pipelining import one_f_one_b
@@ -197,14 +198,14 @@ def nothing_is_left_over() -> None:
 
     def alone() -> None:
         if rank() == 0:
-            comm.isend(torch.ones(1), 1)
+            comm.start(comm.send, torch.ones(1), 1)
 
     def facing() -> None:
         comm.send(torch.ones(1), 1 - rank())
         comm.recv(torch.ones(1), 1 - rank())
 
-    assert raises(comm.UnmatchedError, partial(comm.simulate, alone, world_size=2))
-    assert raises(comm.DeadlockError, partial(comm.simulate, facing, world_size=2))
+    assert raises(comm.errors.UnmatchedError, partial(comm.simulate, alone, world_size=2))
+    assert raises(comm.errors.DeadlockError, partial(comm.simulate, facing, world_size=2))
 
 
 def ranks_keep_their_settings() -> None:
@@ -230,7 +231,7 @@ def ranks_keep_their_settings() -> None:
 def results_outlive_inference_mode() -> None:
     """They may be written to after the mode, also alone."""
     with torch.inference_mode():
-        at_once, later = comm.all_reduce(torch.ones(2)), comm.all_gather(torch.ones(2), async_op=True).wait()
+        at_once, later = comm.all_reduce(torch.ones(2)), comm.start(comm.all_gather, torch.ones(2)).wait()
     assert not at_once.is_inference()
     assert not later.is_inference()
 
@@ -240,7 +241,7 @@ def a_destroyed_world_is_refused() -> None:
     here = comm.init_distributed("gloo", world_size=1, rank=0)
     try:
         dist.destroy_process_group()
-        assert raises(comm.CommError, partial(comm.all_reduce, torch.ones(1), here))
+        assert raises(comm.errors.CommError, partial(comm.all_reduce, torch.ones(1), here))
     finally:
         comm.destroy_process_group()
 
@@ -279,10 +280,10 @@ def calls_read_their_input_at_once() -> None:
 
     def program() -> float:
         x = torch.ones(1)
-        pending = comm.all_reduce(x, async_op=True)
+        pending = comm.start(comm.all_reduce, x)
         if rank() == 0:
             x.zero_()
-            assert raises(comm.WrittenError, pending.wait)
+            assert raises(comm.errors.WrittenError, pending.wait)
             return 0.0
         return pending.wait().item()  # type: ignore[no-any-return]
 
@@ -358,7 +359,7 @@ def communicators_are_told_apart() -> None:
     def keys() -> list[CommunicatorKey]:
         group = comm.new_group([2, 0, 1], "some")
         between = [CommunicatorKey.between(group, src, dst, tag) for src, dst in ((0, 1), (1, 0), (0, 2)) for tag in (0, 1)]
-        return [*between, CommunicatorKey.of(comm.Call(comm.TABLE[0], {"op": "sum"}), group)]
+        return [*between, CommunicatorKey.of(comm.table.Call(comm.table.TABLE[0], {"op": "sum"}), group)]
 
     first, *others = comm.simulate(keys, world_size=3)
     assert all(other == first for other in others)
@@ -378,7 +379,7 @@ def nccls_rules_name_contradictions() -> None:
         named = ""
         try:
             comm.simulate(program, world_size=ranks, rules="nccl")
-        except comm.DeadlockError as error:
+        except comm.errors.DeadlockError as error:
             named = str(error)
         assert all(part in named for part in parts)
     comm.simulate(test_nccl_rules.rings_in_a_batch, world_size=4, rules="nccl")
@@ -395,7 +396,7 @@ def the_simulator_finds_mismatches() -> None:
         (lambda: comm.all_gather(x), lambda: comm.all_gather(torch.ones(3))),
     ):
         program = partial(comm.simulate, lambda pair: pair[rank()](), calls, world_size=2)
-        assert raises(comm.MismatchError, program)
+        assert raises(comm.errors.MismatchError, program)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -971,12 +972,12 @@ def compressed_values_stay_near() -> None:
     """Law 38: int8 errs by absmax/254 a block at most, top-k contracts by 1 - k/m, in integers where sums are."""
     x = torch.randn(1, 40, generator=torch.Generator().manual_seed(1))
     x[0, ::16] = -5.0
-    codec = comm.Blocks(8, size=16)
+    codec = comm.codecs.Blocks(8, size=16)
     found = codec.decode(codec.encode(x), 40, torch.float32)
     for block, other in zip(x[0].split(16), found[0].split(16), strict=True):
         assert (block - other).abs().max() <= block.abs().max() * (1 / 254 + 2**-21)
     y = numbers(1, 40) - 4
-    left = y - comm.TopK(0.25).decode(comm.TopK(0.25).encode(y), 40, torch.float32)
+    left = y - comm.codecs.TopK(0.25).decode(comm.codecs.TopK(0.25).encode(y), 40, torch.float32)
     assert 4 * (left**2).sum() <= 3 * (y**2).sum()
     y[0, 3] = float("inf")
     assert not codec.decode(codec.encode(y), 40, torch.float32)[0, :16].isfinite().any()
@@ -984,7 +985,7 @@ def compressed_values_stay_near() -> None:
 
 def feedback_owes_what_it_left_out() -> None:
     """Law 38: Σ C(pₜ) = Σ gₜ + e₀ - e_T, exactly, on the way out and on the way back."""
-    feedback = comm.ErrorFeedback(comm.TopK(0.3))
+    feedback = comm.codecs.ErrorFeedback(comm.codecs.TopK(0.3))
 
     def program() -> tuple[Tensor, Tensor, Tensor]:
         residual, told = feedback.init(torch.zeros(9)), torch.zeros(9)
@@ -1006,7 +1007,7 @@ def a_compressed_gather_is_for_the_loss(stage: int) -> None:
         return [p - 2.0**-10 * grad / grads.weight for p, grad in zip(params, grads.sum, strict=True)], state
 
     def program() -> tuple[float, float]:
-        zero = transforms.zero(stage, all_gather=comm.compressed(comm.all_gather, comm.Blocks(8)))
+        zero = transforms.zero(stage, all_gather=comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8)))
         step = zero(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.Optimizer(lambda params: (), apart, "apart")))
         state, x = step.init({"w": torch.tensor([127.0, 1.25, 127.0, 1.25])}), torch.tensor([0.0, 1.0, 0.0, 0.0])
         for _ in range(4):
@@ -1222,54 +1223,54 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (collectives_are_dense_programs,): [
         Bug(
             "all_gather joins in reverse",
-            "comm.record.tiling:join",
+            "comm.table.tiling:join",
             "torch.cat(list(pieces), options['dim'])",
             "torch.cat(list(pieces)[::-1], options['dim'])",
         ),
-        Bug("max adds", "comm.record.reduction:fold", "binary = OPS[op]", "binary = OPS['sum' if op == 'max' else op]"),
+        Bug("max adds", "comm.backends.reduction:fold", "binary = OPS[op]", "binary = OPS['sum' if op == 'max' else op]"),
         Bug("a mean is over n + 1", "comm.api:_reducing.divided", "group.size", "group.size + 1"),
     ],
     (exchanges_are_dense_programs,): [
         Bug(
             "all_to_all joins where it cut",
-            "comm.record.table:_all_to_all",
+            "comm.table.rows:_all_to_all",
             "options['concat_dim']",
             "options['split_dim']",
         ),
         Bug(
             "rows go to the next rank",
-            "comm.record.table:_all_to_all_rows",
+            "comm.table.rows:_all_to_all_rows",
             "pieces[rank]",
             "pieces[rank - 1]",
         ),
         Bug(
             "permute goes backwards",
-            "comm.record.table:_permute",
+            "comm.table.rows:_permute",
             "options['perm'].source",
             "options['perm'].target",
         ),
-        Bug("all get the whole", "comm.record.table:_gather", "rank == options['dst']", "True"),
+        Bug("all get the whole", "comm.table.rows:_gather", "rank == options['dst']", "True"),
         Bug(
             "sizes are everybody's own",
             "comm.uneven:sizes_along",
             "theirs[place][0]",
             "leaves[place].shape[dim]",
-            comm.MismatchError,
+            comm.errors.MismatchError,
         ),
     ],
     (messages_carry_gradients_back,): [
         Bug(
             "gradients go on, not back",
-            "comm.record.table:TRANSFER",
+            "comm.table.rows:TRANSFER",
             "{**options, 'src': options['dst'], 'dst': options['src']}",
             "options",
         ),
     ],
     (what_a_value_is_decides,): [
-        Bug("copies do not add up", "comm.record.table:COPY_TO", "Call(REDUCE_FROM, {'op': 'sum'})", "Call(COPY_TO, {})"),
+        Bug("copies do not add up", "comm.table.rows:COPY_TO", "Call(REDUCE_FROM, {'op': 'sum'})", "Call(COPY_TO, {})"),
         Bug(
             "sums add up again",
-            "comm.record.table:REDUCE_FROM",
+            "comm.table.rows:REDUCE_FROM",
             "Call(COPY_TO, {})",
             "Call(REDUCE_FROM, options)",
         ),
@@ -1324,10 +1325,10 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (half_precision_sums_round_once,): [
-        Bug("bf16 sums round each time", "comm.record.reduction:fold", "torch.float32", "dtype"),
+        Bug("bf16 sums round each time", "comm.backends.reduction:fold", "torch.float32", "dtype"),
     ],
     (results_have_memory_of_their_own,): [
-        Bug("all ranks get one tensor", "comm.record.table:_copies", "value.clone()", "value"),
+        Bug("all ranks get one tensor", "comm.table.rows:_copies", "value.clone()", "value"),
     ],
     (calls_read_their_input_at_once,): [
         Bug(
@@ -1340,37 +1341,37 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (adjoints_are_transposes,): [
         Bug(
             "all_gather's transpose does not add",
-            "comm.record.table:ALL_GATHER",
+            "comm.table.rows:ALL_GATHER",
             "{**options, 'op': 'sum'}",
             "{**options, 'op': 'max'}",
         ),
         Bug(
             "all_to_all's transpose keeps its dims",
-            "comm.record.table:ALL_TO_ALL",
+            "comm.table.rows:ALL_TO_ALL",
             "o['concat_dim']",
             "o['split_dim']",
             ValueError,
         ),
         Bug(
             "rows return as they came",
-            "comm.record.table:_rows_adjoint",
+            "comm.table.rows:_rows_adjoint",
             "options['output_splits']",
             "options['input_splits']",
             Exception,
         ),
-        Bug("permute's transpose goes on", "comm.record.table:PERMUTE", "options['perm'].inverse", "options['perm']"),
+        Bug("permute's transpose goes on", "comm.table.rows:PERMUTE", "options['perm'].inverse", "options['perm']"),
     ],
     (the_ledger_counts_what_is_sent,): [
-        Bug("all_gather sends to itself, too", "comm.record.table:ALL_GATHER", "here.n - 1", "here.n"),
+        Bug("all_gather sends to itself, too", "comm.table.rows:ALL_GATHER", "here.n - 1", "here.n"),
         Bug(
             "all pieces are alike",
-            "comm.record.table:_all_reduce_volume",
+            "comm.table.rows:_all_reduce_volume",
             "leaf.numel() - own + (here.n - 1) * own",
             "2 * (here.n - 1) * own",
         ),
         Bug(
             "all ranks send in a permutation",
-            "comm.record.table:PERMUTE",
+            "comm.table.rows:PERMUTE",
             "here['perm'].target.get(here.rank, here.rank) != here.rank",
             "here['perm'].target",
         ),
@@ -1381,19 +1382,19 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (communicators_are_told_apart,): [
         Bug(
             "tags share a communicator",
-            "comm.worlds.nccl:CommunicatorKey.between",
+            "comm.worlds.communicator_key:CommunicatorKey.between",
             "CommunicatorKey(tuple(sorted(ranks)), group.ranks, group.name, True, tag, ranks)",
             "CommunicatorKey(tuple(sorted(ranks)), group.ranks, group.name, True, 0, ranks)",
         ),
         Bug(
             "directions share one",
-            "comm.worlds.nccl:CommunicatorKey.between",
+            "comm.worlds.communicator_key:CommunicatorKey.between",
             "(group.ranks[src], group.ranks[dst])",
             "group.ranks[:2]",
         ),
         Bug(
             "each connects its own first",
-            "comm.worlds.nccl:CommunicatorKey.connected_together",
+            "comm.worlds.communicator_key:CommunicatorKey.connected_together",
             "sorted([self, attrs.evolve(self, ranks=self.ranks[::-1])])",
             "list([self, attrs.evolve(self, ranks=self.ranks[::-1])])",
         ),
@@ -1401,7 +1402,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (nothing_has_bytes,): [
         Bug(
             "an empty side stays",
-            "comm.worlds.nccl:_raw",
+            "comm.backends.nccl:_raw",
             "tensor.view(torch.uint8)",
             "tensor.view(torch.uint8) if tensor.numel() else tensor",
         ),
@@ -1413,7 +1414,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "comm.simulation.nccl_rules:RankRules.launch",
             "self.unposted is not None",
             "False",
-            comm.DeadlockError,
+            comm.errors.DeadlockError,
         ),
         Bug("hosts never connect", "comm.simulation.nccl_rules:NcclRules._connection", "communicator in connected", "True"),
         Bug(
@@ -1421,14 +1422,14 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "comm.simulation.simulator:SimulatedWorld.connect",
             "self.rules.connect(edges, group, call_site())",
             "pass",
-            comm.DeadlockError,
+            comm.errors.DeadlockError,
         ),
         Bug(
             "receives are early",
             "comm.simulation.simulator:SimulatedWorld.in_launch_order",
             "self.rules is not None",
             "False",
-            comm.DeadlockError,
+            comm.errors.DeadlockError,
         ),
     ],
     (the_simulator_finds_mismatches,): [
@@ -1477,7 +1478,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "step.buffer_sync:agreed_anew",
             "state.slots[BUFFERS].known.agreed.clear()",
             "state.slots[BUFFERS].known.agreed",
-            comm.DeadlockError,
+            comm.errors.DeadlockError,
         ),
     ],
     (modules_that_reach_themselves_are_functions, "detached"): [
@@ -1700,21 +1701,21 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "transforms.zero.reduce:Reducer._post",
             "self.order.units",
             "self._completed",
-            comm.MismatchError,
+            comm.errors.MismatchError,
         ),
         Bug(
             "each rank learns its own order",
             "transforms.zero.reduce:Reducer._trace_order",
             "tuple(agreed.tolist())",
             "tuple(self._completed)",
-            comm.MismatchError,
+            comm.errors.MismatchError,
         ),
         Bug(
             "untouched units are not reduced",
             "transforms.zero.lazy_params:LazyParams.finish",
             "self._trained_leaves(unit) and unit not in self._in_graph",
             "False",
-            comm.DeadlockError,
+            comm.errors.DeadlockError,
         ),
     ],
     # ZeRO: what is gathered
@@ -1821,14 +1822,14 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "transforms.zero.gather:Gatherer._ask",
             "set(bruck(mine, control).tolist())",
             "{unit}",
-            comm.MismatchError,
+            comm.errors.MismatchError,
         ),
         Bug(
             "a rank leaves while others need units",
             "transforms.zero.gather:Gatherer.finish",
             "while (last := self._ask(_FINISHED_WITH_NOTE if note else _FINISHED)) is None:\n    pass",
             "last = self._ask(_FINISHED) or set()",
-            comm.DeadlockError,
+            comm.errors.DeadlockError,
         ),
     ],
     (test_levels.test_units_that_are_fetched_again, 1, True): [
@@ -1853,7 +1854,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "transforms.zero.collectives:Collectives._next_level",
             "level.channel('gather')",
             "level",
-            comm.MismatchError,
+            comm.errors.MismatchError,
         ),
     ],
     (test_levels.test_pipelines_over_nodes, 3, "intra_node"): [
@@ -1862,7 +1863,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "transforms.zero.collectives:Collectives._chain",
             "_channel(self.groups.shards)",
             "self.groups.shards.channel(str(id(self)))",
-            comm.MismatchError,
+            comm.errors.MismatchError,
         ),
     ],
     (test_orders.launches_agree, test_orders.GATED): [
@@ -1899,7 +1900,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "comm.record.watched:WatchedInputs.of",
             "call.collective.reads(Here(call.options, group.rank, group.size))",
             "True or call.collective.reads(Here(call.options, group.rank, group.size))",
-            comm.WrittenError,
+            comm.errors.WrittenError,
         ),
     ],
     (any_rank_touches_any_units,): [
@@ -1908,7 +1909,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "transforms.zero.gather:Gatherer.finish",
             "reshard or self._asked",
             "reshard",
-            comm.DeadlockError,
+            comm.errors.DeadlockError,
         ),
     ],
     (two_whole_units_and_the_next, False, False): [
@@ -2213,35 +2214,35 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     # compression
     (compressed_values_stay_near,): [
-        Bug("int8 rounds towards zero", "comm.compression.codecs:Blocks.encode", "steps.round_", "steps.trunc_"),
+        Bug("int8 rounds towards zero", "comm.codecs.codec:Blocks.encode", "steps.round_", "steps.trunc_"),
         Bug(
             "a block's scale is its largest value's",
-            "comm.compression.codecs:Blocks.encode",
+            "comm.codecs.codec:Blocks.encode",
             "torch.maximum(blocks.amax(2), -blocks.amin(2))",
             "blocks.amax(2)",
         ),
         Bug(
             "an inf is held to what is finite",
-            "comm.compression.codecs:Blocks.encode",
+            "comm.codecs.codec:Blocks.encode",
             "scale.isfinite()",
             "scale > 0",
         ),
-        Bug("top-k keeps the largest with their sign", "comm.compression.codecs:TopK.encode", "rows.abs()", "rows"),
+        Bug("top-k keeps the largest with their sign", "comm.codecs.codec:TopK.encode", "rows.abs()", "rows"),
     ],
     (feedback_owes_what_it_left_out,): [
         Bug(
             "what is owed is never paid",
-            "comm.compression.error_feedback:ErrorFeedback.all_reduce",
+            "comm.codecs.error_feedback:ErrorFeedback.all_reduce",
             "pad_rows(leaf + e, group.size)",
             "pad_rows(leaf + 0 * e, group.size)",
         ),
         Bug(
             "a sum owes nothing",
-            "comm.compression.error_feedback:ErrorFeedback.all_reduce",
+            "comm.codecs.error_feedback:ErrorFeedback.all_reduce",
             "self._total(p, e) + e",
             "self._total(p, e) + 0 * e",
         ),
-        Bug("what was told is owed", "comm.compression.error_feedback:ErrorFeedback._send", "value - other", "other - value"),
+        Bug("what was told is owed", "comm.codecs.error_feedback:ErrorFeedback._send", "value - other", "other - value"),
     ],
     (a_compressed_gather_is_for_the_loss, 1): [
         Bug(

@@ -17,7 +17,7 @@ from functional_ds.comm import algorithms, cost
 TRANSFORMS = {
     "accumulate(2)": lambda: T.accumulate(2),
     "clip(1.0)": lambda: T.clip(1.0),
-    "compressed_gradients(OneBit(size=256), world)": lambda: T.compressed_gradients(comm.OneBit()),
+    "compressed_gradients(OneBit(size=256), world)": lambda: T.compressed_gradients(comm.codecs.OneBit()),
     "ema(0.9)": lambda: T.ema(0.9),
     "local_gradients(world)": T.local_gradients,
     "offload(optimizer='cpu')": lambda: T.offload("cpu"),
@@ -45,18 +45,18 @@ def _records(folder: Path) -> list[Any]:
     offloaded = T.offload("cpu")(fds.train_step(lambda p, x: x, fds.adamw(0.1))).init(params)
     with comm.ledger() as ledger, fds.remat_report() as report:
         comm.all_reduce(torch.ones(3))
-    pending = comm.all_reduce(torch.ones(3), async_op=True)
+    pending = comm.start(comm.all_reduce, torch.ones(3))
     pending.wait()
     schedule = pp.one_f_one_b(2, 4)
     timeline = pp.timeline(schedule)
     action = pp.Action(pp.Kind(0), 0, 0)
     piece = pp.Piece(lambda p, x: x @ p["w"])
     stages = pp.stages([piece, piece], [{"w": torch.ones(2, 2)}] * 2, loss=lambda x, batch: x.sum())
-    feedback = comm.ErrorFeedback(comm.TopK())
+    feedback = comm.codecs.ErrorFeedback(comm.codecs.TopK())
     link = cost.Link(1e-6, 1e9)
     network = cost.Network(link)
     price = cost.predict("ring", 1e6, 4, network)
-    call = comm.Call(comm.TABLE[0], {"op": "sum"})
+    call = comm.table.Call(comm.table.TABLE[0], {"op": "sum"})
     live = [
         (step.leaf_map(state), fds.Layout.of(params, 2), fds.Key.of(0), step.view(state)),
         (fds.Weighted(list(params.values()), 1.0),),
@@ -73,14 +73,30 @@ def _records(folder: Path) -> list[Any]:
             T.experts("w", comm.world()),
             T.zero(3).cost_report(params, n=4),
         ),
-        (comm.Blocks(), comm.Cast(), comm.OneBit(), comm.TopK(), feedback, feedback.init(list(params.values()))),
-        (comm.TABLE[0], call, comm.Here({"op": "sum"}, 0, 1), comm.world(), comm.mesh(dp=1), ledger, ledger.rows[0], pending),
+        (
+            comm.codecs.Blocks(),
+            comm.codecs.Cast(),
+            comm.codecs.OneBit(),
+            comm.codecs.TopK(),
+            feedback,
+            feedback.init(list(params.values())),
+        ),
+        (
+            comm.table.TABLE[0],
+            call,
+            comm.table.Here({"op": "sum"}, 0, 1),
+            comm.world(),
+            comm.mesh(dp=1),
+            ledger,
+            ledger.rows[0],
+            pending,
+        ),
         (comm.Permutation([(0, 1), (1, 0)]), comm.Recv(torch.ones(99), 1), comm.Send([torch.ones(99)], 1)),
-        (comm.Spread("all_reduce", "world", (0, 1), (0.1, 0.2)), link, network, price, price.inside),
+        (comm.debug.Spread("all_reduce", "world", (0, 1), (0.1, 0.2)), link, network, price, price.inside),
         (cost.sent("ring", 8, 4, 0), memory.measured(state), memory.SIXTEEN, memory.Formula(4, 12)),
         (memory.Activations(1, 2, 3), memory.Live(), memory.Tracked()),
         (schedule, timeline, pp.Span(0, action, 0.0, 1.0), action, action.kind, pp.Costs(), pp.Recorder()),
-        (pp.WaitSpan(action, 1, 0.0, 1.0), comm.Offsets((0.0, 1.0)), comm.Variance.PARTIAL),
+        (pp.WaitSpan(action, 1, 0.0, 1.0), comm.debug.Offsets((0.0, 1.0)), comm.table.Variance.PARTIAL),
         (fds.CompileReport([]), fds.Job(model="models:MLP", steps=1, optimizer={"sgd": 0.1})),
         (piece, stages, stages.stages[0], pp.LossInput(torch.ones(99), torch.ones(99))),
     ]

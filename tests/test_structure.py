@@ -21,13 +21,15 @@ from tests.sources import ROOT, TOPS, Source, circles, library
 # A file imports only from its own folder and from folders on lines above its own.
 LAYERS = (
     ("base",),
+    ("comm.backends",),
+    ("comm.table",),
     ("comm.record",),
     ("comm.variance",),
     ("comm.worlds",),
     ("comm.simulation",),
     ("comm",),
     ("simulated_cuda",),
-    ("comm.algorithms", "comm.compression", "comm.debug"),
+    ("comm.agreement", "comm.algorithms", "comm.codecs", "comm.debug"),
     ("sharding",),
     ("optim",),
     ("step",),
@@ -238,7 +240,7 @@ def test_imports_of_sub_modules_leave_functions_in_place(first: str, server: "su
 
 def _public() -> list[tuple[str, object]]:
     folders = [fds.checkpointing, fds.deepspeed, fds.interchange, fds.jobs, fds.memory, fds.pipelining, fds.profiling]
-    packages = [*PACKAGES, *folders, comm.algorithms, comm.cost]
+    packages = [*PACKAGES, *folders, comm.algorithms, comm.algorithms.cost]
     return [(f"{package.__name__}.{name}", getattr(package, name)) for package in packages for name in package.__all__]
 
 

@@ -9,7 +9,7 @@ from .replicated import replicated
 __all__ = ["compressed_gradients"]
 
 
-def compressed_gradients(codec: comm.Codec, group: comm.Group | None = None) -> Transform:
+def compressed_gradients(codec: comm.codecs.Codec, group: comm.Group | None = None) -> Transform:
     """Each rank of ``group`` has its own batch; gradients are summed through ``codec``, and what it leaves out is sent later.
 
     With C for the codec, gᵢ for a rank's gradient of the mean loss and e for the slot ``compressed_gradients`` of the state:
@@ -36,7 +36,9 @@ def compressed_gradients(codec: comm.Codec, group: comm.Group | None = None) -> 
     >>> import torch
     >>> import functional_ds as fds
     >>> def program():
-    ...     step = compressed_gradients(comm.TopK(0.5))(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0)))
+    ...     step = compressed_gradients(comm.codecs.TopK(0.5))(
+    ...         fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0))
+    ...     )
     ...     state = step.init({"w": torch.zeros(2)})
     ...     for _ in range(2):
     ...         state, _ = step(state, torch.tensor([3.0, 2.0]))
@@ -46,8 +48,10 @@ def compressed_gradients(codec: comm.Codec, group: comm.Group | None = None) -> 
     [-3.0, -4.0]
     """
     if not all(hasattr(codec, name) for name in ("encode", "decode")):
-        raise TypeError(f"codec={codec!r} is no codec; use comm.OneBit(), comm.TopK(...) or comm.Blocks(...)")
-    sums = comm.ErrorFeedback(codec)
+        raise TypeError(
+            f"codec={codec!r} is no codec; use comm.codecs.OneBit(), comm.codecs.TopK(...) or comm.codecs.Blocks(...)"
+        )
+    sums = comm.codecs.ErrorFeedback(codec)
     return replicated(
         group,
         reduce=lambda means, owed, ranks: sums.all_reduce(means, owed, ranks, op="avg"),

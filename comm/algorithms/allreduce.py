@@ -8,8 +8,8 @@ Partial results are kept in the leaf's dtype. In half precision each combination
 carries fp32 and rounds once: log2 n roundings along a tree, n - 1 around a ring.
 
 The leaves of one dtype and device go as one payload of N elements. Pieces of it are padded to equal sizes, so the counts
-below are for sizes that divide. ``comm.cost`` predicts times and gives exact counts: N bytes, latency α seconds, 1/β bytes
-per second.
+below are for sizes that divide. ``comm.algorithms.cost`` predicts times and gives exact counts: N bytes, latency α seconds,
+1/β bytes per second.
 """
 
 import math
@@ -25,10 +25,10 @@ from functional_ds.comm.api import repeat
 from functional_ds.comm.declare import varying
 from functional_ds.comm.dispatch import check_avg, flatten, is_differentiable, resolve_group
 from functional_ds.comm.exchange import permute
-from functional_ds.comm.record.collective import Here
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.permutation import Permutation
-from functional_ds.comm.record.table import ALL_REDUCE
+from functional_ds.comm.table.collective import Here
+from functional_ds.comm.table.permutation import Permutation
+from functional_ds.comm.table.rows import ALL_REDUCE
 
 from .trees import combined, cut, in_order, joined, role_in, second, through
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from functional_ds.comm.exchange import permute
-from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group, Ready
-from functional_ds.comm.record.permutation import Permutation
-from functional_ds.comm.record.table import ALL_GATHER, PERMUTE
+from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.permutation import Permutation
+from functional_ds.comm.table.rows import ALL_GATHER, PERMUTE
 
 __all__ = ["bruck"]
 
@@ -38,7 +38,7 @@ def bruck(x: Tensor, group: Group) -> Tensor:
 
 def _in_one_call(x: Tensor, group: Group) -> Tensor:
     began, have = perf_counter(), 1
-    (found,) = group.world.start(Call(ALL_GATHER, {"dim": 0, "tiled": True}), [x], group, async_op=False).wait()
+    (found,) = group.world.start(Call(ALL_GATHER, {"dim": 0, "tiled": True}), [x], group, beside=False).wait()
     while group.world.ledgers and have < group.size:
         count = min(have, group.size - have)
         call, sent = Call(PERMUTE, {"perm": _back(group.size, have)}), found[: count * len(x)]

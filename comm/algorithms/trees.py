@@ -8,11 +8,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.comm.backends.reduction import combine
+from functional_ds.comm.dispatch import start
 from functional_ds.comm.p2p import Recv, Send, batch_p2p
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
-from functional_ds.comm.record.reduction import combine
-from functional_ds.comm.record.tiling import pad_rows
+from functional_ds.comm.table.tiling import pad_rows
 
 __all__ = ["TreeRole", "combined", "cut", "in_order", "joined", "role_in", "second", "through"]
 
@@ -106,7 +107,7 @@ def _rise(parts: list[Tensor], role: TreeRole, group: Group, op: str) -> Pending
             parts[t] = combined(parts[t], value, op)
 
     collect(role.children, _sends(parts, role.leaf))
-    onwards: Pending[Any] = batch_p2p(_sends(parts, role.inner), group, async_op=True)
+    onwards: Pending[Any] = start(batch_p2p, _sends(parts, role.inner), group)
     collect(role.apex, [])
     return onwards
 
@@ -118,9 +119,9 @@ def _sink(parts: list[Tensor], role: TreeRole, group: Group) -> Pending[Any]:
         for (t, _), value in zip(edges, received, strict=False):
             parts[t] = value
 
-    first = batch_p2p(_sends(parts, role.apex), group, async_op=True)
+    first = start(batch_p2p, _sends(parts, role.apex), group)
     keep(role.inner, batch_p2p(_recvs(parts, role.inner), group))
-    rest = batch_p2p([*_recvs(parts, role.leaf), *_sends(parts, role.children)], group, async_op=True)
+    rest = start(batch_p2p, [*_recvs(parts, role.leaf), *_sends(parts, role.children)], group)
     return Pending.all([first, rest.then(partial(keep, role.leaf))])
 
 

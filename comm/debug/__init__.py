@@ -1,1 +1,27 @@
-"""Debugging: checked calls, exploration of interleavings, times and traces."""
+"""Debugging: checked calls, exploration of interleavings, times, traffic and traces."""
+
+from typing import TYPE_CHECKING
+
+from functional_ds.base.package_index import lazy_index
+
+if TYPE_CHECKING:
+    from .checked import checked, monitored_barrier
+    from .clock import Offsets, clock_offsets
+    from .explore import explore
+    from .trace import Spread, spreads, write_trace
+    from .traffic import draw_traffic, traffic
+
+__all__ = [
+    "Offsets",
+    "Spread",
+    "checked",
+    "clock_offsets",
+    "draw_traffic",
+    "explore",
+    "monitored_barrier",
+    "spreads",
+    "traffic",
+    "write_trace",
+]
+
+lazy_index(__name__)

@@ -8,9 +8,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from functional_ds.comm.api import barrier
 from functional_ds.comm.dispatch import resolve_group
-from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.table import BARRIER
+from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.rows import BARRIER
 from functional_ds.comm.worlds.call_log import CallLog
 from functional_ds.comm.worlds.current import world
 from functional_ds.comm.worlds.process import ProcessWorld
@@ -41,7 +41,7 @@ def checked(timeout: timedelta | None = None) -> Iterator[None]:
 
     >>> import torch
     >>> from functional_ds import comm
-    >>> with comm.checked():
+    >>> with comm.debug.checked():
     ...     comm.all_reduce(torch.ones(2))
     tensor([1., 1.])
     """
@@ -80,7 +80,7 @@ def monitored_barrier(group: Group | None = None, *, timeout: timedelta | None =
         TimedOutError: names the missing ranks and, under ``checked``, what they were doing.
 
     >>> from functional_ds import comm
-    >>> comm.simulate(comm.monitored_barrier, world_size=2)
+    >>> comm.simulate(comm.debug.monitored_barrier, world_size=2)
     [None, None]
     """
     group = resolve_group(group)

@@ -47,7 +47,7 @@ def clock_offsets(group: Group | None = None, *, clock: Callable[[], float] = pe
     >>> from functional_ds import comm
     >>> def program():
     ...     ahead = 100.0 * comm.world().rank
-    ...     return [round(seconds) for seconds in comm.clock_offsets(clock=lambda: perf_counter() + ahead).seconds]
+    ...     return [round(seconds) for seconds in comm.debug.clock_offsets(clock=lambda: perf_counter() + ahead).seconds]
     >>> comm.simulate(program, world_size=3)
     [[0, -100, -200], [0, -100, -200], [0, -100, -200]]
     """

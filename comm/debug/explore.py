@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.tree import NAMESPACE
-from functional_ds.comm.record.errors import DivergenceError
 from functional_ds.comm.simulation.simulator import simulate
+from functional_ds.comm.table.errors import DivergenceError
 
 __all__ = ["explore"]
 
@@ -45,13 +45,13 @@ def explore(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seeds: int
     >>> def impatient():
     ...     here = comm.world()
     ...     mine, theirs = (here.channel(name) for name in ("ab" if here.rank == 0 else "ba"))
-    ...     done = comm.all_reduce(torch.ones(1), mine, async_op=True).poll(1.0)  # the other rank polls first, too
+    ...     done = comm.start(comm.all_reduce, torch.ones(1), mine).poll(1.0)  # the other rank polls first, too
     ...     comm.all_reduce(torch.ones(1), theirs)
     ...     return done
     >>> explore(impatient, world_size=2)
     Traceback (most recent call last):
         ...
-    functional_ds.comm.record.errors.DivergenceError: the result depends on the interleaving: rank 0's ...
+    functional_ds.comm.table.errors.DivergenceError: the result depends on the interleaving: rank 0's ...
     """
     chosen = iter(range(seeds) if isinstance(seeds, int) else seeds)
     first = next(chosen, None)

@@ -110,7 +110,7 @@ def write_trace(ledgers: Sequence[Ledger], path: str | Path, *, offsets: Sequenc
     Args:
         ledgers: of the ranks.
         path: the file.
-        offsets: what to add to each rank's times, by rank: ``comm.clock_offsets().seconds``. None where all ranks share a
+        offsets: what to add to each rank's times, by rank: ``comm.debug.clock_offsets().seconds``. None where all ranks share a
             clock, as on one host.
 
     Raises:

@@ -9,8 +9,8 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base.torch_private import is_fake
+from functional_ds.comm.table.collective import Call, Handle
 
-from .collective import Call, Handle
 from .group import Group
 
 __all__ = [
@@ -80,7 +80,7 @@ class CallRecorder(Protocol):
         """Within the block a function runs again, and what it computes is no copy of what was computed before."""
         ...
 
-    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
+    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool) -> Handle:
         """The call's place in the graph; its handle gives results without values."""
         ...
 

@@ -13,8 +13,9 @@ from time import monotonic, sleep
 import attrs
 from torch.distributed.distributed_c10d import Store
 
-from .collective import Call
-from .errors import CommError
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.errors import CommError
+
 from .group import Group
 
 __all__ = ["FailedSteps"]

@@ -14,9 +14,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from .collective import Call, Handle
+from functional_ds.comm.table.collective import Call, Handle
+from functional_ds.comm.table.variance import Variance
+
 from .ledger import Ledger
-from .variance import Variance
 
 __all__ = ["Beside", "Group", "Ready", "Solo", "ValueWatch", "World", "at_site", "call_site", "last"]
 
@@ -85,8 +86,8 @@ class World(ABC):
         return False
 
     @abstractmethod
-    def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, async_op: bool) -> Handle:
-        """Starts a collective of this rank's tensors; without ``async_op`` the caller waits for it at once."""
+    def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, beside: bool) -> Handle:
+        """Starts a collective of this rank's tensors; without ``beside`` the caller waits for it at once."""
 
     def step(self) -> AbstractContextManager[None]:
         """Within it a step runs, which is one on all ranks: a rank that fails in its collectives goes on only if all do."""
@@ -201,7 +202,7 @@ class Solo(World):
 
     rank: int = 0
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Ready:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Ready:
         options = call.merged([call.private()])
         return Ready([call.collective.denotation([t.detach().contiguous()], options)[0] for t in tensors])
 

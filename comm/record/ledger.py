@@ -12,8 +12,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base.device import synchronize
-
-from .collective import Call, Handle, Here, Traffic
+from functional_ds.comm.table.collective import Call, Handle, Here, Traffic
 
 __all__ = ["Event", "Ledger", "Row", "RowsBySize", "add_by_size", "begin"]
 

@@ -1,15 +1,16 @@
-"""The result of an asynchronous collective that is still under way."""
+"""Collectives that have not begun, and those that are under way."""
 
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
+import attrs
 import torch
 
 from .call_recorder import current_recorder
 from .group import Group
 
-__all__ = ["Pending", "relay"]
+__all__ = ["Pending", "Request", "relay"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -84,6 +85,23 @@ class Pending(Generic[T]):
         return f"Pending({self._text()}, {'done' if self._finish is None else 'under way'})"
 
 
+@attrs.frozen(eq=False)
+class Request(Generic[T]):
+    """A collective that has not begun.
+
+    Attributes:
+        run: carries it out and returns its result.
+        start: begins it and returns at once.
+    """
+
+    run: Callable[[], T]
+    start: Callable[[], Pending[T]]
+
+    def then(self, function: Callable[[T], U]) -> "Request[U]":
+        """The request whose result is ``function(result)``."""
+        return Request(lambda: function(self.run()), lambda: self.start().then(function))
+
+
 def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]], lane: Group, device: torch.device) -> Pending[Any]:
     """A chain of collectives: each function gets the result of the one before and returns a ``Pending``.
 
@@ -100,8 +118,9 @@ def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]], lane: Group
     >>> from functional_ds import comm
     >>> def program():
     ...     rank, late = torch.tensor([float(comm.world().rank)]), comm.world().channel("late")
-    ...     total = comm.all_reduce(rank, async_op=True)
-    ...     chain = relay(total, lambda x: comm.all_gather(x + rank, late, async_op=True), lane=late, device=rank.device)
+    ...     total = comm.start(comm.all_reduce, rank)
+    ...     gather = lambda x: comm.start(comm.all_gather, x + rank, late)
+    ...     chain = relay(total, gather, lane=late, device=rank.device)
     ...     return chain.wait().tolist()
     >>> comm.simulate(program, world_size=2)
     [[1.0, 2.0], [1.0, 2.0]]

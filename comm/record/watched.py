@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.torch_private import version_of
+from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.errors import WrittenError
 
-from .collective import Call, Handle, Here
-from .errors import WrittenError
 from .group import Group, call_site
 
 __all__ = ["WatchedInputs"]

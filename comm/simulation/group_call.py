@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.torch_private import disable_dispatch_modes
-from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
+from functional_ds.comm.table.collective import Call, Here
 
 __all__ = ["GroupCall", "RankCall", "copied"]
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 import attrs
 
-from functional_ds.comm.record.collective import Call
-from functional_ds.comm.record.errors import DeadlockError
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.worlds.nccl import CommunicatorKey
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.errors import DeadlockError
+from functional_ds.comm.worlds.communicator_key import CommunicatorKey
 
 __all__ = ["NcclRules", "Operation", "RankRules"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import attrs
 import torch
 
-from functional_ds.comm.record.errors import DeadlockError, MismatchError
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
+from functional_ds.comm.table.errors import DeadlockError, MismatchError
 from functional_ds.comm.worlds.current import enter
 from functional_ds.comm.worlds.rng_state import RngState, drop_spare_normal
 

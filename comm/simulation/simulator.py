@@ -12,10 +12,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import Call, Handle, Here
-from functional_ds.comm.record.errors import CommError, DeadlockError, UnmatchedError
 from functional_ds.comm.record.group import Beside, Group, World, call_site
 from functional_ds.comm.record.watched import WatchedInputs
+from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.errors import CommError, DeadlockError, UnmatchedError
 from functional_ds.comm.variance.watch import Watches
 from functional_ds.comm.worlds.current import enter, exclusive_simulation
 from functional_ds.comm.worlds.rng_state import kept_rng
@@ -67,7 +67,7 @@ class SimulatedWorld(ScheduledWorld):
             return World.beside(self, steps, lane, device)
         return super().beside(steps, lane, device)
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Handle:
         if threading.get_ident() not in self.threads:
             raise CommError(
                 f"{call.shown(group.rank)} on simulated rank {self.rank} comes from thread "
@@ -85,7 +85,7 @@ class SimulatedWorld(ScheduledWorld):
         if self.rules is not None:
             self.rules.launch(call, group, (*key, turn), members, f"{arrival} on group {group.name!r} at {arrival.site}")
         handle = _SimulatedHandle(self, slot)
-        return WatchedInputs.of(handle, call, tensors, group) if async_op else handle
+        return WatchedInputs.of(handle, call, tensors, group) if beside else handle
 
     @property
     def compares(self) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.variance import Variance
+from functional_ds.comm.table.variance import Variance
 
 __all__ = ["Claim", "Contradiction", "Declarations", "raw_bytes"]
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.torch_private import is_fake
-from functional_ds.comm.record.collective import Call, Handle
-from functional_ds.comm.record.errors import VarianceError
 from functional_ds.comm.record.group import Group, call_site
-from functional_ds.comm.record.variance import Variance
+from functional_ds.comm.table.collective import Call, Handle
+from functional_ds.comm.table.errors import VarianceError
+from functional_ds.comm.table.variance import Variance
 
 from .declarations import Claim, Declarations
 from .follow import contradictions

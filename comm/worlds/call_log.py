@@ -14,9 +14,10 @@ import attrs
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from functional_ds.comm.record.collective import Call, Here, Options
-from functional_ds.comm.record.errors import CommError, MismatchError, TimedOutError
+from functional_ds.comm.backends.primitives import Options
 from functional_ds.comm.record.group import Group, call_site
+from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.errors import CommError, MismatchError, TimedOutError
 
 __all__ = ["CallLog"]
 
@@ -137,7 +138,7 @@ class CallLog:
             elif self.everything:
                 what = "is in no collective: it computes, hangs elsewhere, or its process has died"
             else:
-                what = "may be anywhere (under comm.checked() this line says where it waits)"
+                what = "may be anywhere (under comm.debug.checked() this line says where it waits)"
             lines.append(f"  rank {rank} {what}")
         return TimedOutError("\n".join(lines))
 

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Group, Solo, World
+from functional_ds.comm.table.errors import CommError
 
 from .process import process_world
 

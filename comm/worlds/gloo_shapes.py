@@ -6,10 +6,10 @@ import attrs
 from torch import Tensor
 from torch.distributed import Work
 
-from functional_ds.comm.record.collective import Call, Handle, Options
+from functional_ds.comm.backends.primitives import Communicator, Options, Started
 from functional_ds.comm.record.group import Group
+from functional_ds.comm.table.collective import Call, Handle
 
-from .gloo import GLOO, Communicator, Started
 from .process import ProcessHandle
 from .shapes import ShapesWorld
 
@@ -43,7 +43,7 @@ class GlooShapesWorld(ShapesWorld):
     def carried(self, call: Call, tensors: Sequence[Tensor], group: Group) -> Handle:
         def begin(payload: Tensor, options: Options) -> Started:
             silent = _Silent(None, group.ranks, group.rank, 0)  # type: ignore[arg-type]  # no process group
-            result = GLOO[call.collective.primitive](silent, payload, options).run()
+            result = call.collective.gloo(silent, payload, options).run()
             return Started((), lambda: result)
 
         self.communicating = True

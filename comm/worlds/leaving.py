@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from time import monotonic
 
-from functional_ds.comm.record.errors import CommError, TimedOutError
+from functional_ds.comm.table.errors import CommError, TimedOutError
 
 from .worker import Worker
 

@@ -16,18 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from functional_ds.base.side_stream import PayloadOnGpu, SideStream
+from functional_ds.base.device_streams import LentToTransport, SideStream, Streams
 from functional_ds.base.torch_private import new_process_group
-from functional_ds.comm.record.collective import Call, Handle, Here, Options
-from functional_ds.comm.record.errors import CommError
+from functional_ds.comm.backends.primitives import Communicator, Options, Started
 from functional_ds.comm.record.failed_steps import FailedSteps
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
 from functional_ds.comm.record.watched import WatchedInputs
+from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.errors import CommError
 
 from .call_log import CallLog
-from .gloo import GLOO, Communicator, Started
+from .communicator_key import CommunicatorKey
 from .leaving import GRACE, ending_error, finish, follows_another_rank
-from .nccl import NCCL, CommunicatorKey
 from .worker import Performed, Posted, Queued, Worker
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessHandle", "ProcessWorld", "leave_process_world", "process_world"]
@@ -54,7 +54,7 @@ class _Coalesced:
     shares: Sequence[int]
     started: Started | Performed | Posted | Queued
     device: torch.device
-    sent: PayloadOnGpu | None = None
+    sent: LentToTransport | None = None
 
     def pieces(self) -> Sequence[Tensor]:
         result = self.started.wait()
@@ -109,7 +109,7 @@ class ProcessHandle:
             if carried != device:
                 payload = payload.to(carried)
             started = start(payload, call.options_for(places, payload))
-            parts.append(_Coalesced(places, shares, started, device, PayloadOnGpu.of(payload)))
+            parts.append(_Coalesced(places, shares, started, device, LentToTransport.of(payload)))
         return ProcessHandle(call, tensors, group, here, parts)
 
     @property
@@ -137,7 +137,7 @@ class ProcessHandle:
             signature = self.call.signature(self.tensors, self.here)
             raise CommError(
                 f"rank {self.group.rank} of {self.group.name!r} failed in {signature} at {call_site()}: {error}"
-                + (told or "\n(under comm.checked() the error says which ranks had not come)")
+                + (told or "\n(under comm.debug.checked() the error says which ranks had not come)")
             ) from error
         return results
 
@@ -206,7 +206,7 @@ class ProcessWorld(World):
     finished: bool = False
     given_up: bool = False
     _begun: str = attrs.field(factory=_config)
-    _streams: dict[tuple[Any, ...], Any] = attrs.field(factory=dict)  # of chains, by lane and device
+    _streams: Streams = attrs.field(factory=Streams)  # of chains
     _batch: list[tuple[CommunicatorKey, Started, Callable[[], Started]]] | None = None
 
     @property
@@ -232,7 +232,7 @@ class ProcessWorld(World):
     def step(self) -> AbstractContextManager[None]:
         return self.failed_steps.step()
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Handle:
         if self.is_over:
             self.refuse(call, group)
         self.failed_steps.before(call, group)
@@ -243,25 +243,25 @@ class ProcessWorld(World):
             nonlocal agreed
             start = self._start_nccl if payload.is_cuda else self._start_gloo
             options = call.options if self.call_log else options  # it watches for writes into inputs
-            started = start(call, group, payload, options, agreed, async_op)
+            started = start(call, group, payload, options, agreed, beside)
             agreed = None  # the log is waited for once a call
             return started
 
         handle = ProcessHandle.begin(call, tensors, group, begin, lambda device: self._carrier(device, group))
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()
-        return WatchedInputs.of(handle, call, tensors, group) if async_op and self.call_log else handle
+        return WatchedInputs.of(handle, call, tensors, group) if beside and self.call_log else handle
 
     def _start_gloo(
-        self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, async_op: bool
+        self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, beside: bool
     ) -> Performed | Posted | Queued:
         comm, worker = self._worker(group, call.collective.order(call.options))
-        prepared = GLOO[call.collective.primitive](comm, payload, options)
-        if not async_op and agreed is None and worker.idle:
+        prepared = call.collective.gloo(comm, payload, options)
+        if not beside and agreed is None and worker.idle:
             return worker.perform(prepared.run)
         shown = partial(call.shown, group.rank)
         small = payload.numel() * payload.element_size() <= _POSTED
-        if async_op and agreed is None and small and call.collective.primitive == "transfer" and worker.idle:
+        if beside and agreed is None and small and call.collective.is_message and worker.idle:
             return Posted(worker, shown, prepared.start().wait)
 
         def job() -> Tensor:
@@ -271,14 +271,14 @@ class ProcessWorld(World):
 
         # A call that is waited for at once runs on the caller's thread, unless earlier calls are queued. It runs to its end
         # there, as it would on the worker, so that the group's messages keep one order on all ranks.
-        return worker.submit(job, shown) if async_op or not worker.idle else worker.perform(job)
+        return worker.submit(job, shown) if beside or not worker.idle else worker.perform(job)
 
     def _start_nccl(
-        self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, async_op: bool
+        self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, beside: bool
     ) -> Started:
         if agreed is not None:
             agreed()
-        key, primitive = CommunicatorKey.of(call, group), NCCL[call.collective.primitive]
+        key, primitive = CommunicatorKey.of(call, group), call.collective.nccl
 
         def launch() -> Started:
             return primitive(self._communicator(key), payload, options)
@@ -329,10 +329,7 @@ class ProcessWorld(World):
                     return last(steps())
 
             return self._worker(lane, "beside")[1].submit(job, lambda: f"a chain of collectives beside {lane!r}")
-        key = (lane.ranks, lane.name, device)
-        if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(device)
-        return SideStream.run(steps, self._streams[key])
+        return SideStream.run(steps, self._streams.of(device, (lane.ranks, lane.name)))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import attrs
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks them
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from functional_ds.comm.record.errors import CommError, TimedOutError
+from functional_ds.comm.table.errors import CommError, TimedOutError
 
 __all__ = ["Deadline", "connect", "holder", "meet", "open_store", "reconnect", "within"]
 

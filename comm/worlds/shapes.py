@@ -15,9 +15,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import Call, Handle, Here
-from functional_ds.comm.record.errors import MismatchError
 from functional_ds.comm.record.group import Group, Ready, World
+from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.errors import MismatchError
 
 from .current import enter, exclusive_simulation
 from .rng_state import kept_rng
@@ -119,7 +119,7 @@ class ShapesWorld(World):
     def _logs(self) -> "list[array[int]]":
         return list(self.logs.values())
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Handle:
         for tensor in tensors:
             if not tensor.is_meta:
                 raise ValueError(
@@ -170,9 +170,9 @@ class _ControlWorld(SymmetricWorld):
     def __attrs_post_init__(self) -> None:
         self.ledgers = self.whole.ledgers  # one list
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Ready:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Ready:
         self.whole.log(call, tensors, group)
-        return super().start(call, tensors, group, async_op=async_op)
+        return super().start(call, tensors, group, beside=beside)
 
     def agreed(self, text: str, group: Group) -> None:
         self.whole.agreed(text, group)

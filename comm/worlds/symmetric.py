@@ -6,8 +6,8 @@ from typing import TypeVar, TypeVarTuple
 import attrs
 from torch import Tensor
 
-from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group, Ready, World
+from functional_ds.comm.table.collective import Call, Here
 
 from .current import enter, exclusive_simulation
 from .rng_state import kept_rng
@@ -28,7 +28,7 @@ class SymmetricWorld(World):
 
     observe: Callable[[Call, Sequence[Tensor]], None] = lambda call, results: None
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Ready:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Ready:
         results = [self._result(call, tensor.detach(), group) for tensor in tensors]
         self.observe(call, results)
         return Ready(results)

@@ -10,8 +10,8 @@ from weakref import ReferenceType, ref
 import attrs
 from torch import Tensor
 
-from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Group
+from functional_ds.comm.table.errors import CommError
 
 __all__ = ["Performed", "Posted", "Queued", "Worker"]
 

@@ -363,7 +363,7 @@ def sequence_length() -> Figure:
 
 def mesh_traffic() -> Figure:
     """Who sends how much to whom on 2 x 2 x 2 ranks, in a step of a layer with attention and experts."""
-    return comm.draw_traffic(comm.simulate(_layer_on_a_mesh, world_size=8))
+    return comm.debug.draw_traffic(comm.simulate(_layer_on_a_mesh, world_size=8))
 
 
 def _layer_on_a_mesh() -> comm.Ledger:

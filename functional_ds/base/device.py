@@ -1,4 +1,4 @@
-"""Devices that compute beside the host: their streams, pinned memory and random generators.
+"""Devices that compute beside the host: their pinned memory, peaks and random generators.
 
 Each asks torch's module for the kind of device (``torch.cuda``, ``torch.xpu``, ...). On the CPU and on meta tensors all work is
 complete when a call returns.
@@ -6,34 +6,27 @@ complete when a call returns.
 
 import resource
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "arriving",
-    "current_stream",
     "forked_rng",
     "generator_states",
     "held_bytes",
     "in_use",
     "is_pinned",
-    "on_stream",
     "overlaps",
     "peak_bytes",
     "redrawn",
     "resident_peak_bytes",
     "rng_state",
     "set_rng_state",
-    "side_stream",
     "synchronize",
 ]
-
-_THREAD = threading.local()  # streams: side streams by device and purpose, as torch's current streams are the thread's
 
 
 def overlaps(device: torch.device) -> bool:
@@ -43,27 +36,6 @@ def overlaps(device: torch.device) -> bool:
     (False, True)
     """
     return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "Stream")
-
-
-def current_stream(device: torch.device) -> Any:
-    """The stream that gets the device's work on this thread."""
-    return torch.get_device_module(device).current_stream(device)
-
-
-def on_stream(device: torch.device, stream: Any) -> AbstractContextManager[Any]:
-    """Within the block the stream is the device's current one."""
-    found: AbstractContextManager[Any] = torch.get_device_module(device).stream(stream)
-    return found
-
-
-def side_stream(device: torch.device, purpose: str) -> Any:
-    """This thread's stream of the device for one purpose, the same at each call: the allocator pools memory by stream."""
-    streams: dict[tuple[torch.device, str], Any] = _THREAD.__dict__.setdefault("streams", {})
-    kind = torch.get_device_module(device).Stream
-    found = streams.get((device, purpose))
-    if type(found) is not kind:
-        found = streams[device, purpose] = kind(device)
-    return found
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:

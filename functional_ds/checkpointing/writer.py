@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from functional_ds.base.device import current_stream, overlaps
+from functional_ds.base.device import overlaps
+from functional_ds.base.device_streams import current_stream
 from functional_ds.base.files import FileLock, read_regular, write_atomically
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import CheckpointError

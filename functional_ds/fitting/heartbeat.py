@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import attrs
 from torch.distributed.distributed_c10d import PrefixStore
 
-from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
+from functional_ds.comm.table.collective import Call, Here
 from functional_ds.step.step import Step
 
 __all__ = ["Heartbeat", "Heartbeats", "PeerStatus", "activity"]

@@ -254,7 +254,7 @@ class _Guard:
         """Ends the process, whatever its main thread waits for."""
         if self.over.is_set():
             return
-        error = comm.TimedOutError(f"rank {self.beats.rank} is ended by its watchdog: {message}")
+        error = comm.errors.TimedOutError(f"rank {self.beats.rank} is ended by its watchdog: {message}")
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         with suppress(Exception):  # for torchrun's summary
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -287,11 +287,11 @@ class _Guard:
             self.watch.step, f"looking for the cause of {type(error).__name__}, which it raised while {self.watch.what}"
         )
         message = self.verdict
-        if message is None and isinstance(error, comm.CommError | dist.DistError):
+        if message is None and isinstance(error, comm.errors.CommError | dist.DistError):
             message = self._cause()
         if message is not None:
             self.over.set()
-            raise comm.RankFailedError(f"rank {self.beats.rank} failed because of others: {message}") from error
+            raise comm.errors.RankFailedError(f"rank {self.beats.rank} failed because of others: {message}") from error
         with suppress(Exception):
             self.beats.leave(f"raised {type(error).__name__}: {error}".splitlines()[0])
 

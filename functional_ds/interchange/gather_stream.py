@@ -181,7 +181,7 @@ def stream(
             return None
         part = parts[index]
         template = torch.zeros((), dtype=cast(part.leaf), device=group.world.device).expand(part.numel)
-        return comm.irecv(template, part.src, group)
+        return comm.start(comm.recv, template, part.src, group)
 
     following = receive(0)
     for index, part in enumerate(parts):

@@ -97,7 +97,7 @@ def _argument(name: str, value: Any, annotation: Any, job: Job, around: Surround
         unit = call_entry(value, "unit partition")
         function, arguments = function_and_arguments(unit, "unit partition", job, around)
         return function(**arguments) if unit.name == "by_bytes" else function
-    if comm.Codec in kinds and isinstance(value, str | Mapping):
+    if comm.codecs.Codec in kinds and isinstance(value, str | Mapping):
         return made(call_entry(value, "codec"), "codec", job, entry="")
     if name in ("others", "rules") and isinstance(value, Mapping | str):
         return _optimizers(name, value, job)
@@ -155,7 +155,7 @@ def _plan_of(around: Surroundings) -> Any:
 # Functions of which models, losses and steps are made. Others of torch and of this library run files, write files or unpickle.
 LIBRARY = (
     "functional_ds.base.weighted",
-    "functional_ds.comm.compression",
+    "functional_ds.comm.codecs",
     "functional_ds.modules",
     "functional_ds.optim",
     "functional_ds.parallel",

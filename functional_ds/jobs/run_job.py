@@ -147,7 +147,7 @@ def run_ranks(job: Job, program: Callable[..., Found], *args: Any, stop: Flag | 
             return program(job, *args, flag)
         try:
             return comm.spawn(_run, program, job, args, flag, world_size=job.world_size, backend=_backend(job))[0]
-        except comm.RankFailedError as error:
+        except comm.errors.RankFailedError as error:
             if flag.is_set():
                 raise Interrupted(signal.SIGINT, 0) from error  # interrupted again, while it was stopping
             raise

@@ -10,7 +10,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked
 from functional_ds.base.weighted import weigh
-from functional_ds.comm.record.table import ALL_GATHER
+from functional_ds.comm.table.collective import Call
 from functional_ds.step.compose import wrap
 from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
@@ -84,8 +84,8 @@ def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int
         return 0, 0
     live, world = Live(), comm.world().world
 
-    def observe(call: comm.Call, results: Sequence[Tensor]) -> None:
-        if call.collective is ALL_GATHER:
+    def observe(call: Call, results: Sequence[Tensor]) -> None:
+        if call.collective.traffic.role == "gather":
             live.note(result for result in results if result.is_meta)
 
     def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> Any:

@@ -49,9 +49,11 @@ class Tracked:
         self._ahead = 0
 
     def __call__(self, x: Any, group: comm.Group | None = None, **options: Any) -> Any:
-        """Calls the gather and notes its result."""
+        return self.request(x, group, **options).run()
+
+    def request(self, x: Any, group: comm.Group | None = None, **options: Any) -> comm.table.Request[Any]:
+        """The gather, whose result is noted."""
         size = sum(leaf.nbytes for leaf in tree.leaves(x)) * (group or comm.world()).size
-        found = self._gather(x, group, **options)
         self._ahead += size
         self.live.note((), ahead=self._ahead)
 
@@ -60,7 +62,7 @@ class Tracked:
             self.live.note(leaf for leaf in tree.leaves(whole) if isinstance(leaf, Tensor))
             return whole
 
-        return found.then(arrived) if isinstance(found, comm.Pending) else arrived(found)
+        return comm.table.prepare(self._gather, x, group, **options).then(arrived)
 
     def __repr__(self) -> str:
         return f"tracked({getattr(self._gather, '__name__', self._gather)})"

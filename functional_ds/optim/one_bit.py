@@ -103,7 +103,7 @@ class OneBitState:
     count: Tensor
     exp_avg: list[Tensor]
     exp_avg_sq: list[Tensor]
-    residual: comm.Residual | None
+    residual: comm.codecs.Residual | None
     local: LocalSteps | None
 
     reduces: ClassVar[bool] = True  # its update sums the gradients over the ranks
@@ -116,7 +116,7 @@ def one_bit_adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    codec: comm.Codec | None = comm.OneBit(2048),  # noqa: B008  # frozen
+    codec: comm.codecs.Codec | None = comm.codecs.OneBit(2048),  # noqa: B008  # frozen
     decay: PathFilter | None = None,
 ) -> PerParameter:
     """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): Adam, then momentum in one bit an element over a frozen variance.
@@ -127,7 +127,7 @@ def one_bit_adam(
     ```
 
     The optimizer itself sums the gradients: use it with ``T.local_gradients(group)``, which leaves them on each rank.
-    EF is error feedback in both directions (``comm.ErrorFeedback``), so no error is lost for good (law 38). On one rank
+    EF is error feedback in both directions (``comm.codecs.ErrorFeedback``), so no error is lost for good (law 38). On one rank
     nothing is sent, and without a codec values are sent exactly. All ranks keep the same bits. m̂ and v̂ are corrected for
     their bias as Adam does. An element that had no gradient in the whole warm-up has no variance to divide by, and does not
     move from then on.
@@ -179,7 +179,7 @@ def zero_one_adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    codec: comm.Codec | None = comm.OneBit(2048),  # noqa: B008  # frozen
+    codec: comm.codecs.Codec | None = comm.codecs.OneBit(2048),  # noqa: B008  # frozen
     decay: PathFilter | None = None,
 ) -> PerParameter:
     """0/1 Adam (Lu et al. 2022, arXiv:2202.06009): one bit an element from the start, later not in every step.
@@ -249,7 +249,7 @@ class _Rule:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    codec: comm.Codec | None
+    codec: comm.codecs.Codec | None
     exact: UpdateIntervals
     syncs: UpdateIntervals
     weighs: bool
@@ -288,7 +288,7 @@ class _At:
     def init(self, params: list[Tensor]) -> OneBitState:
         """The state before the first update."""
         real, codec = reals(params), self.rule.codec
-        residual = None if codec is None else comm.ErrorFeedback(codec).init(real, self.group)
+        residual = None if codec is None else comm.codecs.ErrorFeedback(codec).init(real, self.group)
         rates = torch.zeros((), dtype=widest(params), device=params[0].device if params else None)
         local = None if self.rule.syncs == ALWAYS else LocalSteps([p.detach().clone() for p in real], zeros(params), rates)
         return OneBitState(torch.zeros((), dtype=torch.int64), zeros(params), zeros(params), residual, local)
@@ -371,10 +371,12 @@ class _At:
             p.copy_(synced - (known / root).mul_(step))
         return tree.replace(state, residual=residual)
 
-    def _mean(self, values: list[Tensor], residual: comm.Residual | None) -> tuple[list[Tensor], comm.Residual | None]:
+    def _mean(
+        self, values: list[Tensor], residual: comm.codecs.Residual | None
+    ) -> tuple[list[Tensor], comm.codecs.Residual | None]:
         if self.rule.codec is None or residual is None:
             return comm.all_reduce(values, self.group, op="avg"), None
-        found: tuple[list[Tensor], comm.Residual] = comm.ErrorFeedback(self.rule.codec).all_reduce(
+        found: tuple[list[Tensor], comm.codecs.Residual] = comm.codecs.ErrorFeedback(self.rule.codec).all_reduce(
             values, residual, self.group, op="avg"
         )
         return found

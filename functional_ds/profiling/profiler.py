@@ -204,9 +204,9 @@ class Profiled:
     def result(self, group: comm.Group | None = None) -> Profile:
         """All ranks' figures, on one clock. Collective over the group, by default the world.
 
-        Cost: an all-gather of the figures, and the messages of ``comm.clock_offsets``.
+        Cost: an all-gather of the figures, and the messages of ``comm.debug.clock_offsets``.
         """
-        offsets = comm.clock_offsets(group)
+        offsets = comm.debug.clock_offsets(group)
         return Profile(str(self.step), comm.all_gather_object(self.own(), group), offsets.seconds, offsets.error)
 
     def finish(self) -> None:

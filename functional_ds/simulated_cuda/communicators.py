@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from functional_ds.base.torch_private import later_work, schema_of
-from functional_ds.comm.record.collective import Call, Handle
 from functional_ds.comm.record.group import Group
+from functional_ds.comm.table.collective import Call, Handle
 
 from .gpu import Access, SimulatedGpu, Touch, tensors_in
 from .streams import SimulatedEvent

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functional_ds.base.side_stream import SideStream
+from functional_ds.base.device_streams import SideStream
 from functional_ds.base.torch_private import (
     cuda_without_a_driver,
     fake_tensors_as_if_on,

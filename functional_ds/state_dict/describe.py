@@ -170,7 +170,7 @@ class _Walk:
         """Describes a node of the state and all below it."""
         if isinstance(node, Tensor):
             self.found.append(TensorShard.whole(".".join(path), node))
-        elif isinstance(node, comm.Residual):
+        elif isinstance(node, comm.codecs.Residual):
             self.residual(path, node)
         elif isinstance(node, GroupStates):
             self.groups(path, node, parts)
@@ -256,7 +256,7 @@ class _Walk:
                 role = ".".join(part for part in (*path, *inside.split(".")) if part and not part.isdecimal())
                 self.found.append(TensorShard.whole(self.unique(role, leaf), value))
 
-    def residual(self, path: tuple[str, ...], node: comm.Residual) -> None:
+    def residual(self, path: tuple[str, ...], node: comm.codecs.Residual) -> None:
         """Describes error feedback, which differs between ranks."""
         for where, leaf in tree.named(node):
             self.found.append(TensorShard.whole(f"{'.'.join(path)}.{where}", leaf, per_rank=True))

@@ -19,8 +19,8 @@ from functional_ds.base.byte_ranges import overlapping
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable, module_of, trainable
 from functional_ds.base.weighted import Weighted
-from functional_ds.comm.agree import Entry, differences
-from functional_ds.comm.description import described
+from functional_ds.comm.agreement.agree import Entry, differences
+from functional_ds.comm.agreement.description import described
 from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.comm.worlds.process import ProcessWorld
 from functional_ds.sharding.leaf_map import LeafMap

@@ -104,7 +104,7 @@ STRATEGIES: dict[str, tuple[int, tuple[fds.Transform, ...]]] = {
     "none": (1, ()),
     "accumulate": (1, (transforms.accumulate(2),)),
     "zero": (2, (transforms.zero(2), transforms.accumulate(2))),
-    "data-parallel checks": (2, (transforms.compressed_gradients(comm.Cast(torch.float32)),)),
+    "data-parallel checks": (2, (transforms.compressed_gradients(comm.codecs.Cast(torch.float32)),)),
     "bf16": (1, (transforms.mixed_precision("bf16"),)),
     "remat": (1, (transforms.remat(""),)),
 }

@@ -183,7 +183,7 @@ STRATEGIES: dict[str, Any] = {
     "bf16, accumulated": lambda: [transforms.mixed_precision("bf16"), transforms.zero(3), transforms.accumulate(2)],
     "stochastic": lambda: [*precision("bf16 alone"), transforms.zero(1)],
     "quantised": lambda: [
-        transforms.zero(1, all_gather=comm.compressed(comm.all_gather, comm.Blocks(8))),
+        transforms.zero(1, all_gather=comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))),
     ],
 }
 
@@ -399,7 +399,7 @@ def test_a_leaf_that_is_called_like_a_ranks_own(tmp_path: Path) -> None:
 
 def test_quantised_gathers_load_into_exact_ones(tmp_path: Path) -> None:
     """The optimizer's own params count, not what was gathered for the loss."""
-    gather = comm.compressed(comm.all_gather, comm.Blocks(8))
+    gather = comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))
 
     def program() -> None:
         lossy, exact = make("adamw", transforms.zero(1, all_gather=gather)), make("adamw", transforms.zero(2))
@@ -506,12 +506,14 @@ def test_ranks_that_differ_keep_their_own(tmp_path: Path) -> None:
         slots = fds.compose(fds.wrap("mine", slot="mine"), fds.wrap("owed", slot="owed"))
         step = fds.compose(transforms.zero(0), slots)(fds.train_step(lambda p, x: p["w"].sum() * x, fds.sgd(0.1)))
         mine = torch.full((3,), float(comm.world().rank))
-        owed = comm.ErrorFeedback(comm.TopK(0.5)).init([mine])
+        owed = comm.codecs.ErrorFeedback(comm.codecs.TopK(0.5)).init([mine])
         state = step.init({"w": torch.ones(4)}).put(mine=mine, owed=owed)
         if n == 3:
             state.slots["owed"].own[0].fill_(comm.world().rank)
             fds.save(state, tmp_path)
-        like = step.init({"w": torch.zeros(4)}).put(mine=torch.zeros(3), owed=comm.ErrorFeedback(comm.TopK(0.5)).init([mine]))
+        like = step.init({"w": torch.zeros(4)}).put(
+            mine=torch.zeros(3), owed=comm.codecs.ErrorFeedback(comm.codecs.TopK(0.5)).init([mine])
+        )
         if n == 3:
             found = fds.load(tmp_path, like=like)
             assert torch.equal(found.slots["mine"], mine)

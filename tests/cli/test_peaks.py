@@ -12,7 +12,7 @@ from functional_ds import comm
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import StepAllocations, step_shape
-from functional_ds.comm.worlds import gloo
+from functional_ds.comm.backends import gloo
 from functional_ds.comm.worlds.gloo_shapes import GlooShapesWorld
 from functional_ds.comm.worlds.shapes import rank_on_shapes
 from tests.cli.models_by_name import HERE

@@ -18,7 +18,7 @@ from functional_ds.cli.planning.known_machines import MACHINES
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import step_shape
 from functional_ds.comm.record.ledger import Row
-from functional_ds.comm.record.table import ALL_REDUCE
+from functional_ds.comm.table.rows import ALL_REDUCE
 from functional_ds.modules.flops import FlopCounter
 from functional_ds.modules.operation_cost import SizedOperation
 from functional_ds.scaling.machine import FACTORS, Machine

@@ -4,6 +4,7 @@ The functions here run in spawned processes, so they stand at the top level of a
 """
 
 import random
+from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
@@ -81,7 +82,7 @@ def _values(leaf: Leaf, generator: torch.Generator, special: bool) -> Tensor:
 def draw(count: int, world_size: int, seed: int) -> list[Case]:
     """``count`` cases, every row of the table in turn."""
     pick = random.Random(seed)
-    names = [row.name for row in comm.TABLE]
+    names = [row.name for row in comm.table.TABLE]
     return [_draw_one(names[i % len(names)], world_size, pick) for i in range(count)]
 
 
@@ -106,7 +107,7 @@ def _draw_one(name: str, n: int, pick: random.Random) -> Case:
         pairs = [pair for pair in permutations(range(n), 2) if pick.random() < 0.7]
         options["messages"] = [(*pair, pick.randrange(2)) for pair in pick.sample(pairs, len(pairs)) for _ in range(2)]
     if name != "barrier" and pick.random() < 0.3:
-        options["async_op"] = True
+        options["started"] = True
     gradient = name != "barrier" and options.get("op", "sum") == "sum" and pick.random() < 0.4
     if gradient:
         dtypes = SMOOTH
@@ -177,6 +178,7 @@ def _run_one(case: Case, device: str, group: comm.Group) -> Any:
 
 def _call(case: Case, x: Any, group: comm.Group) -> Any:
     options, name, rank = dict(case.options), case.name, group.rank
+    carry_out = _waited if options.pop("started", False) else _called
     if name == "all_to_all_rows":
         splits, name = options.pop("splits"), "all_to_all"
         options["input_splits"] = splits[rank]
@@ -184,12 +186,18 @@ def _call(case: Case, x: Any, group: comm.Group) -> Any:
             options["output_splits"] = [row[rank] for row in splits]
     if name == "transfer":
         ops = [_op(message, x, rank) for message in options.pop("messages") if rank in message[:2]]
-        result = comm.batch_p2p(ops, group, **options)
-    elif _has_template(case, rank):
-        result = comm.scatter(None, group=group, like=x, **options)
-    else:
-        result = getattr(comm, name)(x, group=group, **options)
-    return result.wait() if case.options.get("async_op") else result
+        return carry_out(comm.batch_p2p, ops, group, **options)
+    if _has_template(case, rank):
+        return carry_out(comm.scatter, None, group=group, like=x, **options)
+    return carry_out(getattr(comm, name), x, group=group, **options)
+
+
+def _waited(collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return comm.start(collective, *args, **options).wait()
+
+
+def _called(collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return collective(*args, **options)
 
 
 def _op(message: tuple[int, int, int], x: Any, rank: int) -> comm.Send | comm.Recv:

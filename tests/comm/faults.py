@@ -77,7 +77,7 @@ def nobody_sends() -> None:
 def under_way_and_swapped() -> None:
     """Nothing waits where the fault is."""
     calls: list[Callable[..., Any]] = [comm.all_reduce, comm.all_gather]
-    pendings = [call(torch.ones(2), async_op=True) for call in (calls if comm.world().rank else calls[::-1])]
+    pendings = [comm.start(call, torch.ones(2)) for call in (calls if comm.world().rank else calls[::-1])]
     for pending in pendings:
         pending.wait()
 
@@ -126,7 +126,7 @@ _ROWS = ("rank 2 of the group sends 1 rows to rank 0", "expects 2")
 FAULTS: list[Fault] = [
     Fault(
         facing_sends,
-        comm.DeadlockError,
+        comm.errors.DeadlockError,
         ("rank 0 waits in send(dst=1) of [float32[2]]", "rank 1 waits in send(dst=0) of [float32[2]]", "rank 2 has finished"),
         {
             0: ("in send(dst=1) of [float32[2]]", "rank 1 had not come", "rank 1 waits in send(dst=0)"),
@@ -135,33 +135,33 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         skipped_on_one_rank,
-        comm.DeadlockError,
+        comm.errors.DeadlockError,
         ("rank 0 waits in barrier()", "rank 2 waits in barrier()", "for rank 1", "rank 1 has finished"),
         dict.fromkeys((0, 2), ("in barrier()", "rank 1 had not come", "rank 1 has left the checked block")),
     ),
     Fault(
         skipped_before_another,
-        comm.MismatchError,
+        comm.errors.MismatchError,
         ("called all_reduce(op='sum') of [float32[2]] at faults.py", "rank 1 called all_gather(dim=0, tiled=True)"),
         _all("all_reduce(op='sum') of [float32[2]] at faults.py", "rank 1 called all_gather(dim=0, tiled=True)"),
     ),
     Fault(
         swapped_order,
-        comm.MismatchError,
+        comm.errors.MismatchError,
         ("rank 0 called broadcast(src=0)", "called all_reduce(op='sum')"),
         _all("rank 0 called broadcast(src=0)", "called all_reduce(op='sum')"),
     ),
-    Fault(wrong_shape, comm.MismatchError, (*_SHAPES, "rank 2 called"), _all(*_SHAPES, "rank 2 called")),
-    Fault(wrong_dtype, comm.MismatchError, (*_DTYPES, "rank 2 called"), _all(*_DTYPES, "rank 2 called")),
+    Fault(wrong_shape, comm.errors.MismatchError, (*_SHAPES, "rank 2 called"), _all(*_SHAPES, "rank 2 called")),
+    Fault(wrong_dtype, comm.errors.MismatchError, (*_DTYPES, "rank 2 called"), _all(*_DTYPES, "rank 2 called")),
     Fault(
         wrong_root,
-        comm.MismatchError,
+        comm.errors.MismatchError,
         ("rank 1 called broadcast(src=1)", "called broadcast(src=0)"),
         _all("rank 1 called broadcast(src=1)", "called broadcast(src=0)"),
     ),
     Fault(
         wrong_group,
-        comm.DeadlockError,
+        comm.errors.DeadlockError,
         ("on group 'pair' at faults.py", "for rank 1", "on group 'world' at faults.py", "for rank 0"),
         {
             0: ("on group 'pair'", "rank 1 had not come", "rank 1 waits in all_reduce"),
@@ -169,22 +169,22 @@ FAULTS: list[Fault] = [
             2: ("on group 'world'", "rank 0 had not come", "rank 0 waits in all_reduce"),
         },
     ),
-    Fault(wrong_rows, comm.MismatchError, _ROWS, _all(*_ROWS)),
+    Fault(wrong_rows, comm.errors.MismatchError, _ROWS, _all(*_ROWS)),
     Fault(
         wrong_template,
-        comm.MismatchError,
+        comm.errors.MismatchError,
         ("rank 0 called send(dst=1) of [float32[2]]", "rank 1 called recv(src=0) of [float32[3]]"),
         dict.fromkeys((0, 1), ("rank 0 called send(dst=1) of [float32[2]]", "rank 1 called recv(src=0) of [float32[3]]")),
     ),
     Fault(
         nobody_sends,
-        comm.DeadlockError,
+        comm.errors.DeadlockError,
         ("rank 2 waits in recv(src=0) of [float32[2]]", "for rank 0", "rank 0 has finished"),
         {2: ("in recv(src=0) of [float32[2]]", "rank 0 had not come", "rank 0 has left the checked block")},
     ),
     Fault(
         under_way_and_swapped,
-        comm.MismatchError,
+        comm.errors.MismatchError,
         ("rank 0 called all_gather(dim=0, tiled=True)", "called all_reduce(op='sum')"),
         _all("rank 0 called all_gather(dim=0, tiled=True)", "called all_reduce(op='sum')"),
     ),
@@ -206,10 +206,10 @@ def caught(names: list[str], seconds: float) -> dict[str, str | None]:
     programs, found = {fault.name: fault.program for fault in FAULTS}, {}
     for name in names:
         try:
-            with comm.checked(timeout=timedelta(seconds=seconds)):
+            with comm.debug.checked(timeout=timedelta(seconds=seconds)):
                 programs[name]()
             found[name] = None
         except Exception as error:
             found[name] = str(error)
-        comm.monitored_barrier(timeout=timedelta(seconds=60))
+        comm.debug.monitored_barrier(timeout=timedelta(seconds=60))
     return found

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functional_ds.comm.worlds import nccl
+from functional_ds.comm.backends import nccl
 from functional_ds.comm.worlds.process import ProcessWorld
 
 __all__ = ["install"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm, moe, seq, tp
-from functional_ds.comm.alike import alike
+from functional_ds.comm.agreement.alike import alike
 
 N = 2
 
@@ -85,7 +85,7 @@ PROGRAMS: dict[Callable[..., Any], str] = {
 @pytest.mark.parametrize("rules", [None, "nccl"])
 def test_it_is_named(program: Callable[[], Any], rules: Any) -> None:
     """Each of these gave numbers, which were wrong."""
-    with pytest.raises(comm.MismatchError, match=PROGRAMS[program]) as caught:
+    with pytest.raises(comm.errors.MismatchError, match=PROGRAMS[program]) as caught:
         comm.simulate(program, world_size=N, rules=rules)
     assert "test_alike.py:" in str(caught.value)
 
@@ -93,7 +93,7 @@ def test_it_is_named(program: Callable[[], Any], rules: Any) -> None:
 @pytest.mark.parametrize("way", [seq.gathered, seq.ulysses])
 def test_all_ways_of_attention_compare(way: Callable[..., Any]) -> None:
     for program in (other_causality, other_layout):
-        with pytest.raises(comm.MismatchError, match=r"(gathered attention|ulysses)"):
+        with pytest.raises(comm.errors.MismatchError, match=r"(gathered attention|ulysses)"):
             comm.simulate(program, way, world_size=N)
 
 
@@ -102,11 +102,11 @@ def in_processes() -> list[str]:
     found = []
     for program in PROGRAMS:
         try:
-            with comm.checked():
+            with comm.debug.checked():
                 program()
-        except comm.MismatchError as error:
+        except comm.errors.MismatchError as error:
             found.append(str(error))
-        comm.monitored_barrier()
+        comm.debug.monitored_barrier()
     other_labels()
     return found
 
@@ -122,7 +122,7 @@ def test_without_values_it_is_named() -> None:
         x = torch.empty(1, 4, 4, 8, device="meta")
         seq.ring(comm.world())(x, x, x, causal=mine())
 
-    with pytest.raises(comm.MismatchError, match=r"causal=False.*causal=True"):
+    with pytest.raises(comm.errors.MismatchError, match=r"causal=False.*causal=True"):
         comm.simulate(program, world_size=N, shapes_only=True)
 
 

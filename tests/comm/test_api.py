@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], Message]] = {
     ),
     "avg of bool": (lambda: comm.reduce(ONES > 0, op="avg"), ValueError, "op='avg' of an integer or bool tensor (torch.bool)"),
     "avg of integers under way": (
-        lambda: comm.reduce_scatter(ONES.long(), op="avg", async_op=True),
+        lambda: comm.start(comm.reduce_scatter, ONES.long(), op="avg"),
         ValueError,
         "op='avg' of an integer or bool tensor (torch.int64): use sum, or cast it first",
     ),
@@ -335,16 +335,16 @@ def test_an_error_begins_with_the_call_and_the_rank(shown: str) -> None:
 
 @given(inputs(sizes=st.integers(1, 4), dtypes=(*FLOATING, *COMPLEX), cut=True))
 def test_an_average_may_be_under_way(case: Inputs) -> None:
-    """avg with async_op=True gives, at the wait, the bits of the call that waits at once; and a then of it."""
+    """a started avg gives, at the wait, the bits of the call that waits at once; and a then of it."""
 
     def program(x: Any) -> list[Any]:
-        calls: list[Callable[..., Any]] = [
-            lambda **how: comm.all_reduce(x, op="avg", **how),
-            lambda **how: comm.reduce_scatter(x, dim=case.dim, op="avg", **how),
-            lambda **how: comm.reduce(x, case.size - 1, op="avg", **how),
+        requests = [
+            comm.table.prepare(comm.all_reduce, x, op="avg"),
+            comm.table.prepare(comm.reduce_scatter, x, dim=case.dim, op="avg"),
+            comm.table.prepare(comm.reduce, x, case.size - 1, op="avg"),
         ]
-        pendings = [call(async_op=True) for call in calls]
-        return [(pending.wait(), call()) for pending, call in zip(pendings, calls, strict=True)]
+        pendings = [request.start() for request in requests]
+        return [(pending.wait(), request.run()) for pending, request in zip(pendings, requests, strict=True)]
 
     for results in case.simulate(program):
         for waited, at_once in results:
@@ -373,7 +373,7 @@ def test_alone_a_collective_keeps_the_value(case: Inputs) -> None:
             comm.scatter_to(x, dim=case.dim),
             comm.gather_from(x, dim=case.dim),
             comm.all_gather(x, dim=case.dim, uneven=True),
-            comm.all_reduce(x, op="max", async_op=True).wait(),
+            comm.start(comm.all_reduce, x, op="max").wait(),
         ]
 
     for results in (program(x), *case.simulate(program)):

@@ -24,7 +24,7 @@ def test_it_is_the_reduction(case: Inputs) -> None:
             found = comm.all_reduce(tree.map(torch.clone, x), donate=True)
         assert donated.rows == plain.rows
         assert_same(found, wanted)
-        assert_same(comm.all_reduce(tree.map(torch.clone, x), donate=True, async_op=True).wait(), wanted)
+        assert_same(comm.start(comm.all_reduce, tree.map(torch.clone, x), donate=True).wait(), wanted)
 
     case.simulate(program)
 
@@ -36,15 +36,15 @@ def reduced(numel: int, dtype: torch.dtype) -> tuple[bool, bool]:
     before, place = x.clone(), x.data_ptr()
     wanted = comm.all_reduce(x)
     alone = torch.equal(x, before)
-    found = comm.all_reduce(x, donate=True, async_op=True).wait()
+    found = comm.start(comm.all_reduce, x, donate=True).wait()
     return alone and torch.equal(found, wanted), found.data_ptr() == place
 
 
 def copies() -> tuple[bool, bool]:
     """Under ``checked`` nothing is written into an input, and a value of which a part was donated stays whole beside it."""
-    with comm.checked():
+    with comm.debug.checked():
         x = torch.full((50_000,), 1.0 + comm.world().rank)
-        total = comm.all_reduce(x, donate=True, async_op=True).wait()
+        total = comm.start(comm.all_reduce, x, donate=True).wait()
         untouched = bool((x == 1.0 + comm.world().rank).all())
     return untouched, bool((total == 6.0).all())
 

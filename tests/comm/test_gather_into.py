@@ -26,7 +26,7 @@ def test_it_is_the_gather(case: Inputs) -> None:
             found = comm.all_gather(x, tiled=False, out=new)
         assert [row.elements for row in into.rows] == [row.elements for row in plain.rows]
         tree.map(lambda leaf, value: leaf[here.rank].copy_(value), own, x)
-        again = comm.all_gather(tree.map(lambda leaf: leaf[here.rank], own), tiled=False, out=own, async_op=True).wait()
+        again = comm.start(comm.all_gather, tree.map(lambda leaf: leaf[here.rank], own), tiled=False, out=own).wait()
         for result, room in ((found, new), (again, own)):
             assert all(a is b for a, b in zip(tree.leaves(result), tree.leaves(room), strict=True))
             assert_same(result, whole)

@@ -62,7 +62,7 @@ def reductions(draw: st.DrawFn, *, cut: bool = False) -> tuple[Inputs, str]:
 def test_every_row_of_the_table_is_among_the_maps() -> None:
     """The laws below hold for each row, so each row must be there."""
     case = Inputs(2, [Leaf((2,))], seed=0)
-    assert {do.name for _, do in rows(case, "sum")} == {row.name for row in comm.TABLE} - {"barrier"} | {"uneven"}
+    assert {do.name for _, do in rows(case, "sum")} == {row.name for row in comm.table.TABLE} - {"barrier"} | {"uneven"}
 
 
 @pytest.mark.law(2)

@@ -326,9 +326,9 @@ def test_gradients_go_back_through_a_template(case: Inputs) -> None:
 def transferred(x: Any, like: Any, src: int, dst: int, tag: int, blocking: bool) -> Any:
     """One message; zeros on the other ranks."""
     if place() == src:
-        return comm.send(x, dst, tag=tag) if blocking else comm.isend(x, dst, tag=tag).wait()
+        return comm.send(x, dst, tag=tag) if blocking else comm.start(comm.send, x, dst, tag=tag).wait()
     if place() == dst:
-        return comm.recv(like, src, tag=tag) if blocking else comm.irecv(like, src, tag=tag).wait()
+        return comm.recv(like, src, tag=tag) if blocking else comm.start(comm.recv, like, src, tag=tag).wait()
     return tree.map(torch.zeros_like, x)
 
 

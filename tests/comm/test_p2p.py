@@ -42,7 +42,7 @@ def faces() -> None:
 def test_two_facing_sends_are_a_deadlock() -> None:
     """Both ranks, what each sends to whom, and both call sites."""
     for seed in range(3):
-        with pytest.raises(comm.DeadlockError) as caught:
+        with pytest.raises(comm.errors.DeadlockError) as caught:
             comm.simulate(faces, world_size=2, seed=seed)
         assert str(caught.value).splitlines() == [
             "deadlock: no rank can go on",
@@ -52,7 +52,7 @@ def test_two_facing_sends_are_a_deadlock() -> None:
 
 
 def test_two_facing_receives_are_a_deadlock() -> None:
-    with pytest.raises(comm.DeadlockError, match=r"rank 0 waits in recv\(src=1\).*\n.*rank 1 waits in recv\(src=0\)"):
+    with pytest.raises(comm.errors.DeadlockError, match=r"rank 0 waits in recv\(src=1\).*\n.*rank 1 waits in recv\(src=0\)"):
         comm.simulate(lambda: comm.recv(ONES, 1 - rank()), world_size=2)
 
 
@@ -69,7 +69,7 @@ def test_a_ring_of_sends_is_a_deadlock_and_a_batch_is_none(world_size: int) -> N
         comm.send(x, after)
         return int(comm.recv(x, before))
 
-    with pytest.raises(comm.DeadlockError) as caught:
+    with pytest.raises(comm.errors.DeadlockError) as caught:
         comm.simulate(ring, False, world_size=world_size)
     lines = str(caught.value).splitlines()[1:]
     assert len(lines) == world_size
@@ -84,7 +84,7 @@ def test_asynchronous_sends_may_face_each_other() -> None:
     """What is started is not waited for yet."""
 
     def swap() -> int:
-        sent = comm.isend(torch.tensor(rank()), 1 - rank())
+        sent = comm.start(comm.send, torch.tensor(rank()), 1 - rank())
         came = comm.recv(torch.tensor(0), 1 - rank())
         return int(came + sent.wait())
 
@@ -148,9 +148,9 @@ def test_messages_of_one_tag_come_in_order(tags: list[int], random: Any, seed: i
 
     def program() -> dict[int, list[int]]:
         if rank() == 0:
-            pendings = [comm.isend(torch.tensor(i), 1, tag=tag) for i, tag in enumerate(tags)]
+            pendings = [comm.start(comm.send, torch.tensor(i), 1, tag=tag) for i, tag in enumerate(tags)]
         else:
-            pendings = [comm.irecv(torch.tensor(0), 0, tag=tag) for tag in receives]
+            pendings = [comm.start(comm.recv, torch.tensor(0), 0, tag=tag) for tag in receives]
         found = {i: int(pendings[i].wait()) for i in waits}
         return {tag: [found[i] for i, other in enumerate(receives) if other == tag] for tag in range(3)}
 
@@ -164,8 +164,8 @@ def test_the_two_directions_have_orders_of_their_own() -> None:
     def program() -> list[int]:
         other = 1 - rank()
         apart = comm.new_group([0, 1], "apart")
-        pendings = [comm.isend(torch.tensor(10 * rank() + i), other) for i in range(2)]
-        aside = comm.isend(torch.tensor(100 + rank()), other, apart)
+        pendings = [comm.start(comm.send, torch.tensor(10 * rank() + i), other) for i in range(2)]
+        aside = comm.start(comm.send, torch.tensor(100 + rank()), other, apart)
         came = [int(comm.recv(torch.tensor(0), other, apart)), *(int(comm.recv(torch.tensor(0), other)) for _ in range(2))]
         comm.Pending.all([*pendings, aside]).wait()
         return came
@@ -212,13 +212,13 @@ def test_a_template_of_another_kind_is_a_mismatch(like: Any, text: str, blocking
     """Both sides: what was sent and what was to arrive, with both call sites."""
 
     def sends() -> None:
-        comm.send(ONES, 1, tag=5) if blocking else comm.isend(ONES, 1, tag=5).wait()
+        comm.send(ONES, 1, tag=5) if blocking else comm.start(comm.send, ONES, 1, tag=5).wait()
 
     def receives() -> None:
-        comm.recv(like, 0, tag=5) if blocking else comm.irecv(like, 0, tag=5).wait()
+        comm.recv(like, 0, tag=5) if blocking else comm.start(comm.recv, like, 0, tag=5).wait()
 
     for seed in range(3):
-        with pytest.raises(comm.MismatchError) as caught:
+        with pytest.raises(comm.errors.MismatchError) as caught:
             comm.simulate(lambda: sends() if rank() == 0 else receives(), world_size=2, seed=seed)
         message = str(caught.value)
         assert f"rank 0 called send(dst=1, tag=5) of [float32[2]] at {line_of(sends, 1)}" in message
@@ -230,12 +230,12 @@ def test_a_message_that_nobody_receives_is_reported(waits: bool) -> None:
     """Waited for, it is a deadlock; left alone, it is found when all have finished: rank, call and line."""
 
     def sends() -> None:
-        pending = comm.isend(ONES, 1, tag=3)
+        pending = comm.start(comm.send, ONES, 1, tag=3)
         if waits:
             pending.wait()
 
     where = f"send(dst=1, tag=3) of [float32[2]] on group 'world' at {line_of(sends, 1)} for rank 1"
-    error = comm.DeadlockError if waits else comm.UnmatchedError
+    error = comm.errors.DeadlockError if waits else comm.errors.UnmatchedError
     with pytest.raises(error) as caught:
         comm.simulate(lambda: sends() if rank() == 0 else None, world_size=2)
     assert f"  rank 0 {'waits in' if waits else 'started'} {where}" in str(caught.value).splitlines()
@@ -244,13 +244,13 @@ def test_a_message_that_nobody_receives_is_reported(waits: bool) -> None:
 def test_all_messages_left_over_are_listed() -> None:
     def program() -> None:
         if rank() == 0:
-            comm.isend(ONES, 1)
-            comm.isend(ONES, 1)
+            comm.start(comm.send, ONES, 1)
+            comm.start(comm.send, ONES, 1)
         if rank() == 1:
             comm.recv(ONES, 0)
-            comm.irecv(ONES, 2)
+            comm.start(comm.recv, ONES, 2)
 
-    with pytest.raises(comm.UnmatchedError) as caught:
+    with pytest.raises(comm.errors.UnmatchedError) as caught:
         comm.simulate(program, world_size=3)
     head, *lines = str(caught.value).splitlines()
     assert head == "all ranks have finished, but some never came to what others started"
@@ -266,15 +266,15 @@ def test_another_tag_is_another_message() -> None:
     def program() -> None:
         comm.send(ONES, 1, tag=1) if rank() == 0 else comm.recv(ONES, 0, tag=2)
 
-    with pytest.raises(comm.DeadlockError, match=r"send\(dst=1, tag=1\)(.|\n)*recv\(src=0, tag=2\)"):
+    with pytest.raises(comm.errors.DeadlockError, match=r"send\(dst=1, tag=1\)(.|\n)*recv\(src=0, tag=2\)"):
         comm.simulate(program, world_size=2)
 
 
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dst too large": (lambda: comm.send(ONES, 2), ValueError, "dst=2 is no rank of the group; its ranks are 0..1"),
-    "dst negative": (lambda: comm.isend(ONES, -1), ValueError, "dst=-1 is no rank of the group; its ranks are 0..1"),
+    "dst negative": (lambda: comm.start(comm.send, ONES, -1), ValueError, "dst=-1 is no rank of the group; its ranks are 0..1"),
     "src too large": (lambda: comm.recv(ONES, 2), ValueError, "src=2 is no rank of the group; its ranks are 0..1"),
-    "src negative": (lambda: comm.irecv(ONES, -1), ValueError, "src=-1 is no rank of the group; its ranks are 0..1"),
+    "src negative": (lambda: comm.start(comm.recv, ONES, -1), ValueError, "src=-1 is no rank of the group; its ranks are 0..1"),
     "src no integer": (lambda: comm.recv(ONES, "0"), ValueError, "src='0' is no rank of the group; its ranks are 0..1"),
     "to itself": (lambda: comm.send(ONES, rank()), ValueError, "is this rank itself; use the value as it is"),
     "from itself": (lambda: comm.recv(ONES, rank()), ValueError, "is this rank itself; use the value as it is"),
@@ -323,7 +323,9 @@ def test_a_rank_outside_of_the_group_may_not_send_in_it() -> None:
         if rank() == 0:
             comm.send(ONES, 1, group)
 
-    with pytest.raises(comm.CommError, match=r"send\(dst=1\): rank 0 is not in Group\('pair', not a member, ranks \[1, 2\]\)"):
+    with pytest.raises(
+        comm.errors.CommError, match=r"send\(dst=1\): rank 0 is not in Group\('pair', not a member, ranks \[1, 2\]\)"
+    ):
         comm.simulate(program, world_size=3)
 
 
@@ -333,8 +335,8 @@ def test_a_batch_is_pending_as_a_whole() -> None:
     def program() -> Any:
         other = 1 - rank()
         x = torch.tensor([1.0 + rank()], requires_grad=True)
-        pending = comm.batch_p2p([comm.Recv(x, other), comm.Send(x * 2, other), comm.Send(x * 3, other, tag=1),
-                                  comm.Recv(x, other, tag=1)], async_op=True)  # fmt: skip
+        pending = comm.start(comm.batch_p2p, [comm.Recv(x, other), comm.Send(x * 2, other), comm.Send(x * 3, other, tag=1),
+                                  comm.Recv(x, other, tag=1)])  # fmt: skip
         first, zero, nought, second = pending.wait()
         (first * 5 + second * 7 + zero + nought).sum().backward()
         return first.item(), second.item(), zero.item(), nought.item(), x.grad.item()

@@ -13,16 +13,19 @@ from tests.planting import Bug, planted
 
 pytestmark = pytest.mark.timeout(60)
 
-GLOO = "comm.worlds.gloo"
+GLOO = "comm.backends.gloo"
 
 TRANSPORT = [
-    (2, Bug("what is not donated is overwritten", "comm.worlds.gloo:all_reduce", "piece if in_place else None", "piece")),
-    (3, Bug("the third rank's own value is lost", "comm.worlds.gloo:_reduce_rows.finish", "out is own and rank > 1", "False")),
+    (2, Bug("what is not donated is overwritten", "comm.backends.gloo:all_reduce", "piece if in_place else None", "piece")),
+    (
+        3,
+        Bug("the third rank's own value is lost", "comm.backends.gloo:_reduce_rows.finish", "out is own and rank > 1", "False"),
+    ),
     (
         3,
         Bug(
             "large sums are gathered from elsewhere",
-            "comm.worlds.gloo:all_reduce",
+            "comm.backends.gloo:all_reduce",
             "piece if in_place else torch.empty_like(piece)",
             "torch.empty_like(piece)",
         ),

@@ -151,7 +151,7 @@ def test_a_group_of_a_world_that_was_left_raises() -> None:
         if again:
             comm.init_distributed("gloo", world_size=1, rank=0)
         for group in (here, some):
-            with pytest.raises(comm.CommError, match=r"all_reduce\(op='sum'\) on Group.*was destroyed; take a group of"):
+            with pytest.raises(comm.errors.CommError, match=r"all_reduce\(op='sum'\) on Group.*was destroyed; take a group of"):
                 comm.all_reduce(torch.tensor(1), group)
     assert comm.all_reduce(torch.tensor(1)).item() == 1
 
@@ -160,30 +160,30 @@ def test_a_group_raises_after_torchs_own_destroy_process_group() -> None:
     """As after ours: collectives, messages and barriers, also once another world was joined."""
     here = comm.init_distributed("gloo", world_size=1, rank=0)
     some, channel = comm.new_group([0], "some"), here.channel("other")
-    late = comm.all_reduce(torch.tensor(1), channel, async_op=True)
+    late = comm.start(comm.all_reduce, torch.tensor(1), channel)
     dist.destroy_process_group()
     for again in (False, True):
         if again:
             comm.init_distributed("gloo", world_size=1, rank=0)
         for group in (here, some, channel):
-            for call in (partial(comm.all_reduce, torch.tensor(1)), comm.monitored_barrier, comm.barrier):
-                with pytest.raises(comm.CommError, match=r"on Group.*was destroyed; take a group of the new world"):
+            for call in (partial(comm.all_reduce, torch.tensor(1)), comm.debug.monitored_barrier, comm.barrier):
+                with pytest.raises(comm.errors.CommError, match=r"on Group.*was destroyed; take a group of the new world"):
                     call(group=group)
     assert comm.all_reduce(torch.tensor(1)).item() == late.wait().item() == 1
 
 
-@pytest.mark.parametrize("call", [comm.barrier, comm.monitored_barrier, partial(comm.broadcast_object, 1)])
+@pytest.mark.parametrize("call", [comm.barrier, comm.debug.monitored_barrier, partial(comm.broadcast_object, 1)])
 def test_a_first_call_after_torchs_own_destroy_process_group_raises(call: Callable[..., Any]) -> None:
     here = comm.init_distributed("gloo", world_size=1, rank=0)
     dist.destroy_process_group()
-    with pytest.raises(comm.CommError, match=r"on Group.*was destroyed; take a group of the new world"):
+    with pytest.raises(comm.errors.CommError, match=r"on Group.*was destroyed; take a group of the new world"):
         call(group=here)
 
 
 def test_torchs_own_destroy_process_group_ends_the_threads() -> None:
     """As soon as anybody asks for the world; nothing is said, since nothing is under way."""
     here = comm.init_distributed("gloo", world_size=1, rank=0)
-    comm.all_reduce(torch.tensor(1), here.channel("other"), async_op=True)
+    comm.start(comm.all_reduce, torch.tensor(1), here.channel("other"))
     assert [thread.name for thread in threading.enumerate() if "worker" in thread.name] == ["worker world/other"]
     dist.destroy_process_group()
     assert comm.world().world is not here.world
@@ -239,7 +239,7 @@ def test_bad_groups_are_refused(what: str) -> None:
 OUTSIDE: dict[str, Callable[[comm.Group], Any]] = {
     "all_reduce(op='sum')": lambda group: comm.all_reduce(torch.ones(2), group),
     "all_reduce(op='sum') ": lambda group: comm.all_reduce(torch.ones(2), group, op="avg"),
-    "all_gather(dim=0, tiled=True)": lambda group: comm.all_gather(torch.ones(2), group, async_op=True),
+    "all_gather(dim=0, tiled=True)": lambda group: comm.start(comm.all_gather, torch.ones(2), group),
     "all_gather(dim=0, tiled=False)": lambda group: comm.all_gather(torch.ones(2), group, uneven=True),
     "reduce_scatter(dim=0, op='sum', tiled=True)": lambda group: comm.reduce_scatter(torch.ones(2), group),
     "broadcast(src=0)": lambda group: comm.broadcast(torch.ones(2), 0, group),
@@ -269,7 +269,7 @@ def test_a_rank_outside_of_a_group_may_not_call_its_collectives(shown: str) -> N
         group = comm.new_group([0, 2], "some")
         if rank() != 1:
             return ""
-        with comm.ledger() as book, pytest.raises(comm.CommError) as caught:
+        with comm.ledger() as book, pytest.raises(comm.errors.CommError) as caught:
             OUTSIDE[shown](group)
         assert not book.rows
         return str(caught.value)
@@ -286,7 +286,7 @@ def test_groups_of_one_name_and_ranks_are_one() -> None:
         x = torch.tensor(rank())
         first, second = comm.new_group([0, 1], "a"), comm.new_group([0, 1], "a")
         assert first == second
-        pendings = [comm.all_reduce(x + step, group, async_op=True) for step, group in enumerate((first, second))]
+        pendings = [comm.start(comm.all_reduce, x + step, group) for step, group in enumerate((first, second))]
         turned = comm.new_group([1, 0], "a")
         gathered = comm.all_gather(x.view(1), turned)
         return [int(pending.wait()) for pending in pendings] + gathered.tolist()
@@ -319,7 +319,7 @@ def groups_of_some() -> Any:
     if rank() == 0:
         try:
             comm.barrier(outside)
-        except comm.CommError as error:
+        except comm.errors.CommError as error:
             found["outside"] = str(error)
     found["all"] = comm.all_reduce(x).tolist()
     found["objects"] = comm.all_gather_object({"rank": rank(), "long": "x" * 1000 * rank()}), comm.broadcast_object(rank(), 1)
@@ -341,9 +341,9 @@ def joins_again(directory: str) -> list[Any]:
         found.append((here.rank, here == first, comm.all_gather(torch.tensor([me])).tolist()))
         try:
             comm.barrier(first)
-        except comm.CommError as error:
+        except comm.errors.CommError as error:
             found.append("take a group of the new world" in str(error))
-        pending = comm.irecv(torch.tensor(0), (place - 1) % 3)
+        pending = comm.start(comm.recv, torch.tensor(0), (place - 1) % 3)
         comm.send(torch.tensor(me), (place + 1) % 3)
         found.append(int(pending.wait()))
     return found

@@ -150,7 +150,7 @@ def test_a_rank_that_sigterm_does_not_end_is_killed(how: str, tmp_path: Path, mo
 
 
 def test_a_rank_that_returns_and_does_not_end(tmp_path: Path) -> None:
-    with pytest.raises(comm.RankFailedError, match=r"rank 1 returned, and did not end within 0:00:10"):
+    with pytest.raises(comm.errors.RankFailedError, match=r"rank 1 returned, and did not end within 0:00:10"):
         comm.spawn(lingers, "returns", str(tmp_path), world_size=2, timeout=timedelta(seconds=10))
 
 
@@ -173,7 +173,7 @@ def _first_dies(folder: str) -> Deadly:
 
 def test_a_rank_that_dies_before_it_joins_ends_all(tmp_path: Path) -> None:
     """At once: the other one would wait for it for ten minutes."""
-    with pytest.raises(comm.RankFailedError, match=r"rank [01] of 2 ended without a result \(exit code -9\)"):
+    with pytest.raises(comm.errors.RankFailedError, match=r"rank [01] of 2 ended without a result \(exit code -9\)"):
         comm.spawn(adds, 1, Deadly(str(tmp_path)), world_size=2)  # type: ignore[arg-type]
 
 

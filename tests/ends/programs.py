@@ -108,7 +108,7 @@ def receive_nobody_sends(*, then: str, size: int = 3) -> None:
     comm.barrier()
     other = 1 - comm.world().rank
     if comm.world().rank == 1:
-        pending = comm.irecv(torch.empty(size), other)
+        pending = comm.start(comm.recv, torch.empty(size), other)
         if then == "polled":
             pending.poll(0.01)
         KEPT.append(pending)
@@ -126,7 +126,7 @@ def receive_nobody_sends(*, then: str, size: int = 3) -> None:
 def received_later(size: int, *, kept: bool) -> None:
     """Rank 0 ends at once; what it has sent arrives."""
     if comm.world().rank == 0:
-        pending = comm.isend(torch.full((size,), 3.0), 1)
+        pending = comm.start(comm.send, torch.full((size,), 3.0), 1)
         if kept:
             KEPT.append(pending)
     else:
@@ -139,22 +139,22 @@ def reduced_later(size: int) -> None:
     if comm.world().rank == 1:
         time.sleep(0.5)
     for _ in range(3):
-        KEPT.append(comm.all_reduce(torch.ones(size), async_op=True))
-        comm.all_gather(torch.ones(size), async_op=True)
+        KEPT.append(comm.start(comm.all_reduce, torch.ones(size)))
+        comm.start(comm.all_gather, torch.ones(size))
 
 
 def many_threads() -> None:
     """Twelve channels, each with calls under way that end while the program does."""
     for index in range(12):
         channel = comm.world().channel(str(index))
-        KEPT.extend(comm.all_reduce(torch.ones(LARGE), channel, async_op=True) for _ in range(2))
+        KEPT.extend(comm.start(comm.all_reduce, torch.ones(LARGE), channel) for _ in range(2))
 
 
 def destroys(whose: str, *, pending: bool) -> None:
     """The world is left, with a receive under way or without."""
-    comm.all_reduce(torch.ones(LARGE), async_op=True).wait()
+    comm.start(comm.all_reduce, torch.ones(LARGE)).wait()
     if pending:
-        KEPT.append(comm.irecv(torch.empty(LARGE), 1 - comm.world().rank))
+        KEPT.append(comm.start(comm.recv, torch.empty(LARGE), 1 - comm.world().rank))
     (comm if whose == "ours" else dist).destroy_process_group()
 
 
@@ -171,9 +171,9 @@ def raises_while_checked() -> None:
 
     It gives the call up after 0.2 s, and says so, or sees in that moment that rank 0, which has lost it, has left.
     """
-    with comm.checked():
+    with comm.debug.checked():
         if comm.world().rank == 1:
-            KEPT.append(comm.all_reduce(torch.ones(3), comm.world().channel("late"), async_op=True))
+            KEPT.append(comm.start(comm.all_reduce, torch.ones(3), comm.world().channel("late")))
             raise FaultError("in a checked block")
         comm.recv(torch.empty(3), 1)
 
@@ -182,7 +182,7 @@ def caught_elsewhere() -> None:
     """The rank that loses the other one ends by an exit code of its own."""
     try:
         receive_nobody_sends(then="raise")
-    except comm.CommError:
+    except comm.errors.CommError:
         sys.exit(5)
 
 
@@ -211,15 +211,15 @@ def plain_raise() -> None:
 def forked() -> None:
     """A child is no rank: it says so, and ends as a program does."""
     for _ in range(2):
-        comm.all_reduce(torch.ones(LARGE), async_op=True).wait()
-        KEPT.append(comm.irecv(torch.empty(3), 1 - comm.world().rank))
+        comm.start(comm.all_reduce, torch.ones(LARGE)).wait()
+        KEPT.append(comm.start(comm.recv, torch.empty(3), 1 - comm.world().rank))
         child = os.fork()
         if child == 0:
             refused = 0
             for call in (comm.barrier, KEPT.pop().wait, partial(comm.all_reduce, torch.ones(3))):
                 try:
                     call()
-                except comm.CommError as error:
+                except comm.errors.CommError as error:
                     refused += "this process was forked from that of rank" in str(error)
             sys.exit(0 if refused == 3 and comm.world().size == 2 else 1)
         assert os.waitpid(child, 0)[1] == 0

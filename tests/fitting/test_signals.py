@@ -28,7 +28,7 @@ if __name__ == "__main__":
     with signals.stop_ranks_on_signals() as flag:
         try:
             comm.spawn(stubborn, flag, world_size=2)
-        except comm.RankFailedError:
+        except comm.errors.RankFailedError:
             print("ended")
 """
 

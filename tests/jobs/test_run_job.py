@@ -197,7 +197,7 @@ def test_a_deepspeed_config_is_a_strategy(job: Job, tmp_path: Path) -> None:
         ),
         (
             {"one_bit_adam": {"lr": 0.05, "warmup": 2, "codec": {"OneBit": {"size": 8}}}},
-            lambda: fds.one_bit_adam(0.05, warmup=2, codec=comm.OneBit(8)),
+            lambda: fds.one_bit_adam(0.05, warmup=2, codec=comm.codecs.OneBit(8)),
         ),
     ],
 )

@@ -63,7 +63,7 @@ def test_the_exact_shards_of_compressed_gathers_are_masters() -> None:
     """They are params as the optimizer has them."""
 
     def program() -> memory.Memory:
-        gather = comm.compressed(comm.all_gather, comm.Blocks(8))
+        gather = comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))
         return memory.measured(started(T.zero(1, all_gather=gather))[1])
 
     for found in comm.simulate(program, world_size=2):

@@ -66,7 +66,7 @@ def test_what_is_owed_is_predicted(n: int, which: str, half: bool) -> None:
 
     def make(*more: fds.Transform) -> fds.Step:
         chain = [T.mixed_precision("bf16")] if half else []
-        chain += [T.compressed_gradients(comm.OneBit()) if which == "feedback" else T.local_gradients()]
+        chain += [T.compressed_gradients(comm.codecs.OneBit()) if which == "feedback" else T.local_gradients()]
         return fds.compose(*chain, *more)(fds.train_step(linear, rules.get(which, fds.adam(0.1))))
 
     def held() -> memory.Memory:
@@ -111,7 +111,7 @@ def test_what_is_offloaded_is_predicted(tmp_path: Path, stage: int | None, place
 
 def test_what_feedback_gathers_is_no_unit() -> None:
     """Gathered are stage 3's units alone."""
-    step = T.compressed_gradients(comm.TopK(0.5))(fds.train_step(linear, fds.sgd(0.1)))
+    step = T.compressed_gradients(comm.codecs.TopK(0.5))(fds.train_step(linear, fds.sgd(0.1)))
     assert memory.predicted(lambda: step, fresh(), world_size=2).gathered == 0
 
 

@@ -102,7 +102,7 @@ def test_ranks_are_distributed_data_parallel(stage: Any, ranks: int) -> None:
 
     def program() -> Any:
         apply, params = fds.functional(network())
-        made = transforms.compressed_gradients(comm.Cast(torch.float32)) if stage == "local" else transforms.zero(stage)
+        made = transforms.compressed_gradients(comm.codecs.Cast(torch.float32)) if stage == "local" else transforms.zero(stage)
         step = made(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1)))
         state = step.init(params)
         for index in range(3):
@@ -641,7 +641,7 @@ def test_one_rank_may_be_the_first_to_write(stage: Any, policy: str) -> None:
 
     def program() -> Any:
         apply, params = fds.functional(Skipping(3))
-        made = transforms.compressed_gradients(comm.Cast(torch.float32)) if stage == "local" else transforms.zero(stage)
+        made = transforms.compressed_gradients(comm.codecs.Cast(torch.float32)) if stage == "local" else transforms.zero(stage)
         loss = lambda p, batch: apply(p, batch[0], int(batch[1][0])).square().mean()  # noqa: E731
         step = made(fds.train_step(loss, fds.sgd(0.1), buffers=policy))
         state, found = step.init(params), []

@@ -90,7 +90,7 @@ def test_exact_momenta_are_the_single_device_step(name: str, n: int, k: int, rul
         close(found, expected)
 
 
-@given(codec=st.sampled_from((None, comm.OneBit(8))), n=st.sampled_from((2, 3)))
+@given(codec=st.sampled_from((None, comm.codecs.OneBit(8))), n=st.sampled_from((2, 3)))
 def test_gradients_that_are_summed_already_count_once(codec: Any, n: int) -> None:
     """Under zero(0) nobody's gradients are unreduced: each rank does the whole update by itself, and sends nothing for it."""
 
@@ -251,11 +251,11 @@ def test_bytes_are_as_predicted(n: int, sizes: list[int]) -> None:
 @pytest.mark.law(38)
 @given(
     n=st.sampled_from((1, 2, 3, 4)),
-    codec=st.sampled_from((comm.OneBit(4), comm.TopK(0.25), comm.Blocks(4, size=4))),
+    codec=st.sampled_from((comm.codecs.OneBit(4), comm.codecs.TopK(0.25), comm.codecs.Blocks(4, size=4))),
     steps=st.integers(1, 5),
     weights=st.booleans(),
 )
-def test_error_feedback_loses_nothing(n: int, codec: comm.Codec, steps: int, weights: bool) -> None:
+def test_error_feedback_loses_nothing(n: int, codec: comm.codecs.Codec, steps: int, weights: bool) -> None:
     """Σ applied = Σ gₜ - e_T, where e_T is what the slot owes, summed over ranks; with weights that differ by rank and step."""
 
     def program() -> tuple[Tensor, Tensor, Any]:
@@ -291,7 +291,7 @@ def test_error_feedback_loses_nothing(n: int, codec: comm.Codec, steps: int, wei
 def test_overflow_on_one_rank_skips_on_all(rule: str, n: int, victim: int, inside: bool) -> None:
     """Params, optimizer and what is owed stay bitwise the same on all ranks, and the next step goes on from there."""
     optimizer = {"1-bit": fds.one_bit_adam(0.1, warmup=2), "0/1": fds.zero_one_adam(0.1, freeze=2, local=2, longest=2)}
-    data = T.compressed_gradients(comm.OneBit(8)) if rule == "feedback" else T.local_gradients()
+    data = T.compressed_gradients(comm.codecs.OneBit(8)) if rule == "feedback" else T.local_gradients()
     half = T.mixed_precision("fp16", 8.0)
 
     def program() -> None:
@@ -319,7 +319,7 @@ def test_feedback_composes_with_clip(n: int) -> None:
     """clip gets the sum that all ranks share: a norm, and the same params everywhere; a lossless codec is zero(0)."""
     chain = (T.clip(0.05), T.accumulate(2))
     (expected,) = run("mlp", fds.adamw(0.01, eps=1e-3), T.zero(0), *chain)
-    for found in run("mlp", fds.adamw(0.01, eps=1e-3), T.compressed_gradients(comm.TopK(1.0)), *chain, n=n):
+    for found in run("mlp", fds.adamw(0.01, eps=1e-3), T.compressed_gradients(comm.codecs.TopK(1.0)), *chain, n=n):
         close(found, expected)
 
 
@@ -328,7 +328,7 @@ def test_feedback_composes_with_clip(n: int) -> None:
 def test_donation_changes_nothing(rule: str) -> None:
     """A kept state stays as it is and gives the same again, what is owed included."""
     optimizer = {"1-bit": fds.one_bit_adam(0.1, warmup=1), "0/1": fds.zero_one_adam(0.1, freeze=1, local=2, longest=2)}
-    data = T.compressed_gradients(comm.OneBit(8)) if rule == "feedback" else T.local_gradients()
+    data = T.compressed_gradients(comm.codecs.OneBit(8)) if rule == "feedback" else T.local_gradients()
 
     def program() -> None:
         step = data(fds.train_step(lambda p, x: (p["w"] * x).sum(), optimizer.get(rule, fds.adam(0.1))))
@@ -459,7 +459,7 @@ def test_a_gpt_learns_as_with_adam(rule: str) -> None:
         "0/1": fds.zero_one_adam(3e-3, freeze=35, each=8, local=16, longest=2),
         "feedback": fds.adam(3e-3),
     }[rule]
-    data = (lambda: T.compressed_gradients(comm.OneBit(256))) if rule == "feedback" else T.local_gradients
+    data = (lambda: T.compressed_gradients(comm.codecs.OneBit(256))) if rule == "feedback" else T.local_gradients
     losses, sent = comm.simulate(gpt_loss, optimizer, data, 70, world_size=2)[0]
     found = sum(losses[-10:]) / 10
     assert found < 1.04 * expected

@@ -361,7 +361,7 @@ def test_compressed_gathers_leave_the_mean_exact(stage: int) -> None:
     """What is gathered for the loss is rounded; what the optimizer moves, the mean and what LAMB measures are not."""
 
     def program() -> tuple[Any, Any]:
-        gather = comm.compressed(comm.all_gather, comm.Blocks(8))
+        gather = comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))
         strategy = (transforms.ema(0.5), transforms.zero(stage, all_gather=gather))
         return trained("lamb", *strategy), trained("lamb", *strategy, show=seen)
 

@@ -120,7 +120,9 @@ def test_ranks_that_disagree_are_found() -> None:
         rank = comm.world().rank
         T.zero(1)(fds.train_step(loss, fds.sgd(0.1))).init({"w": torch.empty(4 + (rank == 2), device="meta")})
 
-    with pytest.raises(comm.MismatchError, match=r"group 'world/control' .*rank 0 called agree\(what='params'\) .*, rank 2 "):
+    with pytest.raises(
+        comm.errors.MismatchError, match=r"group 'world/control' .*rank 0 called agree\(what='params'\) .*, rank 2 "
+    ):
         comm.simulate(differs, world_size=4, shapes_only=True)
 
 

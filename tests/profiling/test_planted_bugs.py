@@ -54,7 +54,7 @@ BUGS: dict[Callable[[], Any], list[Bug]] = {
     fresh(test_profiler.bandwidths_agree, 3, [("all_reduce", 1), ("all_reduce", 2)]): [
         Bug(
             "an all-reduce goes one way",
-            "comm.record.collective:Traffic.bus",
+            "comm.table.collective:Traffic.bus",
             "self.passes * ((n - 1) / n if self.keeps_share and n else 1.0)",
             "(n - 1) / n if self.keeps_share and n else 1.0",
         ),

@@ -13,8 +13,8 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.comm.record import ledger as ledger_module
-from functional_ds.comm.record.collective import Call, Here
-from functional_ds.comm.record.table import ALL_REDUCE
+from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.rows import ALL_REDUCE
 from functional_ds.profiling.plain_steps import PlainSteps
 from functional_ds.profiling.spans import SpanClock, SpanKey, WaitLedger, timed
 

@@ -33,12 +33,12 @@ def both_receive() -> Any:
 
 def not_awaited() -> None:
     if comm.world().rank == 0:
-        comm.all_reduce(ONE, async_op=True)
+        comm.start(comm.all_reduce, ONE)
 
 
 def written() -> Any:
     x = torch.ones(2)
-    pending = comm.all_reduce(x, async_op=True)
+    pending = comm.start(comm.all_reduce, x)
     x.add_(1)
     return pending.wait()
 
@@ -46,7 +46,7 @@ def written() -> Any:
 def facing() -> None:
     """Both send first."""
     other = 1 - comm.world().rank
-    for pending in (comm.isend(ONE, other), comm.irecv(ONE, other)):
+    for pending in (comm.start(comm.send, ONE, other), comm.start(comm.recv, ONE, other)):
         pending.wait()
 
 
@@ -56,7 +56,7 @@ def from_another_thread() -> None:
     def call() -> None:
         try:
             comm.all_reduce(ONE, group=here)
-        except comm.CommError as error:
+        except comm.errors.CommError as error:
             found.append(error)
 
     here = comm.world()
@@ -93,8 +93,8 @@ def other_masks() -> Any:
 REFUSALS = [
     Refusal(
         what="cut attention with another mask or layout on one rank, a cut cross entropy with other labels, "
-        "under `comm.simulate` or `comm.checked()`",
-        error=comm.MismatchError,
+        "under `comm.simulate` or `comm.debug.checked()`",
+        error=comm.errors.MismatchError,
         says=r"for ring attention\(.*causal=(True|False).*for ring attention\(.*causal=(True|False)",
         advises=r"at collectives\.py:\d+, rank . called",
         why="Each rank would compute a part of something else.",
@@ -103,7 +103,7 @@ REFUSALS = [
     ),
     Refusal(
         what="ranks that call different collectives",
-        error=comm.MismatchError,
+        error=comm.errors.MismatchError,
         says="called different collectives: rank . called all_reduce|called different collectives: rank . called all_gather",
         advises=r"at collectives\.py:\d+, rank . called",
         why="Processes would wait for ever, or read each other's bytes.",
@@ -112,7 +112,7 @@ REFUSALS = [
     ),
     Refusal(
         what="ranks that wait for each other",
-        error=comm.DeadlockError,
+        error=comm.errors.DeadlockError,
         says="deadlock: no rank can go on",
         advises=r"collectives\.py:\d+",
         why="Processes would wait for ever.",
@@ -121,7 +121,7 @@ REFUSALS = [
     ),
     Refusal(
         what="a call that some ranks never make",
-        error=comm.UnmatchedError,
+        error=comm.errors.UnmatchedError,
         says="all_reduce",
         advises=r"collectives\.py:\d+",
         why="Its result can never come.",
@@ -130,7 +130,7 @@ REFUSALS = [
     ),
     Refusal(
         what="a tensor that is written before the `wait()` of its collective",
-        error=comm.WrittenError,
+        error=comm.errors.WrittenError,
         says="wrote into input of .*all_reduce",
         advises=r"started at collectives\.py:\d+, written before the wait at collectives\.py:\d+",
         why="The result would depend on the time of the write.",
@@ -139,7 +139,7 @@ REFUSALS = [
     ),
     Refusal(
         what='orders on which NCCL would hang, under `comm.simulate(..., rules="nccl")`',
-        error=comm.DeadlockError,
+        error=comm.errors.DeadlockError,
         says='under rules="nccl"',
         advises="rank 0 launched send.*rank 1 launched send",
         why="On NCCL a launched call waits on its stream, and blocks those after it.",
@@ -148,7 +148,7 @@ REFUSALS = [
     ),
     Refusal(
         what="a collective from a thread beside the rank's own, under `comm.simulate`",
-        error=comm.CommError,
+        error=comm.errors.CommError,
         says="comes from thread .*; a simulated rank is one thread",
         advises="call collectives from there",
         why="The order of calls would depend on the threads.",
@@ -157,7 +157,7 @@ REFUSALS = [
     ),
     Refusal(
         what="a group whose processes have left (`destroy_process_group`, ours or torch's)",
-        error=comm.CommError,
+        error=comm.errors.CommError,
         says="was destroyed",
         advises="take a group of the new world",
         why="Its connections are closed.",
@@ -198,7 +198,7 @@ REFUSALS = [
         advises="wait",
         why="It has no values yet.",
         instead="Call `.wait()`.",
-        program=lambda: on_two(lambda: comm.all_reduce(ONE, async_op=True) + 1),
+        program=lambda: on_two(lambda: comm.start(comm.all_reduce, ONE) + 1),
     ),
     Refusal(
         what="a lambda or an inner function in `comm.spawn`",
@@ -220,7 +220,7 @@ REFUSALS = [
     ),
     Refusal(
         what="ranks that do not come within the time-out",
-        error=comm.TimedOutError,
+        error=comm.errors.TimedOutError,
         says="rank 0 of 2 waited 0:00:00.100000 for the others to join",
         advises="rank 1 had not come",
         why="The others would wait for ever.",

@@ -319,7 +319,7 @@ REFUSALS = [
         advises="use either",
         why="Gradients would be summed twice.",
         instead="Use one of `zero`, `replicated`, `local_gradients`, `compressed_gradients`.",
-        program=lambda: begin(T.zero(1), T.compressed_gradients(comm.OneBit())),
+        program=lambda: begin(T.zero(1), T.compressed_gradients(comm.codecs.OneBit())),
     ),
     Refusal(
         what="`local_gradients` with an optimizer that does not sum over ranks",
@@ -535,7 +535,7 @@ REFUSALS = [
         advises=r"use T.zero\(0, ...\) in its place",
         why="Its ranks would combine the gradients of different experts.",
         instead="Use `T.zero`.",
-        program=lambda: experts(lambda mesh: [T.compressed_gradients(comm.OneBit(), mesh["edp", "ep"])]),
+        program=lambda: experts(lambda mesh: [T.compressed_gradients(comm.codecs.OneBit(), mesh["edp", "ep"])]),
     ),
     Refusal(
         what="a loss that leaves params out, with an optimizer whose state is not per leaf",

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_ds as fds
 from functional_ds import comm, remat_policies
-from functional_ds.base.copy_stream import Arrival, CopyStream
+from functional_ds.base.device_streams import Arrival, CopyStream
 from functional_ds.remat import saved_tensors
 from functional_ds.remat.policy import Keep, RematPolicy
 from functional_ds.remat.saved_tensors import TensorStore, compact

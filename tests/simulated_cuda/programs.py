@@ -136,7 +136,7 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "all_to_all": comm.all_to_all,
     "permute": lambda x: comm.permute(x, [(0, 1), (1, 0)]),
     "exchange": lambda x: comm.batch_p2p([comm.Send(x, 1 - comm.world().rank), comm.Recv(x, 1 - comm.world().rank)])[1],
-    "asynchronous": lambda x: comm.all_reduce(x, async_op=True).wait() + 1,
+    "asynchronous": lambda x: comm.start(comm.all_reduce, x).wait() + 1,
 }
 
 

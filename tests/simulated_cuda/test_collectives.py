@@ -20,9 +20,9 @@ def test_an_input_that_is_written_before_the_wait_is_a_race() -> None:
     def program() -> list[str]:
         with simulated_cuda(check=False) as gpu:
             x = torch.ones(4, device="cuda")
-            pending = comm.all_reduce(x, async_op=True)
+            pending = comm.start(comm.all_reduce, x)
             x.add_(1)
-            with suppress(comm.CommError):  # the simulator sees the write, too
+            with suppress(comm.errors.CommError):  # the simulator sees the write, too
                 pending.wait()
             return [each.text for each in gpu.races]
 
@@ -40,7 +40,7 @@ def test_a_wait_on_one_stream_orders_no_other() -> None:
             side = torch.cuda.Stream()
             x = torch.ones(4, device="cuda")
             side.wait_stream(torch.cuda.current_stream())
-            total = comm.all_reduce(x, async_op=True).wait()
+            total = comm.start(comm.all_reduce, x).wait()
             if waits:
                 side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):

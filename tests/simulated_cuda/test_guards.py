@@ -11,7 +11,7 @@ import torch
 
 import functional_ds as fds
 from functional_ds import comm
-from functional_ds.base.copy_stream import CopyStream
+from functional_ds.base.device_streams import CopyStream
 from functional_ds.base.weighted import Weighted
 from functional_ds.checkpointing.writer import WriteData
 from functional_ds.testing import Finding, simulated_cuda
@@ -91,29 +91,29 @@ class Guard:
     program: Callable[[], list[Finding]]
 
 
-COPIES, UPDATE, BUFFERS = "base.copy_stream", "transforms.offloading.update", "transforms.offloading.buffers"
+COPIES, UPDATE, BUFFERS = "base.device_streams", "transforms.offloading.update", "transforms.offloading.buffers"
 ACTIVATIONS, PARAMS, OPTIMIZER = chain("activations on the host"), chain("params on the host"), chain("optimizer on the host")
 
 GUARDS = [
     Guard(
         "a copy back is waited for",
-        "base.copy_stream:Arrival.wait",
-        "current.wait_event(self.copied)",
+        "base.device_streams:_take",
+        "current.wait_event(made)",
         "pass",
         "race",
         ACTIVATIONS,
     ),
     Guard(
         "a copy back is kept",
-        "base.copy_stream:Arrival.wait",
-        "self.tensor.record_stream(current)",
+        "base.device_streams:_take",
+        "_tell_allocator([tensor], current)",
         "pass",
         "early free",
         ACTIVATIONS,
     ),
     Guard(
         "copies follow the device",
-        "base.copy_stream:CopyStream.wait_for_device",
+        "base.device_streams:CopyStream.wait_for_device",
         "self._stream.wait_stream(current_stream(self.device))",
         "pass",
         "race",
@@ -121,7 +121,7 @@ GUARDS = [
     ),
     Guard(
         "the device follows copies",
-        "base.copy_stream:CopyStream.hold_device",
+        "base.device_streams:CopyStream.hold_device",
         "current_stream(self.device).wait_stream(self._stream)",
         "pass",
         "race",
@@ -129,7 +129,7 @@ GUARDS = [
     ),
     Guard(
         "copies follow other streams' copies",
-        "base.copy_stream:CopyStream.wait_for",
+        "base.device_streams:CopyStream.wait_for",
         "self._stream.wait_stream(other._stream)",
         "pass",
         "race",
@@ -137,7 +137,7 @@ GUARDS = [
     ),
     Guard(
         "copies follow an event",
-        "base.copy_stream:CopyStream.copy",
+        "base.device_streams:CopyStream.copy",
         "self._stream.wait_event(after)",
         "pass",
         "race",
@@ -145,15 +145,15 @@ GUARDS = [
     ),
     Guard(
         "what is copied is kept",
-        "base.copy_stream:CopyStream.to_host",
-        "tensor.record_stream(self._stream)",
+        "base.device_streams:CopyStream.to_host",
+        "_tell_allocator([tensor], self._stream)",
         "pass",
         "early free",
         ACTIVATIONS,
     ),
     Guard(
         "copies do not block",
-        "base.copy_stream:CopyStream.copy",
+        "base.device_streams:CopyStream.copy",
         "target.copy_(source, non_blocking=True)",
         "target.copy_(source)",
         "host sync",
@@ -161,7 +161,7 @@ GUARDS = [
     ),
     Guard(
         "copies back do not block",
-        "base.copy_stream:CopyStream.to_device",
+        "base.device_streams:CopyStream.to_device",
         "host.to(self.device, non_blocking=True)",
         "host.to(self.device)",
         "host sync",
@@ -169,7 +169,7 @@ GUARDS = [
     ),
     Guard(
         "the host's memory is pinned",
-        "base.copy_stream:CopyStream.to_host",
+        "base.device_streams:CopyStream.to_host",
         "torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)",
         "torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=False)",
         "host sync",
@@ -201,8 +201,8 @@ GUARDS = [
     ),
     Guard(
         "a chain is waited for",
-        "base.side_stream:SideStream.wait",
-        "current.wait_event(self.done)",
+        "base.device_streams:SideStream.wait",
+        "_take(_on_device(self.value), self.done)",
         "pass",
         "race",
         chain("replicated", 4),

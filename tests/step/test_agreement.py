@@ -16,7 +16,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
-from functional_ds.comm.description import described
+from functional_ds.comm.agreement.description import described
 from functional_ds.step import checks
 
 Strategy = tuple[Any, tuple[fds.Transform, ...]]
@@ -77,7 +77,11 @@ OTHERS: dict[str, tuple[Strategy, Strategy, str]] = {
         (ADAM, (T.schedule(down(0.25)), T.zero(1))),
         r"transforms: .*'to': 0.5.*'to': 0.25",
     ),
-    "way": ((ADAM, (T.zero(0),)), (ADAM, (T.compressed_gradients(comm.OneBit()),)), r"zero\(0, world\).*compressed_gradients"),
+    "way": (
+        (ADAM, (T.zero(0),)),
+        (ADAM, (T.compressed_gradients(comm.codecs.OneBit()),)),
+        r"zero\(0, world\).*compressed_gradients",
+    ),
     "options": (
         (ADAM, (T.zero(1), fds.wrap("half(gradients)", options={"by": 2.0}))),
         (ADAM, (T.zero(1), fds.wrap("half(gradients)", options={"by": 3.0}))),
@@ -228,7 +232,9 @@ def test_ranks_without_values_are_compared_afterwards() -> None:
         step = T.zero(1)(fds.train_step(loss, fds.sgd(0.1 if comm.world().rank else 0.2)))
         step.init({name: leaf.to("meta") for name, leaf in weights().items()})
 
-    with pytest.raises(comm.MismatchError, match=r"rank 0 called a step of sgd\(lr=0.2.*rank 1 called a step of sgd\(lr=0.1"):
+    with pytest.raises(
+        comm.errors.MismatchError, match=r"rank 0 called a step of sgd\(lr=0.2.*rank 1 called a step of sgd\(lr=0.1"
+    ):
         comm.simulate(program, world_size=2, shapes_only=True)
 
 

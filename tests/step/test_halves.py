@@ -159,7 +159,7 @@ REDUCING: dict[str, tuple[int, Callable[[], tuple[fds.Transform, ...]]]] = {
     "predivided": (2, lambda: (T.zero(0, gradient_predivide_factor=2.0),)),
     "persistent": (2, lambda: (T.zero(3, persistence_threshold=8),)),
     "owners": (2, lambda: (T.mixed_precision("bf16"), T.zero(1, aggregate="owner"))),
-    "one bit": (2, lambda: (T.compressed_gradients(comm.OneBit()),)),
+    "one bit": (2, lambda: (T.compressed_gradients(comm.codecs.OneBit()),)),
 }
 
 
@@ -647,7 +647,7 @@ BUGS: list[tuple[Callable[[], None], Bug]] = [
             "transforms.zero.lazy_params:LazyParams._settle",
             "self._trained_leaves(unit) and (not reducer.has(unit))",
             "False",
-            comm.DeadlockError,
+            comm.errors.DeadlockError,
         ),
     ),
     (
@@ -666,7 +666,7 @@ BUGS: list[tuple[Callable[[], None], Bug]] = [
             "step.open_pass:OpenPass._end",
             "pulling.drop()",
             "pass",
-            comm.DeadlockError,
+            comm.errors.DeadlockError,
         ),
     ),
 ]

@@ -29,7 +29,13 @@ def first(case: str) -> None:
     [
         (
             partial(first, "rate"),
-            Bug("smaller numbers win", "comm.agree:differences", "low == -high", "low == number", shows=comm.CommError),
+            Bug(
+                "smaller numbers win",
+                "comm.agreement.agree:differences",
+                "low == -high",
+                "low == number",
+                shows=comm.errors.CommError,
+            ),
         ),
         (
             partial(first, "own schedule"),
@@ -37,7 +43,7 @@ def first(case: str) -> None:
         ),
         (
             partial(first, "closure"),
-            Bug("closures are not read", "comm.description:_function", "used[name] = _content(cell)", "pass"),
+            Bug("closures are not read", "comm.agreement.description:_function", "used[name] = _content(cell)", "pass"),
         ),
         (partial(first, "closure"), Bug("optimizers are their names", "step.checks:entries", "described(value)", "''")),
         (
@@ -49,7 +55,7 @@ def first(case: str) -> None:
                 '    least = all_reduce(least, channel, op="min")',
                 'for channel in channels[:1]:\n    channel.world.agreed(f"{what} ({number:x})", channel)\n'
                 '    least = all_reduce(least, channel, op="min")',
-                shows=comm.CommError,
+                shows=comm.errors.CommError,
             ),
         ),
         (
@@ -84,7 +90,13 @@ def first(case: str) -> None:
         ),
         (
             test_alike.test_it_ends_with_the_block,
-            Bug("it never ends", "comm.alike:alike", "world.made_for[key] = before", "pass", shows=comm.MismatchError),
+            Bug(
+                "it never ends",
+                "comm.agreement.alike:alike",
+                "world.made_for[key] = before",
+                "pass",
+                shows=comm.errors.MismatchError,
+            ),
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Bug) else "",

@@ -249,10 +249,10 @@ BETWEEN: dict[str, Any] = {
     "stage 2, owners": lambda: [T.mixed_precision("bf16"), T.zero(2, aggregate="owner"), T.accumulate(2)],
     "stage 3": lambda: [T.ema(0.5), T.mixed_precision("bf16"), T.zero(3)],
     "stage 3, some whole": lambda: [T.mixed_precision("bf16"), T.zero(3, persistence_threshold=8)],
-    "compressed gathers": lambda: [T.zero(1, all_gather=comm.compressed(comm.all_gather, comm.Blocks(8)))],
+    "compressed gathers": lambda: [T.zero(1, all_gather=comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8)))],
     "compressed gathers, bf16": lambda: [
         T.mixed_precision("bf16"),
-        T.zero(2, all_gather=comm.compressed(comm.all_gather, comm.Blocks(8))),
+        T.zero(2, all_gather=comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))),
     ],
 }
 

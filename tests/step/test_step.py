@@ -281,7 +281,7 @@ def test_the_docs_say_who_wraps_what() -> None:
         transforms.tensor_parallel({"w": 0}),
         transforms.pipeline(pp.gpipe(1, 1), model),
         transforms.local_gradients(),
-        transforms.compressed_gradients(comm.Blocks(8)),
+        transforms.compressed_gradients(comm.codecs.Blocks(8)),
         transforms.replicated(reduce=lambda grads, memory, group: (grads, memory)),
     ]
     wraps: dict[str, set[str]] = {phase: set() for phase in base.phases}

@@ -38,7 +38,7 @@ def mean(grads: Any, memory: Any, group: comm.Group) -> Any:
 STRATEGIES: dict[str, Callable[[], fds.Transform]] = {
     **{f"zero {stage}": partial(T.zero, stage) for stage in range(4)},
     "replicated": lambda: T.replicated(reduce=mean),
-    "compressed": lambda: T.compressed_gradients(comm.TopK(1.0)),
+    "compressed": lambda: T.compressed_gradients(comm.codecs.TopK(1.0)),
 }
 NAMES = sorted(worked().keys() - {"power_sgd"})  # which combines gradients itself, and not exactly
 
@@ -151,7 +151,7 @@ def test_the_error_memory_is_of_the_steps_own_gradients() -> None:
             seen.append([comm.all_reduce(grad / grads.weight, op="avg") for grad in grads.sum])
             return after, grads, metrics
 
-        strategy = (T.compressed_gradients(comm.TopK(0.3)), worked()["sam"], fds.wrap("watch", gradients=gradients))
+        strategy = (T.compressed_gradients(comm.codecs.TopK(0.3)), worked()["sam"], fds.wrap("watch", gradients=gradients))
         step = fds.compose(*strategy)(fds.train_step(loss, fds.sgd(rate)))
         state, here = step.init(start()), comm.world()
         for index in range(3):

@@ -445,7 +445,7 @@ class Sums(Bare):
 
 class Gathers(Bare):
     def forward(self, x: Tensor) -> Tensor:
-        return comm.all_gather(self.linear(x), async_op=True).wait()
+        return comm.start(comm.all_gather, self.linear(x)).wait()
 
 
 class Chooses(Bare):

@@ -59,7 +59,7 @@ def trained(sizes: dict[str, int], strategy: str, steps: int = 2) -> Any:
         "zero 2": [transforms.zero(2, dp), transforms.accumulate(2)],
         "zero 3": [transforms.zero(3, dp), transforms.clip(0.1)],
         "bf16": [transforms.mixed_precision("bf16"), transforms.zero(2, dp)],
-        "int8": [transforms.zero(2, dp, reduce_scatter=comm.compressed(comm.reduce_scatter, comm.Blocks(8)))],
+        "int8": [transforms.zero(2, dp, reduce_scatter=comm.codecs.compressed(comm.reduce_scatter, comm.codecs.Blocks(8)))],
         "owner": [transforms.zero(1, dp, aggregate="owner")],
     }[strategy]
     piped = [transforms.pipeline(schedule, model, pipe)] if sizes["pp"] > 1 else []
@@ -130,9 +130,9 @@ STRATEGIES = {
     "remat": lambda: [transforms.remat("1"), transforms.zero(3)],
     "averages": lambda: [transforms.ema(0.9), transforms.zero(1), transforms.clip(1.0)],
     "fp16": lambda: [transforms.mixed_precision("fp16"), transforms.zero(2)],
-    "compressed": lambda: [transforms.compressed_gradients(comm.OneBit())],
-    "top-k": lambda: [transforms.compressed_gradients(comm.TopK(0.25)), transforms.clip(0.1)],
-    "4 bits": lambda: [transforms.mixed_precision("fp16"), transforms.compressed_gradients(comm.Blocks(4))],
+    "compressed": lambda: [transforms.compressed_gradients(comm.codecs.OneBit())],
+    "top-k": lambda: [transforms.compressed_gradients(comm.codecs.TopK(0.25)), transforms.clip(0.1)],
+    "4 bits": lambda: [transforms.mixed_precision("fp16"), transforms.compressed_gradients(comm.codecs.Blocks(4))],
     "votes": lambda: [transforms.replicated(reduce=vote)],
     "means": lambda: [transforms.accumulate(2), transforms.replicated(reduce=mean), transforms.clip(0.1)],
     "one bit": lambda: [transforms.local_gradients()],
@@ -154,7 +154,7 @@ def test_other_strategies_are_clean(name: str) -> None:
 
 
 def test_a_strategy_that_sums_no_gradients_is_named() -> None:
-    with pytest.raises(comm.VarianceError, match=r"fused_adamw at .* is not linear, and acts on a partial sum"):
+    with pytest.raises(comm.errors.VarianceError, match=r"fused_adamw at .* is not linear, and acts on a partial sum"):
         comm.simulate(lambda: module(rule=fds.adamw(0.01)), world_size=2, variance=True)
 
 
@@ -199,7 +199,7 @@ def test_a_bug_of_a_loss_on_slices_is_named(bug: str) -> None:
     for strategy in ([], [transforms.clip(0.1)], [transforms.accumulate(1)]):
         clean = comm.simulate(slices_trained, "", *strategy, world_size=2, variance=True)
         assert clean == [pytest.approx(alone, rel=1e-5)] * 2
-    with pytest.raises(comm.VarianceError, match=IN_SLICES[bug]):
+    with pytest.raises(comm.errors.VarianceError, match=IN_SLICES[bug]):
         comm.simulate(slices_trained, bug, world_size=2, variance=True)
 
 
@@ -232,7 +232,7 @@ BUGS = (
         Bug(
             "zero cuts gradients without a sum",
             "transforms.zero.collectives:Collectives._scatter",
-            "self.config.reduce_scatter(rows, _channel(level), tiled=False, async_op=True)",
+            "comm.start(self.config.reduce_scatter, rows, _channel(level), tiled=False)",
             "_done([x[level.rank] for x in rows])",
         ),
         {"dp": 2, "pp": 1, "tp": 1},
@@ -244,7 +244,7 @@ BUGS = (
 
 @pytest.mark.parametrize(("bug", "sizes", "strategy", "says"), BUGS, ids=[case[0].name for case in BUGS])
 def test_a_bug_of_the_library_is_named(bug: Bug, sizes: dict[str, int], strategy: str, says: str) -> None:
-    with planted(bug), pytest.raises(comm.VarianceError, match=says):
+    with planted(bug), pytest.raises(comm.errors.VarianceError, match=says):
         comm.simulate(trained, sizes, strategy, world_size=2, variance=True)
 
 
@@ -276,10 +276,12 @@ def test_a_bias_that_each_rank_adds_is_named_in_any_step(stage: int | None, begi
         step(state, torch.ones(2, 3))
 
     comm.simulate(program, False, world_size=4, variance=True)
-    with pytest.raises(comm.VarianceError, match=r"reduce_from at .* sums what addmm at .* made of a value that all ranks"):
+    with pytest.raises(
+        comm.errors.VarianceError, match=r"reduce_from at .* sums what addmm at .* made of a value that all ranks"
+    ):
         comm.simulate(program, True, world_size=4, variance=True)
 
 
 def test_a_combination_that_differs_between_ranks_is_named() -> None:
-    with pytest.raises(comm.VarianceError, match=r"'0' .*, invariant along .* differs between its ranks"):
+    with pytest.raises(comm.errors.VarianceError, match=r"'0' .*, invariant along .* differs between its ranks"):
         comm.simulate(lambda: module(transforms.replicated(reduce=nothing), rule=fds.adamw(0.01)), world_size=2, variance=True)

@@ -22,7 +22,7 @@ def program(steps: int, rate: float = 0.1) -> float:
 assert_type(comm.simulate(program, 3, world_size=2), list[float])
 assert_type(comm.simulate(program, 3, 0.5, world_size=2, seed=1), list[float])
 assert_type(comm.spawn(program, 3, world_size=2), list[float])
-assert_type(comm.explore(program, 3, world_size=2), list[float])
+assert_type(comm.debug.explore(program, 3, world_size=2), list[float])
 assert_type(comm.symmetric(program, 3, world_size=2), float)
 assert_type(comm.simulate(lambda: comm.world().rank, world_size=2), list[int])
 
@@ -40,28 +40,30 @@ x = torch.ones(4)
 pair = (x, {"b": x})
 assert_type(comm.all_reduce(x), Tensor)
 assert_type(comm.all_reduce(pair), tuple[Tensor, dict[str, Tensor]])
-assert_type(comm.all_reduce(x, async_op=True), comm.Pending[Tensor])
-assert_type(comm.all_gather(pair, async_op=True).wait(), tuple[Tensor, dict[str, Tensor]])
+assert_type(comm.start(comm.all_reduce, x), comm.Pending[Tensor])
+assert_type(comm.start(comm.all_gather, pair).wait(), tuple[Tensor, dict[str, Tensor]])
 assert_type(comm.all_gather(x, uneven=True), Tensor)
 assert_type(comm.reduce_scatter(x, op="avg"), Tensor)
 assert_type(comm.broadcast(x, 0), Tensor)
-assert_type(comm.reduce(x, 0, async_op=True), comm.Pending[Tensor])
+assert_type(comm.start(comm.reduce, x, 0), comm.Pending[Tensor])
 assert_type(comm.gather(x), Tensor)
 assert_type(comm.scatter(x if comm.world().rank == 0 else None, like=x), Tensor)
 assert_type(comm.all_to_all(x), Tensor)
 assert_type(comm.permute(x, [(0, 1)]), Tensor)
 assert_type(comm.copy_to(x), Tensor)
-assert_type(comm.gather_from(x, async_op=True).then(len), comm.Pending[int])
-assert_type(comm.isend(x, 1), comm.Pending[Tensor])
+assert_type(comm.start(comm.gather_from, x).then(len), comm.Pending[int])
+assert_type(comm.start(comm.send, x, 1), comm.Pending[Tensor])
 assert_type(comm.recv(x, 1), Tensor)
 assert_type(comm.all_gather_object("name"), list[str])
 assert_type(comm.broadcast_object(3), int)
 
-comm.all_reduce(x, async_op=True).sum()  # error: attr-defined
-comm.all_reduce(x, async_op=True) + x  # error: operator
+comm.start(comm.all_reduce, x).sum()  # error: attr-defined
+comm.start(comm.all_reduce, x) + x  # error: operator
 comm.all_reduce(x).wait()  # error: attr-defined
-comm.all_reduce(x, "dp")  # error: call-overload
-comm.all_gather(x, dims=0)  # error: call-overload
+comm.all_reduce(x, "dp")  # error: arg-type
+comm.start(comm.all_reduce, x, "dp")  # error: arg-type
+comm.all_gather(x, dims=0)  # error: call-arg
+comm.start(comm.all_gather, x, dims=0)  # error: arg-type
 comm.permute(x, [0, 1])  # error: list-item
 comm.all_gather_object("name")[0] + 1  # error: operator
 

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.base.copy_stream import CopyStream
+from functional_ds.base.device_streams import CopyStream
 from functional_ds.base.direct_io import padded
 
 from .handles import typed

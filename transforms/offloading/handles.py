@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.copy_stream import Arrival
+from functional_ds.base.device_streams import Arrival
 from functional_ds.base.direct_io import aligned, padded
 from functional_ds.base.tree import NAMESPACE
 

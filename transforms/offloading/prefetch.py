@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from functional_ds.base.copy_stream import CopyStream
+from functional_ds.base.device_streams import CopyStream
 from functional_ds.comm.record.call_recorder import current_recorder
 
 __all__ = ["Prefetcher", "refuse_streams"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.copy_stream import CopyStream
+from functional_ds.base.device_streams import CopyStream
 from functional_ds.base.direct_io import aligned
 from functional_ds.step.state import State
 

@@ -399,8 +399,8 @@ class _SequenceParallel:
         slack = max(1e-5, 4 * torch.finfo(whole.dtype).eps) * size
         own = torch.stack([(change - slack).clamp(min=0), change, size]).double()
         over, by, of = step.sum_over_ranks(state, own).tolist()
-        others = {row.collective for row in book.rows if set(group.ranks) <= set(row.ranks) and "/" not in row.group}
-        if over > 0 and IN_ORDER not in state.graphs.kinds and others <= {"permute", "all_to_all", "all_gather"}:
+        roles = {row.traffic.role for row in book.rows if set(group.ranks) <= set(row.ranks) and "/" not in row.group}
+        if over > 0 and IN_ORDER not in state.graphs.kinds and roles <= {"exchange", "gather"}:
             raise ValueError(
                 f"{self}: the loss is no sum over tokens: with half of a rank's tokens twice, and with the other half twice, "
                 f"it adds up to {by:.2g} of {of:.6g} more or less than twice the loss of all. A mean over positions, a "

@@ -336,11 +336,10 @@ class _TensorParallel:
             ValueError: on all ranks.
         """
         group = self.ranks()
-        looks = group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("gradients over tp")
-        if looks:
+        if group.size > 1 and state.graphs.is_new("partial gradients over tp"):
             check_partial_gradients(step.leaf_map(state), grads.sum, _cuts(state), group)
         after, grads = inner(step, state, grads)
-        if looks:
+        if group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("gradients over tp"):
             check_whole_gradients(step.leaf_map(after), grads.sum, _cuts(after).slices.keys(), group)
         return after, grads
 

@@ -143,7 +143,7 @@ class ZeroConfig:
             value = getattr(self, name)
             if not callable(value):
                 raise TypeError(
-                    f"{name}={value!r} is no collective: pass comm.{name}, comm.compressed(comm.{name}, ...) or the like"
+                    f"{name}={value!r} is no collective: pass comm.{name}, comm.codecs.compressed(comm.{name}, ...) or the like"
                 )
             others = [other for other in _COLLECTIVES if other != name and value is getattr(comm, other)]
             if others:

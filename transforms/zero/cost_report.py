@@ -9,8 +9,8 @@ import attrs
 import torch
 
 from functional_ds import comm
-from functional_ds.comm.compression.compressed import Compressed, encode_leaf
-from functional_ds.comm.record.reduction import chunk_bounds
+from functional_ds.comm.backends.reduction import chunk_bounds
+from functional_ds.comm.codecs.compressed import Compressed, encode_leaf
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_region import LeafRegion
 

@@ -79,8 +79,8 @@ class Zero(ZeroConfig):
             "owner": every unit belongs to one rank, which its gradients are reduced to and which broadcasts it.
         gradient_predivide_factor: gradients are divided by this before they are summed, so that a sum in fp16 stays in range.
             The weight is divided, too, so the mean does not change.
-        all_gather: carries params to the loss in stages 1 to 3: ``comm.compressed(comm.all_gather, comm.Blocks(8))`` is
-            ZeRO++'s qwZ. The optimizer's params, and those of ``step.params``, stay exact.
+        all_gather: carries params to the loss in stages 1 to 3; compressed by ``comm.codecs.Blocks(8)`` it is ZeRO++'s qwZ. The
+            optimizer's params, and those of ``step.params``, stay exact.
         reduce_scatter: carries gradients in stages 1 to 3; compressed by blocks, with ``intra_node``, it is ZeRO++'s qgZ.
         all_reduce: carries gradients in stage 0 and with ``aggregate="all_reduce"``; with replicas, between those.
 

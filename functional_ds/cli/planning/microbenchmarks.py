@@ -187,7 +187,7 @@ def _overlaps(x: Tensor, compute: Callable[[], Any]) -> float:
         for _ in range(_CALLS):
             comm.barrier()
             start = perf_counter()
-            handle = comm.all_reduce(x, async_op=True) if sends else None
+            handle = comm.start(comm.all_reduce, x) if sends else None
             if computes:
                 compute()
             if handle is not None:

@@ -16,7 +16,7 @@ _THIRDS = 3  # a forward, and the two halves of its backward, take about as long
 
 def crosses(row: Row) -> bool:
     """Whether a row of the ledger is a message between stages."""
-    return row.collective in ("send", "recv")
+    return row.traffic.role == "message"
 
 
 def once(row: Row, data: Sequence[str]) -> bool:

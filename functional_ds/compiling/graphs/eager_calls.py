@@ -18,8 +18,8 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import TorchDispatchMode, storage_id
 from functional_ds.comm.dispatch import outline
 from functional_ds.comm.record.call_recorder import TraceNotes, recording
-from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group, Ready
+from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.modules.flops import flops_of
 from functional_ds.modules.operation_cost import SizedOperation, operation_of
 from functional_ds.step.axes import axes, with_axes
@@ -204,7 +204,7 @@ class _InnerCalls:
     notes: TraceNotes = attrs.field(factory=TraceNotes)
     work: list[SizedOperation | InnerCall] = attrs.field(factory=list)
 
-    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
+    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool) -> Handle:
         self.work.append(InnerCall(call, group, [leaf.detach() for leaf in leaves]))
         return Ready([outline(call, leaf, Here(call.options, group.rank, group.size)) for leaf in leaves])
 

@@ -72,7 +72,7 @@ def _fits(graph: StepGraph, writes: GraphWrites, bucket: Sequence[fx.Node], node
 
 def _kind(site: CallSite, start: fx.Node) -> Any:
     given = {(x.meta["val"].dtype, x.meta["val"].device) for x in _inputs(start)}
-    return site.call.collective, site.call.options, site.async_op, site.early, given, len(given)
+    return site.call.collective, site.call.options, site.beside, site.early, given, len(given)
 
 
 def _inputs(start: fx.Node) -> list[fx.Node]:

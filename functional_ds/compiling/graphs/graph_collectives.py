@@ -15,10 +15,10 @@ import attrs
 import torch
 from torch import Tensor, fx
 
-from functional_ds.comm.dispatch import outline, start
+from functional_ds.comm.dispatch import outline, start_call
 from functional_ds.comm.record.call_recorder import TraceNotes
-from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group
+from functional_ds.comm.table.collective import Call, Handle, Here
 
 from .graph_nodes import RECOMPUTED, UNIT, tagged
 
@@ -32,8 +32,8 @@ class CallSite:
     Attributes:
         call: the collective and its options.
         group: the ranks.
-        async_op: whether it runs beside others.
-        early: whether the program goes on before it waits; None for as ``async_op`` says.
+        beside: whether it runs beside others.
+        early: whether the program goes on before it waits.
         label: what it carries, such as the name of a unit; may be empty.
         turn: which of its group's collectives it is in the program. Copies have the same one, and no pass changes it: so
             ranks see whether they start the same ones, which may look alike.
@@ -41,8 +41,8 @@ class CallSite:
 
     call: Call
     group: Group
-    async_op: bool
-    early: bool | None
+    beside: bool
+    early: bool
     label: str = ""
     turn: int = 0
 
@@ -89,7 +89,7 @@ class GraphRecorder:
     _recomputed: int = 0
     _turns: Counter[tuple[str, tuple[int, ...]]] = attrs.field(factory=Counter)
 
-    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
+    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool) -> Handle:
         """Two nodes: one here, and one where the handle's results are asked for.
 
         Raises:
@@ -102,7 +102,7 @@ class GraphRecorder:
         turn = self._turns[group.name, group.ranks]
         self._turns[group.name, group.ranks] += 1
         plain = attrs.evolve(call, out=None)  # which would be memory of the trace
-        self.sites.append(CallSite(plain, group, async_op, early, self._label, turn))
+        self.sites.append(CallSite(plain, group, beside, early, self._label, turn))
         xs, site = [leaf.detach() for leaf in leaves], len(self.sites) - 1
         with carrying_out(self.sites):
             return _RecordedHandle(torch.ops.functional_ds.start(xs, site), xs, site)
@@ -143,8 +143,8 @@ def site_here(number: int) -> Any:
 
 def starter_of(site: CallSite) -> Callable[[list[Tensor]], Handle]:
     """A function that starts a collective on tensors."""
-    call, group, async_op, early = site.call, site.group, site.async_op, site.early
-    return lambda xs: start(call, xs, group, async_op=async_op, early=early).handle
+    call, group, beside, early = site.call, site.group, site.beside, site.early
+    return lambda xs: start_call(call, xs, group, beside=beside, early=early).handle
 
 
 def results_of(handle: Handle, xs: list[Tensor]) -> list[Tensor]:

@@ -8,9 +8,9 @@ import attrs
 from torch import Tensor, fx
 
 from functional_ds.comm.algorithms.cost import Link
-from functional_ds.comm.record.collective import Here
 from functional_ds.comm.record.group import Ready
 from functional_ds.comm.record.ledger import Ledger, Row
+from functional_ds.comm.table.collective import Here
 from functional_ds.modules.flops import flops_of
 from functional_ds.modules.operation_cost import SizedOperation, operation_of
 
@@ -72,6 +72,7 @@ class NodeSpan:
         flops: of an operator.
         bytes: that an operator reads and writes, or that this rank sends.
         before: the place of the span whose end this one's begin is; None where it waits for the host alone.
+        role: a collective's, as its row says; empty of an operator.
     """
 
     node: str
@@ -83,6 +84,7 @@ class NodeSpan:
     flops: int
     bytes: int
     before: int | None
+    role: str = ""
 
     @property
     def seconds(self) -> float:
@@ -245,10 +247,10 @@ class _RankTimeline:
             before = None
         seconds = self.machine.collective_seconds(row, self.links.get(site.group.name.partition("/")[0]))
         place = self._channels[key] = len(self.spans)
-        self._add(node, _carries(site), site.group.name, begin, begin + seconds, 0, row.bytes, before)
+        self._add(node, _carries(site), site.group.name, begin, begin + seconds, 0, row.bytes, before, row.traffic.role)
         if self.machine.overlaps < 1:
             self._hold(node, site, seconds * (1 - self.machine.overlaps))
-        if isinstance(site, InnerCall) or (self.machine.host_computes and not site.async_op):  # the host carries it out
+        if isinstance(site, InnerCall) or (self.machine.host_computes and not site.beside):  # the host carries it out
             self._until(place, node)
         return place
 
@@ -282,8 +284,10 @@ class _RankTimeline:
             self.device, self.last = span.end, place
             self.host = self.device if self.machine.host_computes else self.host
 
-    def _add(self, node: fx.Node, does: str, lane: str, begin: float, end: float, flops: int, size: int, before: Any) -> None:
-        self.spans.append(NodeSpan(node.name, does, lane, node.meta.get(PHASE) or "", begin, end, flops, size, before))
+    def _add(
+        self, node: fx.Node, does: str, lane: str, begin: float, end: float, flops: int, size: int, before: Any, role: str = ""
+    ) -> None:
+        self.spans.append(NodeSpan(node.name, does, lane, node.meta.get(PHASE) or "", begin, end, flops, size, before, role))
 
 
 def graph_cost(

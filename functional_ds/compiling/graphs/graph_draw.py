@@ -5,8 +5,6 @@ from itertools import groupby
 from os import PathLike
 from typing import Any
 
-from functional_ds.comm.record.table import TABLE
-
 from .graph_cost import COMPUTE, GraphCost, InMemory, NodeSpan
 
 __all__ = ["draw_cost"]
@@ -14,7 +12,7 @@ __all__ = ["draw_cost"]
 # As in the pictures of pipelines and of ZeRO's units: blue forwards, teal backwards, orange reductions.
 _PHASES = {"forward": "#4c72b0", "backward": "#2a8b8b", "update": "#55a868"}
 _GATHER, _REDUCE, _OTHER, _WAITING, _INK = "#b6c7e3", "#dd8452", "#8c8c8c", "#d9d9d9", "#333333"
-_COLOURS = {row.name: {"gather": _GATHER, "reduction": _REDUCE}.get(row.role, _OTHER) for row in TABLE}
+_COLOURS = {"gather": _GATHER, "reduction": _REDUCE}  # by role
 _NAMES = {_GATHER: "gathers", _REDUCE: "reductions", _WAITING: "waits for communication"}
 _INCHES = 11.0
 _LETTER = 0.062  # inches of a letter of the labels
@@ -92,7 +90,7 @@ def _lanes(axes: Any, cost: GraphCost, lanes: Sequence[str], scale: float) -> li
     critical = {span.node for span in cost.critical_path}
     for row, lane in enumerate(lanes[1:], 1):
         for span in (span for span in cost.spans if span.lane == lane):
-            colour = _COLOURS.get(span.does.partition(" ")[0], _OTHER)
+            colour = _COLOURS.get(span.role, _OTHER)
             colours.setdefault(colour, _NAMES.get(colour, "other collectives"))
             bars(row, [(span.begin, span.end)], colour, edge=_INK if span.node in critical else "white", wide=0.9)
             label = span.does.partition(" of ")[2].strip("'")

@@ -110,7 +110,7 @@ class StepGraph:
         return sorted(found, key=lambda each: order[each.wait])
 
     def _gathers(self, node: fx.Node) -> bool:
-        return node.target is WAIT and self.sites[site_of(node)].call.collective.role == "gather"
+        return node.target is WAIT and self.sites[site_of(node)].call.collective.traffic.role == "gather"
 
     def live(self) -> dict[fx.Node, InMemory]:
         """For each node what is in memory while it runs. A tensor lives until the last use of it, or of a view of it.

@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 from torch import fx
 
-from functional_ds.comm.record.collective import Here
 from functional_ds.comm.record.group import Group
+from functional_ds.comm.table.collective import Here
 from functional_ds.compiling.graphs.eager_calls import RUN_BACKWARD, eager_site
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, site_of
 
@@ -97,7 +97,7 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
         agreement = site.call.agreement(xs, here), site.label, site.turn
         does = f"{site.call.signature(xs, here)}{f' for {site.label!r}' if site.label else ''}"
-        under_way[site_of(node)] = begin(group, agreement, does, holds=not site.async_op)
+        under_way[site_of(node)] = begin(group, agreement, does, holds=not site.beside)
     return found
 
 

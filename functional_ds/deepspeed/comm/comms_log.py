@@ -120,7 +120,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         )
     stragglers = None
     if show_straggler:
-        found = comm.spreads(comm.all_gather_object(comm.Ledger() if book is None else _plain(book)))
+        found = comm.debug.spreads(comm.all_gather_object(comm.Ledger() if book is None else _plain(book)))
         stragglers = {each.collective: {"slowest_rank": each.slowest, "seconds": list(each.seconds)} for each in found}
         lines += [str(each) for each in found]
     if here.rank == 0:

@@ -75,8 +75,8 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_
     >>> comm.simulate(program, world_size=2)
     [[1.0, 1.0], [1.0, 1.0]]
     """
-    found = comm.all_reduce(tensor.detach(), group_of(group), op=word_of(op), async_op=async_op)
-    return carried_out(found, _one(tensor), async_op)
+    request = comm.table.prepare(comm.all_reduce, tensor.detach(), group_of(group), op=word_of(op))
+    return carried_out(request, _one(tensor), async_op)
 
 
 @logged
@@ -91,8 +91,8 @@ def all_reduce_coalesced(
 ) -> Work | None:
     """``all_reduce`` of several tensors at once."""
     held = list(tensors)
-    found = comm.all_reduce([each.detach() for each in held], group_of(group), op=word_of(op), async_op=async_op)
-    return carried_out(found, _into(*held), async_op)
+    request = comm.table.prepare(comm.all_reduce, [each.detach() for each in held], group_of(group), op=word_of(op))
+    return carried_out(request, _into(*held), async_op)
 
 
 @logged
@@ -100,16 +100,16 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, 
     """The ranks' tensors combined in that of rank ``dst``; the others stay."""
     known = group_of(group)
     place = place_in(known, dst, "dst")
-    found = comm.reduce(tensor.detach(), place, known, op=word_of(op), async_op=async_op)
-    return carried_out(found, _one(tensor) if known.rank == place else lambda _: None, async_op)
+    request = comm.table.prepare(comm.reduce, tensor.detach(), place, known, op=word_of(op))
+    return carried_out(request, _one(tensor) if known.rank == place else lambda _: None, async_op)
 
 
 @logged
 def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Work | None:
     """Rank ``src``'s tensor, in each rank's."""
     known = group_of(group)
-    found = comm.broadcast(tensor.detach(), place_in(known, src, "src"), known, async_op=async_op)
-    return carried_out(found, _one(tensor), async_op)
+    request = comm.table.prepare(comm.broadcast, tensor.detach(), place_in(known, src, "src"), known)
+    return carried_out(request, _one(tensor), async_op)
 
 
 @logged
@@ -117,8 +117,8 @@ def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None,
     """The ranks' tensors, each in its place of ``tensor_list``."""
     known = group_of(group)
     _need(len(tensor_list), known.size, "tensor_list")
-    found = comm.all_gather(tensor.detach(), known, tiled=False, async_op=async_op)
-    return carried_out(found, _into(*tensor_list), async_op)
+    request = comm.table.prepare(comm.all_gather, tensor.detach(), known, tiled=False)
+    return carried_out(request, _into(*tensor_list), async_op)
 
 
 @logged
@@ -126,8 +126,8 @@ def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = N
     """The ranks' tensors one after the other in ``output_tensor``."""
     known = group_of(group)
     _need(output_tensor.numel(), known.size * tensor.numel(), "elements of output_tensor")
-    found = comm.all_gather(_flat(tensor), known, async_op=async_op)
-    return carried_out(found, _one(output_tensor), async_op)
+    request = comm.table.prepare(comm.all_gather, _flat(tensor), known)
+    return carried_out(request, _one(output_tensor), async_op)
 
 
 @logged
@@ -145,8 +145,8 @@ def all_gather_coalesced(
     _need(len(output_tensors), len(input_tensors), "output_tensors")
     for output, tensor in zip(output_tensors, input_tensors, strict=True):
         _need(output.numel(), known.size * tensor.numel(), "elements of output_tensors")
-    found = comm.all_gather([_flat(each) for each in input_tensors], known, async_op=async_op)
-    return carried_out(found, _into(*output_tensors), async_op)
+    request = comm.table.prepare(comm.all_gather, [_flat(each) for each in input_tensors], known)
+    return carried_out(request, _into(*output_tensors), async_op)
 
 
 @logged
@@ -156,8 +156,8 @@ def reduce_scatter_tensor(
     """The ranks' tensors combined and cut into equal pieces; rank r gets the r-th in ``output_tensor``."""
     known = group_of(group)
     _need(tensor.numel(), known.size * output_tensor.numel(), "elements of tensor")
-    found = comm.reduce_scatter(_flat(tensor), known, op=word_of(op), async_op=async_op)
-    return carried_out(found, _one(output_tensor), async_op)
+    request = comm.table.prepare(comm.reduce_scatter, _flat(tensor), known, op=word_of(op))
+    return carried_out(request, _one(output_tensor), async_op)
 
 
 @logged
@@ -176,8 +176,8 @@ def reduce_scatter(
     known = group_of(group)
     _need(len(input_list), known.size, "input_list")
     whole = torch.stack([each.detach() for each in input_list])
-    found = comm.reduce_scatter(whole, known, op=word_of(op), tiled=False, async_op=async_op)
-    return carried_out(found, _one(output), async_op)
+    request = comm.table.prepare(comm.reduce_scatter, whole, known, op=word_of(op), tiled=False)
+    return carried_out(request, _one(output), async_op)
 
 
 @logged
@@ -193,8 +193,8 @@ def all_to_all_single(
     known = group_of(group)
     sent = list(input_split_sizes) if input_split_sizes else _equal(tensor, known.size, "tensor")
     arriving = list(output_split_sizes) if output_split_sizes else _equal(output, known.size, "output")
-    found = comm.all_to_all(tensor.detach(), known, input_splits=sent, output_splits=arriving, async_op=async_op)
-    return carried_out(found, _one(output), async_op)
+    request = comm.table.prepare(comm.all_to_all, tensor.detach(), known, input_splits=sent, output_splits=arriving)
+    return carried_out(request, _one(output), async_op)
 
 
 def _equal(tensor: Tensor, n: int, name: str) -> list[int]:
@@ -213,8 +213,8 @@ def all_to_all(
     _need(len(output_tensor_list), known.size, "output_tensor_list")
     sent, arriving = ([each.numel() for each in held] for held in (input_tensor_list, output_tensor_list))
     whole = torch.cat([_flat(each) for each in input_tensor_list])
-    found = comm.all_to_all(whole, known, input_splits=sent, output_splits=arriving, async_op=async_op)
-    return carried_out(found, lambda result: _into(*output_tensor_list)(result.split(arriving)), async_op)
+    request = comm.table.prepare(comm.all_to_all, whole, known, input_splits=sent, output_splits=arriving)
+    return carried_out(request, lambda result: _into(*output_tensor_list)(result.split(arriving)), async_op)
 
 
 @logged
@@ -226,9 +226,9 @@ def gather(
     place = place_in(known, dst, "dst")
     if known.rank == place:
         _need(len(gather_list or ()), known.size, "gather_list")
-    found = comm.gather(tensor.detach(), place, known, tiled=False, async_op=async_op)
+    request = comm.table.prepare(comm.gather, tensor.detach(), place, known, tiled=False)
     write = _into(*(gather_list or ())) if known.rank == place else lambda _: None
-    return carried_out(found, write, async_op)
+    return carried_out(request, write, async_op)
 
 
 @logged
@@ -241,8 +241,8 @@ def scatter(
     if known.rank == place:
         _need(len(scatter_list or ()), known.size, "scatter_list")
     whole = torch.stack([each.detach() for each in scatter_list]) if scatter_list else None
-    found = comm.scatter(whole, place, known, tiled=False, like=tensor.detach(), async_op=async_op)
-    return carried_out(found, _one(tensor), async_op)
+    request = comm.table.prepare(comm.scatter, whole, place, known, tiled=False, like=tensor.detach())
+    return carried_out(request, _one(tensor), async_op)
 
 
 @logged

@@ -29,7 +29,7 @@ def _copied(target: Tensor) -> Callable[[Tensor], None]:
 def isend(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
     """Starts to send a tensor to rank ``dst``."""
     known = group_of(group)
-    return Work(comm.isend(tensor.detach(), place_in(known, dst, "dst"), known, tag=tag), _nothing)
+    return Work(comm.start(comm.send, tensor.detach(), place_in(known, dst, "dst"), known, tag=tag), _nothing)
 
 
 @logged
@@ -40,7 +40,7 @@ def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 
         ValueError: ``src`` is left out; messages from any rank are not here.
     """
     known = group_of(group)
-    return Work(comm.irecv(tensor.detach(), _source(known, src), known, tag=tag), _copied(tensor))
+    return Work(comm.start(comm.recv, tensor.detach(), _source(known, src), known, tag=tag), _copied(tensor))
 
 
 @logged
@@ -93,7 +93,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         else comm.Recv(each.tensor.detach(), place_in(group, each.peer, "peer"), each.tag)
         for each in p2p_op_list
     ]
-    batch = comm.batch_p2p(ops, group, async_op=True)
+    batch = comm.start(comm.batch_p2p, ops, group)
     return [
         Work(batch.then(_entry(index)), _nothing if each.op is isend else _copied(each.tensor))
         for index, each in enumerate(p2p_op_list)

@@ -31,9 +31,9 @@ class Work:
         return f"Work({'done' if self._written else self._pending})"
 
 
-def carried_out(result: Any, write: Callable[[Any], None], async_op: bool) -> Work | None:
-    """Writes the result; with ``async_op`` it is a ``Pending``, and the returned handle writes it."""
+def carried_out(request: "comm.table.Request[Any]", write: Callable[[Any], None], async_op: bool) -> Work | None:
+    """Carries out a collective and writes its result; with ``async_op`` it is started, and the returned handle writes."""
     if async_op:
-        return Work(result, write)
-    write(result)
+        return Work(request.start(), write)
+    write(request.run())
     return None

@@ -136,11 +136,11 @@ def _stage_3(s: Settings, world_size: int) -> dict[str, Any]:
             s.refuse(f"{_ZERO}.zero_hpz_partition_size", f"{world_size} ranks are no whole number of groups of {ranks}")
         options |= {"intra_node": ranks, "hpz": True}
     if s[f"{_ZERO}.zero_quantized_weights"]:
-        options["all_gather"] = comm.compressed(comm.all_gather, comm.Blocks(8))
+        options["all_gather"] = comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))
     if s[f"{_ZERO}.zero_quantized_gradients"]:
         if "aggregate" in options or not s[f"{_ZERO}.reduce_scatter"]:
             s.refuse(f"{_ZERO}.zero_quantized_gradients", "it needs reduce_scatter")
-        options["reduce_scatter"] = comm.compressed(comm.reduce_scatter, comm.Blocks(4))
+        options["reduce_scatter"] = comm.codecs.compressed(comm.reduce_scatter, comm.codecs.Blocks(4))
     if not s[f"{_ZERO}.compute_grad_norm"]:
         s.refuse(f"{_ZERO}.compute_grad_norm", "DeepSpeed allows false in stages 1 and 2 alone")
     return options

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.comm.alike import alike
+from functional_ds.comm.agreement.alike import alike
 from functional_ds.comm.record.call_recorder import CallRecorder, current_recorder, runs_on_shapes
+from functional_ds.comm.record.group import Ready
 from functional_ds.step.axes import axis
 from functional_ds.step.pass_scope import current_pass
 
@@ -222,10 +223,11 @@ class _ExchangeByAllToAll:
         order = order.cut(sum(sent))
         received = [sum(each) for each in counts]  # by source
         rows = spread(rows, order)
-        going = comm.all_to_all(rows, self.group, input_splits=sent, output_splits=received, async_op=beside)
+        request = comm.table.prepare(comm.all_to_all, rows, self.group, input_splits=sent, output_splits=received)
+        wait = request.start().wait if beside else Ready(request.run()).wait
 
         def rest(f: ExpertFunction) -> Tensor:
-            arrived = going.wait() if beside else going  # sorted by source, then by expert
+            arrived = wait()  # sorted by source, then by expert
             by_expert = _by_expert(counts, table)
             groups = _groups([sum(each) for each in zip(*counts, strict=True)], table)
             done = f(arrived, groups) if by_expert is None else combine(f(spread(arrived, by_expert), groups), None, by_expert)
@@ -288,10 +290,11 @@ class _ExchangeByGather:
                 name: torch.cat([leaf, leaf.new_full((most - len(rows), leaf.shape[1]), -1 if name == "ids" else 0)])
                 for name, leaf in mine.items()
             }
-        going = comm.all_gather(mine, group, async_op=beside)
+        request = comm.table.prepare(comm.all_gather, mine, group)
+        wait = request.start().wait if beside else Ready(request.run()).wait
 
         def rest(f: ExpertFunction) -> Tensor:
-            everyones = going.wait() if beside else going
+            everyones = wait()
             local = everyones["ids"] - group.rank * len(counts)
             kept = (local >= 0) & (local < len(counts))
             order = TokenOrder.of(local.masked_fill(~kept, 0), kept, len(counts)).cut(sum(counts))
@@ -335,10 +338,11 @@ class _ExchangeByRank:
         order = TokenOrder.of(ranks, first, group.size).cut(sum(sent))
         ids = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
         mine = {"rows": spread(rows, order), "weights": spread(routing.weights, order), "ids": ids[order.tokens]}
-        going = comm.all_to_all(mine, group, input_splits=sent, output_splits=received, async_op=beside)
+        request = comm.table.prepare(comm.all_to_all, mine, group, input_splits=sent, output_splits=received)
+        wait = request.start().wait if beside else Ready(request.run()).wait
 
         def rest(f: ExpertFunction) -> Tensor:
-            arrived = going.wait() if beside else going
+            arrived = wait()
             local = arrived["ids"] - group.rank * each
             kept = (local >= 0) & (local < each)
             by_expert = TokenOrder.of(local.masked_fill(~kept, 0), kept, each).cut(sum(counts))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_ds.base.torch_private import disable_torch_function
-from functional_ds.comm.alike import alike
+from functional_ds.comm.agreement.alike import alike
 from functional_ds.comm.record.group import Group
 from functional_ds.step.axes import is_for_shapes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
-from functional_ds.comm.record.permutation import Permutation
+from functional_ds.comm.table.permutation import Permutation
 
 from .blockwise import Keys, Partial, Queries, Total, empty_to_infinite
 from .cut_attention import Attention, CutSequence, cut_attention
@@ -50,7 +50,7 @@ class _Ring:
 
     def pass_on(self, flat: Tensor, by: int) -> Pending[Tensor]:
         """Starts a message to the next rank, or the one before; the result is the other neighbour's."""
-        return comm.permute(flat, _shift(self.group.size, by), self.group, async_op=True)
+        return comm.start(comm.permute, flat, _shift(self.group.size, by), self.group)
 
 
 class _RingAttention(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_ds.comm.alike import alike
+from functional_ds.comm.agreement.alike import alike
 from functional_ds.comm.record.group import Group
 from functional_ds.step.axes import is_for_shapes
 from functional_ds.step.pass_scope import current_pass

@@ -59,12 +59,12 @@ def _check_chunks(shape: Sequence[int], dim: int, size: int, parts: int) -> None
 
 def _gather(x: Tensor, group: comm.Group, dim: int, chunks: int) -> list[comm.Pending[Tensor]]:
     """The j-th is the j-th piece of every rank's part."""
-    return [comm.all_gather(piece, group, dim=dim, async_op=True) for piece in x.chunk(chunks, dim)]
+    return [comm.start(comm.all_gather, piece, group, dim=dim) for piece in x.chunk(chunks, dim)]
 
 
 def _scatter(piece_of: Callable[[int], Tensor], group: comm.Group, dim: int, chunks: int) -> list[comm.Pending[Tensor]]:
     """Starts each reduction as soon as its product is there."""
-    return [comm.reduce_scatter(piece_of(j), group, dim=dim, async_op=True) for j in range(chunks)]
+    return [comm.start(comm.reduce_scatter, piece_of(j), group, dim=dim) for j in range(chunks)]
 
 
 def _pieces(whole: Tensor, n: int, dim: int, chunks: int) -> list[Tensor]:

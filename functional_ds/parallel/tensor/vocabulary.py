@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.torch_private import is_fake
 from functional_ds.base.weighted import Weighted
-from functional_ds.comm.alike import alike
+from functional_ds.comm.agreement.alike import alike
 
 from .pairs import summed, tensor_group
 

@@ -86,11 +86,11 @@ class Mailbox:
 
     def _send(self, kind: Kind, stage: int, j: int, *, to: int) -> None:
         sent = Action(Kind.SEND_F if kind is Kind.F else Kind.SEND_B, stage, j)
-        pending = comm.isend(self._outgoing.pop((kind, stage, j)), self.placement[to], self.group)
+        pending = comm.start(comm.send, self._outgoing.pop((kind, stage, j)), self.placement[to], self.group)
         self._sent[-1].append((sent, self.placement[to], pending))
 
     def _receive(self, kind: Kind, stage: int, j: int, *, source: int, like: list[Tensor]) -> None:
-        self._incoming[kind, stage, j] = comm.irecv(like, self.placement[source], self.group)
+        self._incoming[kind, stage, j] = comm.start(comm.recv, like, self.placement[source], self.group)
 
     def _wait_for_oldest(self) -> None:
         for action, to, pending in self._sent.popleft():

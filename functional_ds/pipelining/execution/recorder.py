@@ -127,7 +127,7 @@ class Recorder:
         Raises:
             ValueError: no step was recorded with this schedule.
         """
-        offsets = comm.clock_offsets(group, clock=self.clock)
+        offsets = comm.debug.clock_offsets(group, clock=self.clock)
         found = comm.all_gather_object((self.times, self.waits), group)
         times, waits = [], []
         for (own, waited), more in zip(found, offsets.seconds, strict=True):

@@ -79,7 +79,7 @@ def _refuse_early(graph: Graph, start: Floats, end: Floats, error: float) -> Non
         other, _, source = graph.where(int(graph.before[worst]))
         raise ValueError(
             f"times[{rank}][{place}]: {action} starts {early[worst]:.3g} s before {source} on rank {other} has ended, which it "
-            "needs; put the ranks' times on one clock (comm.clock_offsets), as Recorder.run does"
+            "needs; put the ranks' times on one clock (comm.debug.clock_offsets), as Recorder.run does"
         )
 
 

@@ -257,7 +257,8 @@ def test_no_branch_is_longer_than_the_formula(name: str, monkeypatch: pytest.Mon
     real = comm.batch_p2p
     logs: dict[int, list[tuple[str, int, int]]] = {}
 
-    def logging(ops: Any, group: comm.Group, *, async_op: bool = False) -> Any:
+    @comm.table.collective
+    def logging(ops: Any, group: comm.Group) -> comm.table.Request[Any]:
         log = logs.setdefault(group.rank, [])
         log += [("send", op.dst, op.tag) for op in ops if isinstance(op, comm.Send)]
 
@@ -265,8 +266,7 @@ def test_no_branch_is_longer_than_the_formula(name: str, monkeypatch: pytest.Mon
             log.extend(("recv", op.src, op.tag) for op in ops if isinstance(op, comm.Recv))
             return results
 
-        pending = real(ops, group, async_op=True).then(received)
-        return pending if async_op else pending.wait()
+        return comm.table.prepare(real, ops, group).then(received)
 
     monkeypatch.setattr(trees, "batch_p2p", logging)
     for n in (*range(2, 24), 64):

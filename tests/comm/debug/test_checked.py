@@ -41,7 +41,7 @@ def test_checked_processes_name_the_fault(fault: faults.Fault, found: list[dict[
 
 def checked_cases(world_size: int) -> list[Any]:
     drawn = [case for case in cases.draw(96, world_size, seed=5) if not case.special]
-    with comm.checked():
+    with comm.debug.checked():
         return cases.run(drawn)
 
 
@@ -55,11 +55,11 @@ def test_checking_changes_no_result() -> None:
 
 def keeps_the_store_small() -> int:
     """Entries are deleted once all have read them."""
-    with comm.checked():
+    with comm.debug.checked():
         for _ in range(50):
             comm.all_reduce(torch.ones(1))
-            comm.all_gather(torch.ones(1), async_op=True).wait()
-    comm.monitored_barrier()
+            comm.start(comm.all_gather, torch.ones(1)).wait()
+    comm.debug.monitored_barrier()
     world: Any = comm.world().world
     return world.store.num_keys()
 
@@ -70,24 +70,24 @@ def test_the_store_does_not_grow() -> None:
 
 def with_a_dead_rank() -> str:
     """Rank 1 dies without a word."""
-    with comm.checked(timeout=timedelta(seconds=1)):
+    with comm.debug.checked(timeout=timedelta(seconds=1)):
         faults.dies_on_one_rank()
     return "no error"
 
 
 def test_a_rank_that_dies_ends_the_run_and_is_named() -> None:
-    with pytest.raises(comm.RankFailedError, match=r"rank 1 of 3 ended without a result \(exit code 3\)"):
+    with pytest.raises(comm.errors.RankFailedError, match=r"rank 1 of 3 ended without a result \(exit code 3\)"):
         comm.spawn(with_a_dead_rank, world_size=3)
 
 
 def missing_at_a_barrier() -> str:
     try:
         if comm.world().rank != 1:
-            comm.monitored_barrier(timeout=timedelta(seconds=0.5))
-    except comm.TimedOutError as error:
+            comm.debug.monitored_barrier(timeout=timedelta(seconds=0.5))
+    except comm.errors.TimedOutError as error:
         return str(error)
     finally:
-        comm.monitored_barrier(comm.new_group(range(comm.world().size), "after"), timeout=timedelta(seconds=30))
+        comm.debug.monitored_barrier(comm.new_group(range(comm.world().size), "after"), timeout=timedelta(seconds=30))
     return "nothing"
 
 
@@ -97,13 +97,13 @@ def test_a_monitored_barrier_names_who_is_missing() -> None:
     for story in (first, third):
         assert "in barrier() of [] on group 'world' at test_checked.py" in story
         assert "rank 1 had not come" in story
-    with pytest.raises(comm.DeadlockError, match="for rank 1"):
+    with pytest.raises(comm.errors.DeadlockError, match="for rank 1"):
         comm.simulate(skips_the_barrier, world_size=3)
 
 
 def skips_the_barrier() -> None:
     if comm.world().rank != 1:
-        comm.monitored_barrier()
+        comm.debug.monitored_barrier()
 
 
 def test_bad_timeouts_are_refused() -> None:
@@ -112,17 +112,17 @@ def test_bad_timeouts_are_refused() -> None:
 
 
 def waits_for_no_time() -> None:
-    with comm.checked(timeout=timedelta(0)):
+    with comm.debug.checked(timeout=timedelta(0)):
         pass
 
 
 def leaves_a_message_behind() -> str | None:
     """Nobody waits for the message, and nobody receives it."""
     try:
-        with comm.checked(timeout=timedelta(seconds=1)):
+        with comm.debug.checked(timeout=timedelta(seconds=1)):
             if comm.world().rank == 0:
-                comm.isend(torch.ones(2), 1)
-    except comm.TimedOutError as error:
+                comm.start(comm.send, torch.ones(2), 1)
+    except comm.errors.TimedOutError as error:
         return str(error)
     return None
 
@@ -138,11 +138,11 @@ def test_a_message_that_nobody_receives_is_reported_at_the_end() -> None:
 def goes_on_after_errors() -> tuple[int, bool, int]:
     """A tree without leaves is a call, too; an error that the program has caught does not come again at the end."""
     caught = 0
-    with comm.checked(timeout=timedelta(seconds=20)):
+    with comm.debug.checked(timeout=timedelta(seconds=20)):
         comm.all_reduce([])
         try:
             comm.all_reduce(torch.ones(1 + comm.world().rank))
-        except comm.MismatchError:
+        except comm.errors.MismatchError:
             caught += 1
         total = comm.all_reduce(torch.ones(1)).item()
     inner = comm.simulate(lambda: comm.init_distributed().size, world_size=3)  # a rank may simulate a world of its own

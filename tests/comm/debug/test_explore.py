@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from functional_ds import comm
 from functional_ds.comm.debug.explore import explore
-from functional_ds.comm.record.errors import DivergenceError
+from functional_ds.comm.table.errors import DivergenceError
 from functional_ds.testing import Inputs, assert_same, inputs
 
 
@@ -19,7 +19,7 @@ def asked_first() -> bool:
     """Whether the other rank had called what this one polls for; each polls before it calls what the other one polls for."""
     here = comm.world()
     mine, theirs = (here.channel(name) for name in ("ab" if here.rank == 0 else "ba"))
-    done = comm.all_reduce(torch.ones(1), mine, async_op=True).poll(1.0)
+    done = comm.start(comm.all_reduce, torch.ones(1), mine).poll(1.0)
     comm.all_reduce(torch.ones(1), theirs)
     return done
 
@@ -30,7 +30,7 @@ def runs(program: Any, seeds: int) -> list[Any]:
     def run(seed: int) -> Any:
         try:
             return comm.simulate(program, world_size=2, seed=seed)
-        except comm.CommError as error:
+        except comm.errors.CommError as error:
             return type(error)
 
     return [run(seed) for seed in range(seeds)]
@@ -217,11 +217,11 @@ def test_a_deadlock_is_reported_with_its_seed() -> None:
     """The first seed that deadlocks, and it does so again."""
     outcomes = runs(sometimes_waits_alone, 30)
     assert [None, None] in outcomes  # in some interleavings only
-    bad = outcomes.index(comm.DeadlockError)
-    with pytest.raises(comm.DeadlockError, match="rank 0 waits in barrier") as caught:
+    bad = outcomes.index(comm.errors.DeadlockError)
+    with pytest.raises(comm.errors.DeadlockError, match="rank 0 waits in barrier") as caught:
         explore(sometimes_waits_alone, world_size=2, seeds=30)
     assert caught.value.__notes__[-1] == f"seed {bad}: run comm.simulate(..., world_size=2, seed={bad}) to see it again"
-    with pytest.raises(comm.DeadlockError):
+    with pytest.raises(comm.errors.DeadlockError):
         comm.simulate(sometimes_waits_alone, world_size=2, seed=bad)
 
 
@@ -231,10 +231,12 @@ def sometimes_differs() -> None:
 
 def sometimes_raises() -> None:
     if asked_first() and comm.world().rank == 0:
-        raise comm.CommError("no")
+        raise comm.errors.CommError("no")
 
 
-@pytest.mark.parametrize(("program", "error"), [(sometimes_differs, comm.MismatchError), (sometimes_raises, comm.CommError)])
+@pytest.mark.parametrize(
+    ("program", "error"), [(sometimes_differs, comm.errors.MismatchError), (sometimes_raises, comm.errors.CommError)]
+)
 def test_any_error_is_reported_with_its_seed(program: Any, error: type[Exception]) -> None:
     """Beside the note that names the rank."""
     outcomes = runs(program, 30)

@@ -39,7 +39,7 @@ def test_a_collectives_traffic_is_that_of_its_messages(name: str) -> None:
     expected = torch.zeros(n, n, dtype=torch.float64)
     for a, b in MESSAGES[name](12, n, root):
         expected[a, b] += a != b
-    assert torch.equal(comm.traffic(comm.simulate(from_root, name, root, world_size=n))["world"], expected)
+    assert torch.equal(comm.debug.traffic(comm.simulate(from_root, name, root, world_size=n))["world"], expected)
 
 
 def on_a_mesh() -> comm.Ledger:
@@ -55,7 +55,7 @@ def on_a_mesh() -> comm.Ledger:
 def test_axes_have_matrices_of_their_own() -> None:
     """Nothing leaves a group; a ring has one neighbour; rows add up to the ledgers' bytes, also of loops that ran once."""
     books = comm.simulate(on_a_mesh, world_size=12, shapes_only=True)
-    found = comm.traffic(books[::-1])
+    found = comm.debug.traffic(books[::-1])
     assert found.keys() == {"tp", "sp", "dp,sp"}
     assert [sum(float(each[rank].sum()) for each in found.values()) for rank in range(12)] == [book.bytes for book in books]
     assert found["tp"][5].nonzero().flatten().tolist() == [4]
@@ -65,7 +65,7 @@ def test_axes_have_matrices_of_their_own() -> None:
 
 def test_a_picture_has_a_square_for_each_axis() -> None:
     pytest.importorskip("matplotlib")
-    figure = comm.draw_traffic(comm.simulate(on_a_mesh, world_size=12, shapes_only=True), title="a mesh")
+    figure = comm.debug.draw_traffic(comm.simulate(on_a_mesh, world_size=12, shapes_only=True), title="a mesh")
     panels: Any = figure.axes
     assert [axes.get_title() for axes in panels] == ["tp\n32 B a rank", "sp\n32 B a rank", "dp,sp\n60 B a rank"]
     assert {text.get_text() for text in panels[1].texts} == {"32"}
@@ -75,9 +75,9 @@ def test_what_is_no_book_of_each_rank_is_refused(monkeypatch: pytest.MonkeyPatch
     """By name; without matplotlib there are still the numbers."""
     books = comm.simulate(on_a_mesh, world_size=12, shapes_only=True)
     with pytest.raises(ValueError, match=r"ledgers: of the ranks \[0, 0\]; pass one of each rank"):
-        comm.traffic([books[0], books[0]])
+        comm.debug.traffic([books[0], books[0]])
     with pytest.raises(ValueError, match="ledgers: nothing was sent"):
-        comm.draw_traffic([comm.Ledger()])
+        comm.debug.draw_traffic([comm.Ledger()])
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'functional-ds\[train\]'"):
-        comm.draw_traffic(books)
+        comm.debug.draw_traffic(books)

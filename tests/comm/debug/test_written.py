@@ -31,14 +31,14 @@ def alias(x: Tensor) -> None:
 
 WRITES = [add, data, numpy, alias]
 CALLS: dict[str, Callable[[Tensor], Any]] = {
-    "all_reduce": lambda x: comm.all_reduce(x, async_op=True),
-    "all_gather": lambda x: comm.all_gather(x, async_op=True),
-    "reduce_scatter": lambda x: comm.reduce_scatter(x, async_op=True),
-    "all_to_all": lambda x: comm.all_to_all(x, async_op=True),
-    "broadcast": lambda x: comm.broadcast(x, 0, async_op=True),
-    "isend": lambda x: comm.isend(x, 1) if comm.world().rank == 0 else comm.irecv(x, 0),
-    "a tree": lambda x: comm.all_reduce({"a": torch.ones(3), "b": x}, async_op=True),
-    "compressed": lambda x: comm.compressed(comm.all_reduce, comm.Cast(torch.bfloat16))(x, async_op=True),
+    "all_reduce": lambda x: comm.start(comm.all_reduce, x),
+    "all_gather": lambda x: comm.start(comm.all_gather, x),
+    "reduce_scatter": lambda x: comm.start(comm.reduce_scatter, x),
+    "all_to_all": lambda x: comm.start(comm.all_to_all, x),
+    "broadcast": lambda x: comm.start(comm.broadcast, x, 0),
+    "send": lambda x: comm.start(comm.send, x, 1) if comm.world().rank == 0 else comm.start(comm.recv, x, 0),
+    "a tree": lambda x: comm.start(comm.all_reduce, {"a": torch.ones(3), "b": x}),
+    "compressed": lambda x: comm.start(comm.codecs.compressed(comm.all_reduce, comm.codecs.Cast(torch.bfloat16)), x),
 }
 NAMED = r"rank 0 wrote into input.* of .*: started at test_written.py:\d+, written before the wait at test_written.py:\d+"
 
@@ -55,7 +55,7 @@ def program(call: str, write: Callable[[Tensor], None], late: bool = False) -> N
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("call", sorted(set(CALLS) - {"compressed"}))
 def test_the_simulator_names_both_lines(call: str, write: Callable[[Tensor], None]) -> None:
-    with pytest.raises(comm.WrittenError, match=NAMED):
+    with pytest.raises(comm.errors.WrittenError, match=NAMED):
         comm.simulate(program, call, write, world_size=2)
 
 
@@ -71,12 +71,12 @@ def named(call: str, how: str) -> None:
         return
     try:
         comm.simulate(program, call, {write.__name__: write for write in WRITES}[how], world_size=2)
-    except comm.WrittenError:
+    except comm.errors.WrittenError:
         return
     raise AssertionError
 
 
-@pytest.mark.parametrize("call", ["broadcast", "isend"])
+@pytest.mark.parametrize("call", ["broadcast", "send"])
 def test_who_receives_may_write_into_what_told_the_shape(call: str) -> None:
     def receiver() -> None:
         x = torch.zeros(SIZE)
@@ -93,7 +93,7 @@ def test_a_codec_has_copied_what_it_sends() -> None:
 
 
 def test_the_lines_are_the_programs() -> None:
-    with pytest.raises(comm.WrittenError) as caught:
+    with pytest.raises(comm.errors.WrittenError) as caught:
         comm.simulate(program, "all_reduce", add, world_size=2)
     first = program.__code__.co_firstlineno
     start, end = map(int, re.findall(r"test_written.py:(\d+)", str(caught.value)))
@@ -102,8 +102,8 @@ def test_the_lines_are_the_programs() -> None:
 
 
 def test_explore_names_it() -> None:
-    with pytest.raises(comm.WrittenError, match=NAMED):
-        comm.explore(program, "all_gather", data, world_size=2, seeds=3)
+    with pytest.raises(comm.errors.WrittenError, match=NAMED):
+        comm.debug.explore(program, "all_gather", data, world_size=2, seeds=3)
 
 
 def test_inference_tensors_are_watched() -> None:
@@ -111,21 +111,21 @@ def test_inference_tensors_are_watched() -> None:
         with torch.inference_mode():
             program("all_reduce", add)
 
-    with pytest.raises(comm.WrittenError, match=NAMED):
+    with pytest.raises(comm.errors.WrittenError, match=NAMED):
         comm.simulate(inferred, world_size=2)
 
 
 def checked(call: str, write: Callable[[Tensor], None]) -> str:
     try:
-        with comm.checked():
+        with comm.debug.checked():
             program(call, write)
-    except comm.WrittenError as error:
+    except comm.errors.WrittenError as error:
         return str(error)
     return ""
 
 
 def everything() -> list[str]:
-    return [checked(call, write) for call in ("all_reduce", "isend") for write in (add, data)]
+    return [checked(call, write) for call in ("all_reduce", "send") for write in (add, data)]
 
 
 def test_checked_names_it_on_processes() -> None:

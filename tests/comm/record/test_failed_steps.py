@@ -12,11 +12,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.comm.record.collective import Call
-from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.failed_steps import FailedSteps
 from functional_ds.comm.record.group import Group, Solo
-from functional_ds.comm.record.table import BARRIER, TRANSFER
+from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.errors import CommError
+from functional_ds.comm.table.rows import BARRIER, TRANSFER
 
 PAIR = (0, 1)
 

@@ -209,7 +209,7 @@ def test_what_stays_on_its_rank_is_no_row() -> None:
 
 
 def test_every_row_of_the_table_is_derived() -> None:
-    assert {row.name for row in comm.TABLE} == {*MESSAGES, *SILENT}
+    assert {row.name for row in comm.table.TABLE} == {*MESSAGES, *SILENT}
 
 
 @given(world_sizes(), st.integers(0, 6), st.sampled_from(ADDABLE))
@@ -240,7 +240,7 @@ def test_rows_are_by_collective_and_group() -> None:
         mesh = comm.mesh(dp=2, tp=2)
         with comm.ledger() as book:
             comm.all_reduce(torch.ones(4), mesh["tp"])
-            comm.all_gather(torch.ones(1), mesh["dp"], async_op=True).wait()
+            comm.start(comm.all_gather, torch.ones(1), mesh["dp"]).wait()
             comm.all_reduce(torch.ones(2), mesh["tp"], op="avg")
             comm.all_reduce(torch.ones(1), mesh["tp"].channel("fast"))
             comm.all_reduce(torch.ones(4))
@@ -379,7 +379,7 @@ def test_without_times_there_are_no_bandwidths() -> None:
     def program() -> tuple[comm.Ledger, comm.Ledger]:
         with comm.ledger() as plain, comm.ledger(times=True) as book:
             comm.all_reduce(torch.ones(2))
-            comm.all_gather(torch.ones(2), async_op=True)
+            comm.start(comm.all_gather, torch.ones(2))
         return plain, book
 
     for plain, book in comm.simulate(program, world_size=2):
@@ -394,7 +394,7 @@ def test_a_pending_is_timed_to_its_end() -> None:
 
     def program() -> list[tuple[int, int]]:
         with comm.ledger(times=True) as outer, comm.ledger(times=True) as inner:
-            pending = comm.all_reduce([torch.ones(3), torch.ones(2, 2)], async_op=True)
+            pending = comm.start(comm.all_reduce, [torch.ones(3), torch.ones(2, 2)])
             pending.wait()
             pending.wait()
         assert inner.rows[0].payload == outer.rows[0].payload == 4 * 7
@@ -412,7 +412,7 @@ def test_what_a_rank_computes_beside_a_call_is_no_transfer(monkeypatch: pytest.M
         x, here = torch.ones(4), comm.world()
         with comm.ledger(times=True) as book:
             if early:
-                pending = comm.irecv(x, 1) if here.rank == 0 else comm.isend(x, 0)
+                pending = comm.start(comm.recv, x, 1) if here.rank == 0 else comm.start(comm.send, x, 0)
                 clock[0] += 10
                 pending.wait()
             if both:
@@ -437,9 +437,9 @@ def test_what_a_rank_computes_beside_a_call_is_no_transfer(monkeypatch: pytest.M
             alone = found.seconds - found.overlapped_seconds
             assert found.algorithmic_bandwidth == (16 / alone if alone else None)
     books = comm.simulate(program, True, True, world_size=2)
-    assert {spread.collective for spread in comm.spreads(books)} == {"all_reduce"}
-    comm.write_trace(books, tmp_path / "plain.json")
-    comm.write_trace(books, tmp_path / "moved.json", offsets=(0.0, 64.0))
+    assert {spread.collective for spread in comm.debug.spreads(books)} == {"all_reduce"}
+    comm.debug.write_trace(books, tmp_path / "plain.json")
+    comm.debug.write_trace(books, tmp_path / "moved.json", offsets=(0.0, 64.0))
     plain, moved = (json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"] for name in ("plain", "moved"))
     shifts = {(one["pid"], two["ts"] - one["ts"]) for one, two in zip(plain, moved, strict=True) if one["ph"] == "X"}
     assert {pid: shift - dict(shifts)[0] for pid, shift in shifts} == {0: 0, 1: 64e6}
@@ -461,7 +461,7 @@ def two_axes() -> comm.Ledger:
 def test_spreads_are_by_group() -> None:
     """A line for each collective of each group with every member's seconds; what not all have timed is left out."""
     books = comm.simulate(two_axes, world_size=4)
-    spreads = comm.spreads(reversed(books))
+    spreads = comm.debug.spreads(reversed(books))
     found = {(spread.collective, spread.group, spread.ranks) for spread in spreads}
     assert found == {
         ("all_reduce", "a", (0, 2)),
@@ -480,13 +480,13 @@ def test_spreads_are_by_group() -> None:
         assert spread.slowest == min(zip(spread.seconds, spread.ranks, strict=True))[1]  # who comes last waits least
         assert str(spread).split()[:3] == [spread.collective, spread.group, "2"]
         assert str(spread).endswith(f"waited for rank {spread.slowest}")
-    assert comm.spreads([]) == comm.spreads(books[:1]) == []
+    assert comm.debug.spreads([]) == comm.debug.spreads(books[:1]) == []
 
 
 def test_a_trace_is_a_process_for_each_rank(tmp_path: Path) -> None:
     """Valid JSON: each rank a named process, each group a named lane, each timed call a slice with its bytes."""
     books = comm.simulate(two_axes, world_size=4)
-    comm.write_trace(books, tmp_path / "trace.json")
+    comm.debug.write_trace(books, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {r: f"rank {r}" for r in range(4)}
@@ -500,7 +500,7 @@ def test_a_trace_is_a_process_for_each_rank(tmp_path: Path) -> None:
         assert all(event["ts"] >= 0 and event["dur"] > 0 for event in slices)
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
     with pytest.raises(ValueError, match=r"ledgers: no ledger has times; open them with comm\.ledger\(times=True\)"):
-        comm.write_trace([comm.Ledger()], tmp_path / "none.json")
+        comm.debug.write_trace([comm.Ledger()], tmp_path / "none.json")
 
 
 def test_the_table_and_the_csv_have_the_times(tmp_path: Path) -> None:

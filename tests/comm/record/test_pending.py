@@ -14,7 +14,7 @@ def rank() -> int:
 
 
 def started(value: float = 1.0) -> Any:
-    return comm.all_reduce(torch.tensor([value]), async_op=True)
+    return comm.start(comm.all_reduce, torch.tensor([value]))
 
 
 # -- reading it early -------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_all_is_over_when_the_last_is() -> None:
 def test_gradients_flow_through_then_and_all() -> None:
     def program() -> float:
         x = torch.tensor([1.0 + rank()], requires_grad=True)
-        pendings = [comm.all_reduce(x, async_op=True), comm.all_reduce(x**2, async_op=True)]
+        pendings = [comm.start(comm.all_reduce, x), comm.start(comm.all_reduce, x**2)]
         total = Pending.all(pendings).then(lambda results: results[0] + results[1]).wait()
         total.sum().backward()
         return x.grad.item()
@@ -149,7 +149,7 @@ def drops() -> list[float]:
     """Only even ranks wait; the others' part is carried out all the same."""
     found = []
     for step in range(4):
-        pending = comm.all_reduce(torch.full((1000,), 1.0 + step), async_op=True)
+        pending = comm.start(comm.all_reduce, torch.full((1000,), 1.0 + step))
         if rank() % 2 == 0:
             found.append(pending.wait()[0].item())
         del pending
@@ -169,9 +169,9 @@ def test_a_dropped_one_that_others_never_join_is_reported() -> None:
 
     def program() -> None:
         if rank() == 1:
-            comm.all_gather(torch.ones(2), async_op=True)
+            comm.start(comm.all_gather, torch.ones(2))
 
-    with pytest.raises(comm.UnmatchedError) as caught:
+    with pytest.raises(comm.errors.UnmatchedError) as caught:
         comm.simulate(program, world_size=3)
     (line,) = str(caught.value).splitlines()[1:]
     assert line.startswith(

@@ -32,26 +32,28 @@ def _wait(*pendings: comm.Pending[Any]) -> list[Any]:
 def facing() -> Any:
     """Both send first, asynchronously: legal here and over Gloo."""
     other = 1 - comm.world().rank
-    return _wait(comm.isend(ONE, other), comm.irecv(ONE, other))
+    return _wait(comm.start(comm.send, ONE, other), comm.start(comm.recv, ONE, other))
 
 
 def crossed_tags() -> Any:
     """Two messages, received in another order than they are sent in."""
     if comm.world().rank == 0:
-        return _wait(comm.isend(ONE, 1, tag=0), comm.isend(ONE, 1, tag=1))
-    return _wait(comm.irecv(ONE, 0, tag=1), comm.irecv(ONE, 0, tag=0))
+        return _wait(comm.start(comm.send, ONE, 1, tag=0), comm.start(comm.send, ONE, 1, tag=1))
+    return _wait(comm.start(comm.recv, ONE, 0, tag=1), comm.start(comm.recv, ONE, 0, tag=0))
 
 
 def ring() -> Any:
     """Each sends to the next: all hosts connect to the next rank first, and wait for it there."""
     here = comm.world()
-    return _wait(comm.isend(ONE, (here.rank + 1) % here.size), comm.irecv(ONE, (here.rank - 1) % here.size))
+    return _wait(
+        comm.start(comm.send, ONE, (here.rank + 1) % here.size), comm.start(comm.recv, ONE, (here.rank - 1) % here.size)
+    )
 
 
 def crossed_channels() -> Any:
     """Two channels, each in one order, and the two in different orders."""
     here = comm.world()
-    return _wait(*(comm.all_reduce(ONE, here.channel(name), async_op=True) for name in ("ab" if here.rank else "ba")))
+    return _wait(*(comm.start(comm.all_reduce, ONE, here.channel(name)) for name in ("ab" if here.rank else "ba")))
 
 
 def groups_in_a_circle() -> Any:
@@ -59,14 +61,14 @@ def groups_in_a_circle() -> Any:
     here = comm.world()
     for pair in ([0, 1], [1, 2], [2, 0])[here.rank :] + ([0, 1], [1, 2], [2, 0])[: here.rank]:
         if here.rank in pair:
-            comm.all_reduce(ONE, comm.new_group(sorted(pair)), async_op=True)
+            comm.start(comm.all_reduce, ONE, comm.new_group(sorted(pair)))
     return None
 
 
 def a_message_across_a_collective() -> Any:
     """One rank sends before the collective, the other receives after it."""
     if comm.world().rank == 0:
-        sent = comm.isend(ONE, 1)
+        sent = comm.start(comm.send, ONE, 1)
         comm.all_reduce(ONE)
         return sent.wait()
     comm.all_reduce(ONE)
@@ -76,11 +78,11 @@ def a_message_across_a_collective() -> Any:
 def a_batch_that_another_rank_splits() -> Any:
     """One rank's two messages in a batch, with a collective between them on the other."""
     if comm.world().rank == 0:
-        result = comm.batch_p2p([comm.Send(ONE, 1), comm.Recv(ONE, 1)], async_op=True)
+        result = comm.start(comm.batch_p2p, [comm.Send(ONE, 1), comm.Recv(ONE, 1)])
         comm.all_reduce(ONE)
         return result.wait()
     comm.recv(ONE, 0)
-    pending = comm.all_reduce(ONE, async_op=True)
+    pending = comm.start(comm.all_reduce, ONE)
     comm.send(ONE, 0)
     return pending.wait()
 
@@ -102,7 +104,7 @@ def test_a_planted_fault_is_named(program: Callable[[], Any], ranks: int, parts:
     """The program runs on every other transport; here its calls and their lines are named."""
     if program is not groups_in_a_circle:
         comm.simulate(program, world_size=ranks, seed=seed)
-    with pytest.raises(comm.DeadlockError, match='under rules="nccl"') as caught:
+    with pytest.raises(comm.errors.DeadlockError, match='under rules="nccl"') as caught:
         comm.simulate(program, world_size=ranks, seed=seed, rules="nccl")
     text = str(caught.value)
     assert all(part in text for part in parts), text
@@ -152,10 +154,10 @@ def test_one_order_on_all_ranks_is_never_named(data: st.DataObject) -> None:
         for members, kind, tag in calls:
             group = comm.new_group(members, f"group {tag}")
             if kind == "all_reduce" and group.rank >= 0:
-                pendings.append(comm.all_reduce(ONE, group, async_op=True))
+                pendings.append(comm.start(comm.all_reduce, ONE, group))
             elif kind == "message" and group.rank in (0, 1):
-                start = comm.irecv if group.rank else comm.isend
-                pendings.append(start(ONE, 1 - group.rank, group, tag=tag))
+                message = comm.recv if group.rank else comm.send
+                pendings.append(comm.start(message, ONE, 1 - group.rank, group, tag=tag))
         _wait(*pendings)
         assert here.size == n
 
@@ -188,7 +190,9 @@ def _trained(*transforms: Any, steps: int = 3) -> None:
 
 
 def _narrow() -> dict[str, Any]:
-    return {name: comm.compressed(getattr(comm, name), comm.Blocks(8)) for name in ("all_gather", "reduce_scatter")}
+    return {
+        name: comm.codecs.compressed(getattr(comm, name), comm.codecs.Blocks(8)) for name in ("all_gather", "reduce_scatter")
+    }
 
 
 def _nodes() -> comm.Mesh:

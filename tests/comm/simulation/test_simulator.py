@@ -67,7 +67,7 @@ def test_the_result_does_not_depend_on_the_seed(case: Inputs, tried: list[int]) 
 
     def program() -> Any:
         x = case.of(rank())
-        pending = comm.all_gather(x, tiled=False, async_op=True)
+        pending = comm.start(comm.all_gather, x, tiled=False)
         total = comm.all_reduce(x)
         draw = torch.rand(2)
         return pending.wait(), total, comm.broadcast(draw, src=case.size - 1), torch.rand(1)
@@ -405,7 +405,7 @@ def test_a_pending_gives_the_same_each_time() -> None:
     """wait() = wait(), the very same tensors; its text says how far it is."""
 
     def program() -> Any:
-        pending = comm.all_reduce({"x": torch.tensor(1 + rank())}, async_op=True)
+        pending = comm.start(comm.all_reduce, {"x": torch.tensor(1 + rank())})
         before = repr(pending)
         first = pending.wait()
         assert pending.wait()["x"] is first["x"]
@@ -421,11 +421,11 @@ def test_a_pending_may_be_dropped() -> None:
     """Nobody has to wait; what comes after is not disturbed."""
 
     def program() -> int:
-        comm.all_reduce(torch.ones(3), async_op=True)
+        comm.start(comm.all_reduce, torch.ones(3))
         if rank() == 1:
-            comm.all_gather(torch.ones(2), async_op=True).wait()
+            comm.start(comm.all_gather, torch.ones(2)).wait()
         else:
-            comm.all_gather(torch.ones(2), async_op=True)
+            comm.start(comm.all_gather, torch.ones(2))
         return comm.all_reduce(torch.tensor(rank())).item()
 
     assert comm.simulate(program, world_size=3) == [3, 3, 3]
@@ -436,7 +436,7 @@ def test_pendings_are_waited_for_in_any_order() -> None:
 
     def program() -> Any:
         x = torch.tensor([1.0 + rank()], requires_grad=True)
-        pendings = [comm.all_reduce(x * 10**i, async_op=True) for i in range(3)]
+        pendings = [comm.start(comm.all_reduce, x * 10**i) for i in range(3)]
         order = [(i + rank()) % 3 for i in range(3)]
         results = {i: pendings[i].wait() for i in order}
         grads = [torch.autograd.grad(results[i], x, retain_graph=True)[0].item() for i in range(3)]
@@ -450,11 +450,11 @@ def test_the_input_may_not_change_until_the_wait() -> None:
 
     def program() -> float:
         x = torch.ones(1)
-        pending = comm.all_reduce(x, async_op=True)
+        pending = comm.start(comm.all_reduce, x)
         x.zero_()
         return pending.wait().item()
 
-    with pytest.raises(comm.WrittenError, match=r"wrote into input of all_reduce"):
+    with pytest.raises(comm.errors.WrittenError, match=r"wrote into input of all_reduce"):
         comm.simulate(program, world_size=2)
 
 
@@ -465,8 +465,8 @@ def test_a_poll_asks_without_waiting() -> None:
         gate = comm.world().channel("gate")
         if rank() == 1:
             comm.barrier(gate)
-            return [comm.all_reduce(torch.ones(1), async_op=True).poll()]
-        pending = comm.all_reduce(torch.ones(1), async_op=True)
+            return [comm.start(comm.all_reduce, torch.ones(1)).poll()]
+        pending = comm.start(comm.all_reduce, torch.ones(1))
         answers = [pending.poll(), pending.poll(1.0)]  # rank 1 stands at the gate: nobody can go on
         comm.barrier(gate)
         answers.append(pending.poll(1.0))
@@ -486,8 +486,8 @@ def test_channels_have_orders_of_their_own() -> None:
     def program() -> tuple[int, int]:
         one, two = (comm.world().channel(name) for name in ("one", "two"))
         calls = [
-            lambda: comm.all_reduce(torch.tensor(1), one, async_op=True),
-            lambda: comm.all_gather(torch.tensor([rank()]), two, async_op=True),
+            lambda: comm.start(comm.all_reduce, torch.tensor(1), one),
+            lambda: comm.start(comm.all_gather, torch.tensor([rank()]), two),
         ]
         if rank() == 0:
             ones, twos = calls[0](), calls[1]()
@@ -569,8 +569,8 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         "all_to_all(split_dim=0, concat_dim=0, input_splits=(1, 1), output_splits=(1, 1)) of [float32[*, 4]]",
     ),
     "async": (
-        lambda: comm.all_reduce(torch.ones(2), async_op=True),
-        lambda: comm.all_reduce(torch.ones(3), async_op=True),
+        lambda: comm.start(comm.all_reduce, torch.ones(2)),
+        lambda: comm.start(comm.all_reduce, torch.ones(3)),
         "all_reduce(op='sum') of [float32[2]]",
         "all_reduce(op='sum') of [float32[3]]",
     ),
@@ -584,7 +584,7 @@ def test_a_mismatch_names_both_calls(kind: str, seed: int) -> None:
     call, other, text, other_text = MISMATCHES[kind]
     sites = [f"{HERE}:{function.__code__.co_firstlineno}" for function in (call, other)]
 
-    with pytest.raises(comm.MismatchError) as caught:
+    with pytest.raises(comm.errors.MismatchError) as caught:
         comm.simulate(lambda: other() if rank() == 1 else call(), world_size=2, seed=seed)
     message = str(caught.value)
     assert message.startswith("the ranks of group 'world' [0, 1] called different collectives: ")
@@ -600,7 +600,7 @@ def test_a_mismatch_is_found_within_a_group() -> None:
         group = comm.mesh(outer=2, inner=2)["inner"]
         comm.all_reduce(torch.ones(3 if rank() == 3 else 2), group)
 
-    with pytest.raises(comm.MismatchError, match=r"the ranks of group 'inner' \[2, 3\] called different") as caught:
+    with pytest.raises(comm.errors.MismatchError, match=r"the ranks of group 'inner' \[2, 3\] called different") as caught:
         comm.simulate(program, world_size=4)
     assert "rank 2 called" in str(caught.value)
     assert "rank 0" not in str(caught.value)
@@ -619,7 +619,9 @@ def test_a_mismatch_in_a_backward_pass_names_its_line() -> None:
         else:
             comm.barrier()
 
-    with pytest.raises(comm.MismatchError, match=r"rank 0 called reduce_scatter\(dim=0, tiled=True, op='sum'\)") as caught:
+    with pytest.raises(
+        comm.errors.MismatchError, match=r"rank 0 called reduce_scatter\(dim=0, tiled=True, op='sum'\)"
+    ) as caught:
         comm.simulate(program, world_size=2)
     assert f"at {lines[0]}" in str(caught.value)
 
@@ -635,7 +637,7 @@ def test_a_skipped_collective_is_a_deadlock() -> None:
         comm.all_reduce(torch.ones(2))
 
     for seed in range(4):
-        with pytest.raises(comm.DeadlockError) as caught:
+        with pytest.raises(comm.errors.DeadlockError) as caught:
             comm.simulate(program, world_size=3, seed=seed)
         assert str(caught.value).splitlines() == [
             "deadlock: no rank can go on",
@@ -656,7 +658,7 @@ def test_a_circle_over_two_axes_is_a_deadlock() -> None:
             comm.all_reduce(torch.ones(()), mesh[axis])
 
     for seed in range(4):
-        with pytest.raises(comm.DeadlockError) as caught:
+        with pytest.raises(comm.errors.DeadlockError) as caught:
             comm.simulate(program, world_size=4, seed=seed)
         assert str(caught.value).splitlines()[1:] == [
             f"  rank {r} waits in all_reduce(op='sum') of [float32[]] on group '{axis}' at {sites['call']} for rank {other}"
@@ -671,7 +673,7 @@ def test_a_swapped_order_over_two_channels_is_a_deadlock() -> None:
         for name in ["one", "two"] if rank() == 0 else ["two", "one"]:
             comm.barrier(comm.world().channel(name))
 
-    with pytest.raises(comm.DeadlockError, match=r"rank 0 waits in barrier\(\).* on group 'world/one' .* for rank 1"):
+    with pytest.raises(comm.errors.DeadlockError, match=r"rank 0 waits in barrier\(\).* on group 'world/one' .* for rank 1"):
         comm.simulate(program, world_size=2)
 
 
@@ -680,9 +682,9 @@ def test_a_deadlock_is_found_at_the_wait() -> None:
 
     def program() -> None:
         if rank() == 0:
-            comm.all_reduce(torch.ones(1), async_op=True).wait()
+            comm.start(comm.all_reduce, torch.ones(1)).wait()
 
-    with pytest.raises(comm.DeadlockError, match="rank 0 waits in all_reduce"):
+    with pytest.raises(comm.errors.DeadlockError, match="rank 0 waits in all_reduce"):
         comm.simulate(program, world_size=2)
 
 
@@ -747,7 +749,7 @@ def test_an_error_comes_before_the_deadlock_that_it_causes(seed: int) -> None:
         raise OurError("of rank 1")
 
     def program() -> None:
-        comm.all_reduce(torch.ones(1), async_op=True)  # a leftover, too
+        comm.start(comm.all_reduce, torch.ones(1))  # a leftover, too
         if rank() == 1:
             fails()
         comm.recv(torch.ones(1), (rank() + 1) % 4)
@@ -765,10 +767,10 @@ def test_a_leftover_is_reported_when_all_have_finished() -> None:
     def program() -> None:
         if rank() != 1:
             sites.append(next_line())
-            comm.all_reduce(torch.ones(2), comm.world().channel("aside"), async_op=True)
+            comm.start(comm.all_reduce, torch.ones(2), comm.world().channel("aside"))
 
     for seed in range(3):
-        with pytest.raises(comm.UnmatchedError) as caught:
+        with pytest.raises(comm.errors.UnmatchedError) as caught:
             comm.simulate(program, world_size=3, seed=seed)
         assert str(caught.value).splitlines() == [
             "all ranks have finished, but some never came to what others started",
@@ -821,7 +823,7 @@ def test_a_simulated_rank_is_one_thread() -> None:
             for call in (lambda: comm.all_reduce(x), lambda: comm.all_reduce(x, here), lambda: comm.world().size):
                 try:
                     call()
-                except comm.CommError as error:
+                except comm.errors.CommError as error:
                     found.append(str(error))
 
         thread = threading.Thread(target=in_vain, name="mine")
@@ -929,11 +931,11 @@ def test_an_interrupt_ends_the_ranks() -> None:
 def test_a_loop_of_polls_that_nothing_can_answer_is_a_deadlock() -> None:
     def program() -> None:
         if comm.world().rank == 0:
-            pending = comm.irecv(torch.empty(1), src=1)
+            pending = comm.start(comm.recv, torch.empty(1), src=1)
             while not pending.poll():
                 pass
 
-    with pytest.raises(comm.DeadlockError, match=r"rank 0 waits in recv\(src=1\).* for rank 1"):
+    with pytest.raises(comm.errors.DeadlockError, match=r"rank 0 waits in recv\(src=1\).* for rank 1"):
         comm.simulate(program, world_size=2)
 
 
@@ -945,7 +947,7 @@ def test_polls_see_messages_in_either_order() -> None:
         if here.rank:
             comm.send(torch.ones(1), 0)
             return 0
-        pendings = [comm.irecv(torch.empty(1), src=src) for src in (1, 2)]
+        pendings = [comm.start(comm.recv, torch.empty(1), src=src) for src in (1, 2)]
         while True:
             for src, pending in enumerate(pendings, start=1):
                 if pending.poll():

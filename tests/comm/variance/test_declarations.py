@@ -22,7 +22,7 @@ def rank() -> int:
 
 def error_of(program: Callable[[], Any], world_size: int = 2, seed: int = 0) -> str:
     """What a checked simulation says."""
-    with pytest.raises(comm.VarianceError) as caught:
+    with pytest.raises(comm.errors.VarianceError) as caught:
         comm.simulate(program, world_size=world_size, seed=seed, variance=True)
     return str(caught.value)
 
@@ -230,7 +230,7 @@ def test_results_are_those_of_a_run_that_does_not_check() -> None:
 
     def program() -> Any:
         x = torch.arange(4.0).requires_grad_()
-        pending = comm.all_reduce(x * (1 + rank()), async_op=True)
+        pending = comm.start(comm.all_reduce, x * (1 + rank()))
         y = comm.all_gather(comm.reduce_scatter(x * (1 + rank()))) * pending.wait()
         other = comm.batch_p2p([comm.Send(y, 1 - rank()), comm.Recv(y, 1 - rank())])[1]
         (grad,) = torch.autograd.grad((other * y).sum(), x)

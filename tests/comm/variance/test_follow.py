@@ -22,7 +22,7 @@ def says(program: Callable[[], Any], world_size: int = 2) -> str:
     """What is wrong with a program; empty if nothing is."""
     try:
         comm.simulate(program, world_size=world_size, variance=True)
-    except comm.VarianceError as error:
+    except comm.errors.VarianceError as error:
         return str(error)
     return ""
 
@@ -167,7 +167,7 @@ def test_an_algorithm_of_messages_sums_terms() -> None:
     for all_reduce in (
         comm.algorithms.ring,
         comm.algorithms.halving_doubling,
-        comm.compressed(comm.all_reduce, comm.Blocks(8)),
+        comm.codecs.compressed(comm.all_reduce, comm.codecs.Blocks(8)),
     ):
         assert says(lambda sums=all_reduce: torch.relu(sums(comm.partial(matrix(rank()))))) == ""
 

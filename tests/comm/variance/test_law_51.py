@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.comm.record.collective import Collective, Options
-from functional_ds.comm.record.permutation import Permutation
-from functional_ds.comm.record.table import TABLE
-from functional_ds.comm.record.variance import Variance
+from functional_ds.comm.table.collective import Collective, Options
+from functional_ds.comm.table.permutation import Permutation
+from functional_ds.comm.table.rows import TABLE
+from functional_ds.comm.table.variance import Variance
 from functional_ds.testing import seeds
 
 WIDTH, TOKENS = 6, 6
@@ -152,7 +152,7 @@ def passes(n: int, layers: Sequence[str], seed: int, missing: int = -1) -> bool 
     ((_, dense),) = comm.simulate(program, layers, seed, world_size=1)
     try:
         found = comm.simulate(program, layers, seed, missing, world_size=n, seed=seed, variance=True)
-    except comm.VarianceError as error:
+    except comm.errors.VarianceError as error:
         return str(error)
     return all(is_dense(grads, dense, rank, n) for rank, (_, grads) in enumerate(found))
 

@@ -210,7 +210,7 @@ def test_a_bug_of_the_check_is_found(law: object, bug: Bug) -> None:
     assert callable(law)
     with (
         planted(bug),
-        pytest.raises((AssertionError, pytest.fail.Exception, comm.VarianceError, LookupError, RuntimeError, TypeError)),
+        pytest.raises((AssertionError, pytest.fail.Exception, comm.errors.VarianceError, LookupError, RuntimeError, TypeError)),
     ):
         law()
     torch.manual_seed(0)

@@ -244,7 +244,7 @@ def test_the_clean_program_passes(case: Silent) -> None:
 def test_the_bug_is_named(case: Silent) -> None:
     """With this file and a line of it; and without the check nobody notices."""
     comm.simulate(case.program, True, world_size=N)
-    with pytest.raises(comm.VarianceError, match=re.escape(case.says)) as caught:
+    with pytest.raises(comm.errors.VarianceError, match=re.escape(case.says)) as caught:
         comm.simulate(case.program, True, world_size=N, variance=True)
     assert re.search(r"test_silent_bugs\.py:\d+", str(caught.value))
 

@@ -45,7 +45,7 @@ def _lowered(drawn: list[cases.Case]) -> Any:
 def _drawn(world_size: int) -> list[cases.Case]:
     drawn = cases.draw(max(192, settings.default.max_examples), world_size, seed=10 + world_size)
     chosen = [case for case in drawn if nccl_has(case)]
-    assert {case.name for case in chosen} == {row.name for row in comm.TABLE}
+    assert {case.name for case in chosen} == {row.name for row in comm.table.TABLE}
     exact = {True: lambda case: Small(**attrs.asdict(case, recurse=False)), False: lambda case: case}
     return [exact[case.name in REDUCTIONS and not case.gradient](case) for case in chosen]
 
@@ -97,8 +97,8 @@ def _unequal_counts() -> list[float]:
     if here.rank in (1, 2):
         pipeline = comm.new_group(range(4), "pipeline")
         mine, theirs = torch.tensor([float(here.rank)]), torch.zeros(1)
-        sent = comm.isend(mine, 3 - here.rank, pipeline)  # they face each other
-        found.append(comm.irecv(theirs, 3 - here.rank, pipeline).wait().item())
+        sent = comm.start(comm.send, mine, 3 - here.rank, pipeline)  # they face each other
+        found.append(comm.start(comm.recv, theirs, 3 - here.rank, pipeline).wait().item())
         sent.wait()
     mesh = comm.mesh(a=2, b=2)
     if here.rank % 2 == 0:
@@ -119,11 +119,11 @@ def _messages() -> Any:
     nccl_over_gloo.install()
     rank, x = comm.world().rank, torch.tensor([comm.world().rank + 1.0])
     if rank == 0:  # tags in another order than they are received in
-        sent = [comm.isend(x * (tag + 1), 1, tag=tag) for tag in range(2)]
+        sent = [comm.start(comm.send, x * (tag + 1), 1, tag=tag) for tag in range(2)]
         tagged = [zeros.wait().item() for zeros in sent]
     else:
         with comm.world().world.batch():
-            pending = [comm.irecv(x, 0, tag=tag) for tag in (1, 0)]
+            pending = [comm.start(comm.recv, x, 0, tag=tag) for tag in (1, 0)]
         tagged = [value.wait().item() for value in pending]
     swap = comm.batch_p2p([comm.Recv(x, 1 - rank), comm.Send(x, 1 - rank), comm.Recv(x, 1 - rank), comm.Send(-x, 1 - rank)])
     rows = comm.all_to_all(
@@ -179,7 +179,7 @@ def _late() -> str:
     if comm.world().rank == 0:
         try:
             comm.all_reduce(torch.ones(1), group)
-        except (comm.CommError, RuntimeError) as error:
+        except (comm.errors.CommError, RuntimeError) as error:
             return str(error)
     return ""
 

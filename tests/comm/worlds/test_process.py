@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from functional_ds import comm
 from functional_ds.comm import setup
-from functional_ds.comm.worlds import gloo
+from functional_ds.comm.backends.primitives import Communicator
 from functional_ds.testing import assert_same
 from tests.comm import cases
 
@@ -41,7 +41,7 @@ def own_channels() -> Any:
     one, two = group.channel("one"), group.channel("two")
     started = {}
     for channel in (one, two) if group.rank else (two, one):
-        started[channel.name] = comm.all_gather(torch.tensor([comm.world().rank]), channel, async_op=True)
+        started[channel.name] = comm.start(comm.all_gather, torch.tensor([comm.world().rank]), channel)
     return {name: pending.wait() for name, pending in sorted(started.items())}
 
 
@@ -51,7 +51,7 @@ def waits_in_any_order() -> Any:
     started: list[Any] = []
     results: dict[int, Any] = {}
     for i in range(4):
-        started.append(comm.all_reduce(torch.full((6,), 10.0**i + rank), async_op=True))
+        started.append(comm.start(comm.all_reduce, torch.full((6,), 10.0**i + rank)))
         if i >= rank:
             results[i - rank] = started[i - rank].wait()
     for i in reversed(range(4)):
@@ -63,7 +63,7 @@ def mixed_trees() -> Any:
     """Trees of several dtypes, behind calls that some ranks have waited for and others have not."""
     results = []
     for _ in range(5):
-        ahead = comm.all_reduce(torch.ones(100_000), async_op=True)
+        ahead = comm.start(comm.all_reduce, torch.ones(100_000))
         if comm.world().rank % 2:
             ahead.wait()
         one = torch.full((9,), comm.world().rank + 1)
@@ -74,10 +74,10 @@ def mixed_trees() -> Any:
 def drops_some() -> Any:
     """Nobody waits for these, small and large."""
     for size in (3, 300_000):
-        comm.all_gather(torch.ones(size), async_op=True)
-        comm.all_reduce(torch.ones(size), async_op=True)
-        comm.reduce_scatter(torch.ones(4 * size), async_op=True)
-        comm.broadcast(torch.ones(size), async_op=True)
+        comm.start(comm.all_gather, torch.ones(size))
+        comm.start(comm.all_reduce, torch.ones(size))
+        comm.start(comm.reduce_scatter, torch.ones(4 * size))
+        comm.start(comm.broadcast, torch.ones(size))
     return comm.all_reduce(torch.tensor([comm.world().rank]))
 
 
@@ -87,8 +87,8 @@ def messages_around() -> Any:
     after, before = (here.rank + 1) % here.size, (here.rank - 1) % here.size
     for turn in range(24):
         size = 300_000 if turn % 5 == 4 else 3  # large ones have another way
-        sent = comm.isend(torch.full((size,), float(10 * turn + here.rank)), after)
-        coming = comm.irecv(torch.empty(size), before)
+        sent = comm.start(comm.send, torch.full((size,), float(10 * turn + here.rank)), after)
+        coming = comm.start(comm.recv, torch.empty(size), before)
         if turn % 3 == here.rank % 3:
             sent.poll(0.001)
             coming.poll(0.001)
@@ -136,12 +136,13 @@ def in_inference_mode() -> Any:
                 partial(comm.scatter, src=0),
                 partial(comm.permute, perm=[(0, 1), (2, 2)]),
             ):
-                value = x.view(4, -1) if isinstance(call, partial) else x
-                found.append(call(value))
-                found.append(call(value, async_op=True).wait())
-                after.append(call(value, async_op=True))
-            sent = comm.isend(x, (rank + 1) % 4)
-            found.append(comm.irecv(x, (rank - 1) % 4).wait())
+                bound = isinstance(call, partial)
+                f, options, value = (call.func, call.keywords, x.view(4, -1)) if bound else (call, {}, x)
+                found.append(f(value, **options))
+                found.append(comm.start(f, value, **options).wait())
+                after.append(comm.start(f, value, **options))
+            sent = comm.start(comm.send, x, (rank + 1) % 4)
+            found.append(comm.start(comm.recv, x, (rank - 1) % 4).wait())
             sent.wait()
     found.extend(pending.wait() for pending in after)
     for result in found:
@@ -199,8 +200,8 @@ def polls() -> list[bool]:
     gate = comm.world().channel("gate")
     if comm.world().rank == 0:
         comm.barrier(gate)
-        return [comm.all_gather(torch.ones(1), async_op=True).wait().sum().item() == 4]
-    pending = comm.all_gather(torch.ones(1), async_op=True)
+        return [comm.start(comm.all_gather, torch.ones(1)).wait().sum().item() == 4]
+    pending = comm.start(comm.all_gather, torch.ones(1))
     early = [pending.poll(), pending.poll(0.01)]
     comm.barrier(gate)
     return [*early, pending.poll(60), pending.wait().sum().item() == 4, pending.poll()]
@@ -209,13 +210,13 @@ def polls() -> list[bool]:
 def counts_bytes() -> list[tuple[str, int, int]]:
     """What the ledger says and what the transport was given, for each row but the barrier, at even and odd sizes."""
     sent, here = [0], comm.world().rank
-    original = gloo.Communicator.send
+    original = Communicator.send
 
-    def send(comm: gloo.Communicator, tensor: torch.Tensor, peer: int) -> Any:
+    def send(comm: Communicator, tensor: torch.Tensor, peer: int) -> Any:
         sent[0] += tensor.numel() * tensor.element_size()
         return original(comm, tensor, peer)
 
-    gloo.Communicator.send = send
+    Communicator.send = send
     rows = []
     try:
         for call in (
@@ -240,7 +241,7 @@ def counts_bytes() -> list[tuple[str, int, int]]:
                         call(torch.ones(size, dtype=dtype))
                     rows.append((book.rows[0].collective, book.bytes, sent[0]))
     finally:
-        gloo.Communicator.send = original
+        Communicator.send = original
     return rows
 
 
@@ -305,7 +306,9 @@ def test_the_ledger_counts_what_the_transport_gets(four: list[dict[str, Any]]) -
     for result in four:
         silent = {"barrier", "copy_to", "scatter_to"}
         named = {"transfer": "send", "all_to_all_rows": "all_to_all"}
-        assert {name for name, _, _ in result["counts_bytes"]} == {named.get(row.name, row.name) for row in comm.TABLE} - silent
+        assert {name for name, _, _ in result["counts_bytes"]} == {
+            named.get(row.name, row.name) for row in comm.table.TABLE
+        } - silent
         for name, booked, sent in result["counts_bytes"]:
             assert booked == sent, name
 
@@ -346,8 +349,8 @@ def leaves_early() -> None:
     ("how", "error", "message"),
     [
         ("ours", OurError, "no"),
-        ("picky", comm.RankFailedError, "PickyError: code 7"),
-        ("exit", comm.RankFailedError, "rank 1 of 2 ended without a result (exit code 3)"),
+        ("picky", comm.errors.RankFailedError, "PickyError: code 7"),
+        ("exit", comm.errors.RankFailedError, "rank 1 of 2 ended without a result (exit code 3)"),
     ],
 )
 def test_a_failing_rank_ends_all(how: str, error: type[Exception], message: str) -> None:

@@ -72,7 +72,7 @@ def call(case: cases.Case, device: str) -> tuple[Any, comm.Ledger]:
 @given(st.integers(1, 4), seeds())
 def test_shapes_are_those_of_a_run_with_values(world_size: int, seed: int) -> None:
     """For every row of the table: shapes, dtypes and structures of results and gradients, and the ledger's rows."""
-    for case in filter(None, map(known, cases.draw(len(comm.TABLE), world_size, seed))):
+    for case in filter(None, map(known, cases.draw(len(comm.table.TABLE), world_size, seed))):
         real = comm.simulate(call, case, "cpu", world_size=world_size)
         model = on_shapes(call, case, "meta", world_size=world_size)
         for (value, book), (shaped, shaped_book) in zip(real, model, strict=True):
@@ -166,7 +166,7 @@ def test_loops_of_different_lengths_are_a_mismatch() -> None:
         loops(lengths[rank()], (comm.repeat, plainly)[rank()], "meta")
 
     on_shapes(program, (3, 3), world_size=2)
-    with pytest.raises(comm.MismatchError, match=r"rank 1 called permute|rank 0 called permute"):
+    with pytest.raises(comm.errors.MismatchError, match=r"rank 1 called permute|rank 0 called permute"):
         on_shapes(program, (3, 2), world_size=2)
     with pytest.raises(ValueError, match="times=-1: a loop runs 0 times or more"):
         comm.repeat(-1, lambda i: None)
@@ -200,8 +200,8 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         "permute(perm=[(1, 0)]) of [float32[2]]",
     ),
     "template": (
-        lambda: comm.isend(meta(2), 1),
-        lambda: comm.irecv(meta(2, 1), 0),
+        lambda: comm.start(comm.send, meta(2), 1),
+        lambda: comm.start(comm.recv, meta(2, 1), 0),
         "send(dst=1) of [float32[2]]",
         "recv(src=0) of [float32[2, 1]]",
     ),
@@ -229,7 +229,7 @@ def test_a_mismatch_names_both_calls(kind: str) -> None:
         comm.all_reduce(meta(5))
         one() if rank() == 0 else other()
 
-    with pytest.raises(comm.MismatchError) as caught:
+    with pytest.raises(comm.errors.MismatchError) as caught:
         on_shapes(program, world_size=2)
     number = 0 if "message" in kind or kind == "template" else 1  # a message has an order of its own
     assert str(caught.value) == (
@@ -246,7 +246,7 @@ def test_splits_that_contradict_each_other_are_a_mismatch(device: str) -> None:
         for sent in ([1, 1], [1, 1] if rank() else [1, 2]):
             comm.all_to_all(torch.empty(sum(sent), device=device), input_splits=sent, output_splits=[1, 1])
 
-    with pytest.raises(comm.MismatchError) as caught:
+    with pytest.raises(comm.errors.MismatchError) as caught:
         comm.simulate(program, world_size=2, shapes_only=device == "meta")
     assert str(caught.value) == (
         "all_to_all: rank 0 of the group sends 2 rows to rank 1 (input_splits=[1, 2]), which expects 1 (output_splits=[1, 1])"
@@ -257,7 +257,9 @@ def test_a_mismatch_within_a_group_names_its_ranks() -> None:
     def program() -> None:
         comm.all_reduce(meta(3 if rank() == 3 else 2), comm.mesh(outer=2, inner=2)["inner"])
 
-    with pytest.raises(comm.MismatchError, match=r"group 'inner' .* rank 2 called .*\[float32\[2\]\], rank 3 called .*\[3\]\]"):
+    with pytest.raises(
+        comm.errors.MismatchError, match=r"group 'inner' .* rank 2 called .*\[float32\[2\]\], rank 3 called .*\[3\]\]"
+    ):
         on_shapes(program, world_size=4)
 
 

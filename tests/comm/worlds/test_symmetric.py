@@ -16,7 +16,7 @@ def program(device: str) -> list[torch.Tensor]:
     for group in (comm.world(), half):
         found += [
             comm.all_reduce(x, group),
-            comm.all_gather(x, group, async_op=True).wait(),
+            comm.start(comm.all_gather, x, group).wait(),
             comm.reduce_scatter(x.repeat(group.size), group.channel("other")),
             comm.all_to_all(x.repeat(group.size), group),
             comm.broadcast(x, 0, group),

@@ -56,7 +56,7 @@ def nccl_has(case: cases.Case) -> bool:
 def test_nccl_gives_the_bits_of_the_simulator() -> None:
     """A world of one on NCCL runs every row's lowering; with one rank there is no order of sums to differ."""
     drawn = [case for case in cases.draw(240, 1, seed=1) if nccl_has(case)]
-    assert {case.name for case in drawn} == {row.name for row in comm.TABLE}
+    assert {case.name for case in drawn} == {row.name for row in comm.table.TABLE}
     (spawned,) = comm.spawn(cases.run, drawn, "cuda", world_size=1)
     (simulated,) = comm.simulate(cases.run, drawn, world_size=1)
     for case, real, model in zip(drawn, spawned, simulated, strict=True):

@@ -127,7 +127,7 @@ def test_bits_do_not_depend_on_the_interleaving() -> None:
         o = seq.ring(comm.world(), layout="striped")(*leaves, causal=True)
         return [o.detach(), *torch.autograd.grad((o * grad).sum(), leaves)]
 
-    comm.explore(program, world_size=3, seeds=5)
+    comm.debug.explore(program, world_size=3, seeds=5)
 
 
 @pytest.mark.parametrize("save", [False, True])

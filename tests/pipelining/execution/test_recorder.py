@@ -213,7 +213,7 @@ def on_processes(ahead: float) -> Any:
     for _ in range(3):
         state, _ = step(state, (torch.ones(8),))
         runs.append(recorder.run(schedule, comm.world()))
-    return [(run.bubble, run.least_bubble, run.makespan) for run in runs], comm.clock_offsets(clock=recorder.clock)
+    return [(run.bubble, run.least_bubble, run.makespan) for run in runs], comm.debug.clock_offsets(clock=recorder.clock)
 
 
 @pytest.mark.parametrize("ahead", [0.0, 1000.0])

@@ -149,7 +149,7 @@ def test_deadlocks_are_the_simulators(schedule: Schedule, seed: int) -> None:
     except ScheduleError as error:
         why = str(error)
     if "waits in a cycle" in why:
-        with pytest.raises(comm.DeadlockError):
+        with pytest.raises(comm.errors.DeadlockError):
             run(moved, tags=True)
     elif why:
         assert "messages keep their order" in why

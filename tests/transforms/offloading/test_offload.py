@@ -424,7 +424,7 @@ def base(optimizer: Any = None) -> fds.Step:
     [
         ((T.zero(1), T.offload("cpu")), "put it before zero"),
         ((T.offload("cpu"), T.offload("cpu")), "is offloaded already"),
-        ((T.compressed_gradients(comm.TopK(0.5)), T.offload("cpu")), "put it before compressed_gradients"),
+        ((T.compressed_gradients(comm.codecs.TopK(0.5)), T.offload("cpu")), "put it before compressed_gradients"),
         ((T.offload("cpu"), T.mixed_precision("bf16")), "put it before offload"),
         ((T.offload("cpu", "cpu"), T.zero(2)), r"but with zero\(3\)"),
         ((T.offload("cpu", "cpu"),), r"but with zero\(3\)"),

@@ -279,7 +279,7 @@ def test_transforms_that_keep_all_params_the_same(kind: str) -> None:
         "replicated": lambda m: T.replicated(
             m["edp", "ep"], reduce=lambda g, memory, group: (comm.all_reduce(g, group), memory)
         ),
-        "compressed": lambda m: T.compressed_gradients(comm.OneBit(), m["edp", "ep"]),
+        "compressed": lambda m: T.compressed_gradients(comm.codecs.OneBit(), m["edp", "ep"]),
         "one-bit": lambda m: T.local_gradients(m["edp", "ep"]),
     }[kind]
     refused(lambda m: [made(m), T.experts(PATTERN, m["ep"], edp=m["edp"])], "'0.bias' holds other experts on other ranks")
@@ -345,7 +345,10 @@ def test_each_expert_is_a_matrix_that_one_rank_owns(stage: int, tmp_path: Path) 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
 def test_compressed_gathers_and_reductions(stage: int, sizes: tuple[int, int]) -> None:
     """qwZ and qgZ over edp: near the single-device step, but for tokens that rounded routers send elsewhere."""
-    gather, scatter = comm.compressed(comm.all_gather, comm.Blocks(8)), comm.compressed(comm.reduce_scatter, comm.Blocks(8))
+    gather, scatter = (
+        comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8)),
+        comm.codecs.compressed(comm.reduce_scatter, comm.codecs.Blocks(8)),
+    )
     program = on_ranks([], lambda dp, mesh: T.zero(stage, dp, all_gather=gather, reduce_scatter=scatter), [], *sizes, rows=8)
     expected = trained([], 8)
     for found in comm.simulate(program, world_size=sizes[0] * sizes[1]):

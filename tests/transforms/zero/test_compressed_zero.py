@@ -18,10 +18,10 @@ from tests.transforms.models import CASES, own_rows, run
 SHARDED = (1, 2, 3)
 
 
-def narrow(stage: int, codec: comm.Codec) -> dict[str, Any]:
+def narrow(stage: int, codec: comm.codecs.Codec) -> dict[str, Any]:
     """All of a stage's collectives, compressed."""
     names = ("all_gather", "reduce_scatter") if stage else ("all_reduce",)
-    return {name: comm.compressed(getattr(comm, name), codec) for name in names}
+    return {name: comm.codecs.compressed(getattr(comm, name), codec) for name in names}
 
 
 # -- nothing is lost --------------------------------------------------------------------------------------------------
@@ -33,10 +33,10 @@ def narrow(stage: int, codec: comm.Codec) -> dict[str, Any]:
     stage=st.sampled_from((0, *SHARDED)),
     n=st.sampled_from((2, 3, 4)),
     k=st.sampled_from((1, 2)),
-    codec=st.sampled_from((comm.Cast(torch.float64), comm.TopK(1.0))),
+    codec=st.sampled_from((comm.codecs.Cast(torch.float64), comm.codecs.TopK(1.0))),
     seed=st.integers(0, 99),
 )
-def test_a_lossless_codec_changes_nothing(name: str, stage: int, n: int, k: int, codec: comm.Codec, seed: int) -> None:
+def test_a_lossless_codec_changes_nothing(name: str, stage: int, n: int, k: int, codec: comm.codecs.Codec, seed: int) -> None:
     """zero(k) with compressed(·, id) = zero(k), bitwise: any model, stage, n, micro-batches, interleaving."""
 
     def program(**collectives: Any) -> Any:
@@ -64,7 +64,7 @@ def on_the_grid(stage: int, bits: int, compressed: bool) -> tuple[list[float], T
         x[::4], x[1::4] = 0.0, top if rank else -top
         return x
 
-    collectives = narrow(stage, comm.Blocks(bits, size=4)) if compressed else {}
+    collectives = narrow(stage, comm.codecs.Blocks(bits, size=4)) if compressed else {}
     step = transforms.zero(stage, **collectives)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(2.0)))
     state, losses = step.init({"w": w}), []
     for i in range(2):
@@ -99,7 +99,7 @@ def test_losses_stay_near(stage: int, bits: int, policy: str) -> None:
     """Twelve steps of a small model: int8 stays within 3 % of the first loss, int4 within 15 %; all ranks agree."""
     expected = alone("blocks")[0]
     chain = [transforms.mixed_precision("bf16")] if policy == "bf16" else []
-    strategy = (*chain, transforms.zero(stage, **narrow(stage, comm.Blocks(bits, size=16))))
+    strategy = (*chain, transforms.zero(stage, **narrow(stage, comm.codecs.Blocks(bits, size=16))))
     results = comm.simulate(lambda: run(CASES["blocks"], strategy, steps=12), world_size=2)
     for losses, evaluated, params in results:
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < (0.03 if bits == 8 else 0.15) * expected[0]
@@ -117,7 +117,7 @@ def test_losses_stay_near(stage: int, bits: int, policy: str) -> None:
 def test_stages_that_shard_see_the_same(name: str, bits: int, n: int) -> None:
     """Stages 1, 2 and 3 with one compressed gather give the same losses and params, bitwise: the loss sees what the codec
     makes of the shards, the optimizer has them exactly, and step.params gives those."""
-    gather = comm.compressed(comm.all_gather, comm.Blocks(bits, size=8))
+    gather = comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(bits, size=8))
     strategies = [transforms.zero(stage, all_gather=gather) for stage in SHARDED]
     first, *others = (comm.simulate(lambda s=s: run(CASES[name], (s,), rows=2 * n), world_size=n) for s in strategies)
     for other in others:
@@ -135,7 +135,7 @@ def test_small_updates_are_not_lost(stage: int, optimizer: fds.Optimizer) -> Non
     """The optimizer's params are exact: updates far below a quantisation step add up, though the loss sees none of one."""
 
     def program() -> tuple[float, float]:
-        gather = comm.compressed(comm.all_gather, comm.Blocks(8))
+        gather = comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))
         step = transforms.zero(stage, all_gather=gather)(fds.train_step(lambda p, x: (p["w"] * x).sum(), optimizer))
         state, x = step.init({"w": torch.tensor([127.0, 1.0, 127.0, 1.0])}), torch.tensor([0.0, 1.0, 0.0, 0.0])
         before = step.evaluate(state, x)
@@ -157,7 +157,7 @@ def test_overflow_in_one_gradient_is_seen_by_all(stage: int) -> None:
             seen.append(bool(step.finite(state, grads.sum)))
             return inner(step, state, grads)
 
-        collectives = {k: v for k, v in narrow(stage, comm.Blocks(8)).items() if k != "all_gather"}
+        collectives = {k: v for k, v in narrow(stage, comm.codecs.Blocks(8)).items() if k != "all_gather"}
         chain = transforms.zero(stage, **collectives), fds.wrap("look", update=update)
         step = fds.compose(*chain)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(0.1)))
         bad = float("inf") if comm.world().rank == 1 else 1.0
@@ -179,7 +179,7 @@ def test_bytes_each_rank_sends(stage: int, n: int, bits: int) -> None:
 
     Stages 1 and 2 keep the rank's exact shards, no others do.
     """
-    codec = comm.Blocks(bits, size=16)
+    codec = comm.codecs.Blocks(bits, size=16)
 
     def program() -> tuple[dict[str, int], list[int], list[int]]:
         params, loss = CASES["blocks"].make()
@@ -205,7 +205,7 @@ def test_bytes_each_rank_sends(stage: int, n: int, bits: int) -> None:
 
 def everything_on_processes() -> dict[tuple[str, int], Any]:
     return {
-        (name, stage): run(CASES[name], (transforms.zero(stage, **narrow(stage, comm.Blocks(8, size=32))),))
+        (name, stage): run(CASES[name], (transforms.zero(stage, **narrow(stage, comm.codecs.Blocks(8, size=32))),))
         for name, stage in (("tied", 0), ("branching", 1), ("odd leaves", 2), ("tied", 3), ("branching", 3))
     }
 
@@ -225,7 +225,7 @@ def test_donation_changes_nothing(stage: int, donate: bool) -> None:
 
     def program() -> list[float]:
         params, loss = CASES["mlp"].make()
-        chain = transforms.mixed_precision(), transforms.zero(stage, **narrow(stage, comm.Blocks(8, size=16)))
+        chain = transforms.mixed_precision(), transforms.zero(stage, **narrow(stage, comm.codecs.Blocks(8, size=16)))
         step = fds.compose(*chain)(fds.train_step(loss, fds.adamw(1e-2)))
         batch = own_rows(CASES["mlp"].batch(4), comm.world())
         state, losses = step.init(params), []
@@ -242,7 +242,7 @@ def test_donation_changes_nothing(stage: int, donate: bool) -> None:
 
 
 def _donated(stage: int) -> list[float]:
-    strategy = transforms.mixed_precision(), transforms.zero(stage, **narrow(stage, comm.Blocks(8, size=16)))
+    strategy = transforms.mixed_precision(), transforms.zero(stage, **narrow(stage, comm.codecs.Blocks(8, size=16)))
     params, loss = CASES["mlp"].make()
     step = fds.compose(*strategy)(fds.train_step(loss, fds.adamw(1e-2)))
     batch = own_rows(CASES["mlp"].batch(4), comm.world())
@@ -256,11 +256,11 @@ def _donated(stage: int) -> list[float]:
 def test_a_collective_that_a_stage_does_not_use_is_refused() -> None:
     for stage, name in ((0, "all_gather"), (0, "reduce_scatter"), (2, "all_reduce")):
         with pytest.raises(ValueError, match=f"{name}=compressed"):
-            transforms.zero(stage, **{name: comm.compressed(getattr(comm, name), comm.Cast())})
+            transforms.zero(stage, **{name: comm.codecs.compressed(getattr(comm, name), comm.codecs.Cast())})
 
 
 def test_the_step_says_what_it_compresses() -> None:
-    step = transforms.zero(3, all_gather=comm.compressed(comm.all_gather, comm.Blocks(8)))(
+    step = transforms.zero(3, all_gather=comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8)))(
         fds.train_step(lambda p, b: p["w"].sum(), fds.sgd(0.1))
     )
     assert str(step).endswith("zero(3, world, all_gather=compressed(all_gather, Blocks(bits=8, size=256)))")

@@ -109,7 +109,7 @@ def agrees_with_one_device(name: str, grid: Grid, chosen: dict[str, Any], k: int
 @given(grid=st.sampled_from(SMALL), chosen=arguments(), narrow=st.booleans())
 def test_donation_changes_nothing(grid: Grid, chosen: dict[str, Any], narrow: bool) -> None:
     """With donate=False a state can be used again, and gives the same, whatever is kept in the slot."""
-    chosen = {**chosen, **(compressed(chosen, comm.Blocks(8, size=16)) if narrow else {})}
+    chosen = {**chosen, **(compressed(chosen, comm.codecs.Blocks(8, size=16)) if narrow else {})}
 
     def program(donate: bool) -> Any:
         params, loss = CASES["lora"].make()
@@ -128,10 +128,10 @@ def test_donation_changes_nothing(grid: Grid, chosen: dict[str, Any], narrow: bo
     assert_same(*(comm.simulate(program, donate, world_size=grid.size) for donate in (True, False)))
 
 
-def compressed(chosen: dict[str, Any], codec: comm.Codec) -> dict[str, Any]:
+def compressed(chosen: dict[str, Any], codec: comm.codecs.Codec) -> dict[str, Any]:
     """The collectives that these arguments use, with a codec."""
     groupless = {name: value for name, value in chosen.items() if name not in ("blocks", "hpz")}
-    return {name: comm.compressed(getattr(comm, name), codec) for name in transforms.zero(**groupless).used}
+    return {name: comm.codecs.compressed(getattr(comm, name), codec) for name in transforms.zero(**groupless).used}
 
 
 @pytest.mark.law(38)
@@ -139,16 +139,16 @@ def compressed(chosen: dict[str, Any], codec: comm.Codec) -> dict[str, Any]:
     name=st.sampled_from(("tied", "lora", "branching", "odd leaves")),
     grid=st.sampled_from(SMALL),
     chosen=arguments(),
-    codec=st.sampled_from((comm.Cast(torch.float64), comm.TopK(1.0))),
+    codec=st.sampled_from((comm.codecs.Cast(torch.float64), comm.codecs.TopK(1.0))),
 )
-def test_a_lossless_codec_changes_nothing(name: str, grid: Grid, chosen: dict[str, Any], codec: comm.Codec) -> None:
+def test_a_lossless_codec_changes_nothing(name: str, grid: Grid, chosen: dict[str, Any], codec: comm.codecs.Codec) -> None:
     """Any arguments with compressed(·, id) = the same arguments without, bitwise, over as many levels as there are."""
 
     def program(**means: Any) -> Any:
         return run(CASES[name], (strategy(grid, {**chosen, **means}),), rows=grid.size, steps=2)
 
     plainly = comm.simulate(program, world_size=grid.size)
-    if chosen["stage"] == 0 and grid.replicas > 1 and grid.inter * grid.intra > 1 and isinstance(codec, comm.Cast):
+    if chosen["stage"] == 0 and grid.replicas > 1 and grid.inter * grid.intra > 1 and isinstance(codec, comm.codecs.Cast):
         return  # an all-reduce between replicas rounds sums in fp64 once less
     assert_same(comm.simulate(lambda: program(**compressed(chosen, codec)), world_size=grid.size), plainly)
 
@@ -164,8 +164,8 @@ def test_integers_lose_nothing_in_two_levels(hpz: bool) -> None:
         w[::4] = 127
         x = torch.randint(0, 2, (32,), generator=torch.Generator().manual_seed(mesh["inter"].rank)).float()
         x[::4], x[1::4] = 0.0, 127 if mesh["inter"].rank else -127
-        codec = comm.Blocks(8, size=4)
-        means = {name: comm.compressed(getattr(comm, name), codec) for name in ("all_gather", "reduce_scatter")}
+        codec = comm.codecs.Blocks(8, size=4)
+        means = {name: comm.codecs.compressed(getattr(comm, name), codec) for name in ("all_gather", "reduce_scatter")}
         chosen = transforms.zero(
             3, mesh["inter", "intra"], intra_node=mesh["intra"], hpz=hpz, reshard_last_units=True, **(means if narrow else {})
         )
@@ -183,8 +183,8 @@ def test_integers_lose_nothing_in_two_levels(hpz: bool) -> None:
 
 def everything_on_processes() -> list[Any]:
     mesh = comm.mesh(replica=1, inter=2, intra=1)
-    codec = comm.Blocks(8, size=16)
-    narrow = {name: comm.compressed(getattr(comm, name), codec) for name in ("all_gather", "reduce_scatter")}
+    codec = comm.codecs.Blocks(8, size=16)
+    narrow = {name: comm.codecs.compressed(getattr(comm, name), codec) for name in ("all_gather", "reduce_scatter")}
     strategies = [
         transforms.zero(3, intra_node=1, hpz=True, prefetch=3, **narrow),
         transforms.zero(3, intra_node=2, persistence_threshold=8, prefetch=0, max_live_units=1),

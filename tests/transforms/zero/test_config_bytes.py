@@ -67,7 +67,7 @@ def test_the_ledger_shows_what_the_report_says(grid: Grid, chosen: dict[str, Any
     chosen = {**chosen, "unit_of": None if chosen["unit_of"] is units.by_leaf else chosen["unit_of"]}
     if chosen["stage"] == 3:
         chosen["reshard_last_units"] = True
-    chosen |= compressed(chosen, comm.Blocks(8, size=16)) if narrow else {}
+    chosen |= compressed(chosen, comm.codecs.Blocks(8, size=16)) if narrow else {}
     stored, reduced = POLICIES[policy]
 
     def program() -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int], int, int]:
@@ -151,7 +151,10 @@ class Watch:
         self.under_way = self.most = 0
         self.alive: dict[StorageWeakRef, int] = {}
 
-    def __call__(self, shards: list[Tensor], group: comm.Group, *, async_op: bool) -> Any:
+    def __call__(self, shards: list[Tensor], group: comm.Group) -> list[Tensor]:
+        return self.request(shards, group).run()
+
+    def request(self, shards: list[Tensor], group: comm.Group) -> comm.table.Request[list[Tensor]]:
         size = sum(shard.nbytes for shard in shards) * group.size
         self.count(size)
 
@@ -160,7 +163,7 @@ class Watch:
             self.count(-size)
             return found
 
-        return comm.all_gather(shards, group, async_op=async_op).then(arrived)
+        return comm.table.prepare(comm.all_gather, shards, group).then(arrived)
 
     def count(self, size: int) -> None:
         self.under_way += size

@@ -8,7 +8,7 @@ import torch
 import functional_ds as fds
 from functional_ds import comm, transforms, units
 
-SCATTER = comm.compressed(comm.reduce_scatter, comm.Blocks(8))
+SCATTER = comm.codecs.compressed(comm.reduce_scatter, comm.codecs.Blocks(8))
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ STAGE_3 = (
         "zero_quantized_weights",
         "bool",
         False,
-        "`T.zero(all_gather=comm.compressed(comm.all_gather, comm.Blocks(8)))` in stage 3.",
+        "`T.zero(all_gather=comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8)))` in stage 3.",
     ),
     _refused(
         "zero_quantized_nontrainable_weights",
@@ -134,7 +134,7 @@ STAGE_3 = (
         "zero_quantized_gradients",
         "bool",
         False,
-        "`T.zero(reduce_scatter=comm.compressed(comm.reduce_scatter, comm.Blocks(4)))` in stage 3.",
+        "`T.zero(reduce_scatter=comm.codecs.compressed(comm.reduce_scatter, comm.codecs.Blocks(4)))` in stage 3.",
     ),
 )
 

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather
+from functional_ds.comm.backends.reduction import fold
 from functional_ds.comm.dispatch import check_avg, flatten, resolve_dim, resolve_group
 from functional_ds.comm.exchange import all_to_all
-from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.reduction import fold
-from functional_ds.comm.record.table import ALL_REDUCE, REDUCE_SCATTER
-from functional_ds.comm.record.tiling import pack_cut, pad_rows, piece_shape, unpack_joined
+from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.rows import ALL_REDUCE, REDUCE_SCATTER
+from functional_ds.comm.table.tiling import pack_cut, pad_rows, piece_shape, unpack_joined
 
-from .codecs import Codec
+from .codec import Codec
 from .compressed import check_leaves, crop, decode_leaf, encode_leaf, sum_dtype
 
 __all__ = ["ErrorFeedback", "Residual"]
@@ -55,7 +55,7 @@ class ErrorFeedback:
         ValueError: an op other than sum and avg.
 
     >>> from functional_ds import comm
-    >>> feedback = comm.ErrorFeedback(comm.TopK(0.5))
+    >>> feedback = comm.codecs.ErrorFeedback(comm.codecs.TopK(0.5))
     >>> def program():
     ...     gradient = torch.tensor([3.0, 2.0])
     ...     residual, sums = feedback.init(gradient), []

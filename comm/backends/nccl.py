@@ -1,9 +1,7 @@
 """Collectives of CUDA tensors, as NCCL's own collectives. A wait makes the current stream wait, not the host."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,13 +9,23 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from functional_ds.base.byte_ranges import begin_together
-from functional_ds.comm.record.collective import Call, Options
-from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.table import check_primitives
 
-from .gloo import Started
+from .primitives import Options, Started
 
-__all__ = ["NCCL", "CommunicatorKey"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_rows",
+    "barrier",
+    "broadcast",
+    "gather",
+    "permute",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "transfer",
+]
 
 # torch 2.13 renamed these two, and warns of the old names.
 _ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -29,54 +37,6 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-
-
-@attrs.frozen(order=True)
-class CommunicatorKey:
-    """What names a communicator on all its ranks, whatever else each of them has connected before.
-
-    A group has one communicator for its collectives. Between two of its ranks there is one for each direction and tag of
-    messages: NCCL knows no tags, and one communicator runs its work in order, so messages that face each other would wait for
-    each other. Keys are ordered, and a rank that needs several connects them in that order, so no two ranks wait crosswise.
-
-    Attributes:
-        ends: its ranks in ascending order.
-        group: the ranks of the group, in the group's order.
-        name: the group's.
-        tag: of messages; -1 for collectives.
-        messages: whether it carries messages.
-        ranks: its ranks, as ranks of the world, in its own order; for messages (source, destination).
-    """
-
-    ends: tuple[int, ...]
-    group: tuple[int, ...]
-    name: str
-    messages: bool
-    tag: int
-    ranks: tuple[int, ...]
-
-    @staticmethod
-    def of(call: Call, group: Group) -> "CommunicatorKey":
-        """The communicator of a call on a group."""
-        if call.collective.primitive != "transfer":
-            return CommunicatorKey(tuple(sorted(group.ranks)), group.ranks, group.name, False, -1, group.ranks)
-        return CommunicatorKey.between(group, call.options["src"], call.options["dst"], call.options["tag"])
-
-    @staticmethod
-    def between(group: Group, src: int, dst: int, tag: int) -> "CommunicatorKey":
-        """The communicator of messages from one rank of a group to another."""
-        ranks = group.ranks[src], group.ranks[dst]
-        return CommunicatorKey(tuple(sorted(ranks)), group.ranks, group.name, True, tag, ranks)
-
-    def connected_together(self) -> "list[CommunicatorKey]":
-        """Those to connect at the first use of this one: for messages both directions, since either may come first."""
-        if not self.messages:
-            return [self]
-        return sorted([self, attrs.evolve(self, ranks=self.ranks[::-1])])
-
-    def digest(self) -> str:
-        """A short name, equal on all ranks."""
-        return hashlib.sha1(repr(attrs.astuple(self)).encode(), usedforsecurity=False).hexdigest()
 
 
 def _numbers(tensor: Tensor) -> Tensor:
@@ -205,20 +165,3 @@ def transfer(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
 
 def barrier(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
     return _started(dist.barrier(group=pg, async_op=True), piece)
-
-
-NCCL: dict[str, Callable[[ProcessGroup, Tensor, Options], Started]] = {
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
-    "all_reduce": all_reduce,
-    "broadcast": broadcast,
-    "reduce": reduce,
-    "gather": gather,
-    "scatter": scatter,
-    "all_to_all": all_to_all,
-    "all_to_all_rows": all_to_all_rows,
-    "permute": permute,
-    "transfer": transfer,
-    "barrier": barrier,
-}
-check_primitives("nccl", NCCL)

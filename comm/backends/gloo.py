@@ -12,95 +12,35 @@ A primitive takes its memory where it is called, on the caller's thread, and ano
 keeps what a thread has freed for that thread: memory that workers took would not serve the caller.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
-import attrs
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from functional_ds.base.byte_ranges import begin_together
-from functional_ds.comm.record.collective import Options
-from functional_ds.comm.record.reduction import chunk_bounds, fold
-from functional_ds.comm.record.table import check_primitives
 
-__all__ = ["GLOO", "Communicator", "Prepared", "Started"]
+from .primitives import Communicator, Options, Prepared, Started
+from .reduction import chunk_bounds, fold
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_rows",
+    "barrier",
+    "broadcast",
+    "gather",
+    "permute",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "transfer",
+]
 
 _SWAPPED = 2**22  # bytes: above, two rounds take half the memory where the value is donated; all ranks must choose alike
-
-
-@attrs.define(eq=False)
-class Started:
-    """A primitive under way: torch's works, and the computation that follows them."""
-
-    works: Sequence[Work]
-    finish: Callable[[], Tensor]
-    ended: float | None = None
-
-    def wait(self) -> Tensor:
-        """Blocks until the works are done; returns the result."""
-        for work in self.works:
-            work.wait()
-        return self.finish()
-
-    def poll(self, timeout: float) -> bool:
-        """True: a worker has waited for Gloo's works, and over NCCL the host never waits."""
-        return True
-
-
-@attrs.frozen(eq=False)
-class Prepared:
-    """A primitive with its memory, before its messages are posted; ``finish`` follows the works."""
-
-    post: Callable[[], Sequence[Work]]
-    finish: Callable[[], Tensor]
-
-    def start(self) -> Started:
-        """Posts the messages."""
-        return Started(self.post(), self.finish)
-
-    def run(self) -> Tensor:
-        """Posts the messages and waits for them."""
-        for work in self.post():
-            work.wait()
-        return self.finish()
-
-
-@attrs.frozen(eq=False, slots=False)
-class Communicator:
-    """A group's messages over the world's process group, with a tag that keeps them apart from other groups' messages.
-
-    Attributes:
-        pg: the world's process group.
-        ranks: the group's ranks.
-        rank: this rank's place among them.
-        tag: of all the group's messages.
-    """
-
-    pg: ProcessGroup
-    ranks: tuple[int, ...]
-    rank: int
-    tag: int
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in the group."""
-        return len(self.ranks)
-
-    @cached_property
-    def peers(self) -> list[int]:
-        """The other ranks, from this one's successor on, so that the ranks do not all send to one rank first."""
-        return [(self.rank + k) % self.size for k in range(1, self.size)]
-
-    def send(self, tensor: Tensor, peer: int) -> list[Work]:
-        """Starts to send a contiguous tensor's bytes."""
-        return [self.pg.send([tensor], self.ranks[peer], self.tag)] if tensor.numel() else []
-
-    def recv(self, tensor: Tensor, peer: int) -> list[Work]:
-        """Starts to receive into a contiguous tensor."""
-        return [self.pg.recv([tensor], self.ranks[peer], self.tag)] if tensor.numel() else []
 
 
 def _all_gather_into(comm: Communicator, own: Tensor, rows: Sequence[Tensor]) -> list[Work]:
@@ -271,22 +211,3 @@ def barrier(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     """Returns when all ranks have called: each sends one byte to each."""
     tokens = torch.zeros(comm.size, 1, dtype=torch.uint8).unbind(0)
     return Prepared(lambda: _all_gather_into(comm, tokens[comm.rank], tokens), lambda: piece)
-
-
-Primitive = Callable[[Communicator, Tensor, Options], Prepared]
-
-GLOO: dict[str, Primitive] = {
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
-    "all_reduce": all_reduce,
-    "broadcast": broadcast,
-    "reduce": reduce,
-    "gather": gather,
-    "scatter": scatter,
-    "all_to_all": all_to_all,
-    "all_to_all_rows": all_to_all_rows,
-    "permute": permute,
-    "transfer": transfer,
-    "barrier": barrier,
-}
-check_primitives("gloo", GLOO)

@@ -1,16 +1,16 @@
 """The record of a collective: its denotation, transpose, cost, and how backends run it."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import attrs
 from torch import Tensor
 
+from functional_ds.comm.backends.primitives import GlooPrimitive, NcclPrimitive, Options
+
 from .variance import Variance
 
-__all__ = ["Call", "Collective", "Handle", "Here", "Options", "Traffic"]
-
-Options = Mapping[str, Any]
+__all__ = ["Call", "Collective", "Handle", "Here", "Traffic"]
 
 
 class Handle(Protocol):
@@ -87,11 +87,14 @@ class Traffic:
     """What the busiest link carries of a collective's value, whatever the algorithm, as nccl-tests defines it.
 
     Attributes:
+        role: "gather" where it makes a value whole on all ranks, "reduction" where it adds up, "message" between two ranks,
+            "exchange" otherwise.
         passes: how often the value passes: twice for an all-reduce, once to add and once to hand out.
         keeps_share: whether a rank's own n-th of the value stays where it is.
         of_result: whether the value is the result, n times a rank's input; else it is the input.
     """
 
+    role: Literal["gather", "reduction", "exchange", "message"] = "exchange"
     passes: int = 1
     keeps_share: bool = False
     of_result: bool = False
@@ -108,6 +111,10 @@ def _silent(leaf: Tensor, here: Here) -> int:
     return 0
 
 
+def _no_exchange(connections: Any, payload: Tensor, options: Options) -> NoReturn:
+    raise NotImplementedError("a row that is computed alone exchanges nothing")
+
+
 def _of_payload(shape: Sequence[int], here: Here) -> Sequence[int]:
     return shape
 
@@ -116,26 +123,27 @@ def _of_payload(shape: Sequence[int], here: Here) -> Sequence[int]:
 class Collective:
     """One row of the table: all that the library knows of a collective.
 
-    A row with a primitive communicates, and says its ``volume``, ``result``, ``traffic`` and ``role``.
+    A row communicates unless it is computed ``alone``. Then it says its ``volume``, ``result`` and ``traffic``, and what
+    carries it over ``gloo`` and ``nccl``.
 
     Attributes:
         name: as in ``comm.<name>``.
         denotation: the meaning; from all members' inputs, in rank order, to all members' outputs.
         adjoint: the call that is the transpose, or None where there is none (max, say).
         volume: elements that this rank sends.
-        result: the shape of the primitive's result, from that of this rank's payload.
+        result: the shape of an exchange's result, from that of this rank's payload.
         traffic: what links carry of it.
-        role: "gather" where it makes a value whole on all ranks, "reduction" where it adds up, "exchange" otherwise.
+        gloo, nccl: the exchange of a payload by that back end.
         joins: whether calls may become one call of all their tensors: no result depends on its place in a message.
         shares: what of its volume this rank sends to which ranks of the group, as weights; None for equal parts to all others.
-        primitive: the flat exchange that carries it, a key of the backends' tables (``gloo``, ``nccl``, ``shapes``).
-        pack: a leaf as the payload of the primitive; payloads of several leaves concatenate along the last dim.
-        unpack: the leaf's result from its slice of the primitive's result.
+        pack: a leaf as the payload of an exchange; payloads of several leaves concatenate along the last dim.
+        unpack: the leaf's result from its slice of the exchange's result.
         check: raises ValueError where this rank alone can tell that the call is wrong.
         shape: what must be the same on every rank; by default the leaf's shape.
         alone: for a row without communication, this rank's result from its own input.
         members: the group's ranks that take part; by default all.
-        order: names the sequence that a call belongs to; calls of one sequence come in one order on all members.
+        order: names the sequence that a call belongs to; calls of one sequence come in one order on all members. Of a
+            message it is (source, destination, tag).
         reads: whether this rank's input is read; a receiver's, say, only tells the shape.
         private: options that may differ between ranks; the denotation gets them as a list, an entry a member.
         reconcile: raises MismatchError where the members' private options contradict each other.
@@ -150,10 +158,10 @@ class Collective:
     volume: Callable[[Tensor, Here], int] = _silent
     result: Callable[[Sequence[int], Here], Sequence[int]] = _of_payload
     traffic: Traffic = _NO_TRAFFIC
-    role: str = ""
+    gloo: GlooPrimitive = _no_exchange
+    nccl: NcclPrimitive = _no_exchange
     joins: bool = False
     shares: Callable[[Here], Mapping[int, int] | None] = _to_all_alike
-    primitive: str = ""
     pack: Callable[[Tensor, Here], Tensor] = _flat
     unpack: Callable[[Tensor, Tensor, Here], Tensor] = _same_shape
     check: Callable[[Tensor, Here], None] = _no_check
@@ -169,13 +177,24 @@ class Collective:
     gives: Variance = Variance.VARYING
 
     def __attrs_post_init__(self) -> None:
-        unsaid = {"volume": _silent, "result": _of_payload, "traffic": _NO_TRAFFIC, "role": ""}
+        unsaid = {
+            "volume": _silent,
+            "result": _of_payload,
+            "traffic": _NO_TRAFFIC,
+            "gloo": _no_exchange,
+            "nccl": _no_exchange,
+        }
         lacking = [part for part, default in unsaid.items() if getattr(self, part) is default]
-        if self.primitive and lacking:
+        if self.alone is None and lacking:
             raise TypeError(f"Collective {self.name!r} communicates, so it needs {', '.join(lacking)}")
 
     def __repr__(self) -> str:
         return f"Collective({self.name!r})"
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it goes from one rank of the group to another."""
+        return self.traffic.role == "message"
 
     def on_shapes(self, leaf: Tensor, here: Here) -> Tensor:
         """The result for a leaf without values: a tensor of the right shape, without values."""

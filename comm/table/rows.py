@@ -4,16 +4,19 @@ The rows are in the order of the docs: reductions, gathers and scatters, exchang
 transposes depend on whether a value is replicated, varying or a partial sum along the group.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import attrs
 import torch
 from torch import Tensor
 
-from .collective import Call, Collective, Here, Options, Traffic
+from functional_ds.comm.backends import gloo, nccl
+from functional_ds.comm.backends.primitives import Options
+from functional_ds.comm.backends.reduction import OPS, chunk_bounds, fold
+
+from .collective import Call, Collective, Here, Traffic
 from .errors import MismatchError
-from .reduction import OPS, chunk_bounds, fold
 from .tiling import check_cut, check_dim, cut, join, pack_cut, pack_rows, piece_shape, unpack_joined, unpack_piece, unpack_rows
 from .variance import Variance
 
@@ -36,7 +39,6 @@ __all__ = [
     "TABLE",
     "TRANSFER",
     "as_sent",
-    "check_primitives",
 ]
 
 
@@ -106,10 +108,10 @@ ALL_REDUCE: Collective = Collective(
     denotation=lambda xs, options: _copies(fold(xs, options["op"]), len(xs)),
     adjoint=lambda options: Call(ALL_REDUCE, options) if options["op"] == "sum" else None,
     volume=_all_reduce_volume,
-    primitive="all_reduce",
+    gloo=gloo.all_reduce,
+    nccl=nccl.all_reduce,
     result=as_sent,
-    traffic=Traffic(passes=2, keeps_share=True),
-    role="reduction",
+    traffic=Traffic("reduction", passes=2, keeps_share=True),
     check=_check_op,
     takes=Variance.PARTIAL,
     gives=Variance.REPLICATED,
@@ -121,10 +123,10 @@ REDUCE: Collective = Collective(
     adjoint=lambda options: Call(BROADCAST, {"src": options["dst"]}) if options["op"] == "sum" else None,
     volume=lambda leaf, here: 0 if here.rank == here["dst"] else leaf.numel(),
     shares=lambda here: {here["dst"]: 1},
-    primitive="reduce",
+    gloo=gloo.reduce,
+    nccl=nccl.reduce,
     result=as_sent,
-    traffic=Traffic(),
-    role="reduction",
+    traffic=Traffic("reduction"),
     check=_check_reduce,
     takes=Variance.PARTIAL,
 )
@@ -135,10 +137,10 @@ BROADCAST: Collective = Collective(
     adjoint=lambda options: Call(REDUCE, {"dst": options["src"], "op": "sum"}),
     volume=lambda leaf, here: (here.n - 1) * leaf.numel() if here.rank == here["src"] else 0,
     reads=lambda here: here.rank == here["src"],
-    primitive="broadcast",
+    gloo=gloo.broadcast,
+    nccl=nccl.broadcast,
     result=as_sent,
-    traffic=Traffic(),
-    role="gather",
+    traffic=Traffic("gather"),
     joins=True,
     check=lambda leaf, here: _check_rank("src", here),
     gives=Variance.REPLICATED,
@@ -221,10 +223,10 @@ ALL_GATHER: Collective = Collective(
     denotation=lambda xs, options: _copies(join(xs, options), len(xs)),
     adjoint=lambda options: Call(REDUCE_SCATTER, {**options, "op": "sum"}),
     volume=lambda leaf, here: (here.n - 1) * leaf.numel(),
-    primitive="all_gather",
+    gloo=gloo.all_gather,
+    nccl=nccl.all_gather,
     result=_gathered,
-    traffic=Traffic(keeps_share=True, of_result=True),
-    role="gather",
+    traffic=Traffic("gather", keeps_share=True, of_result=True),
     joins=True,
     pack=lambda leaf, here: pack_rows(leaf, here) if _uneven(here.options) else leaf.reshape(-1),
     unpack=_unpack_gathered,
@@ -238,10 +240,10 @@ REDUCE_SCATTER: Collective = Collective(
     denotation=_reduce_scatter,
     adjoint=lambda options: Call(ALL_GATHER, _but(options, "op")) if options["op"] == "sum" else None,
     volume=_scattered,
-    primitive="reduce_scatter",
+    gloo=gloo.reduce_scatter,
+    nccl=nccl.reduce_scatter,
     result=_reduced,
-    traffic=Traffic(keeps_share=True),
-    role="reduction",
+    traffic=Traffic("reduction", keeps_share=True),
     joins=True,
     pack=lambda leaf, here: pack_rows(leaf, here) if _uneven(here.options) else pack_cut(leaf, here),
     unpack=lambda piece, leaf, here: (unpack_rows if _uneven(here.options) else unpack_piece)(piece, leaf, here),
@@ -255,10 +257,10 @@ GATHER: Collective = Collective(
     adjoint=lambda options: Call(SCATTER, {"src": options["dst"], **_but(options, "dst")}),
     volume=lambda leaf, here: 0 if here.rank == here["dst"] else leaf.numel(),
     shares=lambda here: {here["dst"]: 1},
-    primitive="gather",
+    gloo=gloo.gather,
+    nccl=nccl.gather,
     result=lambda shape, here: [here.n, *shape],
-    traffic=Traffic(keeps_share=True, of_result=True),
-    role="exchange",
+    traffic=Traffic("exchange", keeps_share=True, of_result=True),
     unpack=lambda rows, leaf, here: unpack_joined(rows, leaf.shape, here),
     check=_check_gather_to,
 )
@@ -269,10 +271,10 @@ SCATTER: Collective = Collective(
     adjoint=lambda options: Call(GATHER, {"dst": options["src"], **_but(options, "src")}),
     volume=lambda leaf, here: (here.n - 1) * (leaf.numel() // here.n) if here.rank == here["src"] else 0,
     reads=lambda here: here.rank == here["src"],
-    primitive="scatter",
+    gloo=gloo.scatter,
+    nccl=nccl.scatter,
     result=lambda shape, here: shape[-1:],
-    traffic=Traffic(keeps_share=True),
-    role="exchange",
+    traffic=Traffic("exchange", keeps_share=True),
     pack=_pack_scattered,
     unpack=unpack_piece,
     check=_check_scatter,
@@ -350,10 +352,10 @@ ALL_TO_ALL: Collective = Collective(
     denotation=_all_to_all,
     adjoint=lambda o: Call(ALL_TO_ALL, {"split_dim": o["concat_dim"], "concat_dim": o["split_dim"]}),
     volume=lambda leaf, here: (here.n - 1) * (leaf.numel() // here.n),
-    primitive="all_to_all",
+    gloo=gloo.all_to_all,
+    nccl=nccl.all_to_all,
     result=as_sent,
-    traffic=Traffic(keeps_share=True),
-    role="exchange",
+    traffic=Traffic("exchange", keeps_share=True),
     pack=lambda leaf, here: pack_cut(leaf, here, here["split_dim"]),
     unpack=lambda rows, leaf, here: unpack_joined(rows, piece_shape(leaf, here, here["split_dim"]), here, here["concat_dim"]),
     check=_check_all_to_all,
@@ -365,10 +367,10 @@ ALL_TO_ALL_ROWS: Collective = Collective(
     adjoint=_rows_adjoint,
     volume=_rows_sent,
     shares=lambda here: {rank: rows for rank, rows in enumerate(here["input_splits"]) if rank != here.rank},
-    primitive="all_to_all_rows",
+    gloo=gloo.all_to_all_rows,
+    nccl=nccl.all_to_all_rows,
     result=lambda shape, here: [sum(here["output_splits"]), shape[1]],
-    traffic=Traffic(keeps_share=True),
-    role="exchange",
+    traffic=Traffic("exchange", keeps_share=True),
     pack=pack_rows,
     unpack=unpack_rows,
     check=_check_rows,
@@ -385,10 +387,10 @@ PERMUTE: Collective = Collective(
     volume=lambda leaf, here: leaf.numel() if here["perm"].target.get(here.rank, here.rank) != here.rank else 0,
     shares=lambda here: {here["perm"].target.get(here.rank, here.rank): 1},
     reads=lambda here: here.rank in here["perm"].target,
-    primitive="permute",
+    gloo=gloo.permute,
+    nccl=nccl.permute,
     result=as_sent,
-    traffic=Traffic(),
-    role="exchange",
+    traffic=Traffic("exchange"),
     check=_check_permute,
 )
 
@@ -409,10 +411,10 @@ TRANSFER: Collective = Collective(
     volume=lambda leaf, here: leaf.numel() if here.rank == here["src"] else 0,
     shares=lambda here: {here["dst"]: 1},
     reads=lambda here: here.rank == here["src"],
-    primitive="transfer",
+    gloo=gloo.transfer,
+    nccl=nccl.transfer,
     result=as_sent,
-    traffic=Traffic(),
-    role="exchange",
+    traffic=Traffic("message"),
     members=lambda options, n: (options["src"], options["dst"]),
     order=lambda options: (options["src"], options["dst"], options["tag"]),
     title=_transfer_title,
@@ -422,10 +424,10 @@ BARRIER: Collective = Collective(
     name="barrier",
     denotation=lambda xs, options: list(xs),
     volume=lambda leaf, here: 0,
-    primitive="barrier",
+    gloo=gloo.barrier,
+    nccl=nccl.barrier,
     result=as_sent,
-    traffic=Traffic(),
-    role="exchange",
+    traffic=Traffic("exchange"),
 )
 
 
@@ -484,16 +486,3 @@ TABLE: tuple[Collective, ...] = (
     SCATTER_TO,
     GATHER_FROM,
 )
-
-
-def check_primitives(backend: str, primitives: Collection[str]) -> None:
-    """Called by a back end when it is imported.
-
-    Raises:
-        ImportError: a row's primitive is none of the back end's.
-    """
-    lacking = sorted({row.primitive for row in TABLE if row.primitive} - set(primitives))
-    if lacking:
-        raise ImportError(
-            f"the back end {backend} does not carry out {', '.join(lacking)}, which the table of collectives uses"
-        )

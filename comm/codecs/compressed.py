@@ -11,17 +11,17 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather, all_reduce, reduce_scatter
+from functional_ds.comm.backends.reduction import fold
 from functional_ds.comm.declare import varying
-from functional_ds.comm.dispatch import check_avg, flatten, is_differentiable, resolve_dim, resolve_group
+from functional_ds.comm.dispatch import check_avg, flatten, is_differentiable, prepare, resolve_dim, resolve_group
 from functional_ds.comm.exchange import all_to_all
-from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.pending import relay
-from functional_ds.comm.record.reduction import fold
-from functional_ds.comm.record.table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from functional_ds.comm.record.tiling import pack_cut, pad_rows, piece_shape, unpack_joined
+from functional_ds.comm.record.pending import Pending, Request, relay
+from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.rows import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from functional_ds.comm.table.tiling import pack_cut, pad_rows, piece_shape, unpack_joined
 
-from .codecs import Codec
+from .codec import Codec
 
 __all__ = [
     "Compressed",
@@ -33,7 +33,7 @@ __all__ = [
     "sum_dtype",
 ]
 
-_Program = Callable[..., Any]
+_Program = Callable[..., Request[Any]]
 
 
 def compressed(collective: Callable[..., Any], codec: Codec) -> "Compressed":
@@ -62,7 +62,7 @@ def compressed(collective: Callable[..., Any], codec: Codec) -> "Compressed":
         ValueError: another collective; any error of the collective itself.
 
     >>> from functional_ds import comm
-    >>> gather = comm.compressed(comm.all_gather, comm.Blocks(8))
+    >>> gather = comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))
     >>> gather
     compressed(all_gather, Blocks(bits=8, size=256))
     >>> comm.simulate(lambda: gather(torch.tensor([127.0, 1.4]) * (comm.world().rank + 1)).tolist(), world_size=2)[0]
@@ -73,7 +73,9 @@ def compressed(collective: Callable[..., Any], codec: Codec) -> "Compressed":
         raise ValueError(f"collective={collective!r} has no compressed form; use one of {names}")
     for method in ("encode", "decode"):
         if not callable(getattr(codec, method, None)):
-            raise TypeError(f"codec={codec!r} has no {method}: use comm.Cast, comm.Blocks, or a record with encode and decode")
+            raise TypeError(
+                f"codec={codec!r} has no {method}: use comm.codecs.Cast, comm.codecs.Blocks, or a record with encode and decode"
+            )
     return Compressed(collective, codec)
 
 
@@ -85,16 +87,20 @@ class Compressed:
     codec: Codec
 
     def __call__(self, x: Any, group: Group | None = None, **options: Any) -> Any:
+        return self.request(x, group, **options).run()
+
+    def request(self, x: Any, group: Group | None = None, **options: Any) -> Request[Any]:
+        """What ``start`` starts."""
         group = resolve_group(group)
         if group.size == 1:
-            return self.collective(x, group, **options)
+            return prepare(self.collective, x, group, **options)
         return _PROGRAMS[self.collective](self.codec, x, group, **options)
 
     def __repr__(self) -> str:
         return f"compressed({self.collective.__name__}, {self.codec!r})"
 
 
-def _all_gather(codec: Codec, x: Any, group: Group, *, dim: int = 0, tiled: bool = True, async_op: bool = False) -> Any:
+def _all_gather(codec: Codec, x: Any, group: Group, *, dim: int = 0, tiled: bool = True) -> Request[Any]:
     options: dict[str, Any] = {"dim": resolve_dim("all_gather", x, dim), "tiled": tiled}
     leaves, spec = check_leaves(Call(ALL_GATHER, options), x, group)
     here, kinds = Here(options, group.rank, group.size), [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -108,13 +114,10 @@ def _all_gather(codec: Codec, x: Any, group: Group, *, dim: int = 0, tiled: bool
         return pytree.unflatten(spec, graft(joined))
 
     sent = [encode_leaf(codec, leaf.detach().reshape(1, -1)) for leaf in leaves]
-    arrived = all_gather(sent, group, async_op=async_op)
-    return arrived.then(whole) if async_op else whole(arrived)
+    return prepare(all_gather, sent, group).then(whole)
 
 
-def _reduce_scatter(
-    codec: Codec, x: Any, group: Group, *, dim: int = 0, op: str = "sum", tiled: bool = True, async_op: bool = False
-) -> Any:
+def _reduce_scatter(codec: Codec, x: Any, group: Group, *, dim: int = 0, op: str = "sum", tiled: bool = True) -> Request[Any]:
     place: dict[str, Any] = {"dim": resolve_dim("reduce_scatter", x, dim), "tiled": tiled}
     options = {**place, "op": "sum" if op == "avg" else op}
     leaves, spec = check_leaves(Call(REDUCE_SCATTER, options), x, group)
@@ -132,11 +135,10 @@ def _reduce_scatter(
         return pytree.unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
 
     sent = [encode_leaf(codec, pack_cut(leaf.detach(), here)) for leaf in leaves]  # [n, m], row r for rank r
-    arrived = all_to_all(sent, group, async_op=async_op)
-    return arrived.then(folded) if async_op else folded(arrived)
+    return prepare(all_to_all, sent, group).then(folded)
 
 
-def _all_reduce(codec: Codec, x: Any, group: Group, *, op: str = "sum", async_op: bool = False) -> Any:
+def _all_reduce(codec: Codec, x: Any, group: Group, *, op: str = "sum") -> Request[Any]:
     plain = "sum" if op == "avg" else op
     leaves, spec = check_leaves(Call(ALL_REDUCE, {"op": plain}), x, group)
     check_avg(leaves, op)
@@ -147,12 +149,13 @@ def _all_reduce(codec: Codec, x: Any, group: Group, *, op: str = "sum", async_op
         return pytree.unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
 
     rows = [pad_rows(leaf, group.size) for leaf in leaves]
-    scattered = _reduce_scatter(codec, rows, group, op=plain, tiled=False, async_op=async_op)
-    if not async_op:
-        return whole(_all_gather(codec, scattered, late))
+    scatter = _reduce_scatter(codec, rows, group, op=plain, tiled=False)
     device = leaves[0].device if leaves else group.world.device
-    chain = relay(scattered, lambda pieces: _all_gather(codec, pieces, late, async_op=True), lane=late, device=device)
-    return chain.then(whole)
+
+    def chain() -> Pending[Any]:
+        return relay(scatter.start(), lambda pieces: _all_gather(codec, pieces, late).start(), lane=late, device=device)
+
+    return Request(lambda: _all_gather(codec, scatter.run(), late).run(), chain).then(whole)
 
 
 _PROGRAMS: Mapping[Callable[..., Any], _Program] = MappingProxyType(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from functional_ds.base.copy_stream import CopyStream
+from functional_ds.base.device_streams import CopyStream
 from functional_ds.testing import DTYPES, Leaf, assert_same, leaves, seeds
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

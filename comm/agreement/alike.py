@@ -22,7 +22,7 @@ __all__ = ["alike"]
 def alike(what: str, group: Group, **arguments: Any) -> Iterator[None]:
     """Within the block, calls on the group are made for ``what(**arguments)``, which all its ranks must call alike.
 
-    Ranks that compare their calls compare these arguments, too: simulated ranks, those within ``comm.checked``, and those
+    Ranks that compare their calls compare these arguments, too: simulated ranks, those within ``comm.debug.checked``, and those
     without values. In all other worlds nothing is compared. Cost: nothing is sent.
 
     Args:
@@ -41,7 +41,7 @@ def alike(what: str, group: Group, **arguments: Any) -> Iterator[None]:
     >>> comm.simulate(lambda: scaled_sum(torch.ones(1), comm.world().rank), world_size=2)
     Traceback (most recent call last):
         ...
-    functional_ds.comm.record.errors.MismatchError: ... called all_reduce(op='sum') of [float32[1]], for scaled_sum(factor=...
+    functional_ds.comm.table.errors.MismatchError: ... called all_reduce(op='sum') of [float32[1]], for scaled_sum(factor=...
     """
     world, key = group.world, (group.ranks, group.name)
     if not world.compares or group.size == 1 or current_recorder() is not None:

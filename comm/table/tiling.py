@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .collective import Here, Options
+from functional_ds.comm.backends.primitives import Options
+
+from .collective import Here
 
 __all__ = [
     "check_cut",

@@ -11,10 +11,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.comm.api import all_gather, all_reduce
+from functional_ds.comm.objects import all_gather_object
 from functional_ds.comm.record.group import Group
-
-from .api import all_gather, all_reduce
-from .objects import all_gather_object
 
 __all__ = ["Entry", "agree", "differences"]
 

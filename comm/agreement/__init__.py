@@ -1,0 +1,1 @@
+"""Checks that ranks agree: values, arguments of calls, descriptions of functions."""

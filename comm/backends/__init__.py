@@ -1,0 +1,1 @@
+"""What carries collectives between processes: messages over Gloo, and NCCL's own collectives."""

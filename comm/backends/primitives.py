@@ -1,0 +1,89 @@
+"""What carries a collective's payload: a function from a group's connections, the payload and the call's options."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import attrs
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+__all__ = ["Communicator", "GlooPrimitive", "NcclPrimitive", "Options", "Prepared", "Started"]
+
+Options = Mapping[str, Any]
+
+
+@attrs.define(eq=False)
+class Started:
+    """A primitive under way: torch's works, and the computation that follows them."""
+
+    works: Sequence[Work]
+    finish: Callable[[], Tensor]
+    ended: float | None = None
+
+    def wait(self) -> Tensor:
+        """Blocks until the works are done; returns the result."""
+        for work in self.works:
+            work.wait()
+        return self.finish()
+
+    def poll(self, timeout: float) -> bool:
+        """True: a worker has waited for Gloo's works, and over NCCL the host never waits."""
+        return True
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """A primitive with its memory, before its messages are posted; ``finish`` follows the works."""
+
+    post: Callable[[], Sequence[Work]]
+    finish: Callable[[], Tensor]
+
+    def start(self) -> Started:
+        """Posts the messages."""
+        return Started(self.post(), self.finish)
+
+    def run(self) -> Tensor:
+        """Posts the messages and waits for them."""
+        for work in self.post():
+            work.wait()
+        return self.finish()
+
+
+@attrs.frozen(eq=False, slots=False)
+class Communicator:
+    """A group's messages over the world's process group, with a tag that keeps them apart from other groups' messages.
+
+    Attributes:
+        pg: the world's process group.
+        ranks: the group's ranks.
+        rank: this rank's place among them.
+        tag: of all the group's messages.
+    """
+
+    pg: ProcessGroup
+    ranks: tuple[int, ...]
+    rank: int
+    tag: int
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return len(self.ranks)
+
+    @cached_property
+    def peers(self) -> list[int]:
+        """The other ranks, from this one's successor on, so that the ranks do not all send to one rank first."""
+        return [(self.rank + k) % self.size for k in range(1, self.size)]
+
+    def send(self, tensor: Tensor, peer: int) -> list[Work]:
+        """Starts to send a contiguous tensor's bytes."""
+        return [self.pg.send([tensor], self.ranks[peer], self.tag)] if tensor.numel() else []
+
+    def recv(self, tensor: Tensor, peer: int) -> list[Work]:
+        """Starts to receive into a contiguous tensor."""
+        return [self.pg.recv([tensor], self.ranks[peer], self.tag)] if tensor.numel() else []
+
+
+GlooPrimitive = Callable[[Communicator, Tensor, Options], Prepared]
+NcclPrimitive = Callable[[ProcessGroup, Tensor, Options], Started]

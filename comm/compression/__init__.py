@@ -1,1 +1,0 @@
-"""Codecs, compressed collectives and error feedback."""

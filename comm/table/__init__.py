@@ -1,0 +1,33 @@
+"""The table of collectives, and what a collective of your own is written with: a row, and a function that requests it."""
+
+from typing import TYPE_CHECKING
+
+from functional_ds.base.package_index import lazy_index
+
+if TYPE_CHECKING:
+    from functional_ds.comm.backends.primitives import Communicator, Options, Prepared, Started
+    from functional_ds.comm.dispatch import collective, prepare, request
+    from functional_ds.comm.record.pending import Request
+
+    from .collective import Call, Collective, Here, Traffic
+    from .rows import TABLE
+    from .variance import Variance
+
+__all__ = [
+    "TABLE",
+    "Call",
+    "Collective",
+    "Communicator",
+    "Here",
+    "Options",
+    "Prepared",
+    "Request",
+    "Started",
+    "Traffic",
+    "Variance",
+    "collective",
+    "prepare",
+    "request",
+]
+
+lazy_index(__name__)
