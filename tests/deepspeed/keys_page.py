@@ -8,8 +8,7 @@ from typing import Any
 from functional_ds.deepspeed.config.ds_optimizers import OPTIMIZERS
 from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS
 from functional_ds.deepspeed.config.keys.config_key import ConfigKey, Fate
-from functional_ds.deepspeed.config.keys.config_table import SECTIONS
-from functional_ds.deepspeed.config.keys.keys_of_loops import DEAD
+from functional_ds.deepspeed.config.keys.config_table import DEAD, SECTIONS
 
 PAGE = Path(__file__).parents[2] / "docs/deepspeed-config.md"
 START, END = "<!-- keys -->\n", "<!-- /keys -->"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-__all__ = ["ConfigKey", "Fate", "Kind", "became", "ignored", "of_engine", "refused"]
+__all__ = ["ConfigKey", "Fate", "Kind", "became", "ignored", "refused"]
 
 Kind = Literal["int", "float", "number", "bool", "str", "list", "dict", "betas", "rate", "any"]
 
@@ -19,6 +19,11 @@ class Fate(Enum):
     ENGINE = "of the engine"
     IGNORED = "no meaning here"
     REFUSED = "refused"
+
+    @property
+    def column(self) -> str:
+        """Its column in the table of keys."""
+        return self.name.lower()
 
 
 @attrs.frozen
@@ -173,11 +178,6 @@ _PARSERS: dict[Kind, Any] = {
 def became(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
     """A key that changes the plan."""
     return ConfigKey(path, kind, default, Fate.BECAME, text, **more)
-
-
-def of_engine(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
-    """A key that changes what ``deepspeed.initialize``'s engine does beside the step."""
-    return ConfigKey(path, kind, default, Fate.ENGINE, text, **more)
 
 
 def ignored(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
