@@ -15,8 +15,8 @@ from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.optim.sgd import sgd
 
-from .cycled_betas import cycled
 from .keys.config_key import ConfigKey, became, ignored, refused
+from .schedules.cycled_betas import cycled
 
 __all__ = ["OPTIMIZERS", "OptimizerRule", "muon_rates", "rule_of"]
 

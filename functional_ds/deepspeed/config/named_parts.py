@@ -8,9 +8,10 @@ import torch
 
 from .config_reader import Settings
 from .ds_optimizers import OPTIMIZERS, OptimizerRule, muon_rates, rule_of
-from .ds_schedules import SCHEDULERS, RateSchedule, beta_cycle
 from .keys.config_key import ConfigKey, Fate
-from .torch_schedules import TorchRates, why_not
+from .schedules.ds_schedules import SCHEDULERS, beta_cycle
+from .schedules.lr_scheduler import RateSchedule
+from .schedules.torch_schedules import TorchRates, why_not
 
 __all__ = ["optimizer_of", "schedule_of"]
 
