@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-__all__ = ["ConfigKey", "Fate", "Kind", "became", "ignored", "refused"]
+__all__ = ["ConfigKey", "Fate", "Kind"]
 
 Kind = Literal["int", "float", "number", "bool", "str", "list", "dict", "betas", "rate", "any"]
 
@@ -173,18 +173,3 @@ _PARSERS: dict[Kind, Any] = {
     "rate": _rate,
     "any": lambda value: value,
 }
-
-
-def became(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
-    """A key that changes the plan."""
-    return ConfigKey(path, kind, default, Fate.BECAME, text, **more)
-
-
-def ignored(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
-    """A key that changes nothing here."""
-    return ConfigKey(path, kind, default, Fate.IGNORED, text, **more)
-
-
-def refused(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
-    """A key that is refused where it asks for something."""
-    return ConfigKey(path, kind, default, Fate.REFUSED, text, **more)

@@ -7,12 +7,13 @@ from typing import Any
 
 from .config_key import ConfigKey, Fate
 
-__all__ = ["BLOCKS", "DEAD", "KEYS", "SECTIONS", "key_of", "nearest"]
+__all__ = ["BLOCKS", "DEAD", "KEYS", "OPTIMIZERS", "SECTIONS", "key_of", "nearest", "optimizer_keys"]
 
 _TABLE = tomllib.loads(files(__package__).joinpath("keys.toml").read_text(encoding="utf-8"))
 _TUPLES = ("aliases", "choices", "harmless")
 
 DEAD: dict[str, str] = _TABLE["dead"]
+OPTIMIZERS: list[dict[str, Any]] = _TABLE["optimizer"]
 
 
 def _key(group: dict[str, Any], name: str, entry: Any) -> ConfigKey:
@@ -20,6 +21,7 @@ def _key(group: dict[str, Any], name: str, entry: Any) -> ConfigKey:
     fate = next(fate for given in (row, group) for fate in Fate if fate.column in given)
     row = {**group, **row}
     default, text = row.get("default"), row[fate.column]
+    default = tuple(default) if row.get("type") == "betas" else default
     more = {column: row[column] for column in ("least", "most", "auto", "removed") if column in row}
     more |= {column: tuple(row[column]) for column in _TUPLES if column in row}
     path = f"{group.get('block', '')}.{name}".lstrip(".")
@@ -32,6 +34,13 @@ def _sections() -> dict[str, tuple[ConfigKey, ...]]:
         keys = tuple(_key(group, name, entry) for name, entry in group["keys"].items())
         sections[group["section"]] = sections.get(group["section"], ()) + keys
     return sections
+
+
+def optimizer_keys(optimizer: dict[str, Any]) -> tuple[ConfigKey, ...]:
+    """The arguments of a row of ``OPTIMIZERS``."""
+    given = optimizer["params"] | {name: {} for name in optimizer.get("also", ())}
+    shared = {"block": "optimizer.params"}
+    return tuple(_key(shared | _TABLE["arguments"].get(name, {}), name, entry) for name, entry in given.items())
 
 
 SECTIONS = _sections()
