@@ -20,9 +20,9 @@ def _key(group: dict[str, Any], name: str, entry: Any) -> ConfigKey:
     row: dict[str, Any] = entry if isinstance(entry, dict) else {"default": entry}
     fate = next(fate for given in (row, group) for fate in Fate if fate.column in given)
     row = {**group, **row}
-    default, text = row.get("default"), row[fate.column]
-    default = tuple(default) if row.get("type") == "betas" else default
-    more = {column: row[column] for column in ("least", "most", "auto", "removed") if column in row}
+    default: Any = row.get("default")
+    default, text = tuple(default) if row.get("type") == "betas" else default, row[fate.column]
+    more: dict[str, Any] = {column: row[column] for column in ("least", "most", "auto", "removed") if column in row}
     more |= {column: tuple(row[column]) for column in _TUPLES if column in row}
     path = f"{group.get('block', '')}.{name}".lstrip(".")
     return ConfigKey(path, row.get("type", type(default).__name__), default, fate, _TABLE["texts"].get(text, text), **more)

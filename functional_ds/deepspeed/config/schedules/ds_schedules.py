@@ -304,8 +304,9 @@ class LRRangeTest(LRScheduler):
 
         def rates(k: Tensor) -> Tensor:
             interval = k / steps
-            passed = interval.floor() if a["lr_range_test_staircase"] else interval
-            return (1 + a["lr_range_test_step_rate"] * passed) * low
+            passed: Tensor = interval.floor() if a["lr_range_test_staircase"] else interval
+            risen: Tensor = (1 + a["lr_range_test_step_rate"] * passed) * low
+            return risen
 
         return rates
 
