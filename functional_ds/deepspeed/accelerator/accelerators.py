@@ -56,6 +56,11 @@ class DeepSpeedAccelerator(ABC):
         """Torch's module for the device."""
         return torch.get_device_module(self._name)
 
+    @property
+    def _random(self) -> Any:
+        """Where torch has the functions for the device's generator."""
+        return torch if self._name == "cpu" else self.module
+
     # -- devices
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -70,9 +75,9 @@ class DeepSpeedAccelerator(ABC):
         """Makes a device the current one."""
         self.module.set_device(device_index)
 
-    @abstractmethod
     def current_device(self) -> int:
         """The index of the current device."""
+        return int(self.module.current_device())
 
     def current_device_name(self) -> str:
         """The current device."""
@@ -110,13 +115,13 @@ class DeepSpeedAccelerator(ABC):
     def default_generator(self, device_index: int) -> torch.Generator:
         """The device's generator."""
 
-    @abstractmethod
     def manual_seed(self, seed: int) -> Any:
         """Seeds the current device's generator."""
+        return self._random.manual_seed(seed)
 
-    @abstractmethod
     def manual_seed_all(self, seed: int) -> Any:
         """Seeds every device's generator."""
+        return self.manual_seed(seed) if self._name == "cpu" else self.module.manual_seed_all(seed)
 
     @abstractmethod
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
@@ -126,9 +131,9 @@ class DeepSpeedAccelerator(ABC):
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         """Sets the state of a device's generator."""
 
-    @abstractmethod
     def initial_seed(self) -> int:
         """The seed of the generator."""
+        return int(self._random.initial_seed())
 
     # -- streams
 
@@ -151,43 +156,43 @@ class DeepSpeedAccelerator(ABC):
         """The stream that gets the device's work on this thread."""
         return self.module.current_stream(device_index)
 
-    @abstractmethod
     def default_stream(self, device_index: int | None = None) -> Any:
         """The stream that a thread starts with."""
+        return self.module.default_stream(device_index)
 
     # -- memory, in bytes
 
-    @abstractmethod
     def empty_cache(self) -> None:
         """Gives unused memory back."""
+        self.module.empty_cache()
 
-    @abstractmethod
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes in use."""
+        return int(self.module.memory_allocated(device_index))
 
-    @abstractmethod
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The most bytes that were in use since the last reset."""
+        return int(self.module.max_memory_allocated(device_index))
 
-    @abstractmethod
     def memory_reserved(self, device_index: int | None = None) -> int:
         """Bytes in use or kept for later."""
+        return int(self.module.memory_reserved(device_index))
 
-    @abstractmethod
     def max_memory_reserved(self, device_index: int | None = None) -> int:
         """The most of these since the last reset."""
+        return int(self.module.max_memory_reserved(device_index))
 
-    @abstractmethod
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Starts the peaks anew."""
+        self.module.reset_peak_memory_stats(device_index)
 
-    @abstractmethod
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device."""
+        return int(self.module.mem_get_info(device_index)[1])
 
-    @abstractmethod
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that can still be allocated."""
+        return int(self.module.mem_get_info(device_index)[0])
 
     def memory_cached(self, device_index: int | None = None) -> int:
         """``memory_reserved``."""
@@ -224,13 +229,13 @@ class DeepSpeedAccelerator(ABC):
 
     # -- dtypes
 
-    @abstractmethod
     def is_bf16_supported(self) -> bool:
         """Whether bf16 is computed."""
+        return True
 
-    @abstractmethod
     def is_fp16_supported(self) -> bool:
         """Whether fp16 is computed."""
+        return True
 
     def is_fp64_supported(self) -> bool:
         """Always."""
@@ -295,17 +300,8 @@ class CUDAAccelerator(DeepSpeedAccelerator):
     def device(self, device_index: int | None = None) -> Any:
         return torch.device("cuda", torch.cuda.current_device() if device_index is None else device_index)
 
-    def current_device(self) -> int:
-        return torch.cuda.current_device()
-
     def default_generator(self, device_index: int) -> torch.Generator:
         return torch.cuda.default_generators[device_index]
-
-    def manual_seed(self, seed: int) -> Any:
-        return torch.cuda.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        return torch.cuda.manual_seed_all(seed)
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
@@ -313,38 +309,8 @@ class CUDAAccelerator(DeepSpeedAccelerator):
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
 
-    def initial_seed(self) -> int:
-        return torch.cuda.initial_seed()
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return torch.cuda.default_stream(device_index)
-
-    def empty_cache(self) -> None:
-        torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return torch.cuda.memory_allocated(device_index)
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return torch.cuda.max_memory_allocated(device_index)
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return torch.cuda.memory_reserved(device_index)
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return torch.cuda.max_memory_reserved(device_index)
-
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         return torch.cuda.memory_stats(device_index)
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        torch.cuda.reset_peak_memory_stats(device_index)
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(device_index)[1]
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(device_index)[0]
 
     def is_bf16_supported(self) -> bool:
         return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
@@ -392,20 +358,11 @@ class CPUAccelerator(DeepSpeedAccelerator):
     def default_generator(self, device_index: int) -> torch.Generator:
         return torch.default_generator
 
-    def manual_seed(self, seed: int) -> Any:
-        return torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        return torch.manual_seed(seed)
-
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         torch.set_rng_state(new_state)
-
-    def initial_seed(self) -> int:
-        return torch.initial_seed()
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -437,12 +394,6 @@ class CPUAccelerator(DeepSpeedAccelerator):
 
     def available_memory(self, device_index: int | None = None) -> int:
         return _linux("meminfo", "MemAvailable") or self.total_memory() - self.memory_allocated()
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        return True
 
 
 def _linux(file: str, entry: str) -> int | None:
