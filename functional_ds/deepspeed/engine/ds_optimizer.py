@@ -9,9 +9,9 @@ from torch import Tensor
 
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 
-from .engine_counts import EngineCounts
+from .common.engine_counts import EngineCounts
+from .common.optimizer_groups import LiveGroup
 from .loop.engine_loop import EngineLoop
-from .optimizer_groups import LiveGroup
 from .optimizer_kinds import kind_of
 
 __all__ = ["EngineOptimizer"]

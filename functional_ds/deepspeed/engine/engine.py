@@ -1,7 +1,6 @@
 """DeepSpeed's engine: ``forward``, ``backward`` and ``step`` as calls, over a step in halves."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,10 +15,10 @@ from functional_ds.modules.functional import Apply
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step
 
+from .common.engine_counts import CountedEngine, EngineCounts
+from .common.engine_files import EngineFiles
 from .config_values import ConfigValues
 from .ds_optimizer import EngineOptimizer
-from .engine_counts import EngineCounts
-from .engine_files import load_engine, save_engine
 from .engine_reports import Reports
 from .engine_weights import EngineWeights
 from .loop.engine_loop import EngineLoop, grad_norm_of
@@ -28,7 +27,7 @@ from .loop.monitors import Monitors
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
+class DeepSpeedEngine(CountedEngine, EngineFiles, EngineWeights, ConfigValues, nn.Module):
     """What ``initialize`` returns: DeepSpeed's engine, as a thin shell over ``step.open``, ``backward`` and ``finish``.
 
     ```
@@ -226,30 +225,9 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
     # -- counts --------------------------------------------------------------------------------------------------------
 
     @property
-    def global_steps(self) -> int:
-        """How many boundaries there were, with those whose update was left out."""
-        return self._counts.global_steps  # type: ignore[no-any-return]
-
-    @property
-    def global_samples(self) -> int:
-        """How many rows these had."""
-        return self._counts.global_samples  # type: ignore[no-any-return]
-
-    @property
     def micro_steps(self) -> int:
         """How many calls of ``step`` there were."""
         return self._counts.micro_steps  # type: ignore[no-any-return]
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many updates were left out, as gradients were not finite. Reading it waits for the device."""
-        self._counts.settle()
-        return self._counts.skipped_steps  # type: ignore[no-any-return]
-
-    def was_step_applied(self) -> bool:
-        """Whether the last ``step`` has changed params. Reading it waits for the device."""
-        self._counts.settle()
-        return bool(self._counts.at_boundary and not self._counts.overflow)
 
     @property
     def metrics(self) -> Metrics:
@@ -381,68 +359,20 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(
-        self,
-        save_dir: Any,
-        tag: Any = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Writes the state of all ranks into ``save_dir/tag``; see ``engine_files.save_engine``. Collective.
+    _reads_deepspeed = True
 
-        Args:
-            save_dir: a folder that all ranks see.
-            tag: its name; by default ``global_step{N}``.
-            client_state: what ``load_checkpoint`` is to return: plain values, tensors, arrays, or else objects, which are
-                pickled. Rank 0's counts.
-            save_latest: whether the file ``latest`` names it from now on.
-            exclude_frozen_parameters: saves no space here, which a warning says: a state is saved whole.
-        """
-        if exclude_frozen_parameters:
-            warnings.warn("exclude_frozen_parameters=True: a state is saved whole; see save_16bit_model", stacklevel=2)
-        return save_engine(self, save_dir, tag, client_state or {}, save_latest=save_latest)
+    def _saved_groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
-    def load_checkpoint(
-        self,
-        load_dir: Any,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-        *,
-        allow_pickle: bool = False,
-    ) -> tuple[str | None, Any]:
-        """Goes on from a checkpoint of any number of ranks and any stage, DeepSpeed's own among them. Collective.
+    def _settled(self) -> State:
+        return self._loop.settled()  # type: ignore[no-any-return]
 
-        Returns:
-            the folder and ``client_state``; (None, None) where the folder has no file ``latest`` and no tag is given.
+    def _begin_load(self) -> State:
+        self._loop.discard()
+        return self._loop.state  # type: ignore[no-any-return]
 
-        Args:
-            load_dir: the folder that was passed to ``save_checkpoint``.
-            tag: which one; by default the one that ``latest`` names.
-            load_module_strict: False lets params differ by name.
-            load_optimizer_states: False reads params alone.
-            load_lr_scheduler_states: False leaves the scheduler as it is.
-            load_module_only: True reads params alone, and leaves counts and scheduler as they are.
-            custom_load_fn: refused.
-            allow_pickle: whether objects that were pickled are unpickled, which can run any code: what in ``client_state`` or
-                the scheduler's state is no plain value, tensor or array.
-        """
-        if custom_load_fn is not None:
-            raise ValueError("custom_load_fn: checkpoints are read shard by shard, so there is no whole state_dict to give it")
-        return load_engine(
-            self,
-            load_dir,
-            tag,
-            strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            counts=not load_module_only,
-            allow_pickle=allow_pickle,
-        )
+    def _replace(self, state: State) -> None:
+        self._loop.replace(state)
 
     # -- for the functional side ---------------------------------------------------------------------------------------
 
@@ -459,7 +389,7 @@ class DeepSpeedEngine(EngineWeights, ConfigValues, nn.Module):
     @property
     def state(self) -> State:
         """Its state. An update takes the state's memory, so keep none of them."""
-        return self._loop.settled()  # type: ignore[no-any-return]
+        return self._settled()
 
     @property
     def monitor(self) -> Monitors:
