@@ -11,6 +11,7 @@ from functional_ds import comm
 from functional_ds.deepspeed.api_names import ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.deepspeed.config.explain import UsageError
+from functional_ds.deepspeed.utils.loaders import RepeatingLoader
 from functional_ds.modules.functional import Apply
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step
@@ -345,7 +346,7 @@ class DeepSpeedEngine(CountedEngine, EngineFiles, EngineWeights, ConfigValues, n
         if self.training_dataloader is None:
             raise RuntimeError("train_batch: pass data_iter, or training_data to initialize")
         if "_repeating" not in self.__dict__:
-            self.__dict__["_repeating"] = self.training_dataloader.repeating()
+            self.__dict__["_repeating"] = RepeatingLoader(self.training_dataloader)
         return self.__dict__["_repeating"]  # type: ignore[no-any-return]
 
     def _loss(self, batch: Any) -> Tensor:

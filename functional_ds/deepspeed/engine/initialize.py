@@ -18,6 +18,7 @@ from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.deepspeed.config.explain import UsageError
 from functional_ds.deepspeed.config.model.leaf_modules import get_z3_leaf_modules, mark_leaf_parameters
+from functional_ds.deepspeed.utils.loaders import EngineLoader, data_loader
 from functional_ds.modules.functional import functional
 from functional_ds.optim.sgd import sgd
 from functional_ds.step.train_step import train_step
@@ -25,7 +26,6 @@ from functional_ds.step.train_step import train_step
 from .common.config_scheduler import ConfigScheduler, cycled_on_host, named_scheduler
 from .common.engine_counts import EngineCounts
 from .common.optimizer_groups import LiveGroup, as_groups, groups_of_config, groups_of_optimizer, live_optimizer
-from .data_loader import EngineLoader, data_loader
 from .ds_optimizer import EngineOptimizer
 from .engine import DeepSpeedEngine
 from .loop.engine_loop import EngineLoop, LossShare

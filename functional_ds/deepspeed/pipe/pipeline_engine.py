@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import attrs
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 
 from functional_ds import comm
 from functional_ds.deepspeed.api_names import ENGINE, PIPELINE_ENGINE, REFUSED
@@ -18,6 +17,7 @@ from functional_ds.deepspeed.engine.loop.config_questions import ConfigQuestions
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
 from functional_ds.deepspeed.engine.loop.monitors import Monitors
+from functional_ds.deepspeed.utils.loaders import EngineLoader, RepeatingLoader, data_loader
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
 from functional_ds.step.state import State
@@ -75,7 +75,7 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
     ) -> None:
         self.module, self._counts = module, given.counts
         self.lr_scheduler, self.param_groups = given.counts.scheduler, given.groups
-        self.training_dataloader: DataLoader[Any] | None = None
+        self.training_dataloader: EngineLoader | None = None
         self.plan, self._parts, self._step = plan, parts, step
         self.monitor = Monitors.of(plan)
         self.grid = PipelineParallelGrid(module.topology())
@@ -96,7 +96,7 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
         """The micro-batches come from a loader, which starts over."""
-        self._iterator = None if loader is None else _repeated(loader)
+        self._iterator = None if loader is None else RepeatingLoader(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """The micro-batches come from an iterator."""
@@ -292,11 +292,6 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
         self._show()
 
 
-def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader
-
-
 def _share(module: PipelineModule) -> None:
     """Gives params and buffers to all ranks that have them, from the first of these."""
     here = comm.world()
@@ -363,17 +358,10 @@ def pipeline_engine(
     )
     engine = PipelineEngine(module, plan, parts, strategy(train_step(parts.stages, rule)), given)
     if training_data is not None:
-        loaders = (
-            DataLoader(
-                training_data,
-                plan.batch.train_micro_batch_size_per_gpu,
-                sampler=DistributedSampler(training_data, parts.data.size, parts.data.rank, shuffle=shuffle),
-                drop_last=True,
-                collate_fn=collate_fn,
-                pin_memory=torch.cuda.is_available(),
-            )
-            for shuffle in (True, False)
+        samplers = (DistributedSampler(training_data, parts.data.size, parts.data.rank, shuffle=each) for each in (True, False))
+        rows = plan.batch.train_micro_batch_size_per_gpu
+        engine.training_dataloader, ordered = (
+            data_loader(training_data, rows, collate_fn=collate_fn, drop_last=True, sampler=sampler) for sampler in samplers
         )
-        engine.training_dataloader, ordered = loaders
         engine.set_dataloader(ordered)
     return engine

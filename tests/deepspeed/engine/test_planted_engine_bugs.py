@@ -283,7 +283,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
     ),
     (
         (files.test_the_loader_has_this_ranks_rows,),
-        [Bug("all ranks have rank 0's rows", "deepspeed.engine.data_loader:data_loader", "world.rank", "0")],
+        [Bug("all ranks have rank 0's rows", "deepspeed.utils.loaders:data_loader", "world.rank", "0")],
     ),
 ]
 
