@@ -1,11 +1,18 @@
 """The handle of an operation that is under way and writes into the caller's tensors."""
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
+
+from torch import Tensor
 
 from functional_ds import comm
 
-__all__ = ["Work", "carried_out"]
+from .comms_log import logged
+
+__all__ = ["InPlace", "Work", "in_place"]
+
+P = ParamSpec("P")
 
 
 class Work:
@@ -13,13 +20,13 @@ class Work:
     takes part in the exchange but leaves them as they are.
     """
 
-    def __init__(self, pending: "comm.Pending[Any]", write: Callable[[Any], None]) -> None:
-        self._pending, self._write, self._written = pending, write, False
+    def __init__(self, pending: "comm.Pending[Any]", targets: Sequence[Tensor]) -> None:
+        self._pending, self._targets, self._written = pending, targets, False
 
     def wait(self, timeout: Any = None) -> bool:
         """Waits, and writes the result. The world's own time limit holds, whatever ``timeout`` says."""
         if not self._written:
-            self._write(self._pending.wait())
+            _write(self._targets, self._pending.wait())
             self._written = True
         return True
 
@@ -31,9 +38,27 @@ class Work:
         return f"Work({'done' if self._written else self._pending})"
 
 
-def carried_out(result: Any, write: Callable[[Any], None], async_op: bool) -> Work | None:
-    """Writes the result; with ``async_op`` it is a ``Pending``, and the returned handle writes it."""
-    if async_op:
-        return Work(result, write)
-    write(result)
-    return None
+def _write(targets: Sequence[Tensor], result: Any) -> None:
+    """Copies a result into tensors: a list into as many, one tensor into their elements, one after the other."""
+    if not targets:
+        return
+    parts = result.reshape(-1).split([each.numel() for each in targets]) if isinstance(result, Tensor) else result
+    for target, part in zip(targets, parts, strict=True):
+        target.detach().copy_(part.view(target.shape))
+
+
+InPlace = tuple[Any, Sequence[Tensor]]  # a result, or a pending one, and the caller's tensors that it is written into
+
+
+def in_place(function: Callable[P, InPlace]) -> Callable[P, Work | None]:
+    """The function as a call that writes its result; with ``async_op=True`` the returned handle writes it."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Work | None:
+        result, targets = function(*args, **kwargs)
+        if isinstance(result, comm.Pending):
+            return Work(result, targets)
+        _write(targets, result)
+        return None
+
+    return logged(call)
