@@ -5,6 +5,7 @@ call that one.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_
     >>> comm.simulate(program, world_size=2)
     [[1.0, 1.0], [1.0, 1.0]]
     """
-    return comm.all_reduce(tensor.detach(), group_of(group), op=word_of(op), async_op=async_op), [tensor]
+    return partial(comm.all_reduce, tensor.detach(), group_of(group), op=word_of(op)), [tensor], async_op
 
 
 inference_all_reduce = all_reduce
@@ -73,7 +74,7 @@ def all_reduce_coalesced(
 ) -> InPlace:
     """``all_reduce`` of several tensors at once."""
     held = list(tensors)
-    return comm.all_reduce([each.detach() for each in held], group_of(group), op=word_of(op), async_op=async_op), held
+    return partial(comm.all_reduce, [each.detach() for each in held], group_of(group), op=word_of(op)), held, async_op
 
 
 @in_place
@@ -82,14 +83,14 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, 
     known = group_of(group)
     place = place_in(known, dst, "dst")
     targets = [tensor] if known.rank == place else []
-    return comm.reduce(tensor.detach(), place, known, op=word_of(op), async_op=async_op), targets
+    return partial(comm.reduce, tensor.detach(), place, known, op=word_of(op)), targets, async_op
 
 
 @in_place
 def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> InPlace:
     """Rank ``src``'s tensor, in each rank's."""
     known = group_of(group)
-    return comm.broadcast(tensor.detach(), place_in(known, src, "src"), known, async_op=async_op), [tensor]
+    return partial(comm.broadcast, tensor.detach(), place_in(known, src, "src"), known), [tensor], async_op
 
 
 @in_place
@@ -97,7 +98,7 @@ def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None,
     """The ranks' tensors, each in its place of ``tensor_list``."""
     known = group_of(group)
     _need(len(tensor_list), known.size, "tensor_list")
-    return comm.all_gather(tensor.detach(), known, tiled=False, async_op=async_op), tensor_list
+    return partial(comm.all_gather, tensor.detach(), known, tiled=False), tensor_list, async_op
 
 
 @in_place
@@ -105,7 +106,7 @@ def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = N
     """The ranks' tensors one after the other in ``output_tensor``."""
     known = group_of(group)
     _need(output_tensor.numel(), known.size * tensor.numel(), "elements of output_tensor")
-    return comm.all_gather(_flat(tensor), known, async_op=async_op), [output_tensor]
+    return partial(comm.all_gather, _flat(tensor), known), [output_tensor], async_op
 
 
 @logged
@@ -123,7 +124,7 @@ def all_gather_coalesced(
     _need(len(output_tensors), len(input_tensors), "output_tensors")
     for output, tensor in zip(output_tensors, input_tensors, strict=True):
         _need(output.numel(), known.size * tensor.numel(), "elements of output_tensors")
-    return comm.all_gather([_flat(each) for each in input_tensors], known, async_op=async_op), output_tensors
+    return partial(comm.all_gather, [_flat(each) for each in input_tensors], known), output_tensors, async_op
 
 
 @in_place
@@ -133,7 +134,7 @@ def reduce_scatter_tensor(
     """The ranks' tensors combined and cut into equal pieces; rank r gets the r-th in ``output_tensor``."""
     known = group_of(group)
     _need(tensor.numel(), known.size * output_tensor.numel(), "elements of tensor")
-    return comm.reduce_scatter(_flat(tensor), known, op=word_of(op), async_op=async_op), [output_tensor]
+    return partial(comm.reduce_scatter, _flat(tensor), known, op=word_of(op)), [output_tensor], async_op
 
 
 @logged
@@ -152,7 +153,7 @@ def reduce_scatter(
     known = group_of(group)
     _need(len(input_list), known.size, "input_list")
     whole = torch.stack([each.detach() for each in input_list])
-    return comm.reduce_scatter(whole, known, op=word_of(op), tiled=False, async_op=async_op), [output]
+    return partial(comm.reduce_scatter, whole, known, op=word_of(op), tiled=False), [output], async_op
 
 
 @in_place
@@ -168,7 +169,7 @@ def all_to_all_single(
     known = group_of(group)
     sent = list(input_split_sizes) if input_split_sizes else _equal(tensor, known.size, "tensor")
     arriving = list(output_split_sizes) if output_split_sizes else _equal(output, known.size, "output")
-    return comm.all_to_all(tensor.detach(), known, input_splits=sent, output_splits=arriving, async_op=async_op), [output]
+    return partial(comm.all_to_all, tensor.detach(), known, input_splits=sent, output_splits=arriving), [output], async_op
 
 
 def _equal(tensor: Tensor, n: int, name: str) -> list[int]:
@@ -187,7 +188,7 @@ def all_to_all(
     _need(len(output_tensor_list), known.size, "output_tensor_list")
     sent, arriving = ([each.numel() for each in held] for held in (input_tensor_list, output_tensor_list))
     whole = torch.cat([_flat(each) for each in input_tensor_list])
-    return comm.all_to_all(whole, known, input_splits=sent, output_splits=arriving, async_op=async_op), output_tensor_list
+    return partial(comm.all_to_all, whole, known, input_splits=sent, output_splits=arriving), output_tensor_list, async_op
 
 
 @in_place
@@ -200,7 +201,7 @@ def gather(
     if known.rank == place:
         _need(len(gather_list or ()), known.size, "gather_list")
     targets = gather_list or () if known.rank == place else ()
-    return comm.gather(tensor.detach(), place, known, tiled=False, async_op=async_op), targets
+    return partial(comm.gather, tensor.detach(), place, known, tiled=False), targets, async_op
 
 
 @in_place
@@ -213,7 +214,7 @@ def scatter(
     if known.rank == place:
         _need(len(scatter_list or ()), known.size, "scatter_list")
     whole = torch.stack([each.detach() for each in scatter_list]) if scatter_list else None
-    return comm.scatter(whole, place, known, tiled=False, like=tensor.detach(), async_op=async_op), [tensor]
+    return partial(comm.scatter, whole, place, known, tiled=False, like=tensor.detach()), [tensor], async_op
 
 
 @logged

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ParamSpec
 
 from torch import Tensor
@@ -47,18 +48,19 @@ def _write(targets: Sequence[Tensor], result: Any) -> None:
         target.detach().copy_(part.view(target.shape))
 
 
-InPlace = tuple[Any, Sequence[Tensor]]  # a result, or a pending one, and the caller's tensors that it is written into
+# A collective with its arguments, the caller's tensors that its result is written into, and whether it is only started.
+InPlace = tuple[partial[Any], Sequence[Tensor], bool]
 
 
 def in_place(function: Callable[P, InPlace]) -> Callable[P, Work | None]:
-    """The function as a call that writes its result; with ``async_op=True`` the returned handle writes it."""
+    """The function as a call that carries the collective out and writes its result, or returns the handle that writes it."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Work | None:
-        result, targets = function(*args, **kwargs)
-        if isinstance(result, comm.Pending):
-            return Work(result, targets)
-        _write(targets, result)
+        collective, targets, async_op = function(*args, **kwargs)
+        if async_op:
+            return Work(collective(async_op=True), targets)
+        _write(targets, collective())
         return None
 
     return logged(call)

@@ -4,31 +4,27 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from functional_ds import comm
 from functional_ds.deepspeed.api_names import ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.deepspeed.config.explain import UsageError
-from functional_ds.deepspeed.utils.loaders import RepeatingLoader
-from functional_ds.modules.functional import Apply
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step
 
-from .common.engine_counts import CountedEngine, EngineCounts
+from .common.engine_counts import EngineCounts
 from .common.engine_files import EngineFiles
 from .config_values import ConfigValues
 from .ds_optimizer import EngineOptimizer
+from .engine_numbers import EngineNumbers
 from .engine_reports import Reports
 from .engine_weights import EngineWeights
-from .loop.engine_loop import EngineLoop, grad_norm_of
-from .loop.monitors import Monitors
+from .loop.engine_loop import EngineLoop
+from .whole_batches import WholeBatches
 
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(CountedEngine, EngineFiles, EngineWeights, ConfigValues, nn.Module):
+class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, ConfigValues, nn.Module):
     """What ``initialize`` returns: DeepSpeed's engine, as a thin shell over ``step.open``, ``backward`` and ``finish``.
 
     ```
@@ -73,7 +69,7 @@ class DeepSpeedEngine(CountedEngine, EngineFiles, EngineWeights, ConfigValues, n
         self.collate_fn: Callable[..., Any] | None = None
         held = self.__dict__  # nn.Module's own way of setting attributes is slow
         held["plan"], held["_loop"], held["_counts"] = plan, loop, counts
-        held["_reports"] = Reports.of(plan, module)
+        held["_reports"] = Reports.of(plan)
         held["_boundary"], held["_no_sync"], held["_stepping"] = None, False, False
 
     # -- passes --------------------------------------------------------------------------------------------------------
@@ -223,42 +219,6 @@ class DeepSpeedEngine(CountedEngine, EngineFiles, EngineWeights, ConfigValues, n
         if not self.zero_optimization():
             self._loop.zero_grad()
 
-    # -- counts --------------------------------------------------------------------------------------------------------
-
-    @property
-    def micro_steps(self) -> int:
-        """How many calls of ``step`` there were."""
-        return self._counts.micro_steps  # type: ignore[no-any-return]
-
-    @property
-    def metrics(self) -> Metrics:
-        """The last update's, as tensors: "loss" unless ``loss.backward()`` was called, "grad_norm" with clipping, "skipped"."""
-        return self._loop.metrics  # type: ignore[no-any-return]
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last update's gradients before they were clipped; infinite where these were not finite.
-
-        None before the first update, in stage 0 in fp32 without clipping, and with ``compute_grad_norm: false``.
-        """
-        return grad_norm_of(self._loop.metrics)
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each param group in the next update."""
-        return self._numbers("lr")
-
-    def get_mom(self) -> list[Any]:
-        """Each param group's momentum, or its betas."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
-
-    def get_type(self) -> list[Any]:
-        """Each param group's type."""
-        return self._numbers("type")
-
-    def _numbers(self, name: str) -> list[Any]:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group.get(name, 0.0) for group in groups]
-
     # -- modules -------------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
@@ -287,86 +247,15 @@ class DeepSpeedEngine(CountedEngine, EngineFiles, EngineWeights, ConfigValues, n
     def __repr__(self) -> str:
         return f"DeepSpeedEngine({type(self.module).__name__}: {self._loop.step})"
 
-    # -- whole batches -------------------------------------------------------------------------------------------------
-
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One update of micro-batches ``(inputs, labels)``, of modules with a ``loss_fn``; errors drop the gradients so far.
-
-        Returns:
-            the mean loss over micro-batches and ranks.
-
-        Args:
-            data_iter: gives the micro-batches; None for the loader of ``training_data``.
-        """
-        batches, counts = self._batches(data_iter), self._counts
-        before = counts.global_steps, counts.micro_steps
-        self.train()
-        try:
-            for index in range(self._loop.micro_batches):
-                self.set_gradient_accumulation_boundary(index == self._loop.micro_batches - 1)
-                self.backward(self._loss(next(batches)))
-                self.step()
-        except BaseException:
-            if counts.global_steps == before[0]:
-                self._loop.discard()  # or the next update would sum them, too
-                counts.micro_steps = before[1]
-            raise
-        finally:
-            self.__dict__["_boundary"] = None
-        return self.metrics["loss"]
-
-    def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False) -> Any:
-        """The mean loss over micro-batches and ranks, without gradients.
-
-        Args:
-            data_iter: gives the micro-batches.
-            return_logits: whether to return the module's values, too.
-        """
-        training, values, losses = self.module.training, [], []
-        self.eval()
-        try:
-            with torch.no_grad():
-                for _ in range(self._loop.micro_batches):
-                    inputs, labels = next(data_iter)
-                    values.append(self(*inputs) if isinstance(inputs, tuple | list) else self(inputs))
-                    losses.append(self._loss_fn(values[-1], labels))
-        finally:
-            self.train(training)
-        loss = comm.all_reduce(torch.stack(losses).mean(), op="avg")
-        return (loss, values) if return_logits else loss
-
-    def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        if self._loss_fn is None:
-            raise RuntimeError(
-                f"train_batch: {type(self.module).__name__} has no loss_fn; PipelineModule(..., loss_fn=...) has one, other "
-                "programs call engine(batch), engine.backward(loss), engine.step()"
-            )
-        if data_iter is not None:
-            return data_iter
-        if self.training_dataloader is None:
-            raise RuntimeError("train_batch: pass data_iter, or training_data to initialize")
-        if "_repeating" not in self.__dict__:
-            self.__dict__["_repeating"] = RepeatingLoader(self.training_dataloader)
-        return self.__dict__["_repeating"]  # type: ignore[no-any-return]
-
-    def _loss(self, batch: Any) -> Tensor:
-        inputs, labels = batch
-        found = self(*inputs) if isinstance(inputs, tuple | list) else self(inputs)
-        return self._loss_fn(found, labels)  # type: ignore[no-any-return]
-
-    @property
-    def _loss_fn(self) -> Any:
-        return getattr(self.module, "loss_fn", None)
-
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     _reads_deepspeed = True
 
-    def _saved_groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
 
     def _settled(self) -> State:
-        return self._loop.settled()  # type: ignore[no-any-return]
+        return self.state
 
     def _begin_load(self) -> State:
         self._loop.discard()
@@ -375,31 +264,7 @@ class DeepSpeedEngine(CountedEngine, EngineFiles, EngineWeights, ConfigValues, n
     def _replace(self, state: State) -> None:
         self._loop.replace(state)
 
-    # -- for the functional side ---------------------------------------------------------------------------------------
-
-    @property
-    def functional_step(self) -> Step:
-        """The step that the engine runs."""
-        return self._loop.step  # type: ignore[no-any-return]
-
-    @property
-    def functional_apply(self) -> Apply:
-        """The module as a function. What is set on ``functional_apply.module`` holds from the next forward pass on."""
-        return self._loop.live.apply  # type: ignore[no-any-return]
-
-    @property
-    def state(self) -> State:
-        """Its state. An update takes the state's memory, so keep none of them."""
-        return self._settled()
-
-    @property
-    def monitor(self) -> Monitors:
-        """The config's monitors: ``write_events([(name, value, engine.global_samples)])`` logs numbers of your own."""
-        return self._reports.monitor
-
-    def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of the last update's "fwd", "bwd" and "step", with ``wall_clock_breakdown``."""
-        return dict(self._reports.times)
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Closes logs."""

@@ -65,6 +65,9 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
         param_groups: of an optimizer that was given, or of ``model_parameters`` with numbers of their own; else none.
     """
 
+    module: PipelineModule
+    state: State
+
     def __init__(
         self,
         module: PipelineModule,
@@ -279,7 +282,7 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
 
     # -- checkpoints
 
-    def _saved_groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[dict[str, Any]]:
         return self.param_groups
 
     def _settled(self) -> State:
@@ -358,10 +361,12 @@ def pipeline_engine(
     )
     engine = PipelineEngine(module, plan, parts, strategy(train_step(parts.stages, rule)), given)
     if training_data is not None:
-        samplers = (DistributedSampler(training_data, parts.data.size, parts.data.rank, shuffle=each) for each in (True, False))
-        rows = plan.batch.train_micro_batch_size_per_gpu
-        engine.training_dataloader, ordered = (
-            data_loader(training_data, rows, collate_fn=collate_fn, drop_last=True, sampler=sampler) for sampler in samplers
-        )
+        rows, data = plan.batch.train_micro_batch_size_per_gpu, parts.data
+
+        def loader(shuffle: bool) -> EngineLoader:
+            sampler: Any = DistributedSampler(training_data, data.size, data.rank, shuffle=shuffle)
+            return data_loader(training_data, rows, collate_fn=collate_fn, drop_last=True, sampler=sampler)
+
+        engine.training_dataloader, ordered = loader(True), loader(False)
         engine.set_dataloader(ordered)
     return engine

@@ -50,13 +50,13 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "a failed batch's gradients are summed",
-                "deepspeed.engine.engine:DeepSpeedEngine.train_batch",
+                "deepspeed.engine.whole_batches:WholeBatches.train_batch",
                 "self._loop.discard()",
                 "pass",
             ),
             Bug(
                 "a set boundary stays",
-                "deepspeed.engine.engine:DeepSpeedEngine.train_batch",
+                "deepspeed.engine.whole_batches:WholeBatches.train_batch",
                 "self.__dict__['_boundary'] = None",
                 "pass",
             ),

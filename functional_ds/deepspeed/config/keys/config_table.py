@@ -7,12 +7,13 @@ from typing import Any
 
 from .config_key import ConfigKey, Fate
 
-__all__ = ["BLOCKS", "DEAD", "KEYS", "OPTIMIZERS", "SECTIONS", "key_of", "nearest", "optimizer_keys"]
+__all__ = ["BLOCKS", "DEAD", "KEYS", "NOT_HERE", "OPTIMIZERS", "SECTIONS", "key_of", "nearest", "optimizer_keys"]
 
 _TABLE = tomllib.loads(files(__package__).joinpath("keys.toml").read_text(encoding="utf-8"))
 _TUPLES = ("aliases", "choices", "harmless")
 
 DEAD: dict[str, str] = _TABLE["dead"]
+NOT_HERE: dict[str, dict[str, str]] = _TABLE["not_here"]
 OPTIMIZERS: list[dict[str, Any]] = _TABLE["optimizer"]
 
 

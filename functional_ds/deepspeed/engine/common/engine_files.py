@@ -44,7 +44,7 @@ class EngineFiles:
     _counts: EngineCounts
     _reads_deepspeed = False  # whether DeepSpeed's own files of such an engine are read
 
-    def _saved_groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[dict[str, Any]]:
         """The param groups, as they are now."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class EngineFiles:
         held = {
             "client_state": dict(client_state or {}),
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-            "groups": numbers_of(self._saved_groups()),
+            "groups": numbers_of(self._groups()),
         }
         numbers = {name: getattr(counts, name) for name in _COUNTS}
         extra = {"engine": numbers, "held": saved_values(held), "buffers": saved_buffers(self.module)}
@@ -143,7 +143,7 @@ class EngineFiles:
             return None, None
         place, name = _place(load_dir, tag)
         optimizer, scheduler = (asked and not load_module_only for asked in (load_optimizer_states, load_lr_scheduler_states))
-        like, own = self._begin_load(), self._saved_groups()
+        like, own = self._begin_load(), self._groups()
         options: dict[str, Any] = {} if optimizer else {"only": module_roles(like)}
         if not load_module_strict:
             options |= {"allow_missing": LOOSE, "allow_extra": LOOSE}
@@ -177,7 +177,7 @@ class EngineFiles:
         from functional_ds.interchange.deepspeed_files import ZeroFiles
 
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        own = self._saved_groups()
+        own = self._groups()
         order = [[names[id(parameter)] for parameter in group["params"]] for group in own] or None
         state = from_deepspeed(folder, like=like, tag=tag, order=order, **options)
         files = ZeroFiles.open(Path(folder), tag, order)
