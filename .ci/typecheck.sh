@@ -20,7 +20,7 @@ cp -R pyproject.toml README.md LICENSE "${folders[@]}" "$room/source"
 "$python" -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir "$room/wheel" "$room/source"
 "$python" -m zipfile -e "$room"/wheel/*.whl "$room/site"
 
-sources() { (cd "$1" && find . \( -name '*.py' -o -name py.typed \) | sort); }
+sources() { (cd "$1" && find . \( -name '*.py' -o -name '*.toml' -o -name py.typed \) | sort); }
 for folder in "${folders[@]}"; do
   target=functional_ds/$folder
   [[ $folder != functional_ds ]] || target=functional_ds

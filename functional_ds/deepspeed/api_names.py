@@ -1,220 +1,76 @@
-"""Which of DeepSpeed's names are here: modules by their paths, other paths of the same modules, and names that are refused."""
+"""Which of DeepSpeed's names are here: modules by their paths, other paths of the same modules, and names that are refused.
 
+``api_names.toml`` lists them.
+"""
+
+import contextlib
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 import attrs
 
-from .indexed_names import INDEXES, REST, IndexModule
 from .version_info import version
 
-__all__ = ["ALIASES", "ENGINE", "HERE", "PIPELINE_ENGINE", "REFUSED", "VERSION", "found", "lazily", "why_missing"]
+__all__ = [
+    "ALIASES",
+    "BUILDERS",
+    "ENGINE",
+    "HERE",
+    "INDEXES",
+    "PIPELINE_ENGINE",
+    "REFUSED",
+    "REST",
+    "VERSION",
+    "found",
+    "lazily",
+    "why_missing",
+]
 
 VERSION = version  # whose names these are
 _US = "functional_ds.deepspeed"
-
-# Modules of ``functional_ds.deepspeed`` that have the path that they have in DeepSpeed; "" is the package itself.
-HERE = (
-    "",
-    "accelerator",
-    "checkpointing",
-    "comm",
-    "moe",
-    "moe.layer",
-    "moe.utils",
-    "ops",
-    "ops.adagrad",
-    "ops.adam",
-    "ops.lamb",
-    "ops.lion",
-    "pipe",
-    "runtime",
-    "runtime.lr_schedules",
-    "runtime.utils",
-    "utils",
-    "utils.groups",
-    "utils.zero_to_fp32",
-)
-
-# From a path in DeepSpeed to one of those, or to a module that is an attribute of the package.
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "accelerator.abstract_accelerator": "accelerator",
-        "accelerator.cpu_accelerator": "accelerator",
-        "accelerator.cuda_accelerator": "accelerator",
-        "accelerator.real_accelerator": "accelerator",
-        "checkpoint": "",
-        "checkpoint.utils": "utils",
-        "comm.comm": "comm",
-        "comm.reduce_op": "comm",
-        "compression.helper": "utils",
-        "moe.sharded_moe": "moe.top_k_gate",
-        "ops.adagrad.cpu_adagrad": "ops.adagrad",
-        "ops.adam.cpu_adam": "ops.adam",
-        "ops.adam.fused_adam": "ops.adam",
-        "ops.lamb.fused_lamb": "ops.lamb",
-        "ops.lion.cpu_lion": "ops.lion",
-        "ops.lion.fused_lion": "ops.lion",
-        "runtime.activation_checkpointing": "",
-        "runtime.activation_checkpointing.checkpointing": "checkpointing",
-        "runtime.dataloader": "utils",
-        "runtime.engine": "",
-        "runtime.pipe": "pipe",
-        "runtime.pipe.engine": "pipe",
-        "runtime.pipe.module": "pipe",
-        "runtime.pipe.topology": "pipe",
-        "runtime.zero": "zero",
-        "runtime.zero.partition_parameters": "zero",
-        "utils.init_on_device": "utils",
-        "utils.logging": "utils",
-        "utils.module_utils": "utils",
-        "utils.tensor_fragment": "utils",
-        "utils.z3_leaf_module": "utils",
-    }
-)
-
-_KERNELS = "DeepSpeed's kernels are not here; torch's are used"
-_SERVING = "serving and generation are not here; export the params with fds.export"
-
-_EFFICIENCY = "data efficiency is not here"
-_OFFLOAD = "offload_optimizer and offload_param in the config offload for good; see docs/offload.md"
-_SUMS = "the last backward pass of an update, or step, sums over ranks; deepspeed.comm has the collectives"
-_COMPILE = "compile functions of the model with torch.compile, before initialize"
-_KEYS = "engine.plan.value(path) has every key of the config"
-
-# Attributes of DeepSpeed's engines, by what would do.
-_OF_ENGINES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        _EFFICIENCY: (
-            "curriculum_learning_config",
-            "data_efficiency_config",
-            "data_sampling_config",
-            "random_ltd_config",
-            "random_ltd_initialize",
-            "random_ltd_scheduler",
-            "set_custom_curriculum_learning_schedule",
-        ),
-        _OFFLOAD: ("aio_config", "offload_states", "reload_states", "swap_tensor_config", "zenflow_config"),
-        _SUMS: (
-            "all_gather_scalar",
-            "allreduce_and_copy",
-            "allreduce_bucket",
-            "allreduce_no_retain",
-            "buffered_allreduce_fallback",
-            "sparse_all_gather",
-            "sparse_allreduce",
-            "sparse_allreduce_bucket",
-            "sparse_allreduce_no_retain",
-        ),
-        _COMPILE: (
-            "compile",
-            "compile_autosp",
-            "compile_autotp",
-            "compile_zero_optimization_stage",
-            "get_autosp_backend",
-            "get_autotp_backend",
-            "get_compile_time",
-            "get_deepcompile_backend",
-            "get_deepspeed_compile_backend",
-            "register_compile_pass",
-            "uses_parallelization_pass_only",
-        ),
-        _KEYS: (
-            "autotuning_end_profile_step",
-            "autotuning_metric",
-            "autotuning_metric_path",
-            "autotuning_model_info_path",
-            "autotuning_profile_model_info",
-            "autotuning_start_profile_step",
-            "checkpoint_serialization_enabled",
-            "checkpoint_writer_enabled",
-            "cpuadam_cores_perc",
-            "dynamic_loss_scale_args",
-            "tensor_parallel_config",
-            "torch_autocast_lower_precision_safe_modules",
-        ),
-        "the config's gradient_clipping clips in step()": ("clip_fp32_gradients",),
-        "use no_sync, or several backward passes of one step, which are summed in every stage": ("coalesce_grad_reduction",),
-        "nothing is to be freed: gathered params live as long as a pass needs them": ("empty_partition_cache",),
-        "engine.plan.optimizer is the config's optimizer": ("get_optimizer_configuration",),
-        "isinstance(data, torch.utils.data.IterableDataset) says it": ("is_iterable_style_dataset", "is_map_style_dataset"),
-        "call gc.collect() where you want it": ("collect_python_gc",),
-        "use load_checkpoint(folder, load_module_only=True), or safe_set_full_fp32_param for each parameter": (
-            "load_module_state_dict",
-            "load_moe_state_dict",
-        ),
-        "fds.profile shows times by module; see docs/profile.md": ("print_forward_breakdown",),
-        "give initialize a collate_fn": ("set_data_post_process_func",),
-        "engine.get_wall_clock_timers() and fds.profile have the times": ("timers", "tput_timer", "flops_profiler"),
-    }
-)
 ENGINE, PIPELINE_ENGINE = "runtime.engine.DeepSpeedEngine", "runtime.pipe.engine.PipelineEngine"
 
-# By the name's or module's path in DeepSpeed.
-_TENSOR = "T.tensor_parallel cuts modules as they are; see docs/tensor-parallel.md"
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        **{f"{ENGINE}.{name}": why for why, names in _OF_ENGINES.items() for name in names},
-        f"{PIPELINE_ENGINE}.log_for_device": "print what you want, where engine.grid says",
-        f"{PIPELINE_ENGINE}.set_has_attention_mask": "any tensor of a tuple may pass between stages, with or without gradients",
-        f"{PIPELINE_ENGINE}.set_train_batch_size": "a schedule has its number of micro-batches: initialize another engine",
-        f"{PIPELINE_ENGINE}.tput_log": "print what you want, where engine.grid says",
-        "autotuning": "functional-ds tune and plan choose settings; see docs/command-line.md",
-        "checkpoint": "universal checkpoints are not here; fds.from_deepspeed reads ZeRO's, for any number of ranks",
-        "checkpointing.get_cuda_rng_tracker": "ranks draw alike or apart by fds.Key; see docs/tensor-parallel.md",
-        "checkpointing.model_parallel_cuda_manual_seed": "ranks draw alike or apart by fds.Key; see docs/tensor-parallel.md",
-        "comm.ccl": "Gloo and NCCL carry messages",
-        "comm.initialize_mesh_device": "use fds.comm.mesh",
-        "compile": "T.compiled and fds.jit; see docs/compiled.md",
-        "compression": "DeepSpeed 0.19.8 has removed its compression library",
-        "default_inference_config": _SERVING,
-        "inference": _SERVING,
-        "init_inference": _SERVING,
-        "DeepSpeedDataLoader": "initialize(training_data=) and engine.deepspeed_io make loaders",
-        "DeepSpeedHybridEngine": _SERVING,
-        "DeepSpeedInferenceConfig": _SERVING,
-        "DeepSpeedOptimizerCallable": "initialize(optimizer=) takes any function of parameters",
-        "DeepSpeedSchedulerCallable": "initialize(lr_scheduler=) takes any function of an optimizer",
-        "DeepSpeedTransformerConfig": _KERNELS,
-        "DeepSpeedTransformerLayer": _KERNELS,
-        "DualPipeVEngine": "a schedule is data: fds.pipelining.dualpipe_v",
-        "DualPipeVModule": "a schedule is data: fds.pipelining.dualpipe_v",
-        "InferenceEngine": _SERVING,
-        "merge_tp_model_init_into_config": _TENSOR,
-        "record_tp_model_init_args": _TENSOR,
-        "set_autotp_mode": _TENSOR,
-        "set_optimizer_flags": "fds.muon chooses its matrices by matrices=; see docs/matrices.md",
-        "launcher": "torchrun launches; functional-ds hosts prints its commands for a hostfile",
-        "linear": "freeze params with fds.freeze, and add adapters in the model",
-        "model_implementations": _SERVING,
-        "module_inject": _TENSOR,
-        "moe.mappings": "fds.tp has such functions",
-        "monitor": "the engine honours a config's monitors; fit has loggers; see docs/fitting.md",
-        "ops.aio": "T.offload reads and writes files; see docs/offload.md",
-        "ops.deepspeed4science": _KERNELS,
-        "ops.fp_quantizer": _KERNELS,
-        "ops.random_ltd": _EFFICIENCY,
-        "ops.sparse_attention": "DeepSpeed 0.19.8 has removed it",
-        "ops.transformer": _KERNELS,
-        "pipe.DualPipeVModule": "a schedule is data: fds.pipelining.dualpipe_v",
-        "profiling": "fds.profile counts operations and bytes; see docs/profile.md",
-        "replace_transformer_layer": _SERVING,
-        "runtime.data_pipeline": _EFFICIENCY,
-        "runtime.hybrid_engine": _SERVING,
-        "runtime.sequence_parallel": "T.sequence and fds.seq; see docs/sequence-parallel.md",
-        "runtime.state_dict_factory": "fds.from_deepspeed reads DeepSpeed's files",
-        "runtime.swap_tensor": "T.offload reads and writes files; see docs/offload.md",
-        "runtime.tensor_parallel": _TENSOR,
-        "sequence": "T.sequence and fds.seq.ulysses; see docs/sequence-parallel.md",
-        "tp_model_init": _TENSOR,
-        "utils.numa": "torchrun or the launcher binds processes to cores",
-        "utils.nvtx": "torch.cuda.nvtx.range",
-        "utils.timer": "fds.profile measures; see docs/profile.md",
-    }
-)
+_TABLE = tomllib.loads(files(_US).joinpath("api_names.toml").read_text(encoding="utf-8"))
+
+
+def _reasons(names: Mapping[str, str]) -> Mapping[str, str]:
+    return MappingProxyType({name: _TABLE["reasons"].get(why, why) for name, why in names.items()})
+
+
+HERE: tuple[str, ...] = tuple(_TABLE["here"])
+ALIASES: Mapping[str, str] = MappingProxyType(_TABLE["aliases"])
+INDEXES: Mapping[str, Sequence[str]] = MappingProxyType(_TABLE["indexes"])
+_OF_ENGINES = {f"{ENGINE}.{name}": group["why"] for group in _TABLE["engine"] for name in group["names"]}
+REFUSED = _reasons(_OF_ENGINES | _TABLE["refused"])  # by the name's or module's path
+REST = _reasons(_TABLE["rest"])
+BUILDERS: Mapping[str, Mapping[str, str]] = MappingProxyType(_TABLE["builders"])
+
+
+class IndexModule(ModuleType):
+    """A module that looks its names up in others."""
+
+    def __init__(self, name: str, package: str, modules: Sequence[str]) -> None:
+        super().__init__(name)
+        self.__path__ = []  # the import system then asks for names that are missing as for sub-modules
+        self._paths = [f"{package}.{module}" for module in modules]
+
+    @property
+    def __all__(self) -> list[str]:
+        held = (importlib.import_module(module) for module in self._paths)
+        return sorted({name for module in held for name in module.__all__})
+
+    def __getattr__(self, name: str) -> Any:
+        for path in () if name.startswith("__") else self._paths:
+            module = importlib.import_module(path)
+            if name in module.__all__ or "__getattr__" in vars(module):
+                with contextlib.suppress(AttributeError):
+                    return getattr(module, name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
 @attrs.frozen

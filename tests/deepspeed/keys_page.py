@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from functional_ds.deepspeed.config.ds_optimizers import OPTIMIZERS
-from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS
 from functional_ds.deepspeed.config.keys.config_key import ConfigKey, Fate
-from functional_ds.deepspeed.config.keys.config_table import SECTIONS
-from functional_ds.deepspeed.config.keys.keys_of_loops import DEAD
+from functional_ds.deepspeed.config.keys.config_table import DEAD, SECTIONS
+from functional_ds.deepspeed.config.schedules.ds_schedules import SCHEDULERS
 
 PAGE = Path(__file__).parents[2] / "docs/deepspeed-config.md"
 START, END = "<!-- keys -->\n", "<!-- /keys -->"
@@ -40,7 +39,7 @@ def tables() -> str:
     """All tables, with their headings."""
     parts = [f"### {name}\n\n{table(keys)}" for name, keys in SECTIONS.items()]
     parts += [f"### Optimizer `{rule.name}`\n\n{rule.text}\n\n{table(rule.keys, short=True)}" for rule in OPTIMIZERS]
-    parts += [f"### Scheduler `{rule.name}`\n\n{table(rule.keys, short=True)}" for rule in SCHEDULERS.values()]
+    parts += [f"### Scheduler `{name}`\n\n{table(rule.keys, short=True)}" for name, rule in SCHEDULERS.items()]
     dead = "\n".join(f"| `{name}` | {why} |" for name, why in DEAD.items())
     return "\n".join([*parts, f"### Names that DeepSpeed accepts and never reads\n\n| name | |\n|---|---|\n{dead}\n"])
 

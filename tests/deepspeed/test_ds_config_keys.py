@@ -9,10 +9,9 @@ import pytest
 
 from functional_ds.deepspeed import engine as engines
 from functional_ds.deepspeed.config.ds_optimizers import OPTIMIZERS
-from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS
 from functional_ds.deepspeed.config.keys.config_key import ConfigKey, Fate
-from functional_ds.deepspeed.config.keys.config_table import BLOCKS, KEYS, SECTIONS, key_of, nearest
-from functional_ds.deepspeed.config.keys.keys_of_loops import DEAD
+from functional_ds.deepspeed.config.keys.config_table import BLOCKS, DEAD, KEYS, SECTIONS, key_of, nearest
+from functional_ds.deepspeed.config.schedules.ds_schedules import SCHEDULERS
 from tests.deepspeed.keys_page import PAGE, written
 from tests.deepspeed.real import real
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from functional_ds import transforms as T
 from functional_ds.deepspeed.config.ds_plan import from_ds_config
-from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS
 from functional_ds.deepspeed.config.explain import ConfigError
+from functional_ds.deepspeed.config.schedules.ds_schedules import SCHEDULERS
 from tests.deepspeed.real import real
 
 LR = 0.5

@@ -17,11 +17,13 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
     (
         (plans.test_a_plan_trains_on_two_ranks_as_torch_on_one, 1),
         [
-            Bug("a schedule is an update ahead", "deepspeed.config.ds_schedules:_between.rates", "b = k - 1", "b = k"),
+            Bug(
+                "a schedule is an update ahead", "deepspeed.config.schedules.ds_schedules:_between.rates", "b = k - 1", "b = k"
+            ),
             Bug("nothing is clipped", "deepspeed.config.transform_parts:_others", "if limit:\n    ...", "if False:\n    ..."),
             Bug(
                 "rates are absolute",
-                "deepspeed.config.ds_schedules:RateSchedule.__call__",
+                "deepspeed.config.schedules.lr_scheduler:RateSchedule.__call__",
                 "self.rates(torch.as_tensor(updates).to(torch.float64)) / self.reference",
                 "self.rates(torch.as_tensor(updates).to(torch.float64))",
             ),

@@ -1,11 +1,6 @@
 """``deepspeed.accelerator``: the device that a program trains on, CUDA's or the CPU, behind one set of names."""
 
-from .accelerators import (
-    CPUAccelerator,
-    CUDAAccelerator,
-    DeepSpeedAccelerator,
-    get_accelerator,
-    is_current_accelerator_supported,
-)
+from .accelerator import DeepSpeedAccelerator
+from .accelerators import CPUAccelerator, CUDAAccelerator, get_accelerator, is_current_accelerator_supported
 
 __all__ = ["CPUAccelerator", "CUDAAccelerator", "DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported"]

@@ -1,290 +1,20 @@
-"""``get_accelerator``: torch's module of the device, with DeepSpeed's names; on the CPU what has no meaning does nothing."""
+"""``get_accelerator``: CUDA's devices, and the CPU, where what has no meaning does nothing."""
 
-import difflib
 import functools
 import os
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_ds.base.device import resident_peak_bytes
 
-__all__ = ["CPUAccelerator", "CUDAAccelerator", "DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported"]
+from .accelerator import DeepSpeedAccelerator
 
-_DTYPES = {
-    "BFloat16Tensor": torch.bfloat16,
-    "ByteTensor": torch.uint8,
-    "DoubleTensor": torch.float64,
-    "FloatTensor": torch.float32,
-    "HalfTensor": torch.float16,
-    "IntTensor": torch.int32,
-    "LongTensor": torch.int64,
-}
-_REFUSED = {
-    "create_op_builder": "kernels are torch's and Triton's; nothing is compiled here",
-    "get_op_builder": "kernels are torch's and Triton's; nothing is compiled here",
-    "build_extension": "kernels are torch's and Triton's; nothing is compiled here",
-    "pin_empty": "use torch.empty(..., pin_memory=True)",
-    "pin_empty_like": "use torch.empty_like(..., pin_memory=True)",
-    "unpin_memory": "pinned memory is freed with its tensor",
-    "register_host_memory": "use pin_memory",
-    "unregister_host_memory": "use pin_memory",
-}
-
-
-class DeepSpeedAccelerator(ABC):
-    """A kind of device. ``module`` is torch's: ``torch.cuda`` or ``torch.cpu``.
-
-    >>> accelerator = CPUAccelerator()
-    >>> accelerator.device_name(3), accelerator.communication_backend_name(), accelerator.is_bf16_supported()
-    ('cpu', 'gloo', True)
-    >>> accelerator.FloatTensor([1.0, 2.0])
-    tensor([1., 2.])
-    """
-
-    _name: str
-    _communication_backend_name: str
-
-    @property
-    def module(self) -> Any:
-        """Torch's module for the device."""
-        return torch.get_device_module(self._name)
-
-    # -- devices
-
-    def device_name(self, device_index: int | None = None) -> str:
-        """The kind of device, with an index the device."""
-        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
-
-    @abstractmethod
-    def device(self, device_index: int | None = None) -> Any:
-        """The device as torch wants it."""
-
-    def set_device(self, device_index: int) -> None:
-        """Makes a device the current one."""
-        self.module.set_device(device_index)
-
-    @abstractmethod
-    def current_device(self) -> int:
-        """The index of the current device."""
-
-    def current_device_name(self) -> str:
-        """The current device."""
-        return self.device_name(self.current_device())
-
-    def device_count(self) -> int:
-        """How many devices this process sees."""
-        return int(self.module.device_count())
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Waits for the device."""
-        self.module.synchronize(device_index)
-
-    def is_available(self) -> bool:
-        """Whether there is one."""
-        return bool(self.module.is_available())
-
-    def is_synchronized_device(self) -> bool:
-        """Whether all work is complete when a call returns."""
-        return self._name == "cpu"
-
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
-    def communication_backend_name(self) -> str:
-        """The backend of ``init_distributed``."""
-        return self._communication_backend_name
-
-    # -- random numbers
-
-    def random(self) -> Any:
-        """torch.random."""
-        return torch.random
-
-    @abstractmethod
-    def default_generator(self, device_index: int) -> torch.Generator:
-        """The device's generator."""
-
-    @abstractmethod
-    def manual_seed(self, seed: int) -> Any:
-        """Seeds the current device's generator."""
-
-    @abstractmethod
-    def manual_seed_all(self, seed: int) -> Any:
-        """Seeds every device's generator."""
-
-    @abstractmethod
-    def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        """The state of a device's generator."""
-
-    @abstractmethod
-    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
-        """Sets the state of a device's generator."""
-
-    @abstractmethod
-    def initial_seed(self) -> int:
-        """The seed of the generator."""
-
-    # -- streams
-
-    @property
-    def Stream(self) -> Any:
-        """torch's class of streams."""
-        return self.module.Stream
-
-    @property
-    def Event(self) -> Any:
-        """torch's class of events."""
-        return self.module.Event
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within the block the stream is the current one."""
-        found: AbstractContextManager[Any] = self.module.stream(stream)
-        return found
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        """The stream that gets the device's work on this thread."""
-        return self.module.current_stream(device_index)
-
-    @abstractmethod
-    def default_stream(self, device_index: int | None = None) -> Any:
-        """The stream that a thread starts with."""
-
-    # -- memory, in bytes
-
-    @abstractmethod
-    def empty_cache(self) -> None:
-        """Gives unused memory back."""
-
-    @abstractmethod
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes in use."""
-
-    @abstractmethod
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes that were in use since the last reset."""
-
-    @abstractmethod
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes in use or kept for later."""
-
-    @abstractmethod
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The most of these since the last reset."""
-
-    @abstractmethod
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Starts the peaks anew."""
-
-    @abstractmethod
-    def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device."""
-
-    @abstractmethod
-    def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that can still be allocated."""
-
-    def memory_cached(self, device_index: int | None = None) -> int:
-        """``memory_reserved``."""
-        return self.memory_reserved(device_index)
-
-    def max_memory_cached(self, device_index: int | None = None) -> int:
-        """``max_memory_reserved``."""
-        return self.max_memory_reserved(device_index)
-
-    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        """``reset_peak_memory_stats``."""
-        self.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_cached = reset_max_memory_allocated
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """Current and peak bytes by torch's names."""
-        return {
-            "allocated_bytes.all.current": self.memory_allocated(device_index),
-            "allocated_bytes.all.peak": self.max_memory_allocated(device_index),
-        }
-
-    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """A copy in pinned memory; on the CPU the tensor itself."""
-        return tensor if self._name == "cpu" else tensor.pin_memory()
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in pinned memory."""
-        return self._name != "cpu" and tensor.is_pinned()
-
-    def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether the tensor is on such a device."""
-        return tensor.device.type == self._name
-
-    # -- dtypes
-
-    @abstractmethod
-    def is_bf16_supported(self) -> bool:
-        """Whether bf16 is computed."""
-
-    @abstractmethod
-    def is_fp16_supported(self) -> bool:
-        """Whether fp16 is computed."""
-
-    def is_fp64_supported(self) -> bool:
-        """Always."""
-        return True
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        """The floating-point dtypes that it computes."""
-        half = [torch.float16] if self.is_fp16_supported() else []
-        return [torch.float32, *half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
-
-    # -- the rest
-
-    def is_triton_supported(self) -> bool:
-        """Whether Triton's kernels run on it."""
-        return False
-
-    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
-        """Opens a range in the device's profiler; nothing on the CPU."""
-        return None
-
-    def range_pop(self, domain: Any = None) -> None:
-        """Closes it."""
-        return None
-
-    def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Calls the function once the device is in use."""
-        return callback()
-
-    def is_current_stream_capturing(self) -> bool:
-        """Whether a graph is being captured."""
-        return False
-
-    def visible_devices_envs(self) -> list[str]:
-        """The environment variables that choose devices."""
-        return [] if self._name == "cpu" else ["CUDA_VISIBLE_DEVICES"]
-
-    def get_compile_backend(self) -> str:
-        """Of torch.compile."""
-        return "inductor"
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _DTYPES:
-            return functools.partial(torch.tensor, dtype=_DTYPES[name], device=self._name)
-        _refuse(type(self), name)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
-
-def _refuse(kind: type, name: str) -> NoReturn:
-    if name in _REFUSED:
-        raise AttributeError(f"get_accelerator().{name}: {_REFUSED[name]}")
-    near = difflib.get_close_matches(name, [each for each in dir(kind) if not each.startswith("_")], 1)
-    raise AttributeError(f"get_accelerator() has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+__all__ = ["CPUAccelerator", "CUDAAccelerator", "get_accelerator", "is_current_accelerator_supported"]
 
 
 class CUDAAccelerator(DeepSpeedAccelerator):
@@ -295,17 +25,8 @@ class CUDAAccelerator(DeepSpeedAccelerator):
     def device(self, device_index: int | None = None) -> Any:
         return torch.device("cuda", torch.cuda.current_device() if device_index is None else device_index)
 
-    def current_device(self) -> int:
-        return torch.cuda.current_device()
-
     def default_generator(self, device_index: int) -> torch.Generator:
         return torch.cuda.default_generators[device_index]
-
-    def manual_seed(self, seed: int) -> Any:
-        return torch.cuda.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        return torch.cuda.manual_seed_all(seed)
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
@@ -313,38 +34,8 @@ class CUDAAccelerator(DeepSpeedAccelerator):
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
 
-    def initial_seed(self) -> int:
-        return torch.cuda.initial_seed()
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return torch.cuda.default_stream(device_index)
-
-    def empty_cache(self) -> None:
-        torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return torch.cuda.memory_allocated(device_index)
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return torch.cuda.max_memory_allocated(device_index)
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return torch.cuda.memory_reserved(device_index)
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return torch.cuda.max_memory_reserved(device_index)
-
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         return torch.cuda.memory_stats(device_index)
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        torch.cuda.reset_peak_memory_stats(device_index)
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(device_index)[1]
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(device_index)[0]
 
     def is_bf16_supported(self) -> bool:
         return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
@@ -373,9 +64,6 @@ class CPUAccelerator(DeepSpeedAccelerator):
     def device(self, device_index: int | None = None) -> Any:
         return torch.device("cpu")
 
-    def set_device(self, device_index: int) -> None:
-        return None
-
     def current_device(self) -> int:
         return int(os.environ.get("LOCAL_RANK", "0"))
 
@@ -383,29 +71,14 @@ class CPUAccelerator(DeepSpeedAccelerator):
         """LOCAL_SIZE or LOCAL_WORLD_SIZE, the ranks of this host; 1 without them."""
         return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        return None
-
-    def is_available(self) -> bool:
-        return True
-
     def default_generator(self, device_index: int) -> torch.Generator:
         return torch.default_generator
-
-    def manual_seed(self, seed: int) -> Any:
-        return torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        return torch.manual_seed(seed)
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         torch.set_rng_state(new_state)
-
-    def initial_seed(self) -> int:
-        return torch.initial_seed()
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -437,12 +110,6 @@ class CPUAccelerator(DeepSpeedAccelerator):
 
     def available_memory(self, device_index: int | None = None) -> int:
         return _linux("meminfo", "MemAvailable") or self.total_memory() - self.memory_allocated()
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        return True
 
 
 def _linux(file: str, entry: str) -> int | None:

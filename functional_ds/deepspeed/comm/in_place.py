@@ -4,7 +4,8 @@ Each is a collective of ``functional_ds.comm`` on detached tensors, followed by 
 call that one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from functional_ds import comm
 from .comms_log import logged
 from .joining import group_of, place_in
 from .reduce_ops import ReduceOp, word_of
-from .works import Work, carried_out
+from .works import InPlace, Work, in_place
 
 __all__ = [
     "all_gather",
@@ -41,20 +42,6 @@ __all__ = [
 ]
 
 
-def _into(*targets: Tensor) -> Callable[[Sequence[Tensor]], None]:
-    """Copies results into the targets, in order."""
-
-    def write(results: Sequence[Tensor]) -> None:
-        for target, result in zip(targets, results, strict=True):
-            target.detach().copy_(result.view(target.shape))
-
-    return write
-
-
-def _one(target: Tensor) -> Callable[[Tensor], None]:
-    return lambda result: _into(target)([result])
-
-
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)
 
@@ -64,8 +51,8 @@ def _need(found: int, needed: int, what: str) -> None:
         raise ValueError(f"{what}: {found} where the group needs {needed}")
 
 
-@logged
-def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
+@in_place
+def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> InPlace:
     """The ranks' tensors combined, in each of them.
 
     >>> def program():
@@ -75,59 +62,51 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_
     >>> comm.simulate(program, world_size=2)
     [[1.0, 1.0], [1.0, 1.0]]
     """
-    request = comm.table.prepare(comm.all_reduce, tensor.detach(), group_of(group), op=word_of(op))
-    return carried_out(request, _one(tensor), async_op)
+    return partial(comm.all_reduce, tensor.detach(), group_of(group), op=word_of(op)), [tensor], async_op
 
 
-@logged
-def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
-    """``all_reduce``."""
-    return all_reduce(tensor, op, group, async_op)
+inference_all_reduce = all_reduce
 
 
-@logged
+@in_place
 def all_reduce_coalesced(
     tensors: Iterable[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Work | None:
+) -> InPlace:
     """``all_reduce`` of several tensors at once."""
     held = list(tensors)
-    request = comm.table.prepare(comm.all_reduce, [each.detach() for each in held], group_of(group), op=word_of(op))
-    return carried_out(request, _into(*held), async_op)
+    return partial(comm.all_reduce, [each.detach() for each in held], group_of(group), op=word_of(op)), held, async_op
 
 
-@logged
-def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
+@in_place
+def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> InPlace:
     """The ranks' tensors combined in that of rank ``dst``; the others stay."""
     known = group_of(group)
     place = place_in(known, dst, "dst")
-    request = comm.table.prepare(comm.reduce, tensor.detach(), place, known, op=word_of(op))
-    return carried_out(request, _one(tensor) if known.rank == place else lambda _: None, async_op)
+    targets = [tensor] if known.rank == place else []
+    return partial(comm.reduce, tensor.detach(), place, known, op=word_of(op)), targets, async_op
 
 
-@logged
-def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Work | None:
+@in_place
+def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> InPlace:
     """Rank ``src``'s tensor, in each rank's."""
     known = group_of(group)
-    request = comm.table.prepare(comm.broadcast, tensor.detach(), place_in(known, src, "src"), known)
-    return carried_out(request, _one(tensor), async_op)
+    return partial(comm.broadcast, tensor.detach(), place_in(known, src, "src"), known), [tensor], async_op
 
 
-@logged
-def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Work | None:
+@in_place
+def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> InPlace:
     """The ranks' tensors, each in its place of ``tensor_list``."""
     known = group_of(group)
     _need(len(tensor_list), known.size, "tensor_list")
-    request = comm.table.prepare(comm.all_gather, tensor.detach(), known, tiled=False)
-    return carried_out(request, _into(*tensor_list), async_op)
+    return partial(comm.all_gather, tensor.detach(), known, tiled=False), tensor_list, async_op
 
 
-@logged
-def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Work | None:
+@in_place
+def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> InPlace:
     """The ranks' tensors one after the other in ``output_tensor``."""
     known = group_of(group)
     _need(output_tensor.numel(), known.size * tensor.numel(), "elements of output_tensor")
-    request = comm.table.prepare(comm.all_gather, _flat(tensor), known)
-    return carried_out(request, _one(output_tensor), async_op)
+    return partial(comm.all_gather, _flat(tensor), known), [output_tensor], async_op
 
 
 @logged
@@ -136,28 +115,26 @@ def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Any = None,
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
-@logged
+@in_place
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
-) -> Work | None:
+) -> InPlace:
     """``all_gather_into_tensor`` of several tensors at once."""
     known = group_of(group)
     _need(len(output_tensors), len(input_tensors), "output_tensors")
     for output, tensor in zip(output_tensors, input_tensors, strict=True):
         _need(output.numel(), known.size * tensor.numel(), "elements of output_tensors")
-    request = comm.table.prepare(comm.all_gather, [_flat(each) for each in input_tensors], known)
-    return carried_out(request, _into(*output_tensors), async_op)
+    return partial(comm.all_gather, [_flat(each) for each in input_tensors], known), output_tensors, async_op
 
 
-@logged
+@in_place
 def reduce_scatter_tensor(
     output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Work | None:
+) -> InPlace:
     """The ranks' tensors combined and cut into equal pieces; rank r gets the r-th in ``output_tensor``."""
     known = group_of(group)
     _need(tensor.numel(), known.size * output_tensor.numel(), "elements of tensor")
-    request = comm.table.prepare(comm.reduce_scatter, _flat(tensor), known, op=word_of(op))
-    return carried_out(request, _one(output_tensor), async_op)
+    return partial(comm.reduce_scatter, _flat(tensor), known, op=word_of(op)), [output_tensor], async_op
 
 
 @logged
@@ -168,19 +145,18 @@ def reduce_scatter_fn(
     return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
-@logged
+@in_place
 def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Work | None:
+) -> InPlace:
     """The ranks' r-th tensors combined in rank r's ``output``."""
     known = group_of(group)
     _need(len(input_list), known.size, "input_list")
     whole = torch.stack([each.detach() for each in input_list])
-    request = comm.table.prepare(comm.reduce_scatter, whole, known, op=word_of(op), tiled=False)
-    return carried_out(request, _one(output), async_op)
+    return partial(comm.reduce_scatter, whole, known, op=word_of(op), tiled=False), [output], async_op
 
 
-@logged
+@in_place
 def all_to_all_single(
     output: Tensor,
     tensor: Tensor,
@@ -188,13 +164,12 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Any = None,
     async_op: bool = False,
-) -> Work | None:
+) -> InPlace:
     """Each rank cuts its tensor along dim 0, sends piece r to rank r, and joins what arrives in ``output``."""
     known = group_of(group)
     sent = list(input_split_sizes) if input_split_sizes else _equal(tensor, known.size, "tensor")
     arriving = list(output_split_sizes) if output_split_sizes else _equal(output, known.size, "output")
-    request = comm.table.prepare(comm.all_to_all, tensor.detach(), known, input_splits=sent, output_splits=arriving)
-    return carried_out(request, _one(output), async_op)
+    return partial(comm.all_to_all, tensor.detach(), known, input_splits=sent, output_splits=arriving), [output], async_op
 
 
 def _equal(tensor: Tensor, n: int, name: str) -> list[int]:
@@ -203,53 +178,50 @@ def _equal(tensor: Tensor, n: int, name: str) -> list[int]:
     return [tensor.shape[0] // n] * n
 
 
-@logged
+@in_place
 def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Any = None, async_op: bool = False
-) -> Work | None:
+) -> InPlace:
     """Sends the r-th tensor to rank r; what rank r sends arrives in the r-th output."""
     known = group_of(group)
     _need(len(input_tensor_list), known.size, "input_tensor_list")
     _need(len(output_tensor_list), known.size, "output_tensor_list")
     sent, arriving = ([each.numel() for each in held] for held in (input_tensor_list, output_tensor_list))
     whole = torch.cat([_flat(each) for each in input_tensor_list])
-    request = comm.table.prepare(comm.all_to_all, whole, known, input_splits=sent, output_splits=arriving)
-    return carried_out(request, lambda result: _into(*output_tensor_list)(result.split(arriving)), async_op)
+    return partial(comm.all_to_all, whole, known, input_splits=sent, output_splits=arriving), output_tensor_list, async_op
 
 
-@logged
+@in_place
 def gather(
     tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, group: Any = None, async_op: bool = False
-) -> Work | None:
+) -> InPlace:
     """The ranks' tensors in rank ``dst``'s ``gather_list``; the other ranks have none."""
     known = group_of(group)
     place = place_in(known, dst, "dst")
     if known.rank == place:
         _need(len(gather_list or ()), known.size, "gather_list")
-    request = comm.table.prepare(comm.gather, tensor.detach(), place, known, tiled=False)
-    write = _into(*(gather_list or ())) if known.rank == place else lambda _: None
-    return carried_out(request, write, async_op)
+    targets = gather_list or () if known.rank == place else ()
+    return partial(comm.gather, tensor.detach(), place, known, tiled=False), targets, async_op
 
 
-@logged
+@in_place
 def scatter(
     tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, group: Any = None, async_op: bool = False
-) -> Work | None:
+) -> InPlace:
     """The r-th tensor of rank ``src``'s ``scatter_list`` in rank r's ``tensor``."""
     known = group_of(group)
     place = place_in(known, src, "src")
     if known.rank == place:
         _need(len(scatter_list or ()), known.size, "scatter_list")
     whole = torch.stack([each.detach() for each in scatter_list]) if scatter_list else None
-    request = comm.table.prepare(comm.scatter, whole, place, known, tiled=False, like=tensor.detach())
-    return carried_out(request, _one(tensor), async_op)
+    return partial(comm.scatter, whole, place, known, tiled=False, like=tensor.detach()), [tensor], async_op
 
 
 @logged
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Work | None:
     """Waits until all ranks of the group are here. It is not asynchronous: with ``async_op`` the handle is complete."""
     comm.barrier(group_of(group))
-    return Work(comm.Pending(lambda: None, lambda _: True, lambda: "barrier"), lambda _: None) if async_op else None
+    return Work(comm.Pending(lambda: None, lambda _: True, lambda: "barrier"), ()) if async_op else None
 
 
 @logged

@@ -106,9 +106,7 @@ def _read_mpi(port: int) -> None:
         os.environ.setdefault("MASTER_PORT", str(port))
 
 
-def is_initialized() -> bool:
-    """Whether the process is in a world."""
-    return comm.is_initialized()
+is_initialized, get_local_rank, get_world_group = comm.is_initialized, comm.get_local_rank, comm.world
 
 
 def is_available() -> bool:
@@ -147,16 +145,6 @@ def get_world_size(group: Any = None) -> int:
     """The number of ranks in the group, by default in the world; -1 for a group that this rank is not a member of."""
     found = group_of(group)
     return found.size if found.rank >= 0 else -1
-
-
-def get_local_rank() -> int:
-    """This rank's place on its host."""
-    return comm.get_local_rank()
-
-
-def get_world_group() -> comm.Group:
-    """All ranks."""
-    return comm.world()
 
 
 def new_group(ranks: Sequence[int]) -> comm.Group:

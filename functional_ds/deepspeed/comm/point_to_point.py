@@ -14,22 +14,11 @@ from .works import Work
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
 
-def _nothing(result: Any) -> None:
-    return None
-
-
-def _copied(target: Tensor) -> Callable[[Tensor], None]:
-    def write(result: Tensor) -> None:
-        target.detach().copy_(result)
-
-    return write
-
-
 @logged
 def isend(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
     """Starts to send a tensor to rank ``dst``."""
     known = group_of(group)
-    return Work(comm.start(comm.send, tensor.detach(), place_in(known, dst, "dst"), known, tag=tag), _nothing)
+    return Work(comm.start(comm.send, tensor.detach(), place_in(known, dst, "dst"), known, tag=tag), ())
 
 
 @logged
@@ -40,7 +29,7 @@ def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 
         ValueError: ``src`` is left out; messages from any rank are not here.
     """
     known = group_of(group)
-    return Work(comm.start(comm.recv, tensor.detach(), _source(known, src), known, tag=tag), _copied(tensor))
+    return Work(comm.start(comm.recv, tensor.detach(), _source(known, src), known, tag=tag), [tensor])
 
 
 @logged
@@ -95,8 +84,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     ]
     batch = comm.start(comm.batch_p2p, ops, group)
     return [
-        Work(batch.then(_entry(index)), _nothing if each.op is isend else _copied(each.tensor))
-        for index, each in enumerate(p2p_op_list)
+        Work(batch.then(_entry(index)), () if each.op is isend else [each.tensor]) for index, each in enumerate(p2p_op_list)
     ]
 
 

@@ -1,11 +1,19 @@
 """The handle of an operation that is under way and writes into the caller's tensors."""
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ParamSpec
+
+from torch import Tensor
 
 from functional_ds import comm
 
-__all__ = ["Work", "carried_out"]
+from .comms_log import logged
+
+__all__ = ["InPlace", "Work", "in_place"]
+
+P = ParamSpec("P")
 
 
 class Work:
@@ -13,13 +21,13 @@ class Work:
     takes part in the exchange but leaves them as they are.
     """
 
-    def __init__(self, pending: "comm.Pending[Any]", write: Callable[[Any], None]) -> None:
-        self._pending, self._write, self._written = pending, write, False
+    def __init__(self, pending: "comm.Pending[Any]", targets: Sequence[Tensor]) -> None:
+        self._pending, self._targets, self._written = pending, targets, False
 
     def wait(self, timeout: Any = None) -> bool:
         """Waits, and writes the result. The world's own time limit holds, whatever ``timeout`` says."""
         if not self._written:
-            self._write(self._pending.wait())
+            _write(self._targets, self._pending.wait())
             self._written = True
         return True
 
@@ -31,9 +39,28 @@ class Work:
         return f"Work({'done' if self._written else self._pending})"
 
 
-def carried_out(request: "comm.table.Request[Any]", write: Callable[[Any], None], async_op: bool) -> Work | None:
-    """Carries out a collective and writes its result; with ``async_op`` it is started, and the returned handle writes."""
-    if async_op:
-        return Work(request.start(), write)
-    write(request.run())
-    return None
+def _write(targets: Sequence[Tensor], result: Any) -> None:
+    """Copies a result into tensors: a list into as many, one tensor into their elements, one after the other."""
+    if not targets:
+        return
+    parts = result.reshape(-1).split([each.numel() for each in targets]) if isinstance(result, Tensor) else result
+    for target, part in zip(targets, parts, strict=True):
+        target.detach().copy_(part.view(target.shape))
+
+
+# A collective with its arguments, the caller's tensors that its result is written into, and whether it is only started.
+InPlace = tuple[partial[Any], Sequence[Tensor], bool]
+
+
+def in_place(function: Callable[P, InPlace]) -> Callable[P, Work | None]:
+    """The function as a call that carries the collective out and writes its result, or returns the handle that writes it."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Work | None:
+        collective, targets, async_op = function(*args, **kwargs)
+        if async_op:
+            return Work(comm.start(collective.func, *collective.args, **collective.keywords), targets)
+        _write(targets, collective())
+        return None
+
+    return logged(call)

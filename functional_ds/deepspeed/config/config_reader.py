@@ -18,9 +18,7 @@ from functional_ds.base.files import check_plain, parse_json, read_text
 
 from .explain import ConfigError, ExplainedKey, Explanation
 from .keys.config_key import ConfigKey, Fate
-from .keys.config_table import BLOCKS, key_of, nearest
-from .keys.keys_of_loops import DEAD
-from .keys.keys_of_zero import OF_STAGE_3
+from .keys.config_table import BLOCKS, DEAD, SECTIONS, key_of, nearest
 
 __all__ = ["Config", "Settings", "read", "source", "unique", "value_of"]
 
@@ -81,7 +79,7 @@ class Settings:
         value, stage = self[key.path], self["zero_optimization.stage"]
         if value == key.default and (value is False or value == "none"):
             return "It is off, as it is by default."
-        if key.name in OF_STAGE_3 and stage < 3:
+        if key in SECTIONS["ZeRO stage 3"] and stage < 3:
             return f"It is for stage 3, and the stage is {stage}."
         return None
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers by name, with DeepSpeed's defaults: "Adam" means AdamW there."""
+"""DeepSpeed's optimizers by name: what their arguments, which ``keys.toml`` has, build. "Adam" means AdamW there."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +15,9 @@ from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.optim.sgd import sgd
 
-from .cycled_betas import cycled
-from .keys.config_key import ConfigKey, became, ignored, refused
+from .keys import config_table
+from .keys.config_key import ConfigKey
+from .schedules.cycled_betas import cycled
 
 __all__ = ["OPTIMIZERS", "OptimizerRule", "muon_rates", "rule_of"]
 
@@ -65,36 +66,8 @@ def rule_of(name: str) -> OptimizerRule | None:
     return None
 
 
-def _key(name: str, kind: Any, default: Any, text: str, **more: Any) -> ConfigKey:
-    return became(f"optimizer.params.{name}", kind, default, text, **more)
-
-
-def _off(name: str, kind: Any, default: Any, text: str, **more: Any) -> ConfigKey:
-    return refused(f"optimizer.params.{name}", kind, default, text, **more)
-
-
-def _nothing(name: str, kind: Any, default: Any, text: str = "It chooses among kernels.") -> ConfigKey:
-    return ignored(f"optimizer.params.{name}", kind, default, text)
-
-
-def _lr(default: float) -> ConfigKey:
-    return _key("lr", "float", default, "`lr=`", least=0)
-
-
-def _decay(default: float | None = 0.0, text: str = "`weight_decay=`") -> ConfigKey:
-    return _key("weight_decay", "float", default, text, least=0)
-
-
-def _eps(default: float) -> ConfigKey:
-    return _key("eps", "float", default, "`eps=`", least=0)
-
-
-_BETAS = _key("betas", "betas", (0.9, 0.999), "`betas=`")
-_CLIP = _off("max_grad_norm", "float", 0.0, "DeepSpeed refuses it too: use `gradient_clipping`.")
-_AMSGRAD = _off("amsgrad", "bool", False, "DeepSpeed's kernels have no AMSGrad either.")
-_STATES = _nothing("fp32_optimizer_states", "any", None, "States are fp32; `bf16.bf16_optimizer_states` makes them bf16.")
-_FUSED = tuple(_nothing(name, "any", None) for name in ("foreach", "fused", "capturable", "set_grad_none"))
-_MAXIMIZE = _off("maximize", "bool", False, "Negate the loss.")
+def _moments(a: dict[str, Any]) -> dict[str, Any]:
+    return {name: a[name] for name in ("betas", "eps", "weight_decay")}
 
 
 def _adam(a: dict[str, Any], *, decoupled: bool) -> Built:
@@ -103,23 +76,7 @@ def _adam(a: dict[str, Any], *, decoupled: bool) -> Built:
     if decay is None:
         decay = 0.01 if a["torch_adam"] and decays else 0.0
     kind = adamw if decays else adam
-    return kind(a["lr"], betas=a["betas"], eps=a["eps"], weight_decay=decay, bias_correction=a["bias_correction"])
-
-
-_ADAM = (
-    _lr(1e-3),
-    _BETAS,
-    _eps(1e-8),
-    _decay(None, "`weight_decay=`; 0 by default, torch's 0.01 with `torch_adam` and decoupled decay."),
-    _key("bias_correction", "bool", True, "`bias_correction=`"),
-    _key("adam_w_mode", "bool", True, "Decoupled decay; only `Adam` with false is `fds.adam`."),
-    _key("torch_adam", "bool", False, "Torch's default for weight decay; the kernel is torch's in any case."),
-    _AMSGRAD,
-    _CLIP,
-    _STATES,
-    _MAXIMIZE,
-    *_FUSED,
-)
+    return kind(a["lr"], **_moments(a | {"weight_decay": decay}), bias_correction=a["bias_correction"])
 
 
 def muon_rates(a: dict[str, Any]) -> tuple[float, float]:
@@ -137,137 +94,42 @@ def _is_matrix(path: str) -> bool:
 def _muon(a: dict[str, Any]) -> Built:
     lr, rate = muon_rates(a)
     others = adamw if a["adam_w_mode"] else adam
-    aside = others(rate, betas=a["betas"], eps=a["eps"], weight_decay=a["weight_decay"])
+    aside = others(rate, **_moments(a))
     return muon(lr, aside, momentum=a["momentum"], weight_decay=a["weight_decay"], matrices=_is_matrix)
 
 
 def _lamb(a: dict[str, Any]) -> Built:
     trust = (a["min_coeff"], a["max_coeff"])
     correction = "rate" if a["bias_correction"] else None
-    numbers: dict[str, Any] = {"betas": a["betas"], "eps": a["eps"], "weight_decay": a["weight_decay"]}
-    return lamb(a["lr"], trust=trust, correction=correction, **numbers)  # type: ignore[arg-type]
+    return lamb(a["lr"], trust=trust, correction=correction, **_moments(a))  # type: ignore[arg-type]
 
 
 def _zero_one(a: dict[str, Any]) -> Built:
     longest = a["local_step_clipper"]
     local = max(1, a["local_step_scaler"] // longest) * longest
-    numbers: dict[str, Any] = {"betas": a["betas"], "eps": a["eps"], "weight_decay": a["weight_decay"]}
-    each = a["var_update_scaler"]
-    return zero_one_adam(a["lr"], freeze=a["var_freeze_step"], each=each, local=local, longest=longest, **numbers)
+    freeze, each = a["var_freeze_step"], a["var_update_scaler"]
+    return zero_one_adam(a["lr"], freeze=freeze, each=each, local=local, longest=longest, **_moments(a))
 
 
-_ONE_BIT = (
-    _lr(1e-3),
-    _BETAS,
-    _eps(1e-8),
-    _decay(),
-    _nothing("bias_correction", "bool", True, "The moments are corrected for their bias."),
-    _nothing("cuda_aware", "bool", False, "Groups know their transport."),
-    _nothing("comm_backend_name", "str", "nccl", "Groups know their transport."),
-    _nothing("exp_avg_mask", "any", None, "An element without a variance does not move."),
-    _AMSGRAD,
-    _CLIP,
-)
-_GONE = "DeepSpeed 0.19.8 has removed it."
+_BUILD: dict[str, Callable[[dict[str, Any]], Built]] = {
+    "Adam": partial(_adam, decoupled=False),
+    "AdamW": partial(_adam, decoupled=True),
+    "Adagrad": lambda a: adagrad(a["lr"], initial=a["initial_accumulator_value"], eps=a["eps"], weight_decay=a["weight_decay"]),
+    "Lamb": _lamb,
+    "Lion": lambda a: lion(a["lr"], betas=a["betas"], weight_decay=a["weight_decay"]),
+    "Muon": _muon,
+    "SGD": lambda a: sgd(a["lr"], momentum=a["momentum"], nesterov=a["nesterov"], weight_decay=a["weight_decay"]),
+    "OneBitAdam": lambda a: one_bit_adam(a["lr"], warmup=a["freeze_step"], **_moments(a)),
+    "ZeroOneAdam": _zero_one,
+}
 
-OPTIMIZERS: tuple[OptimizerRule, ...] = (
-    OptimizerRule("Adam", _ADAM, partial(_adam, decoupled=False), "`fds.adamw`, or `fds.adam` with `adam_w_mode: false`."),
-    OptimizerRule("AdamW", _ADAM, partial(_adam, decoupled=True), "`fds.adamw`."),
+OPTIMIZERS: tuple[OptimizerRule, ...] = tuple(
     OptimizerRule(
-        "Adagrad",
-        (
-            _lr(1e-2),
-            _eps(1e-10),
-            _decay(),
-            _key("initial_accumulator_value", "float", 0.0, "`initial=`", least=0),
-            _off("lr_decay", "float", 0.0, "Use a scheduler."),
-            _AMSGRAD,
-            _STATES,
-            _MAXIMIZE,
-            *_FUSED,
-        ),
-        lambda a: adagrad(a["lr"], initial=a["initial_accumulator_value"], eps=a["eps"], weight_decay=a["weight_decay"]),
-        "`fds.adagrad`.",
-        betas=False,
-    ),
-    OptimizerRule(
-        "Lamb",
-        (
-            _lr(1e-3),
-            _BETAS,
-            _eps(1e-8),
-            _decay(),
-            _key("max_coeff", "float", 10.0, "`trust=`", least=0),
-            _key("min_coeff", "float", 0.01, "`trust=`", least=0),
-            _key("bias_correction", "bool", True, '`correction="rate"`, as DeepSpeed\'s kernel does; None if false.'),
-            _off("eps_inside_sqrt", "bool", False, "eps is added to the root."),
-            _AMSGRAD,
-            _CLIP,
-        ),
-        _lamb,
-        "`fds.lamb`.",
-    ),
-    OptimizerRule(
-        "Lion",
-        (_lr(1e-3), _BETAS, _decay(), _STATES, *_FUSED),
-        lambda a: lion(a["lr"], betas=a["betas"], weight_decay=a["weight_decay"]),
-        "`fds.lion`.",
-    ),
-    OptimizerRule(
-        "Muon",
-        (
-            _key("lr", "float", None, "Of both halves.", least=0),
-            _key("muon_lr", "float", None, "Of matrices; 0.02 by default.", least=0),
-            _key("adam_lr", "float", None, "Of all else; 0.0003 by default.", least=0),
-            _key("momentum", "float", 0.95, "`momentum=`", least=0),
-            _key("betas", "betas", (0.9, 0.95), "`betas=` of `fds.adamw` for all else."),
-            _eps(1e-10),
-            _decay(0.0, "Of both halves."),
-            _key("adam_w_mode", "bool", True, "Whether `others` is `fds.adamw`."),
-            _nothing("ns_method", "str", "gram", "Both ways compute the same iteration, with other roundings."),
-            _nothing("torch_adam", "bool", False),
-            _off("per_head_muon", "bool", False, "Matrices are orthogonalised whole."),
-            _STATES,
-        ),
-        _muon,
-        "`fds.muon` for matrices whose path has neither `embed` nor `lm_head`, `fds.adamw` for all else.",
-    ),
-    OptimizerRule(
-        "SGD",
-        (
-            _lr(1e-3),
-            _key("momentum", "float", 0.0, "`momentum=`", least=0),
-            _decay(),
-            _key("nesterov", "bool", False, "`nesterov=`"),
-            _off("dampening", "float", 0.0, "Momentum is not damped."),
-            _MAXIMIZE,
-            *_FUSED,
-        ),
-        lambda a: sgd(a["lr"], momentum=a["momentum"], nesterov=a["nesterov"], weight_decay=a["weight_decay"]),
-        "`fds.sgd`.",
-        exact=True,
-        betas=False,
-    ),
-    OptimizerRule(
-        "OneBitAdam",
-        (*_ONE_BIT, _key("freeze_step", "int", 100_000, "`warmup=`", least=1)),
-        lambda a: one_bit_adam(
-            a["lr"], warmup=a["freeze_step"], betas=a["betas"], eps=a["eps"], weight_decay=a["weight_decay"]
-        ),
-        f"`fds.one_bit_adam` with `T.local_gradients`. {_GONE}",
-        reduces=True,
-    ),
-    OptimizerRule(
-        "ZeroOneAdam",
-        (
-            *_ONE_BIT,
-            _key("var_freeze_step", "int", 100_000, "`freeze=`", least=1),
-            _key("var_update_scaler", "int", 16, "`each=`", least=1),
-            _key("local_step_scaler", "int", 32_678, "`local=`, rounded down to a multiple of `local_step_clipper`.", least=1),
-            _key("local_step_clipper", "int", 16, "`longest=`", least=1),
-        ),
-        _zero_one,
-        f"`fds.zero_one_adam` with `T.local_gradients`. {_GONE}",
-        reduces=True,
-    ),
+        row["name"],
+        config_table.optimizer_keys(row),
+        _BUILD[row["name"]],
+        row["text"],
+        **{fact: row[fact] for fact in ("exact", "betas", "reduces") if fact in row},
+    )
+    for row in config_table.OPTIMIZERS
 )

@@ -13,10 +13,10 @@ from .auto_values import auto_values
 from .batch_sizes import BatchSizes, batch_sizes, check_world_size
 from .canonical import canonical
 from .config_reader import Config, Settings, read, source
-from .ds_schedules import RateSchedule
 from .explain import ConfigError, Explanation
 from .keys.config_table import key_of
 from .named_parts import optimizer_of, schedule_of
+from .schedules.lr_scheduler import RateSchedule
 from .transform_parts import TransformParts, transforms_of
 
 __all__ = ["ConfigPlan", "from_ds_config"]

@@ -2,24 +2,21 @@
 
 import difflib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from .config_reader import Settings
 from .ds_optimizers import OPTIMIZERS, OptimizerRule, muon_rates, rule_of
-from .ds_schedules import SCHEDULERS, RateSchedule, beta_cycle
 from .keys.config_key import ConfigKey, Fate
-from .torch_schedules import TorchRates, why_not
+from .keys.config_table import NOT_HERE
+from .schedules.ds_schedules import SCHEDULERS, beta_cycle
+from .schedules.lr_scheduler import RateSchedule
+from .schedules.torch_schedules import TorchRates, why_not
 
 __all__ = ["optimizer_of", "schedule_of"]
 
-_NOT_HERE = {
-    "onebitlamb": "1-bit LAMB is not here; `OneBitAdam`, `ZeroOneAdam` and `Lamb` are",
-    "muadam": "mup's optimizers are not here; give `fds.param_groups` the widths' rates",
-    "muadamw": "mup's optimizers are not here; give `fds.param_groups` the widths' rates",
-    "musgd": "mup's optimizers are not here; give `fds.param_groups` the widths' rates",
-}
 # Schedulers whose rates are multiples of each param group's own.
 _MULTIPLES = ("WarmupCosineLR", "StepLR", "MultiStepLR", "ExponentialLR", "ConstantLR", "LinearLR", "PolynomialLR")
 _COSINES = ("CosineAnnealingLR", "CosineAnnealingWarmRestarts")  # without a floor they are, too
@@ -46,7 +43,7 @@ def optimizer_of(s: Settings) -> tuple[OptimizerRule | None, dict[str, Any]]:
 
 
 def _unknown_optimizer(name: str) -> str:
-    reason = _NOT_HERE.get(name.lower())
+    reason = NOT_HERE["optimizers"].get(name.lower())
     if reason:
         return reason
     known = [rule.name for rule in OPTIMIZERS]
@@ -113,7 +110,7 @@ def _torch_schedule(s: Settings, name: str, base: float, reference: float) -> Ra
     params = s["scheduler.params"] or {}
     reason = why_not(name, params)
     if reason is None:
-        numbers = _numbers(params)
+        numbers = {argument: _number(value) for argument, value in params.items()}
         try:
             rates = TorchRates(name, numbers, base)
             rates(torch.tensor(1))  # some refuse their arguments only when they move
@@ -130,16 +127,11 @@ def _torch_schedule(s: Settings, name: str, base: float, reference: float) -> Ra
     return RateSchedule(f"{name}({params})", rates, reference, lambda own: TorchRates(name, numbers, own))
 
 
-def _numbers(params: dict[str, Any]) -> dict[str, Any]:
-    return {name: float(value) if isinstance(value, str) and _is_number(value) else value for name, value in params.items()}
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def _number(value: Any) -> Any:
+    """A string that is a number as one."""
+    with suppress(TypeError, ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 def _parameters(s: Settings, block: str, keys: Sequence[ConfigKey]) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from functional_ds.transforms.schedule import schedule as scheduled
 
 from .config_reader import Settings
 from .ds_optimizers import OptimizerRule
-from .ds_schedules import RateSchedule
 from .ds_transforms import offloading, precision, sharding
 from .explain import ConfigError
 from .extra_transforms import for_ranks, stop_at_minimum, sum_gradients
 from .keys.config_key import Fate
+from .schedules.lr_scheduler import RateSchedule
 
 __all__ = ["TransformParts", "transforms_of"]
 

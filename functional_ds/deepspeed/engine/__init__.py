@@ -2,33 +2,8 @@
 
 from .engine import DeepSpeedEngine
 from .initialize import initialize
-from .loop.gathered_parameters import (
-    GatheredParameters,
-    ZeroParamStatus,
-    register_external_parameter,
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-)
-from .loop.zero_init import Init
 
-__all__ = [
-    "DeepSpeedEngine",
-    "GatheredParameters",
-    "Init",
-    "ZeroParamStatus",
-    "initialize",
-    "register_external_parameter",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-]
+__all__ = ["DeepSpeedEngine", "initialize"]
 
 
 def __dir__() -> list[str]:

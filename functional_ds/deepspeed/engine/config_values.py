@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from functional_ds import comm
+from functional_ds.deepspeed.utils.loaders import EngineLoader, data_loader
 
-from .data_loader import EngineLoader, data_loader
 from .loop.config_questions import ConfigQuestions
 
 __all__ = ["ConfigValues"]

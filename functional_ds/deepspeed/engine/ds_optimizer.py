@@ -1,20 +1,29 @@
 """What ``initialize`` returns as the optimizer: param groups, and what became of the last update."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 
-from .engine_counts import EngineCounts
+from .common.engine_counts import EngineCounts
+from .common.optimizer_groups import LiveGroup
 from .loop.engine_loop import EngineLoop
-from .optimizer_groups import LiveGroup
 from .optimizer_kinds import kind_of
 
 __all__ = ["EngineOptimizer"]
+
+
+def _refused(call: str, advice: str) -> Callable[..., NoReturn]:
+    """A method that the engine has in the optimizer's place."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"optimizer.{call}: {advice}")
+
+    refuse.__doc__ = f"Refused: {advice}."
+    return refuse
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -108,37 +117,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if not self._plan.value("zero_optimization.stage"):
             self._loop.zero_grad()
 
-    def step(self, closure: Any = None) -> NoReturn:
-        """Refused: the engine makes updates.
-
-        Raises:
-            RuntimeError: always.
-        """
-        del closure
-        raise RuntimeError("optimizer.step(): call engine.step(), which makes the update at each accumulation boundary")
-
-    def state_dict(self) -> NoReturn:
-        """Refused: states are spread over ranks.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("optimizer.state_dict(): use engine.save_checkpoint(folder), which writes what all ranks have")
-
-    def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Refused: states are spread over ranks.
-
-        Raises:
-            RuntimeError: always.
-        """
-        del state_dict
-        raise RuntimeError("optimizer.load_state_dict(...): use engine.load_checkpoint(folder)")
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> NoReturn:
-        """Refused: the engine runs backward passes.
-
-        Raises:
-            RuntimeError: always.
-        """
-        del loss, retain_graph
-        raise RuntimeError("optimizer.backward(loss): call engine.backward(loss)")
+    step = _refused("step()", "call engine.step(), which makes the update at each accumulation boundary")
+    state_dict = _refused("state_dict()", "use engine.save_checkpoint(folder), which writes what all ranks have")
+    load_state_dict = _refused("load_state_dict(...)", "use engine.load_checkpoint(folder)")
+    backward = _refused("backward(loss)", "call engine.backward(loss)")

@@ -11,7 +11,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
 
 from functional_ds import comm
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
@@ -44,9 +43,8 @@ class Reports:
     _spent: dict[str, float] = attrs.field(factory=dict)
 
     @staticmethod
-    def of(plan: ConfigPlan, module: nn.Module) -> "Reports":
+    def of(plan: ConfigPlan) -> "Reports":
         """What the config asks for."""
-        del module
         asks = [plan.value(name) for name in ("wall_clock_breakdown", "flops_profiler.enabled", "comms_logger.enabled")]
         found = Reports(Monitors.of(plan), plan=plan, rows=plan.batch.rows, clock=bool(asks[0]))
         found._profiling = any(asks)

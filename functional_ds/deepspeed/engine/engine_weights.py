@@ -7,7 +7,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.deepspeed.api_names import ENGINE, REFUSED
 
-from .engine_files import save_weights
+from .common.engine_files import save_weights
 
 __all__ = ["EngineWeights"]
 

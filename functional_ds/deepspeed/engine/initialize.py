@@ -18,20 +18,20 @@ from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.deepspeed.config.explain import UsageError
 from functional_ds.deepspeed.config.model.leaf_modules import get_z3_leaf_modules, mark_leaf_parameters
+from functional_ds.deepspeed.utils.loaders import EngineLoader, data_loader
 from functional_ds.modules.functional import functional
 from functional_ds.optim.sgd import sgd
 from functional_ds.step.train_step import train_step
 
-from .config_scheduler import ConfigScheduler, cycled_on_host, named_scheduler
-from .data_loader import EngineLoader, data_loader
+from .common.config_scheduler import ConfigScheduler, cycled_on_host, named_scheduler
+from .common.engine_counts import EngineCounts
+from .common.optimizer_groups import LiveGroup, as_groups, groups_of_config, groups_of_optimizer, live_optimizer
 from .ds_optimizer import EngineOptimizer
 from .engine import DeepSpeedEngine
-from .engine_counts import EngineCounts
 from .loop.engine_loop import EngineLoop, LossShare
 from .loop.gathered_parameters import own_parameters
 from .loop.live_module import LiveModule
 from .loop.zero_init import deferral_of, taken
-from .optimizer_groups import LiveGroup, as_groups, groups_of_config, groups_of_optimizer, live_optimizer
 
 __all__ = ["initialize"]
 
@@ -190,8 +190,8 @@ def _pipeline(
         groups = _groups(plan, client, model, dicts, names)
         holder = client or SimpleNamespace(param_groups=[group.given for group in groups])
         counts = EngineCounts(1)
-        moved = _scheduler(plan, lr_scheduler, holder, groups, counts, on_host=True)
-        return GivenOptimizer(live_optimizer(groups), [each.given for each in groups], moved, counts.move)
+        counts.scheduler = _scheduler(plan, lr_scheduler, holder, groups, counts, on_host=True)
+        return GivenOptimizer(live_optimizer(groups), [each.given for each in groups], counts)
 
     engine = pipeline_engine(
         model,  # type: ignore[arg-type]

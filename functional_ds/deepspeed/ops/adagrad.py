@@ -2,15 +2,13 @@
 
 from typing import Any
 
-from .named_optimizer import NamedOptimizer, refuse_option
+from .named_optimizer import NamedOptimizer
 
 __all__ = ["DeepSpeedCPUAdagrad"]
 
 
-class DeepSpeedCPUAdagrad(NamedOptimizer):
+class DeepSpeedCPUAdagrad(NamedOptimizer, rule="Adagrad"):
     """DeepSpeed's Adagrad for ZeRO-Offload; where states are is the config's to say."""
-
-    rule_name = "Adagrad"
 
     def __init__(
         self,
@@ -21,9 +19,4 @@ class DeepSpeedCPUAdagrad(NamedOptimizer):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if amsgrad:
-            refuse_option("DeepSpeedCPUAdagrad", "amsgrad", "DeepSpeed's kernel has no AMSGrad either")
-        if not fp32_optimizer_states:
-            refuse_option("DeepSpeedCPUAdagrad", "fp32_optimizer_states=False", "use the config's bf16.bf16_optimizer_states")
-        self.fixed = {}
-        super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        self._begin(model_params, locals())

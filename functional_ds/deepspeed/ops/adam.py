@@ -2,14 +2,12 @@
 
 from typing import Any
 
-from .named_optimizer import NamedOptimizer, refuse_option
+from .named_optimizer import NamedOptimizer
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
-_AMSGRAD = "DeepSpeed's kernels have no AMSGrad either"
 
-
-class FusedAdam(NamedOptimizer):
+class FusedAdam(NamedOptimizer, rule="Adam"):
     """DeepSpeed's Adam for GPUs; here for any device.
 
     >>> import torch
@@ -20,8 +18,6 @@ class FusedAdam(NamedOptimizer):
     >>> [round(x, 6) for x in w.tolist()]
     [0.5, 0.5]
     """
-
-    rule_name = "Adam"
 
     def __init__(
         self,
@@ -35,18 +31,12 @@ class FusedAdam(NamedOptimizer):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if amsgrad:
-            refuse_option("FusedAdam", "amsgrad", _AMSGRAD)
         self.adam_w_mode, self.set_grad_none = adam_w_mode, set_grad_none
-        self.fixed = {"adam_w_mode": adam_w_mode}
-        numbers = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, numbers)
+        self._begin(params, locals())
 
 
-class DeepSpeedCPUAdam(NamedOptimizer):
+class DeepSpeedCPUAdam(NamedOptimizer, rule="Adam"):
     """DeepSpeed's Adam for ZeRO-Offload; where states are is the config's to say."""
-
-    rule_name = "Adam"
 
     def __init__(
         self,
@@ -60,11 +50,5 @@ class DeepSpeedCPUAdam(NamedOptimizer):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if amsgrad:
-            refuse_option("DeepSpeedCPUAdam", "amsgrad", _AMSGRAD)
-        if not fp32_optimizer_states:
-            refuse_option("DeepSpeedCPUAdam", "fp32_optimizer_states=False", "use the config's bf16.bf16_optimizer_states")
         self.adam_w_mode = adamw_mode
-        self.fixed = {"adam_w_mode": adamw_mode}
-        numbers = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(model_params, numbers)
+        self._begin(model_params, {**locals(), "adam_w_mode": adamw_mode})

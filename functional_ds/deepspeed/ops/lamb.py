@@ -2,15 +2,13 @@
 
 from typing import Any
 
-from .named_optimizer import NamedOptimizer, refuse_option
+from .named_optimizer import NamedOptimizer
 
 __all__ = ["FusedLamb"]
 
 
-class FusedLamb(NamedOptimizer):
+class FusedLamb(NamedOptimizer, rule="Lamb"):
     """DeepSpeed's LAMB."""
-
-    rule_name = "Lamb"
 
     def __init__(
         self,
@@ -26,13 +24,4 @@ class FusedLamb(NamedOptimizer):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        for name, given, why in (
-            ("amsgrad", amsgrad, "DeepSpeed's kernels have no AMSGrad either"),
-            ("eps_inside_sqrt", eps_inside_sqrt, "eps is added to the root"),
-            ("max_grad_norm", max_grad_norm, "use the config's gradient_clipping"),
-        ):
-            if given:
-                refuse_option("FusedLamb", name, why)
-        self.fixed = {}
-        numbers = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**numbers, "max_coeff": max_coeff, "min_coeff": min_coeff})
+        self._begin(params, locals())

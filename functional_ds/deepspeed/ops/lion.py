@@ -2,15 +2,13 @@
 
 from typing import Any
 
-from .named_optimizer import NamedOptimizer, refuse_option
+from .named_optimizer import NamedOptimizer
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
 
 
-class FusedLion(NamedOptimizer):
+class FusedLion(NamedOptimizer, rule="Lion"):
     """DeepSpeed's Lion for GPUs; here for any device."""
-
-    rule_name = "Lion"
 
     def __init__(
         self,
@@ -20,14 +18,12 @@ class FusedLion(NamedOptimizer):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
-        self.fixed, self.set_grad_none = {}, set_grad_none
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self.set_grad_none = set_grad_none
+        self._begin(params, locals())
 
 
-class DeepSpeedCPULion(NamedOptimizer):
+class DeepSpeedCPULion(NamedOptimizer, rule="Lion"):
     """DeepSpeed's Lion for ZeRO-Offload; where states are is the config's to say."""
-
-    rule_name = "Lion"
 
     def __init__(
         self,
@@ -37,7 +33,4 @@ class DeepSpeedCPULion(NamedOptimizer):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if not fp32_optimizer_states:
-            refuse_option("DeepSpeedCPULion", "fp32_optimizer_states=False", "use the config's bf16.bf16_optimizer_states")
-        self.fixed = {}
-        super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self._begin(model_params, locals())

@@ -8,16 +8,12 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.deepspeed.config.ds_optimizers import rule_of
+from functional_ds.deepspeed.config.ds_optimizers import OPTIMIZERS, OptimizerRule
+from functional_ds.deepspeed.config.keys.config_key import Fate
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.sharding.leaf_map import LeafMap
 
-__all__ = ["NamedOptimizer", "refuse_option"]
-
-
-def refuse_option(kind: str, name: str, why: str) -> None:
-    """Raises ValueError for an argument that has no meaning here."""
-    raise ValueError(f"{kind}({name}=...): {why}")
+__all__ = ["NamedOptimizer"]
 
 
 class NamedOptimizer(torch.optim.Optimizer):
@@ -27,12 +23,29 @@ class NamedOptimizer(torch.optim.Optimizer):
     each param by the same rule. The law: both are the rule of the config's optimizer of that name.
 
     Attributes:
-        rule_name: the name of its rule among the config's optimizers.
+        rule: of the config's optimizer of the same kernel.
         fixed: arguments of the rule that are the same for all groups.
+
+    Raises:
+        ValueError: an argument has no meaning here.
     """
 
-    rule_name: str
+    rule: OptimizerRule
     fixed: Mapping[str, Any]
+
+    def __init_subclass__(cls, rule: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.rule = next(each for each in OPTIMIZERS if each.name == rule)
+
+    def _begin(self, params: Any, arguments: Mapping[str, Any]) -> None:
+        """Makes the param groups, of the constructor's arguments."""
+        given = {key: arguments[key.name] for key in self.rule.keys if key.name in arguments}
+        for key, value in given.items():
+            if (key.fate is Fate.REFUSED and value) or (key.name == "fp32_optimizer_states" and not value):
+                raise ValueError(f"{type(self).__name__}({key.name}=...): {key.text.removesuffix('.')}")
+        numbers = {key.name: value for key, value in given.items() if key.fate is Fate.BECAME}
+        self.fixed = {name: numbers.pop(name) for name in ("adam_w_mode",) if name in numbers}
+        super().__init__(params, numbers)
 
     def rule_for(self, group: Mapping[str, Any], lr: float | None = None) -> Optimizer | PerParameter:
         """The pure optimizer for a param group.
@@ -41,11 +54,8 @@ class NamedOptimizer(torch.optim.Optimizer):
             group: one of ``param_groups``, with its numbers as they are now.
             lr: instead of the group's own; a step multiplies it by the phase ``rate``.
         """
-        rule = rule_of(self.rule_name)
-        if rule is None:
-            raise ValueError(f"{self.rule_name}: there is no such rule")
         given = {**group, **self.fixed, "lr": float(group["lr"]) if lr is None else lr}
-        return rule.build(rule.arguments(given))
+        return self.rule.build(self.rule.arguments(given))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,35 +1,26 @@
 """``PipelineEngine``: DeepSpeed's ``train_batch`` and ``eval_batch`` over a step that is a pipeline."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import attrs
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 
 from functional_ds import comm
-from functional_ds.base.files import write_atomically
 from functional_ds.deepspeed.api_names import ENGINE, PIPELINE_ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.deepspeed.engine.common.engine_counts import CountedEngine, EngineCounts
+from functional_ds.deepspeed.engine.common.engine_files import EngineFiles
 from functional_ds.deepspeed.engine.loop.config_questions import ConfigQuestions
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
 from functional_ds.deepspeed.engine.loop.monitors import Monitors
-from functional_ds.deepspeed.engine.loop.saved_beside import (
-    LOOSE,
-    check_resumable,
-    latest_on_ranks,
-    loaded_values,
-    module_roles,
-    numbers_of,
-    saved_buffers,
-    saved_values,
-)
+from functional_ds.deepspeed.utils.loaders import EngineLoader, RepeatingLoader, data_loader
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
+from functional_ds.step.state import State
 from functional_ds.step.step import Metrics
 from functional_ds.step.train_step import train_step
 
@@ -39,12 +30,7 @@ from .topology import PipelineParallelGrid
 
 __all__ = ["GivenOptimizer", "PipelineEngine", "pipeline_engine"]
 
-_STATE = "state"  # the tag within a tag's folder
 _WHOLE = "the micro-batches of a pipeline run together: call train_batch or eval_batch"
-
-
-def _stepped(scheduler: Any) -> None:
-    scheduler.step()
 
 
 @attrs.frozen(eq=False)
@@ -54,17 +40,15 @@ class GivenOptimizer:
     Attributes:
         rule: the optimizer.
         groups: its param groups, whose numbers the rule follows.
-        scheduler: what moves their rates after each update.
-        move: calls it.
+        counts: of the engine, with the scheduler that moves their rates.
     """
 
     rule: Optimizer | PerParameter | None = None
     groups: list[dict[str, Any]] = attrs.field(factory=list)
-    scheduler: Any = None
-    move: Callable[[Any], None] = _stepped
+    counts: EngineCounts = attrs.field(factory=lambda: EngineCounts(1))
 
 
-class PipelineEngine(ConfigQuestions):
+class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
     """An engine whose update takes ``gradient_accumulation_steps()`` micro-batches from an iterator.
 
     Law: its losses and params are those of the module on one device, on the micro-batches of all data-parallel ranks.
@@ -72,8 +56,7 @@ class PipelineEngine(ConfigQuestions):
     Attributes:
         module: the ``PipelineModule``. The params of this rank's stage are those of the state, as they are now; those of other
             stages are empty. ``module_state_dict()`` has all.
-        global_steps: updates so far.
-        global_samples: rows so far, on all ranks.
+        state: of the step.
         training_dataloader: the loader of ``training_data``; None without it.
         lr_scheduler: is moved after each update that was made, where one was given.
         plan: of the config.
@@ -81,6 +64,9 @@ class PipelineEngine(ConfigQuestions):
         grid: which ranks share a stage, a pipeline, a slice.
         param_groups: of an optimizer that was given, or of ``model_parameters`` with numbers of their own; else none.
     """
+
+    module: PipelineModule
+    state: State
 
     def __init__(
         self,
@@ -90,32 +76,30 @@ class PipelineEngine(ConfigQuestions):
         step: Any,
         given: "GivenOptimizer",
     ) -> None:
-        self.module, self.lr_scheduler, self.param_groups = module, given.scheduler, given.groups
-        self._given = given
-        self.global_steps = self.global_samples = 0
-        self._skipped: Any = 0
-        self.training_dataloader: DataLoader[Any] | None = None
+        self.module, self._counts = module, given.counts
+        self.lr_scheduler, self.param_groups = given.counts.scheduler, given.groups
+        self.training_dataloader: EngineLoader | None = None
         self.plan, self._parts, self._step = plan, parts, step
         self.monitor = Monitors.of(plan)
         self.grid = PipelineParallelGrid(module.topology())
-        self._state = step.init(parts.params, modules=parts.modules)
+        self.state = step.init(parts.params, modules=parts.modules)
         stage = plan.value("zero_optimization.stage")
         module.empty_bare()
         self._live = LiveModule(module, parts.modules["stage 0"], dict(module.named_parameters()), stage < 3)  # modes are ours
         self._show()
-        self._live.clear_others(self._state)
+        self._live.clear_others(self.state)
         self._metrics: Metrics = {}
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
 
     def _show(self) -> None:
-        self._live.show(self._step, self._state)
+        self._live.show(self._step, self.state)
 
     # -- data
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
         """The micro-batches come from a loader, which starts over."""
-        self._iterator = None if loader is None else _repeated(loader)
+        self._iterator = None if loader is None else RepeatingLoader(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """The micro-batches come from an iterator."""
@@ -143,17 +127,13 @@ class PipelineEngine(ConfigQuestions):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         batch = self._next(self.gradient_accumulation_steps())
-        self._state, metrics = self._step(self._state, batch)
+        self.state, metrics = self._step(self.state, batch)
         self._show()
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
         self._metrics = metrics
-        self._skipped = self._skipped + metrics.get("skipped", 0)
-        if self.lr_scheduler is not None and self.was_step_applied():
-            self._given.move(self.lr_scheduler)
+        self._counts.updated(metrics, self.train_batch_size(), None)
         loss: Tensor = metrics["loss"]
         if self.monitor.enabled:
-            held = getattr(self._state.slots.get("mixed_precision"), "loss_scale", None)
+            held = getattr(self.state.slots.get("mixed_precision"), "loss_scale", None)
             scale = {"loss_scale": held.value} if held is not None and self.fp16_enabled() else {}
             self._log(lr=self.get_lr()[0], **scale, train_loss=loss)
         return loss
@@ -191,7 +171,7 @@ class PipelineEngine(ConfigQuestions):
             self._iterator = before
         self._parts.train(False)
         try:
-            found: Tensor = self._step.evaluate(self._state, batch)
+            found: Tensor = self._step.evaluate(self.state, batch)
         finally:
             self._parts.train(self.module.training)
         if self.monitor.enabled:
@@ -239,15 +219,6 @@ class PipelineEngine(ConfigQuestions):
         return self.global_steps * self.gradient_accumulation_steps()
 
     @property
-    def skipped_steps(self) -> int:
-        """How many updates were left out, as gradients were not finite. Reading it waits for the device."""
-        return int(self._skipped)
-
-    def was_step_applied(self) -> bool:
-        """Whether the last ``train_batch`` has changed params."""
-        return bool(self._metrics) and not self._metrics.get("skipped", 0) > 0
-
-    @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return self.module.num_stages
@@ -292,7 +263,7 @@ class PipelineEngine(ConfigQuestions):
         if self.param_groups:
             return [float(group["lr"]) for group in self.param_groups]
         schedule = self.plan.schedule
-        return [self.plan.value("optimizer.params")["lr"]] if schedule is None else [schedule.rate(int(self._state.step))]
+        return [self.plan.value("optimizer.params")["lr"]] if schedule is None else [schedule.rate(int(self.state.step))]
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last update's gradients before clipping; as ``DeepSpeedEngine``'s."""
@@ -303,94 +274,25 @@ class PipelineEngine(ConfigQuestions):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> "OrderedDict[str, Tensor]":
         """All stages' params and buffers by name, on every rank. Collective."""
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-        held = self._step.params(self._state).items()
+        held = self._step.params(self.state).items()
         found = OrderedDict((name, p) for name, p in held if not (exclude_frozen_parameters and name in frozen))
-        buffers = self._step.module_buffers(self._state).values()
+        buffers = self._step.module_buffers(self.state).values()
         found.update((name, x) for own in buffers for name, x in own.items() if name in self.module.state_dict())
         return found
 
-    def save_checkpoint(
-        self, save_dir: str, tag: str | None = None, client_state: Mapping[str, Any] | None = None, save_latest: bool = True
-    ) -> bool:
-        """Writes ``save_dir/tag``, which is loaded into any number of ranks and stages. Collective.
+    # -- checkpoints
 
-        Args:
-            save_dir: a folder that all ranks see.
-            tag: by default ``global_step{N}``.
-            client_state: plain values, tensors, arrays; objects are pickled.
-            save_latest: whether the file ``latest`` names this tag.
-        """
-        from functional_ds.checkpointing.save import save  # may be left out of an installation
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.param_groups
 
-        name = tag or f"global_step{self.global_steps}"
-        scheduler = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
-        counts = {"global_steps": self.global_steps, "global_samples": self.global_samples, "skipped_steps": self.skipped_steps}
-        held = {"client_state": dict(client_state or {}), "lr_scheduler": scheduler, "groups": numbers_of(self.param_groups)}
-        extra = {"counts": counts, "held": saved_values(held), "buffers": saved_buffers(self.module)}
-        save(self._state, Path(save_dir) / name, tag=_STATE, extra=extra)
-        if save_latest and comm.world().rank == 0:
-            write_atomically(Path(save_dir) / "latest", name.encode())
-        comm.barrier()
-        return True
+    def _settled(self) -> State:
+        return self.state
 
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        *,
-        allow_pickle: bool = False,
-    ) -> tuple[str | None, Any]:
-        """Goes on from ``load_dir/tag``, by default the one that ``latest`` names; (None, None) without one. Collective.
+    _begin_load = _settled
 
-        Args:
-            load_dir: the folder that was passed to ``save_checkpoint``.
-            tag: which one.
-            load_module_strict: False lets params and buffers differ by name.
-            load_optimizer_states: False reads params and buffers alone.
-            load_lr_scheduler_states: False leaves the scheduler as it is.
-            load_module_only: True reads params and buffers alone, and leaves counts and scheduler as they are.
-            allow_pickle: whether objects that were pickled are unpickled, which can run any code.
-
-        Raises:
-            CheckpointError: it has pickled objects, and ``allow_pickle`` is False.
-            ValueError: the checkpoint has another number of param groups, or no state of the scheduler.
-        """
-        from functional_ds.checkpointing.load import load  # may be left out of an installation
-
-        name = tag or latest_on_ranks(Path(load_dir))
-        if name is None:
-            return None, None
-        whole, place = load_optimizer_states and not load_module_only, Path(load_dir) / name
-        only, loose = None if whole else module_roles(self._state), () if load_module_strict else LOOSE
-        state, extra = load(
-            place, like=self._state, tag=_STATE, with_extra=True, only=only, allow_missing=loose, allow_extra=loose
-        )
-        held = loaded_values(
-            {"held": extra, **extra}, place, allow_pickle=allow_pickle
-        )  # former versions had it as JSON in extra
-        groups = held["groups"] if whole else None
-        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
-        moved = held["lr_scheduler"]
-        check_resumable(place, groups=self.param_groups, saved_groups=groups, scheduler=scheduler, saved_scheduler=moved)
-        self._state = state
+    def _replace(self, state: State) -> None:
+        self.state = state
         self._show()
-        if not load_module_only:
-            self.global_steps, self.global_samples = (extra["counts"][each] for each in ("global_steps", "global_samples"))
-            self._skipped = extra["counts"].get("skipped_steps", 0)
-        if scheduler is not None and hasattr(scheduler, "load_state_dict"):
-            scheduler.load_state_dict(moved)
-        for group, numbers in zip(self.param_groups, groups or (), strict=False):
-            group.update(numbers)
-        return str(place), held["client_state"]
-
-
-def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader
 
 
 def _share(module: PipelineModule) -> None:
@@ -448,7 +350,7 @@ def pipeline_engine(
     whole = plan.to_ds_config()  # the pipeline cuts the batch into micro-batches, so nothing else accumulates
     whole.update(gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=plan.batch.rows)
     given = GivenOptimizer() if make is None else make(plan)
-    if given.scheduler is not None:
+    if given.counts.scheduler is not None:
         whole.pop("scheduler", None)
     plain = from_ds_config(whole, parts.data.size, group=parts.data, lr=lr, warn=True)
     rule = given.rule or plain.optimizer
@@ -459,17 +361,12 @@ def pipeline_engine(
     )
     engine = PipelineEngine(module, plan, parts, strategy(train_step(parts.stages, rule)), given)
     if training_data is not None:
-        loaders = (
-            DataLoader(
-                training_data,
-                plan.batch.train_micro_batch_size_per_gpu,
-                sampler=DistributedSampler(training_data, parts.data.size, parts.data.rank, shuffle=shuffle),
-                drop_last=True,
-                collate_fn=collate_fn,
-                pin_memory=torch.cuda.is_available(),
-            )
-            for shuffle in (True, False)
-        )
-        engine.training_dataloader, ordered = loaders
+        rows, data = plan.batch.train_micro_batch_size_per_gpu, parts.data
+
+        def loader(shuffle: bool) -> EngineLoader:
+            sampler: Any = DistributedSampler(training_data, data.size, data.rank, shuffle=shuffle)
+            return data_loader(training_data, rows, collate_fn=collate_fn, drop_last=True, sampler=sampler)
+
+        engine.training_dataloader, ordered = loader(True), loader(False)
         engine.set_dataloader(ordered)
     return engine

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS
+from functional_ds.deepspeed.config.schedules.ds_schedules import SCHEDULERS
 
 __all__ = [
     "add_tuning_arguments",
@@ -18,28 +18,10 @@ __all__ = [
 # DeepSpeed's defaults on the command line are others than those in a config.
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
-        "lr_range_test_min_lr": 0.001,
-        "lr_range_test_step_rate": 1.0,
-        "lr_range_test_step_size": 1000,
-        "lr_range_test_staircase": False,
-        "cycle_first_step_size": 1000,
-        "cycle_first_stair_count": -1,
-        "cycle_second_step_size": -1,
-        "cycle_second_stair_count": -1,
-        "decay_step_size": 1000,
-        "cycle_min_lr": 0.01,
-        "cycle_max_lr": 0.1,
-        "decay_lr_rate": 0.0,
-        "cycle_momentum": False,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0.0,
-        "warmup_min_lr": 0,
-        "warmup_max_lr": 0.001,
-        "warmup_num_steps": 1000,
-        "warmup_type": "log",
-        "warmup_min_ratio": 0.01,
-        "cos_min_ratio": 0.01,
+        name: argument.option
+        for kind in SCHEDULERS.values()
+        for name, argument in kind.arguments.items()
+        if argument.option is not None
     }
 )
 _NEVER = ("cycle_momentum", "total_num_steps", "last_batch_iteration")  # DeepSpeed leaves them out of the block
@@ -86,7 +68,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
         return None, "--lr_schedule not specified on command line"
     if name not in SCHEDULERS:
         return None, f"{name} is not supported LR schedule"
-    keys = [key.name for key in SCHEDULERS[name].keys if key.name not in _NEVER]
+    keys = [key for key in SCHEDULERS[name].arguments if key not in _NEVER]
     return {"type": name, "params": {key: getattr(args, key) for key in keys if _given(args, key)}}, None
 
 

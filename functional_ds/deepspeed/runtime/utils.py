@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.deepspeed.accelerator.accelerators import DeepSpeedAccelerator, get_accelerator
+from functional_ds.deepspeed.accelerator.accelerator import DeepSpeedAccelerator
+from functional_ds.deepspeed.accelerator.accelerators import get_accelerator
 
 __all__ = [
     "clip_grad_norm_",

@@ -32,9 +32,9 @@ from functional_ds.deepspeed.engine.loop.local_values import (
 )
 
 from . import groups
+from .loaders import RepeatingLoader
 from .logs import OnDevice, log_dist, log_dist_once, logger, set_log_level_from_string
 from .module_paths import clone_tensors_for_torch_save, recursive_getattr, recursive_setattr
-from .repeating_loader import RepeatingLoader
 
 __all__ = [
     "OnDevice",

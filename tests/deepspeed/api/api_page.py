@@ -3,8 +3,7 @@
 import sys
 from pathlib import Path
 
-from functional_ds.deepspeed.api_names import ALIASES, HERE, REFUSED, found
-from functional_ds.deepspeed.indexed_names import INDEXES, REST
+from functional_ds.deepspeed.api_names import ALIASES, HERE, INDEXES, REFUSED, REST, found
 
 PAGE = Path(__file__).parents[3] / "docs/deepspeed-api.md"
 START, END = "<!-- names -->\n", "<!-- /names -->"

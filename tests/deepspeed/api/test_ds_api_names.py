@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from functional_ds.deepspeed.api_names import ALIASES, HERE, PIPELINE_ENGINE, REFUSED, found, why_missing
+from functional_ds.deepspeed.api_names import ALIASES, HERE, INDEXES, PIPELINE_ENGINE, REFUSED, REST, found, why_missing
 from functional_ds.deepspeed.api_names import ENGINE as ENGINE_PATH
 from functional_ds.deepspeed.engine import DeepSpeedEngine
-from functional_ds.deepspeed.indexed_names import INDEXES, REST
 from functional_ds.deepspeed.pipe import PipelineEngine
 from tests.deepspeed.api.api_page import PAGE, written
 from tests.deepspeed.api.real_imports import ENGINE, IMPORTS

@@ -348,17 +348,17 @@ def test_whole_values_by_parameter(stage: int) -> None:
         engine.backward(square(engine, rows()))
         engine.step()
         weight, name = engine.module[0].weight, "0.weight"
-        found = ds.engine.safe_get_full_fp32_param(weight)
+        found = ds.utils.safe_get_full_fp32_param(weight)
         assert torch.equal(found, engine.functional_step.params(engine.state)[name])
         assert found.dtype == torch.float32
-        moment = ds.engine.safe_get_full_optimizer_state(weight, "exp_avg")
+        moment = ds.utils.safe_get_full_optimizer_state(weight, "exp_avg")
         assert moment.shape == found.shape
         assert moment.any()
-        ds.engine.safe_set_full_fp32_param(weight, torch.full_like(found, 0.1))
-        ds.engine.safe_set_full_optimizer_state(weight, torch.zeros_like(found), "exp_avg")
+        ds.utils.safe_set_full_fp32_param(weight, torch.full_like(found, 0.1))
+        ds.utils.safe_set_full_optimizer_state(weight, torch.zeros_like(found), "exp_avg")
         assert torch.equal(engine.functional_step.params(engine.state)[name], torch.full_like(found, 0.1))
-        assert not ds.engine.safe_get_full_optimizer_state(weight, "exp_avg").any()
-        assert ds.engine.safe_get_full_optimizer_state(weight, "nothing") is None
+        assert not ds.utils.safe_get_full_optimizer_state(weight, "exp_avg").any()
+        assert ds.utils.safe_get_full_optimizer_state(weight, "nothing") is None
         engine.backward(square(engine, rows()))
         engine.step()
 
@@ -370,24 +370,24 @@ def test_whole_gradients_by_parameter(stage: int) -> None:
     def program() -> None:
         engine = engine_of(stage, gradient_accumulation_steps=2)
         weight = engine.module[0].weight
-        assert ds.engine.safe_get_full_grad(weight) is None
+        assert ds.utils.safe_get_full_grad(weight) is None
         for i in range(2):
             engine.backward(square(engine, rows(i)))
             if i == 0:
-                assert (ds.engine.safe_get_full_grad(weight) is None) == (stage < 2)
+                assert (ds.utils.safe_get_full_grad(weight) is None) == (stage < 2)
                 engine.step()
-        module, found = model(), ds.engine.safe_get_full_grad(weight)
+        module, found = model(), ds.utils.safe_get_full_grad(weight)
         for rank in range(2):
             for i in range(2):
                 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i + 100 * rank))
                 (square(module, x) / 4).backward()  # type: ignore[no-untyped-call]
         torch.testing.assert_close(found, module[0].weight.grad)  # type: ignore[index, union-attr]
         before = values(engine)[0]
-        ds.engine.safe_set_full_grad(weight, torch.ones_like(found))
+        ds.utils.safe_set_full_grad(weight, torch.ones_like(found))
         engine.step()
         torch.testing.assert_close(values(engine)[0], before - 0.5)
         with pytest.raises(RuntimeError, match="not summed"):
-            ds.engine.safe_set_full_grad(weight, torch.ones_like(found))
+            ds.utils.safe_set_full_grad(weight, torch.ones_like(found))
 
     comm.simulate(program, world_size=2)
 

@@ -93,7 +93,7 @@ def test_another_number_of_ranks_and_stage(tmp_path: Path) -> None:
     engine.load_checkpoint(tmp_path)
     assert equal(values(engine), expected)
     assert engine.global_steps == 3
-    moments = ds.engine.safe_get_full_optimizer_state
+    moments = ds.utils.safe_get_full_optimizer_state
     assert moments(engine.module[0].weight, "exp_avg").any()
 
     weights = engine_of(2)

@@ -50,13 +50,13 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "a failed batch's gradients are summed",
-                "deepspeed.engine.engine:DeepSpeedEngine.train_batch",
+                "deepspeed.engine.whole_batches:WholeBatches.train_batch",
                 "self._loop.discard()",
                 "pass",
             ),
             Bug(
                 "a set boundary stays",
-                "deepspeed.engine.engine:DeepSpeedEngine.train_batch",
+                "deepspeed.engine.whole_batches:WholeBatches.train_batch",
                 "self.__dict__['_boundary'] = None",
                 "pass",
             ),
@@ -131,7 +131,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "left-out steps are not counted",
-                "deepspeed.engine.engine_counts:EngineCounts.updated",
+                "deepspeed.engine.common.engine_counts:EngineCounts.updated",
                 "self.global_steps += 1",
                 "pass",
             )
@@ -175,12 +175,15 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "a written rate is ignored",
-                "deepspeed.engine.optimizer_groups:_asks.update",
+                "deepspeed.engine.common.optimizer_groups:_asks.update",
                 "rate if factor is None else factor",
                 "rate",
             ),
             Bug(
-                "written decay is ignored", "deepspeed.engine.optimizer_groups:LiveGroup.rule", "self._last[0] != key", "False"
+                "written decay is ignored",
+                "deepspeed.engine.common.optimizer_groups:LiveGroup.rule",
+                "self._last[0] != key",
+                "False",
             ),
         ],
     ),
@@ -189,7 +192,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "schedulers count left-out updates",
-                "deepspeed.engine.engine_counts:EngineCounts.settle",
+                "deepspeed.engine.common.engine_counts:EngineCounts.settle",
                 "len(skipped) - sum(skipped)",
                 "len(skipped)",
             )
@@ -272,7 +275,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "the config's scheduler stands still",
-                "deepspeed.engine.config_scheduler:ConfigScheduler.__getattr__",
+                "deepspeed.engine.common.config_scheduler:ConfigScheduler.__getattr__",
                 "twin.last_batch_iteration = self.last_batch_iteration",
                 "pass",
             )
@@ -280,7 +283,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
     ),
     (
         (files.test_the_loader_has_this_ranks_rows,),
-        [Bug("all ranks have rank 0's rows", "deepspeed.engine.data_loader:data_loader", "world.rank", "0")],
+        [Bug("all ranks have rank 0's rows", "deepspeed.utils.loaders:data_loader", "world.rank", "0")],
     ),
 ]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-__all__ = ["ConfigKey", "Fate", "Kind", "became", "ignored", "of_engine", "refused"]
+__all__ = ["ConfigKey", "Fate", "Kind"]
 
 Kind = Literal["int", "float", "number", "bool", "str", "list", "dict", "betas", "rate", "any"]
 
@@ -19,6 +19,11 @@ class Fate(Enum):
     ENGINE = "of the engine"
     IGNORED = "no meaning here"
     REFUSED = "refused"
+
+    @property
+    def column(self) -> str:
+        """Its column in the table of keys."""
+        return self.name.lower()
 
 
 @attrs.frozen
@@ -168,23 +173,3 @@ _PARSERS: dict[Kind, Any] = {
     "rate": _rate,
     "any": lambda value: value,
 }
-
-
-def became(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
-    """A key that changes the plan."""
-    return ConfigKey(path, kind, default, Fate.BECAME, text, **more)
-
-
-def of_engine(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
-    """A key that changes what ``deepspeed.initialize``'s engine does beside the step."""
-    return ConfigKey(path, kind, default, Fate.ENGINE, text, **more)
-
-
-def ignored(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
-    """A key that changes nothing here."""
-    return ConfigKey(path, kind, default, Fate.IGNORED, text, **more)
-
-
-def refused(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
-    """A key that is refused where it asks for something."""
-    return ConfigKey(path, kind, default, Fate.REFUSED, text, **more)

@@ -1,17 +1,50 @@
-"""Every key of DeepSpeed's config in one table, and where a name is looked up in it."""
+"""Every key of DeepSpeed's config in one table, ``keys.toml``, and where a name is looked up in it."""
 
 import difflib
+import tomllib
+from importlib.resources import files
+from typing import Any
 
-from .config_key import ConfigKey
-from .keys_of_loops import DEAD
-from .keys_of_loops import KEYS as LOOPS
-from .keys_of_models import KEYS as MODELS
-from .keys_of_steps import KEYS as STEPS
-from .keys_of_zero import KEYS as ZERO
+from .config_key import ConfigKey, Fate
 
-__all__ = ["BLOCKS", "KEYS", "SECTIONS", "key_of", "nearest"]
+__all__ = ["BLOCKS", "DEAD", "KEYS", "NOT_HERE", "OPTIMIZERS", "SECTIONS", "key_of", "nearest", "optimizer_keys"]
 
-SECTIONS: dict[str, tuple[ConfigKey, ...]] = {**STEPS, **ZERO, **MODELS, **LOOPS}
+_TABLE = tomllib.loads(files(__package__).joinpath("keys.toml").read_text(encoding="utf-8"))
+_TUPLES = ("aliases", "choices", "harmless")
+
+DEAD: dict[str, str] = _TABLE["dead"]
+NOT_HERE: dict[str, dict[str, str]] = _TABLE["not_here"]
+OPTIMIZERS: list[dict[str, Any]] = _TABLE["optimizer"]
+
+
+def _key(group: dict[str, Any], name: str, entry: Any) -> ConfigKey:
+    row: dict[str, Any] = entry if isinstance(entry, dict) else {"default": entry}
+    fate = next(fate for given in (row, group) for fate in Fate if fate.column in given)
+    row = {**group, **row}
+    default: Any = row.get("default")
+    default, text = tuple(default) if row.get("type") == "betas" else default, row[fate.column]
+    more: dict[str, Any] = {column: row[column] for column in ("least", "most", "auto", "removed") if column in row}
+    more |= {column: tuple(row[column]) for column in _TUPLES if column in row}
+    path = f"{group.get('block', '')}.{name}".lstrip(".")
+    return ConfigKey(path, row.get("type", type(default).__name__), default, fate, _TABLE["texts"].get(text, text), **more)
+
+
+def _sections() -> dict[str, tuple[ConfigKey, ...]]:
+    sections: dict[str, tuple[ConfigKey, ...]] = {}
+    for group in _TABLE["group"]:
+        keys = tuple(_key(group, name, entry) for name, entry in group["keys"].items())
+        sections[group["section"]] = sections.get(group["section"], ()) + keys
+    return sections
+
+
+def optimizer_keys(optimizer: dict[str, Any]) -> tuple[ConfigKey, ...]:
+    """The arguments of a row of ``OPTIMIZERS``."""
+    given = optimizer["params"] | {name: {} for name in optimizer.get("also", ())}
+    shared = {"block": "optimizer.params"}
+    return tuple(_key(shared | _TABLE["arguments"].get(name, {}), name, entry) for name, entry in given.items())
+
+
+SECTIONS = _sections()
 KEYS: dict[str, ConfigKey] = {key.path: key for keys in SECTIONS.values() for key in keys}
 
 _SPELLED = {f"{key.block}.{alias}".removeprefix("."): key for key in KEYS.values() for alias in key.aliases} | KEYS

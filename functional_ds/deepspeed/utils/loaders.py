@@ -1,14 +1,43 @@
-"""The loader that ``initialize`` makes of ``training_data``."""
+"""Loaders: one that starts over, and the one that ``initialize`` makes of ``training_data``."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from functional_ds import comm
 
-__all__ = ["EngineLoader", "data_loader"]
+__all__ = ["EngineLoader", "RepeatingLoader", "data_loader"]
+
+T = TypeVar("T")
+
+
+class RepeatingLoader(Generic[T]):
+    """Iterates over a loader again and again.
+
+    Raises:
+        ValueError: at ``next``: the loader has nothing at all.
+
+    >>> batches = RepeatingLoader([1, 2])
+    >>> [next(batches) for _ in range(5)]
+    [1, 2, 1, 2, 1]
+    """
+
+    def __init__(self, loader: Iterable[T]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        for batch in self.data_iter:
+            return batch
+        self.data_iter = iter(self.loader)
+        for batch in self.data_iter:
+            return batch
+        raise ValueError(f"RepeatingLoader: {type(self.loader).__name__} gives no batch, or it is an iterator that has ended")
 
 
 class EngineLoader:
@@ -33,11 +62,6 @@ class EngineLoader:
         if self._iterator is None:
             self._iterator = iter(self.dataloader)
         return next(self._iterator)
-
-    def repeating(self) -> Iterator[Any]:
-        """The micro-batches of all epochs, one after another."""
-        while True:
-            yield from self.dataloader
 
 
 def data_loader(

@@ -10,7 +10,7 @@ from functional_ds.step.step import Metrics
 
 from .config_scheduler import ConfigScheduler
 
-__all__ = ["EngineCounts"]
+__all__ = ["CountedEngine", "EngineCounts"]
 
 
 @attrs.define(eq=False)
@@ -90,3 +90,30 @@ class EngineCounts:
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             scheduler.step(**(lr_kwargs or {}))
         self._stepped = True
+
+
+class CountedEngine:
+    """What engines answer of their counts, by DeepSpeed's names."""
+
+    _counts: EngineCounts
+
+    @property
+    def global_steps(self) -> int:
+        """How many boundaries there were, with those whose update was left out."""
+        return self._counts.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """How many rows these had, on all ranks."""
+        return self._counts.global_samples
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many updates were left out, as gradients were not finite. Reading it waits for the device."""
+        self._counts.settle()
+        return self._counts.skipped_steps
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step has changed params. Reading it waits for the device."""
+        self._counts.settle()
+        return self._counts.at_boundary and not self._counts.overflow

@@ -7,7 +7,8 @@ import attrs
 import torch
 
 from functional_ds.deepspeed.config.ds_optimizers import rule_of
-from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS, RateSchedule
+from functional_ds.deepspeed.config.schedules.ds_schedules import SCHEDULERS
+from functional_ds.deepspeed.config.schedules.lr_scheduler import RateSchedule
 
 from .optimizer_groups import LiveGroup
 
@@ -132,13 +133,12 @@ def named_scheduler(name: str, given: Mapping[str, Any]) -> Callable[[Any], Any]
         name: its type.
         given: its arguments, as the config has them.
     """
-    from functional_ds.deepspeed.runtime import lr_schedules  # it logs by utils, which import engines
-
-    if name not in lr_schedules.VALID_LR_SCHEDULES:
+    if name not in SCHEDULERS:
         return lambda optimizer: getattr(torch.optim.lr_scheduler, name)(optimizer, **given)
     known = {key.name: key for key in SCHEDULERS[name].keys}
     parsed = {key: known[key].parse(value) for key, value in given.items()}
-    return lambda optimizer: getattr(lr_schedules, name)(optimizer, **parsed)
+    make: Callable[..., Any] = SCHEDULERS[name]
+    return lambda optimizer: make(optimizer, **parsed)
 
 
 def cycled_on_host(config: dict[str, Any]) -> Callable[[Any], Any] | None:

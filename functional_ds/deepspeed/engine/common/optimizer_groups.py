@@ -11,11 +11,8 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.deepspeed.config.ds_optimizers import OptimizerRule, rule_of
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.deepspeed.config.explain import UsageError
-from functional_ds.optim.adagrad import adagrad
-from functional_ds.optim.adam import adam, adamw
 from functional_ds.optim.optimizer import Optimizer, PerParameter, Rate
 from functional_ds.optim.param_groups import param_groups
-from functional_ds.optim.sgd import sgd
 from functional_ds.sharding.leaf_map import LeafMap
 
 __all__ = ["LiveGroup", "as_groups", "groups_of_config", "groups_of_optimizer", "live_optimizer"]
@@ -23,6 +20,7 @@ __all__ = ["LiveGroup", "as_groups", "groups_of_config", "groups_of_optimizer", 
 Rule = Optimizer | PerParameter
 Numbers = dict[str, Any]
 
+_TORCH = {torch.optim.AdamW: "AdamW", torch.optim.Adam: "Adam", torch.optim.SGD: "SGD", torch.optim.Adagrad: "Adagrad"}
 _ZERO = {"amsgrad": False, "maximize": False, "dampening": 0, "lr_decay": 0, "differentiable": False}
 
 
@@ -214,18 +212,9 @@ def _builder(optimizer: torch.optim.Optimizer) -> Callable[[Numbers, float], Rul
     if named is not None:
         return lambda numbers, lr: named({**numbers, "lr": lr}, lr)
     kind = type(optimizer)
-    known: dict[type, Callable[[Numbers, float], Rule]] = {
-        torch.optim.AdamW: lambda n, lr: adamw(lr, betas=_pair(n), eps=n["eps"], weight_decay=n["weight_decay"]),
-        torch.optim.Adam: lambda n, lr: (adamw if n.get("decoupled_weight_decay") else adam)(
-            lr, betas=_pair(n), eps=n["eps"], weight_decay=n["weight_decay"]
-        ),
-        torch.optim.SGD: lambda n, lr: sgd(lr, momentum=n["momentum"], nesterov=n["nesterov"], weight_decay=n["weight_decay"]),
-        torch.optim.Adagrad: lambda n, lr: adagrad(
-            lr, initial=n["initial_accumulator_value"], eps=n["eps"], weight_decay=n["weight_decay"]
-        ),
-    }
-    make = known.get(kind)
-    if make is None:
+    name = _TORCH.get(kind)
+    rule = None if name is None else rule_of(name)
+    if rule is None:
         raise UsageError(
             f"optimizer: {kind.__module__}.{kind.__qualname__} has no pure form here, which updates of shards need. There are "
             "torch.optim's AdamW, Adam, SGD and Adagrad, DeepSpeed's in functional_ds.deepspeed.ops, and those that a config "
@@ -233,17 +222,17 @@ def _builder(optimizer: torch.optim.Optimizer) -> Callable[[Numbers, float], Rul
         )
 
     def build(numbers: Numbers, lr: float) -> Rule:
-        for name, harmless in _ZERO.items():
-            if numbers.get(name, harmless) != harmless:
-                raise ValueError(f"optimizer: {kind.__name__}({name}={numbers[name]}) has no pure form here; leave it out")
-        return make(numbers, lr)
+        for option, harmless in _ZERO.items():
+            if numbers.get(option, harmless) != harmless:
+                raise ValueError(f"optimizer: {kind.__name__}({option}={numbers[option]}) has no pure form here; leave it out")
+        decoupled = name == "AdamW" or numbers.get("decoupled_weight_decay", False)
+        return rule.build(rule.arguments({**numbers, "lr": lr, "adam_w_mode": decoupled, "betas": _pair(numbers)}))
 
     return build
 
 
-def _pair(numbers: Numbers) -> tuple[float, float]:
-    first, second = (float(each) for each in numbers["betas"])
-    return first, second
+def _pair(numbers: Numbers) -> tuple[float, ...] | None:
+    return tuple(map(float, numbers["betas"])) if "betas" in numbers else None
 
 
 def _paths(parameters: Iterable[nn.Parameter], names: Mapping[int, str]) -> frozenset[str]:

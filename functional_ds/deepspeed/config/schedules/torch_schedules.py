@@ -5,21 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["TorchRates", "why_not"]
+from functional_ds.deepspeed.config.keys.config_table import NOT_HERE
 
-_ASK = {
-    "ReduceLROnPlateau": "it follows a metric that the config does not have; schedule by the number of updates",
-    "LambdaLR": "it takes a function, which a config cannot hold; pass one to `T.schedule`",
-    "MultiplicativeLR": "it takes a function, which a config cannot hold; pass one to `T.schedule`",
-    "SequentialLR": "it takes schedulers, which a config cannot hold; pass a function to `T.schedule`",
-    "ChainedScheduler": "it takes schedulers, which a config cannot hold; pass a function to `T.schedule`",
-}
+__all__ = ["TorchRates", "why_not"]
 
 
 def why_not(name: str, params: dict[str, Any]) -> str | None:
     """Why a scheduler cannot be taken over, or None."""
-    if name in _ASK:
-        return f"{name}: {_ASK[name]}"
+    if name in NOT_HERE["schedulers"]:
+        return f"{name}: {NOT_HERE['schedulers'][name]}"
     kind = getattr(torch.optim.lr_scheduler, name, None)
     base = torch.optim.lr_scheduler.LRScheduler
     if not (isinstance(kind, type) and issubclass(kind, base)) or kind is base:

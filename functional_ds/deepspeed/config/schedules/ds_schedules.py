@@ -1,0 +1,316 @@
+"""DeepSpeed's learning-rate schedules, each in one class: arguments, defaults, rates as functions of the updates, scheduler."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from functional_ds.deepspeed.config.keys.config_key import Fate
+
+from .cycled_betas import BetaCycle
+from .lr_scheduler import Argument, LRScheduler, Rates, columns_of, groups_of
+
+__all__ = ["SCHEDULERS", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "beta_cycle"]
+
+_logger = logging.getLogger("DeepSpeed")
+
+Each = float | Sequence[float]  # one for all param groups, or one for each
+
+_RATE, _RATIO = "The rate of an update.", "Of the optimizer's rate."
+Iteration = Annotated[
+    int, Argument("int", "A state's count of updates says how far a run is; load the state.", fate=Fate.REFUSED)
+]
+WarmupSteps = Annotated[int, Argument("int", "Over how many updates; DeepSpeed takes at least 2.", 1, option=1000)]
+WarmupShape = Annotated[
+    str, Argument("str", "The shape of the rise; DeepSpeed takes every word but `linear` as `log`.", option="log")
+]
+WarmupLow = Annotated[Each, Argument("rate", _RATE, option=0)]
+
+
+def _at(tensor: Tensor, value: float) -> Tensor:
+    return torch.full_like(tensor, value)
+
+
+def _rise(b: Tensor, steps: int, shape: str) -> Tensor:
+    """DeepSpeed's gamma below ``steps``: logarithmic for every word but "linear"."""
+    return b / steps if shape == "linear" else torch.log(b + 1) * (1.0 / math.log(steps))
+
+
+def _between(low: float, high: float, a: dict[str, Any], after: Callable[[Tensor, int], Tensor]) -> Rates:
+    """Rises from ``low`` to ``high`` in the warm-up; then ``after`` is the part of ``high - low``."""
+    steps = max(2, a["warmup_num_steps"])
+
+    def rates(k: Tensor) -> Tensor:
+        b = k - 1
+        gamma = torch.where(b < steps, _rise(b, steps, a["warmup_type"]), after(b, steps))
+        return torch.where(b < 0, _at(k, low), low + (high - low) * gamma)
+
+    return rates
+
+
+def _shape(steps: Any, shape: str, total: int | None = None) -> str:
+    """The checked shape of a warm-up."""
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"warmup_num_steps={steps!r}: a whole number above 0")
+    if total is not None and total < max(2, steps):
+        _logger.warning(f"total_num_steps={total} is less than warmup_num_steps={max(2, steps)}")
+    if shape not in ("log", "linear"):
+        _logger.warning(f"warmup_type={shape!r} is unknown, and counts as 'log'")
+        return "log"
+    return shape
+
+
+class WarmupLR(LRScheduler):
+    """Rises from ``warmup_min_lr`` to ``warmup_max_lr``, by default the group's own rate, and stays there.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    >>> schedule = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
+    >>> [(schedule.get_last_lr()[0], schedule.step())[0] for _ in range(7)]
+    [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    """
+
+    shown = "min_lrs=warmup_min_lr max_lrs=warmup_max_lr warmup_num_steps warmup_type"
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: WarmupLow = 0.0,
+        warmup_max_lr: Annotated[
+            Each | None, Argument("rate", "The optimizer's rate where it is left out.", option=0.001)
+        ] = None,
+        warmup_num_steps: WarmupSteps = 1000,
+        warmup_type: WarmupShape = "log",
+        last_batch_iteration: Iteration = -1,
+    ) -> None:
+        warmup_type = _shape(warmup_num_steps, warmup_type)
+        self._begin(locals())
+
+    @staticmethod
+    def rates(a: dict[str, Any], lr: float) -> Rates:
+        """A constant after the warm-up."""
+        high = lr if a["warmup_max_lr"] is None else a["warmup_max_lr"]
+        return _between(a["warmup_min_lr"], high, a, lambda b, steps: torch.ones_like(b))
+
+
+class WarmupDecayLR(LRScheduler):
+    """``WarmupLR``, then falls to 0 along a line, until ``total_num_steps``."""
+
+    shown = f"{WarmupLR.shown} total_num_steps"
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: Annotated[int, Argument("int", "The rate is 0 from there on.", 0)],
+        warmup_min_lr: WarmupLow = 0.0,
+        warmup_max_lr: Annotated[Each, Argument("rate", _RATE)] = 0.001,
+        warmup_num_steps: WarmupSteps = 1000,
+        warmup_type: WarmupShape = "log",
+        last_batch_iteration: Iteration = -1,
+    ) -> None:
+        warmup_type = _shape(warmup_num_steps, warmup_type, total_num_steps)
+        self._begin(locals())
+
+    @staticmethod
+    def rates(a: dict[str, Any], lr: float) -> Rates:
+        """A line after the warm-up."""
+        total = a["total_num_steps"]
+        return _between(
+            a["warmup_min_lr"], a["warmup_max_lr"], a, lambda b, steps: ((total - b) / max(1.0, total - steps)).clamp(min=0)
+        )
+
+
+class WarmupCosineLR(LRScheduler):
+    """Rises to the group's own rate, then falls along a cosine to ``cos_min_ratio`` of it."""
+
+    shown = "total_num_steps warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio"
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: Annotated[int, Argument("int", "The end of the cosine.", 0)],
+        warmup_min_ratio: Annotated[float, Argument("float", _RATIO, option=0.01)] = 0.0,
+        warmup_num_steps: WarmupSteps = 1000,
+        cos_min_ratio: Annotated[float, Argument("float", _RATIO, option=0.01)] = 0.0001,
+        warmup_type: WarmupShape = "log",
+        last_batch_iteration: Iteration = -1,
+    ) -> None:
+        warmup_type = _shape(warmup_num_steps, warmup_type, total_num_steps)
+        self._ratio = self.rates(locals(), 1.0)
+        self._begin(locals())
+
+    @staticmethod
+    def rates(a: dict[str, Any], lr: float) -> Rates:
+        """A cosine after the warm-up; all are multiples of ``lr``."""
+        total, floor, low = a["total_num_steps"], a["cos_min_ratio"], a["warmup_min_ratio"]
+        steps = max(2, a["warmup_num_steps"])
+
+        def rates(k: Tensor) -> Tensor:
+            b = k - 1
+            part = ((b - steps + 1) / max(1, total - steps)).clamp(max=1)
+            cosine = (floor + (1 - floor) * (1 + torch.cos(math.pi * part)) / 2).clamp(min=0)
+            ratio = torch.where(b < steps, low + (1 - low) * _rise(b, steps, a["warmup_type"]), cosine)
+            return torch.where(b < 0, _at(k, 0.0), lr * ratio)
+
+        return rates
+
+    def get_lr_ratio(self) -> float:
+        """What this iteration's rates are of the groups' rates at the start."""
+        return self._ratio(torch.tensor(float(self.last_batch_iteration + 1), dtype=torch.float64)).item()
+
+
+class OneCycle(LRScheduler):
+    """One rise and fall of the rate, against which the first beta moves, then a decay (Smith 2018)."""
+
+    shown = "min_lrs=cycle_min_lr max_lrs=cycle_max_lr decay_lr_rate decay_step_size first_stair_count=cycle_first_stair_count"
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: Annotated[Each, Argument("rate", _RATE, option=0.01)],
+        cycle_max_lr: Annotated[Each, Argument("rate", _RATE, option=0.1)],
+        decay_lr_rate: Annotated[float, Argument("float", "How fast the rate falls after the cycle.", option=0.0)] = 0.0,
+        cycle_first_step_size: Annotated[int, Argument("int", "Updates of the rise.", 1, option=1000)] = 2000,
+        cycle_second_step_size: Annotated[
+            int | None, Argument("int", "Updates of the fall; as many where it is left out.", 0, option=-1)
+        ] = None,
+        cycle_first_stair_count: Annotated[int, Argument("int", "Stairs of the rise; 0 is a line.", 0, option=-1)] = 0,
+        cycle_second_stair_count: Annotated[int | None, Argument("int", "Stairs of the fall.", 0, option=-1)] = None,
+        decay_step_size: Annotated[
+            int, Argument("int", "Over how many updates `decay_lr_rate` counts once; 0 does not decay.", 0, option=1000)
+        ] = 0,
+        cycle_momentum: Annotated[
+            bool,
+            Argument("bool", "The betas cycle against the rate; it has no effect on optimizers without betas.", option=False),
+        ] = True,
+        cycle_min_mom: Annotated[
+            Each, Argument("float", "The first beta where the rate is highest.", option=0.8, each=True)
+        ] = 0.8,
+        cycle_max_mom: Annotated[
+            Each, Argument("float", "The first beta where the rate is lowest.", option=0.9, each=True)
+        ] = 0.9,
+        decay_mom_rate: Annotated[float, Argument("float", "How fast the first beta moves after the cycle.", option=0.0)] = 0.0,
+        last_batch_iteration: Iteration = -1,
+    ) -> None:
+        given = locals()
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        if cycle_first_step_size <= 0 or second < 0:
+            raise ValueError(
+                f"cycle_first_step_size={cycle_first_step_size}, cycle_second_step_size={second}: the first is above 0, the "
+                "second not below"
+            )
+        self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
+        self.total_size = self.first_step_size + self.second_step_size
+        self.step_ratio = self.first_step_size / self.total_size
+        groups = groups_of(optimizer)
+        self.cycle_momentum, self.decay_mom_rate = cycle_momentum and "betas" in groups[0], decay_mom_rate
+        if cycle_momentum and not self.cycle_momentum:
+            _logger.warning(f"cycle_momentum has no effect: {type(optimizer).__name__} has no betas")
+        columns = (columns_of(given[name], groups, name) for name in ("cycle_min_mom", "cycle_max_mom"))
+        moments = zip(*columns, strict=True)
+        self._betas = [beta_cycle({**given, "cycle_min_mom": low, "cycle_max_mom": high}) for low, high in moments]
+        self._begin(given)
+        if self.cycle_momentum and last_batch_iteration == -1:
+            self._set_betas([betas(0) for betas in self._betas])
+
+    @staticmethod
+    def rates(a: dict[str, Any], lr: float) -> Rates:
+        """A cycle, then a decay; none depends on ``lr``."""
+        low, high = a["cycle_min_lr"], a["cycle_max_lr"]
+        first, second, stairs, second_stairs = _halves(a)
+        total, every, slope = first + second, a["decay_step_size"], a["decay_lr_rate"]
+        top = first / total
+
+        def rates(k: Tensor) -> Tensor:
+            x = 1.0 + k / total - torch.floor(1 + k / total)
+            rises = x <= top
+            scale = torch.where(rises, x / top, (x - 1) / (top - 1) if top < 1 else _at(x, 0.0))
+            within = torch.remainder(k, total)
+            for count, where in ((stairs, rises), (second_stairs, ~rises)):
+                if count > 0:
+                    falling = (total - within) * count / second if second else _at(x, 0.0)
+                    place = torch.where(within <= first, within * count / first, falling)
+                    scale = torch.where(where, torch.floor(place) / count, scale)
+            after = low / (1 + slope * ((k - total) / every)) if every and slope else _at(k, low)
+            cycle = torch.where(k - 1 < total, low + (high - low) * scale, after)
+            return torch.where(k < 1, _at(k, low), cycle)
+
+        return rates
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each param group at this iteration; None where they stay."""
+        if not self.cycle_momentum:
+            return None
+        return [betas(self.last_batch_iteration + 1) for betas in self._betas]
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Moves to the next iteration, or to the one given, and sets the rates and the betas."""
+        super().step(last_batch_iteration)
+        betas = self.get_mom()
+        if betas is not None:
+            self._set_betas(betas)
+
+    def _set_betas(self, betas: Sequence[tuple[float, float]]) -> None:
+        for group, pair in zip(groups_of(self.optimizer), betas, strict=True):
+            group["betas"] = pair
+
+
+def _halves(a: dict[str, Any]) -> tuple[float, float, int, int]:
+    """Updates and stairs of OneCycle's rise and fall."""
+    first, second = float(a["cycle_first_step_size"]), a["cycle_second_step_size"]
+    stairs, second_stairs = a["cycle_first_stair_count"], a["cycle_second_stair_count"]
+    return first, first if second is None else float(second), stairs, stairs if second_stairs is None else second_stairs
+
+
+def beta_cycle(a: dict[str, Any]) -> BetaCycle:
+    """The betas that go with OneCycle's rates, of its arguments; DeepSpeed's defaults for those left out."""
+    a = {key.name: key.default for key in OneCycle.keys} | a
+    first, second, *_ = _halves(a)
+    height = OneCycle.rates({**a, "cycle_min_lr": 0.0, "cycle_max_lr": 1.0}, 1.0)
+    return BetaCycle(height, first + second, a["cycle_min_mom"], a["cycle_max_mom"], a["decay_mom_rate"], a["decay_step_size"])
+
+
+class LRRangeTest(LRScheduler):
+    """Raises the rate from ``lr_range_test_min_lr`` on, to find the largest one that trains (Smith 2018)."""
+
+    shown = (
+        "min_lr=lr_range_test_min_lr step_size=lr_range_test_step_size step_rate=lr_range_test_step_rate "
+        "staircase=lr_range_test_staircase"
+    )
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: Annotated[Each, Argument("rate", "The first rate.", option=0.001)] = 1e-3,
+        lr_range_test_step_size: Annotated[int, Argument("int", "Updates of an interval.", 1, option=1000)] = 2000,
+        lr_range_test_step_rate: Annotated[
+            float, Argument("float", "What each interval adds, as a multiple of the first rate.", option=1.0)
+        ] = 1.0,
+        lr_range_test_staircase: Annotated[
+            bool, Argument("bool", "Whether the rate rises once an interval.", option=False)
+        ] = False,
+        last_batch_iteration: Iteration = -1,
+    ) -> None:
+        if lr_range_test_step_size < 1:
+            raise ValueError(f"lr_range_test_step_size={lr_range_test_step_size}: a number above 0")
+        self._begin(locals())
+
+    @staticmethod
+    def rates(a: dict[str, Any], lr: float) -> Rates:
+        """A line or stairs; none depends on ``lr``."""
+        low, steps = a["lr_range_test_min_lr"], a["lr_range_test_step_size"]
+
+        def rates(k: Tensor) -> Tensor:
+            interval = k / steps
+            passed: Tensor = interval.floor() if a["lr_range_test_staircase"] else interval
+            risen: Tensor = (1 + a["lr_range_test_step_rate"] * passed) * low
+            return risen
+
+        return rates
+
+
+SCHEDULERS: dict[str, type[LRScheduler]] = {
+    each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}

@@ -1,0 +1,1 @@
+"""What both engines have, that of ``initialize`` and a pipeline's: param groups, counts, schedulers, checkpoints."""

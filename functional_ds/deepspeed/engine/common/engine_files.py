@@ -1,0 +1,219 @@
+"""Engines' checkpoints in DeepSpeed's layout: a folder for each tag, and the file ``latest``."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functional_ds import comm
+from functional_ds.base.files import write_atomically, written_atomically
+from functional_ds.deepspeed.engine.loop.saved_beside import (
+    LOOSE,
+    check_resumable,
+    latest_on_ranks,
+    loaded_values,
+    module_roles,
+    numbers_of,
+    saved_buffers,
+    saved_values,
+)
+from functional_ds.step.state import State
+
+from .config_scheduler import ConfigScheduler
+from .engine_counts import EngineCounts
+
+__all__ = ["EngineFiles", "save_weights"]
+
+_STATE = "state"  # the tag within a tag's folder
+_COUNTS = ("global_steps", "global_samples", "skipped_steps", "updates", "micro_steps")
+
+
+class EngineFiles:
+    """``save_checkpoint`` and ``load_checkpoint``.
+
+    The folder of a tag is one that ``fds.load`` reads, for any number of ranks and stages. What ``client_state`` and the
+    scheduler hold is written as JSON: numbers, strings, containers, tensors, arrays. An object of another class is pickled,
+    which a warning says.
+    """
+
+    module: nn.Module
+    lr_scheduler: Any
+    _counts: EngineCounts
+    _reads_deepspeed = False  # whether DeepSpeed's own files of such an engine are read
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The param groups, as they are now."""
+        raise NotImplementedError
+
+    def _settled(self) -> State:
+        """The state, with all that passes have written."""
+        raise NotImplementedError
+
+    def _begin_load(self) -> State:
+        """The state that another one is to be like; passes that are under way end."""
+        raise NotImplementedError
+
+    def _replace(self, state: State) -> None:
+        """Goes on with another state."""
+        raise NotImplementedError
+
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the state of all ranks into ``save_dir/tag``, and ``save_dir/latest``. Collective.
+
+        Args:
+            save_dir: a folder that all ranks see.
+            tag: its name; by default ``global_step{N}``.
+            client_state: what ``load_checkpoint`` is to return: plain values, tensors, arrays, or else objects, which are
+                pickled. Rank 0's counts.
+            save_latest: whether the file ``latest`` names it from now on.
+            exclude_frozen_parameters: saves no space here, which a warning says: a state is saved whole.
+
+        Raises:
+            ValueError: no folder, or a tag that leads out of it.
+            CheckpointError: a rank could not write; ``latest`` is as it was.
+        """
+        from functional_ds.checkpointing.save import save  # may be left out of an installation
+
+        if exclude_frozen_parameters:
+            warnings.warn("exclude_frozen_parameters=True: a state is saved whole; see save_16bit_model", stacklevel=2)
+        state, counts, scheduler = self._settled(), self._counts, self.lr_scheduler
+        counts.settle()
+        place, name = _place(save_dir, f"global_step{counts.global_steps}" if tag is None else tag)
+        held = {
+            "client_state": dict(client_state or {}),
+            "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "groups": numbers_of(self._groups()),
+        }
+        numbers = {name: getattr(counts, name) for name in _COUNTS}
+        extra = {"engine": numbers, "held": saved_values(held), "buffers": saved_buffers(self.module)}
+        save(state, place, tag=_STATE, extra=extra)
+        if save_latest and comm.world().rank == 0:
+            write_atomically(Path(save_dir) / "latest", name.encode())
+        comm.barrier()
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+        *,
+        allow_pickle: bool = False,
+    ) -> tuple[str | None, Any]:
+        """Goes on from a checkpoint of any number of ranks and any stage; DeepSpeed's own, too, but for pipelines. Collective.
+
+        Returns:
+            the folder and ``client_state``; (None, None) where the folder has no file ``latest`` and no tag is given.
+
+        Args:
+            load_dir: the folder that was passed to ``save_checkpoint``.
+            tag: which one; by default the one that ``latest`` names.
+            load_module_strict: False lets params and buffers differ by name.
+            load_optimizer_states: False reads params and buffers alone; with it the param groups' numbers, rates among them.
+            load_lr_scheduler_states: False leaves the scheduler as it is.
+            load_module_only: True reads params and buffers alone, and leaves counts and scheduler as they are.
+            custom_load_fn: refused.
+            allow_pickle: whether objects that were pickled are unpickled, which can run any code: what in ``client_state`` or
+                the scheduler's state is no plain value, tensor or array.
+
+        Raises:
+            NoCheckpointError: there is no such tag.
+            StructureError: names or shapes differ.
+            CheckpointError: it has pickled objects, and ``allow_pickle`` is False.
+            ValueError: the checkpoint has another number of param groups, or no state of the user's scheduler.
+        """
+        if custom_load_fn is not None:
+            raise ValueError("custom_load_fn: checkpoints are read shard by shard, so there is no whole state_dict to give it")
+        tag = latest_on_ranks(Path(load_dir)) if tag is None else tag
+        if tag is None:
+            return None, None
+        place, name = _place(load_dir, tag)
+        optimizer, scheduler = (asked and not load_module_only for asked in (load_optimizer_states, load_lr_scheduler_states))
+        like, own = self._begin_load(), self._groups()
+        options: dict[str, Any] = {} if optimizer else {"only": module_roles(like)}
+        if not load_module_strict:
+            options |= {"allow_missing": LOOSE, "allow_extra": LOOSE}
+        if self._reads_deepspeed and any(place.glob("*model_states.pt")):
+            state, numbers, held = self._of_deepspeed(load_dir, name, like, options)
+        else:
+            from functional_ds.checkpointing.load import load  # may be left out of an installation
+
+            state, extra = load(place, like=like, tag=_STATE, with_extra=True, **options)
+            numbers, held = extra["engine"], loaded_values(extra, place, allow_pickle=allow_pickle)
+        groups = held.get("groups") if optimizer else None
+        of_config = isinstance(self.lr_scheduler, ConfigScheduler)
+        resumed = self.lr_scheduler if scheduler and not of_config else None
+        check_resumable(place, groups=own, saved_groups=groups, scheduler=resumed, saved_scheduler=held["lr_scheduler"])
+        position = self.lr_scheduler.state_dict() if of_config else None
+        self._replace(state)
+        if not load_module_only:
+            self._counts.restart(numbers if optimizer else {**numbers, "updates": int(state.step)})
+        moved = held["lr_scheduler"] if scheduler else position
+        if moved is not None and hasattr(self.lr_scheduler, "load_state_dict"):
+            self.lr_scheduler.load_state_dict(moved)
+        for group, now in zip(own, groups or (), strict=False):
+            group.update(now)
+        return str(place), held["client_state"]
+
+    def _of_deepspeed(
+        self, folder: Any, tag: str, like: State, options: dict[str, Any]
+    ) -> tuple[State, dict[str, int], dict[str, Any]]:
+        """The state of a checkpoint of DeepSpeed's, its counts, and what ``save_checkpoint`` keeps beside. Collective."""
+        from functional_ds.interchange.deepspeed import from_deepspeed  # may be left out of an installation
+        from functional_ds.interchange.deepspeed_files import ZeroFiles
+
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        own = self._groups()
+        order = [[names[id(parameter)] for parameter in group["params"]] for group in own] or None
+        state = from_deepspeed(folder, like=like, tag=tag, order=order, **options)
+        files = ZeroFiles.open(Path(folder), tag, order)
+        known = {name for group in own for name in group} | {"initial_lr"}  # theirs have more of their own
+        groups = [{name: value for name, value in group.items() if name in known} for group in files.groups] or None
+        held = {"client_state": files.client_state(), "lr_scheduler": files.entries.get("lr_scheduler"), "groups": groups}
+        return state, {**files.counts, "updates": int(state.step)}, held
+
+
+def save_weights(weights: Mapping[str, Tensor], folder: Any, name: str) -> bool:
+    """Writes a ``state_dict`` on rank 0. Collective.
+
+    Args:
+        weights: on the host.
+        folder: created if missing.
+        name: of the file; one that ends with ".safetensors" is written so.
+    """
+    if comm.world().rank == 0:
+        path = Path(folder) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            from functional_ds.interchange.export import export  # may be left out of an installation
+
+            export(dict(weights), path, overwrite=True)
+        else:
+            with written_atomically(path) as file:
+                torch.save(dict(weights), file)
+    comm.barrier()
+    return True
+
+
+def _place(folder: Any, tag: Any) -> tuple[Path, str]:
+    name = str(tag)
+    parts = PurePath(name).parts
+    if not folder:
+        raise ValueError(f"save_dir={folder!r}: pass a folder")
+    if not parts or PurePath(name).is_absolute() or ".." in parts:
+        raise ValueError(f"tag={tag!r}: pass the name of a folder in {folder}")
+    return Path(folder) / name, name
