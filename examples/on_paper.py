@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 import functional_ds as fds
 from functional_ds import comm, memory
 from functional_ds import transforms as T
-from functional_ds.modules.flops import FlopCounter
+from functional_ds.dry_run.operations import OperationCounter
 from functional_ds.scaling import CLUSTERS, Cluster, MeshPlan, PredictedRun, Transformer, predict_run, rank_share
 
 # Touvron et al. 2023, Llama 2, 70 B; dropout and attention's weights are kept nowhere.
@@ -120,12 +120,12 @@ def executed(model: Transformer, plan: MeshPlan) -> dict[str, float]:
         loss = program.loss_of(model, recompute=plan.recompute != "none")
         step = fds.compose(*chain)(fds.train_step(loss, fds.adam(1e-4)))
         state, batch = step.init(program.fresh(model)), program.batch_of(model, plan)
-        with comm.ledger() as book, FlopCounter() as counter:
+        with comm.ledger() as book, OperationCounter() as counter:
             state, _ = step(state, batch)
         rows = [row for row in book.rows if "control" not in row.group]
         sent = {axis: sum(row.elements for row in rows if row.group.partition("/")[0] == axis) for axis in ("tp", "dp")}
         held = memory.measured(state)
-        return {"params": held.params, "masters": held.masters, "optimizer": held.optimizer, **sent, "FLOPs": counter.total}
+        return {"params": held.params, "masters": held.masters, "optimizer": held.optimizer, **sent, "FLOPs": counter.flops}
 
     found: dict[str, float] = comm.symmetric(rank, world_size=plan.ranks, rank=plan.ranks - 1)
     return found

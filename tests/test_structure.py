@@ -33,6 +33,7 @@ LAYERS = (
     ("step",),
     ("remat", "state_dict"),
     ("modules",),
+    ("dry_run",),
     ("compiling",),
     ("parallel.tensor", "parallel.sequence", "parallel.experts"),
     ("memory", "checkpointing", "interchange"),

@@ -7,15 +7,14 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked
-from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, unset_fake_temporarily
+from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from functional_ds.base.weighted import weigh
+from functional_ds.dry_run.events import EventRecorder, peak
+from functional_ds.dry_run.operations import SizedOperation, tensors_in
 from functional_ds.step.tape import Tape
-
-from .counting import Live, holdings
 
 __all__ = ["Activations", "activations"]
 
@@ -35,31 +34,19 @@ class Activations:
     backward: int
 
 
-class _Allocations(TorchDispatchMode):
-    """Notes the results of each operation."""
+class _Allocations(EventRecorder):
+    """Under fake tensors, the fakes of tensors with values are apart: those were allocated before."""
 
-    def __init__(self, known: Any) -> None:
-        super().__init__()
-        self.live, self._known = Live(), holdings(known)
-        self._standing: dict[int, Tensor] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._take_in((args, kwargs))
-        found = function(*args, **(kwargs or {}))
-        results = [x for x in tree.leaves(found) if isinstance(x, Tensor) and not x.is_meta]  # a module's bare copy is
-        self.live.note(x for x in results if StorageWeakRef(x.untyped_storage()) not in self._known)
-        return found
-
-    def _take_in(self, given: Any) -> None:
-        """Under fake tensors: the fakes of tensors with values were allocated before, so they are known."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with unset_fake_temporarily() as fakes:
-            if not isinstance(fakes, FakeTensorMode):
-                return
-            for x in tree.leaves(given):
-                if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and not x.is_meta:
-                    fake = fakes.from_tensor(x)
-                    self._standing[id(fake)] = fake
-                    self._known.update(holdings(fake))
+            if isinstance(fakes, FakeTensorMode):
+                bare = (x for x in tensors_in((args, kwargs)) if not isinstance(x, FakeTensor) and not x.is_meta)
+                self.keep_apart([fakes.from_tensor(x) for x in bare])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def add(self, operation: SizedOperation, result: Any) -> None:
+        """An operation ran; what a module's bare copy gives has no memory."""
+        super().add(operation, [x for x in tensors_in(result) if not x.is_meta])
 
 
 def activations(
@@ -108,21 +95,20 @@ def _run(
 ) -> Activations:
     with Tape() as tape:
         seen = tree.map(lambda x: tape.watch(x) if is_trainable(x) else x.detach(), params)
-        with _Allocations((params, batch)) as mode:
+        with _Allocations((params, batch)) as run:
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 found = loss_fn(seen, batch)
             loss = found[0] if isinstance(found, tuple) else found
             loss = weigh(loss, "the loss").sum
-            outputs = holdings(found)
+            outputs = run.allocated(found)
             del found
             tape.end_forward()
-            held = {key: size for key, size in mode.live.holds().items() if key not in outputs}
-            forward, mode.live.peak = mode.live.peak, 0
-            del outputs
+            held = {number: size for number, size in run.allocated().items() if number not in outputs}
+            middle = len(run.events)
             tape.backward(loss)
             del loss
     gc.collect()  # a graph may be in a cycle
-    lasting = mode.live.holds()
-    kept, lasts = sum(size for key, size in held.items() if key not in lasting), sum(lasting.values())
-    before = sum(size for key, size in held.items() if key in lasting)  # what lasts may also be made in the backward pass
-    return Activations(kept, forward - before, max(mode.live.peak - lasts, 0))
+    lasting = run.allocated()
+    kept, lasts = sum(size for number, size in held.items() if number not in lasting), sum(lasting.values())
+    before = sum(size for number, size in held.items() if number in lasting)  # the backward pass may also make what lasts
+    return Activations(kept, peak(run.events[:middle]) - before, max(peak(run.events, since=middle) - lasts, 0))

@@ -8,7 +8,7 @@ import attrs
 
 from functional_ds.comm.algorithms.cost import Link, Network, predict
 from functional_ds.comm.record.ledger import Row
-from functional_ds.modules.operation_cost import WORK_KINDS, SizedOperation, perfect_seconds
+from functional_ds.dry_run.operations import WORK_KINDS, SizedOperation, perfect_seconds
 
 __all__ = ["FACTORS", "Machine"]
 

@@ -20,8 +20,7 @@ from functional_ds.comm.dispatch import outline
 from functional_ds.comm.record.call_recorder import recording
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group, Ready
-from functional_ds.modules.flops import flops_of
-from functional_ds.modules.operation_cost import SizedOperation, operation_of
+from functional_ds.dry_run.operations import SizedOperation, operation_of
 from functional_ds.step.axes import axes, with_axes
 
 from .graph_collectives import GraphRecorder, site_here
@@ -225,7 +224,7 @@ class _WorkOfCall(TorchDispatchMode):
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         self.others = self.others or any(get_proxy_slot(x, self.tracer, None) is not None for x in given)
         found = func(*args, **kwargs)
-        self.work.append(operation_of(func, args, kwargs, found, flops=flops_of(func, args, kwargs, found) or 0))
+        self.work.append(operation_of(func, args, kwargs, found))
         return found
 
 

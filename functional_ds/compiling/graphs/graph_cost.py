@@ -9,10 +9,9 @@ from torch import Tensor, fx
 
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.collective import Here
-from functional_ds.comm.record.group import Ready
-from functional_ds.comm.record.ledger import Ledger, Row
-from functional_ds.modules.flops import flops_of
-from functional_ds.modules.operation_cost import SizedOperation, operation_of
+from functional_ds.comm.record.ledger import Row
+from functional_ds.dry_run.events import row_of, sent
+from functional_ds.dry_run.operations import SizedOperation, operation_of
 
 from .eager_calls import RUN_BACKWARD, InnerCall, eager_site
 from .graph_collectives import START, WAIT, CallSite, site_of
@@ -302,7 +301,7 @@ def graph_cost(
         machine: the rates.
         links: of groups, by the name of their axis; others have the machine's.
     """
-    clock, book = _RankTimeline(machine, links or {}), Ledger()
+    clock, rows = _RankTimeline(machine, links or {}), list[Row]()
     memory: list[tuple[float, InMemory]] = []
     for node in nodes:
         memory.append((clock.device, held[node]))
@@ -310,36 +309,33 @@ def graph_cost(
         if eager is not None:
             for each in eager.work[node.target is RUN_BACKWARD]:
                 if isinstance(each, InnerCall):
-                    clock.start(node, each, _count(each, each.xs, book))
+                    rows.append(_row(each, each.xs))
+                    clock.start(node, each, rows[-1])
                 else:
                     clock.compute(node, each, each.kind)
         elif node.target is START:
             site = sites[site_of(node)]
             xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
-            clock.begin(node, site, _count(site, xs, book))
+            rows.append(_row(site, xs))
+            clock.begin(node, site, rows[-1])
         elif node.target is WAIT:
             clock.wait(node)
         elif node.op == "call_function" and isinstance(node.target, OPERATOR):
             clock.compute(node, _operation(node), _name(node))
         elif node.op == "output":
             clock.finish(node)
-    return GraphCost(clock.spans, clock.waits, clock.device, clock.busy, clock.idle, book.rows, memory)
+    return GraphCost(clock.spans, clock.waits, clock.device, clock.busy, clock.idle, sent(rows), memory)
 
 
-def _count(site: CallSite | InnerCall, xs: Sequence[Tensor], book: Ledger) -> Row:
-    """A collective's own row, which the ledger counts, too."""
-    here = Here(site.call.options, site.group.rank, site.group.size)
-    for each in (book, alone := Ledger()):
-        each.record(site.call, xs, here, site.group.name, site.group.ranks, Ready([]), 0.0, early=False)
-    return alone.rows[-1]
+def _row(site: CallSite | InnerCall, xs: Sequence[Tensor]) -> Row:
+    """A collective as a ledger counts it."""
+    return row_of(site.call, xs, Here(site.call.options, site.group.rank, site.group.size), site.group.name, site.group.ranks)
 
 
 def _operation(node: fx.Node) -> SizedOperation:
     args = fx.map_arg(node.args, lambda each: each.meta.get("val"))
     kwargs = fx.map_arg(node.kwargs, lambda each: each.meta.get("val"))
-    value = node.meta.get("val")
-    flops = flops_of(node.target, args, kwargs, value)
-    return operation_of(node.target, args, kwargs, value, flops=flops or 0)
+    return operation_of(node.target, args, kwargs, node.meta.get("val"))
 
 
 def _name(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from functional_ds.base.prng import Key
 from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode, is_fake
 from functional_ds.base.weighted import weigh
 from functional_ds.comm.algorithms.cost import Link
-from functional_ds.modules.flops import FlopCounter
+from functional_ds.dry_run.operations import OperationCounter
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.step.tape import Tape
@@ -124,7 +124,7 @@ def _run(stages: Stages, index: int, own: dict[str, Tensor], before: _StageCost 
     arrived = [] if before is None or before.after is None else [torch.empty_like(leaf) for leaf in before.after.onward]
     x, inputs = (None, []) if before is None or before.after is None else before.after.value(arrived)
     apart = [leaf for leaf in (*own.values(), *tree.leaves(micro)) if isinstance(leaf, Tensor)]
-    with SavedBytes(lambda: apart) as saved, FlopCounter() as forward:
+    with SavedBytes(lambda: apart) as saved, OperationCounter() as forward:
         y = stages.run(index, own, x, micro, Key.of(0))
     last = index == len(stages) - 1
     after = None if last else Boundary.of(y)
@@ -132,13 +132,13 @@ def _run(stages: Stages, index: int, own: dict[str, Tensor], before: _StageCost 
     outputs = [output for output in given if output.requires_grad]
     keeps = [_storage(leaf) in saved.sizes for leaf in given]
     in_flight = InFlightMicroBatch.of(inputs, outputs)
-    with FlopCounter() as back:
+    with OperationCounter() as back:
         in_flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
-    with FlopCounter() as weights:
+    with OperationCounter() as weights:
         in_flight.backward_weights()
     both = {_storage(leaf) for leaf, kept in zip(arrived, before.keeps if before else (), strict=True) if kept}
     shared = sum(saved.sizes[storage] for storage in both if storage in saved.sizes)
-    return _StageCost(forward.total, back.total, weights.total, saved.sizes, shared, after, keeps)
+    return _StageCost(forward.flops, back.flops, weights.flops, saved.sizes, shared, after, keeps)
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

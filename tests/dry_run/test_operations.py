@@ -14,7 +14,7 @@ from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.microbenchmarks import measured_here
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import step_shape
-from functional_ds.modules.operation_cost import WORK_KINDS, OperationCounter, SizedOperation, perfect_seconds
+from functional_ds.dry_run.operations import WORK_KINDS, OperationCounter, SizedOperation, perfect_seconds
 from functional_ds.scaling.machine import FACTORS, Machine
 from tests.cli.models_by_name import HERE
 
