@@ -9,7 +9,7 @@ from functional_ds.memory.formulas import EIGHTEEN, SIXTEEN, by_stage, elements_
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.planning.timeline import timeline
 
-from .cluster import Cluster
+from .machine import Machine
 from .mesh_plan import MeshPlan
 from .rank_share import RankShare, rank_share
 from .transformer import Transformer
@@ -27,7 +27,7 @@ class PredictedRun:
     Attributes:
         model: what is trained.
         plan: on which mesh.
-        cluster: of which devices.
+        machine: on which devices.
         shares: what the pipeline's ranks have and do, by place.
         memories: their bytes, by place.
         bubble: the part of the pipeline's time in which a rank does not compute, on average; messages' delays included.
@@ -37,7 +37,7 @@ class PredictedRun:
 
     model: Transformer
     plan: MeshPlan
-    cluster: Cluster
+    machine: Machine
     shares: tuple[RankShare, ...]
     memories: tuple[Memory, ...]
     bubble: float
@@ -56,7 +56,7 @@ class PredictedRun:
     @property
     def fits(self) -> bool:
         """Whether that is within a device's memory."""
-        return self.memory.total <= self.cluster.memory
+        return self.memory.total <= self.machine.memory
 
     @property
     def flops_per_second(self) -> float:
@@ -73,39 +73,40 @@ class PredictedRun:
     def utilisation(self) -> float:
         """The part of the devices' rate that the model needs, recomputations left out (MFU)."""
         tokens = self.plan.rows * self.model.length
-        return self.model.step_flops(tokens) / self.step_seconds / self.plan.ranks / self.cluster.flops
+        return self.model.step_flops(tokens) / self.step_seconds / self.plan.ranks / self.machine.flops
 
 
-def predict_run(model: Transformer, plan: MeshPlan, cluster: Cluster) -> PredictedRun:
+def predict_run(model: Transformer, plan: MeshPlan, machine: Machine) -> PredictedRun:
     """Predicts a run of mixed precision and Adam: 16-bit params, gradients and activations, fp32 masters and moments.
 
     What is counted is exact, and tests execute it: parameters, operations, elements sent, state bytes, and the schedule,
-    which is the pipeline's own, timed by ``pp.timeline``. What is assumed: products run at ``cluster.efficiency`` of the
-    peak, elementwise kernels at the memory's bandwidth, a collective takes what a ring takes, ZeRO has one for each unit,
+    which is the pipeline's own, timed by ``pp.timeline``. What is assumed: products run at the
+    machine's rate, elementwise kernels at the memory's bandwidth, a collective takes what a ring takes, each times its factor;
+    ZeRO has one for each unit,
     links are not shared, and all ranks are equally fast.
 
     Args:
         model: the transformer.
         plan: the mesh, and what a rank does in a step.
-        cluster: the devices and links.
+        machine: the devices and links.
 
     Raises:
         ValueError: the mesh does not divide the model.
 
-    >>> from functional_ds.scaling import CLUSTERS
+    >>> from functional_ds.scaling import MACHINES
     >>> model = Transformer(layers=128, width=25600, heads=160, vocabulary=51200, length=2048)
-    >>> run = predict_run(model, MeshPlan(dp=6, tp=8, pp=64, micro_batches=512, recompute="whole"), CLUSTERS["a100"])
+    >>> run = predict_run(model, MeshPlan(dp=6, tp=8, pp=64, micro_batches=512, recompute="whole"), MACHINES["a100-80gb"])
     >>> f"bubble {run.bubble:.1%}, {run.memory.total / 1e9:.0f} GB"
     'bubble 16.7%, 54 GB'
     """
     shares = tuple(rank_share(model, plan, place) for place in range(plan.pp))
-    stages = _stages(model, plan, cluster)
-    near = plan.tp * plan.pp <= cluster.network.ranks_per_node
+    stages = _stages(model, plan, machine)
+    network, apart = machine.network, plan.tp * plan.pp
     tokens = plan.micro_batch * model.length
     costs = Costs(
         forward=[sum(stage.forward.values()) for stage in stages],
         backward=[sum(stage.backward.values()) for stage in stages],
-        link=cluster.network.inside if near else cluster.network.across,
+        link=network.inside if apart <= network.ranks_per_node else network.across,
         message=2 * tokens * model.width,
         activations=[stage.kept for stage in stages],
     )
@@ -118,7 +119,8 @@ def predict_run(model: Transformer, plan: MeshPlan, cluster: Cluster) -> Predict
         halves = elements_sent(plan.stage, micro_batches=plan.micro_batches)  # gathers and reductions; two are an all-reduce
         wide = {0: 2, 1: 1}.get(plan.stage, 0) * (plan.gradient_bytes - 2)
         nbytes, calls = share.parameters * (2 * halves + wide) / 2, len(share.units) * halves // 2
-        spent = cluster.reduces(nbytes, plan.dp, apart=plan.tp * plan.pp, calls=calls)
+        beside = max(1, network.ranks_per_node // apart)
+        spent = machine.factors["communicate"] * machine.reduces(nbytes, plan.dp, beside=beside, calls=calls)
         hidden = (line.makespan if plan.stage == 3 else float(last)) if plan.overlap else 0.0
         data = max(data, spent - hidden)
     updated = max(share.parameters for share in shares) / (plan.dp if plan.stage else 1)
@@ -126,11 +128,11 @@ def predict_run(model: Transformer, plan: MeshPlan, cluster: Cluster) -> Predict
         **most,
         "pipeline": max(0.0, line.makespan - sum(most.values())),
         "data": data,
-        "update": (_UPDATED + plan.gradient_bytes) * updated / cluster.memory_bandwidth,
+        "update": machine.factors["update"] * (_UPDATED + plan.gradient_bytes) * updated / machine.memory_bandwidth,
     }
     working = 0 if plan.recompute == "none" else model.layer_kept(tokens, plan.tp)
     memories = tuple(_memory(share, plan, round(peak) + working) for share, peak in zip(shares, line.peak, strict=True))
-    return PredictedRun(model, plan, cluster, shares, memories, max(0.0, line.bubble), seconds)
+    return PredictedRun(model, plan, machine, shares, memories, max(0.0, line.bubble), seconds)
 
 
 @attrs.frozen
@@ -142,11 +144,13 @@ class _StageCosts:
     kept: int
 
 
-def _stages(model: Transformer, plan: MeshPlan, cluster: Cluster) -> list[_StageCosts]:
+def _stages(model: Transformer, plan: MeshPlan, machine: Machine) -> list[_StageCosts]:
     layers, tokens, tp = plan.layers_of_a_stage(model), plan.micro_batch * model.length, plan.tp
-    product, moved = model.layer_flops(tokens) / tp / cluster.rate, model.layer_moved(tokens, tp) / cluster.memory_bandwidth
-    head, reduced = model.head_flops(tokens) / tp / cluster.rate, cluster.reduces(2 * tokens * model.width, tp)
-    spared = model.last_product_flops(tokens) / tp / cluster.rate * (plan.recompute == "needed")
+    rate, factors = machine.flops / machine.factors["products"], machine.factors
+    product, head = model.layer_flops(tokens) / tp / rate, model.head_flops(tokens) / tp / rate
+    moved = factors["elementwise"] * model.layer_moved(tokens, tp) / machine.memory_bandwidth
+    reduced = factors["communicate"] * machine.reduces(2 * tokens * model.width, tp)
+    spared = model.last_product_flops(tokens) / tp / rate * (plan.recompute == "needed")
     times, more = (2, 0) if plan.recompute == "none" else (3, 1 if plan.recompute == "needed" else 2)
     kept = model.layer_kept(tokens, tp) if plan.recompute == "none" else 2 * tokens * model.width
     found = []

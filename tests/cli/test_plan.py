@@ -14,13 +14,12 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.cli.planning.candidate import Candidate
-from functional_ds.cli.planning.known_machines import MACHINES
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import step_shape
 from functional_ds.comm.record.ledger import Row
 from functional_ds.comm.record.table import ALL_REDUCE
 from functional_ds.dry_run.operations import OperationCounter, SizedOperation
-from functional_ds.scaling.machine import FACTORS, Machine
+from functional_ds.scaling.machine import FACTORS, MACHINES, Machine
 from tests.cli.models_by_name import HERE
 from tests.cli.running import answer, refusal, run
 

@@ -17,7 +17,7 @@ from functional_ds import comm, memory
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.dry_run.operations import OperationCounter
-from functional_ds.scaling import CLUSTERS, MeshPlan, Transformer, predict_run, rank_share
+from functional_ds.scaling import MACHINES, MeshPlan, Transformer, predict_run, rank_share
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import paper_transformer as pt
@@ -148,7 +148,7 @@ def test_a_pipeline_passes_what_is_counted() -> None:
 def test_stage_3_has_the_largest_units_whole(model: Transformer) -> None:
     plan = MeshPlan(dp=4, stage=3)
     report = T.zero(3).cost_report(pt.fresh(model), n=plan.dp, stored_dtype=torch.bfloat16)
-    assert predict_run(model, plan, CLUSTERS["a100"]).memory.gathered == report.fetched()
+    assert predict_run(model, plan, MACHINES["a100-80gb"]).memory.gathered == report.fetched()
 
 
 # -- activations --------------------------------------------------------------------------------------------------------
