@@ -35,7 +35,7 @@ from functional_ds.cli.planning.microbenchmarks import measured_here
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.tuning.calibration import fitted
 from functional_ds.cli.tuning.trial import ProcessMemory
-from functional_ds.dry_run.events import EventRecorder, peak
+from functional_ds.dry_run.events import EventRecorder
 from functional_ds.memory.account import measured
 from functional_ds.scaling.machine import Machine
 
@@ -191,7 +191,7 @@ def trained(chosen: Sequence[Case], rounds: int, at_once: bool = False) -> "list
         with EventRecorder() as recorder:
             recorder.note((state, batch))
             state, _ = step(state, batch)
-        found.append(([], grown, peak(recorder.events), held))
+        found.append(([], grown, recorder.events.peak(), held))
         runs.append([step, state, batch])
     for _ in range(rounds):
         for run, (times, *_) in zip(runs[1:], found[1:], strict=True):

@@ -88,6 +88,7 @@ LATE = {
     ("deepspeed.engine.engine_reports", "profiling.profiler"): "profiling may be left out",
     ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
     ("fitting.checkpoints", "checkpointing.save"): "checkpointing may be left out",
+    ("transforms.zero.cost_report", "dry_run.dry_run"): "a step is no prediction of it",
     ("testing", "pipelining.schedules.action"): "pipelining may be left out",
     ("testing", "pipelining.schedules.schedule"): "pipelining may be left out",
 }

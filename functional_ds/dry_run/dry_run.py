@@ -15,14 +15,14 @@ from functional_ds.base.weighted import Weighted, weigh
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
-from .events import Event, recorded
+from .events import Events, recorded
 
 __all__ = ["dry_run", "kernels_of", "loss_of_all"]
 
 _LEARNS = 2  # the first step learns in which order units are used, and the second agrees on it
 
 
-def dry_run(step: Step, state: State, batch: Any) -> list[Event]:
+def dry_run(step: Step, state: State, batch: Any) -> Events:
     """The events of a step on this rank, its state and batch allocated first.
 
     It is a later step, which knows in what order units are used. In a world with shapes alone nothing is computed, so that a
@@ -37,14 +37,13 @@ def dry_run(step: Step, state: State, batch: Any) -> list[Event]:
 
     >>> import functional_ds as fds
     >>> from functional_ds.comm.worlds.shapes import rank_on_shapes
-    >>> from functional_ds.dry_run.events import flops, peak, sent
     >>> def program():
     ...     step = fds.transforms.zero(1)(fds.train_step(lambda params, x: (x @ params["w"]).square().sum(), fds.adam(0.1)))
     ...     return dry_run(step, step.init({"w": torch.empty(512, 512, device="meta")}), torch.empty(8, 512, device="meta"))
     >>> events = rank_on_shapes(program, world_size=64, rank=7)
-    >>> flops(events) == 2 * 2 * 8 * 512 * 512, peak(events) > 4 * 2 * 512 * 512  # params, and whole gradients
+    >>> events.flops == 2 * 2 * 8 * 512 * 512, events.peak() > 4 * 2 * 512 * 512  # params, and whole gradients
     (True, True)
-    >>> [(row.collective, row.bytes) for row in sent(events) if row.group in ("world", "world/reduce") and row.bytes > 4096]
+    >>> [(row.collective, row.bytes) for row in events.sent if row.group in ("world", "world/reduce") and row.bytes > 4096]
     [('reduce_scatter', 1032192), ('all_gather', 1032192)]
     """
     for _ in range(_LEARNS):

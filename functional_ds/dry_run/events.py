@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.torch_private import storage_id
+from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, storage_id, unset_fake_temporarily
 from functional_ds.comm.debug.trace import opened
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Ready
@@ -20,7 +20,7 @@ from functional_ds.comm.record.ledger import Ledger, Row
 
 from .operations import OperationCounter, SizedOperation, tensors_in
 
-__all__ = ["Allocation", "Event", "EventRecorder", "counted", "flops", "peak", "recorded", "row_of", "sent"]
+__all__ = ["Allocation", "Event", "EventRecorder", "Events", "FakeRecorder", "recorded", "row_of"]
 
 
 @attrs.frozen
@@ -41,43 +41,52 @@ class Allocation:
 Event = Allocation | SizedOperation | Row  # of one call
 
 
-def peak(events: Iterable[Event], label: str | None = None, *, since: int = 0) -> int:
-    """The most bytes at one time, of all storages or of those with a label; ``since``: from this event on.
+class Events(list[Event]):
+    """The events of a run on one rank, in order, and what they add up to.
 
-    >>> peak([Allocation(8, 1), Allocation(4, 2), Allocation(-8, 1), Allocation(6, 3)])
+    >>> Events([Allocation(8, 1), Allocation(4, 2), Allocation(-8, 1), Allocation(6, 3)]).peak()
     12
     """
-    now = most = 0
-    for place, event in enumerate(events):
-        if isinstance(event, Allocation) and label in (None, event.label):
-            now += event.bytes
-            most = max(most, now) if place >= since else 0
-    return most
 
+    def peak(self, label: str | None = None, *, since: int = 0, until: int | None = None) -> int:
+        """The most bytes at one time, of all storages or of those with a label; from one event on, or before one.
 
-def counted(events: Iterable[Event]) -> Counter[SizedOperation]:
-    """How often each operation runs; those that collectives consist of are left out."""
-    return Counter(event for event in events if isinstance(event, SizedOperation))
+        Args:
+            label: which.
+            since: the first event that counts; what was allocated before is there.
+            until: the first event that does not; None for all.
+        """
+        now = most = 0
+        for place, event in enumerate(self[:until]):
+            if isinstance(event, Allocation) and label in (None, event.label):
+                now += event.bytes
+                most = max(most, now) if place >= since else 0
+        return most
 
+    @property
+    def work(self) -> Counter[SizedOperation]:
+        """How often each operation runs; those that collectives consist of are left out."""
+        return Counter(event for event in self if isinstance(event, SizedOperation))
 
-def flops(events: Iterable[Event]) -> int:
-    """The floating-point operations of products, convolutions and attention."""
-    return sum(event.flops for event in events if isinstance(event, SizedOperation))
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of products, convolutions and attention."""
+        return sum(event.flops for event in self if isinstance(event, SizedOperation))
 
-
-def sent(events: Iterable[Event]) -> tuple[Row, ...]:
-    """The rows of a ledger: for each collective and group what this rank sends, in order of first use."""
-    rows: dict[Any, Row] = {}
-    for event in events:
-        if isinstance(event, Row):
-            fresh = attrs.evolve(event, calls=0, elements=0, bytes=0, sent_to={})
-            row = rows.setdefault((event.collective, event.group, event.ranks), fresh)
-            row.calls += event.calls
-            row.elements += event.elements
-            row.bytes += event.bytes
-            for peer, size in event.sent_to.items():
-                row.sent_to[peer] = row.sent_to.get(peer, 0) + size
-    return tuple(rows.values())
+    @property
+    def sent(self) -> tuple[Row, ...]:
+        """The rows of a ledger: for each collective and group what this rank sends, in order of first use."""
+        rows: dict[Any, Row] = {}
+        for event in self:
+            if isinstance(event, Row):
+                fresh = attrs.evolve(event, calls=0, elements=0, bytes=0, sent_to={})
+                row = rows.setdefault((event.collective, event.group, event.ranks), fresh)
+                row.calls += event.calls
+                row.elements += event.elements
+                row.bytes += event.bytes
+                for peer, size in event.sent_to.items():
+                    row.sent_to[peer] = row.sent_to.get(peer, 0) + size
+        return tuple(rows.values())
 
 
 def row_of(call: Call, tensors: Sequence[Tensor], here: Here, group: str, ranks: tuple[int, ...]) -> Row:
@@ -99,7 +108,7 @@ class EventRecorder(OperationCounter):
 
     def __init__(self, apart: Any = ()) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events = Events()
         self._lock = threading.RLock()  # threads of collectives note, too
         self._known: dict[int, tuple[ref[torch.UntypedStorage], Allocation]] = {}
         self._count = 0
@@ -128,6 +137,14 @@ class EventRecorder(OperationCounter):
                     self._known[place] = ref(storage, lambda _, place=place: self._freed(place)), made  # type: ignore[misc]
                     self._labelled.update([place] if label else ())
                     self.events.append(made)
+
+    def expect(self, size: int, label: str) -> Allocation:
+        """Memory is taken for what is under way."""
+        with self._lock:
+            self._count += 1
+            made = Allocation(size, self._count, label)
+            self.events.append(made)
+        return made
 
     def keep_apart(self, held: Any) -> None:
         """Tensors were there before."""
@@ -159,6 +176,21 @@ class EventRecorder(OperationCounter):
             self.events += sorted(changes, key=lambda change: change.bytes)  # what was given back may have come first
 
 
+class FakeRecorder(EventRecorder):
+    """Under fake tensors: those of tensors with values, a module's buffers say, are apart, as these were allocated before."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with unset_fake_temporarily() as fakes:
+            if isinstance(fakes, FakeTensorMode):
+                bare = (x for x in tensors_in((args, kwargs)) if not isinstance(x, FakeTensor) and not x.is_meta)
+                self.keep_apart([fakes.from_tensor(x) for x in bare])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def add(self, operation: SizedOperation, result: Any) -> None:
+        """An operation ran; what a module's bare copy gives has no memory."""
+        super().add(operation, [x for x in tensors_in(result) if not x.is_meta])
+
+
 @attrs.define(eq=False)
 class _CallEvents(Ledger):
     """Notes collectives among a recorder's events."""
@@ -186,7 +218,9 @@ class _CallEvents(Ledger):
         if isinstance(handle, Ready):
             self.recorder.note(handle.results, label)
             return handle
-        return _Arriving(handle, self.recorder, label)
+        size = sum(x.nbytes for x in tensors) * (here.n if call.collective.traffic.of_result else 1)
+        noted = hasattr(comm.world().world, "communicating")  # the memory of what is under way, as operations
+        return _Arriving(handle, self.recorder, label, self.recorder.expect(0 if noted else size, label))
 
     def snapshot(self) -> list[Row]:
         """Before what is repeated."""
@@ -206,6 +240,7 @@ class _Arriving:
     inner: Handle
     recorder: EventRecorder
     label: str
+    expected: Allocation
 
     @property
     def ended(self) -> float | None:
@@ -213,6 +248,8 @@ class _Arriving:
 
     def wait(self) -> list[Tensor]:
         results = self.inner.wait()
+        self.recorder.events.append(attrs.evolve(self.expected, bytes=-self.expected.bytes))
+        self.expected = attrs.evolve(self.expected, bytes=0)
         self.recorder.note(results, self.label)
         return results
 
@@ -230,7 +267,7 @@ def recorded(*held: Any, apart: Any = ()) -> Iterator[EventRecorder]:
 
     >>> with recorded(torch.ones(4)) as run:
     ...     _ = torch.ones(2, 3) @ torch.ones(3, 5)
-    >>> flops(run.events), peak(run.events)  # the operations' arguments and results
+    >>> run.events.flops, run.events.peak()  # of the operations' arguments and results
     (60, 140)
     """
     recorder = EventRecorder(apart)

@@ -1,9 +1,4 @@
-"""What the operations of a step cost, by kind: each the longer of computing and of moving its bytes.
-
-An operation takes ``max(flops / rate, bytes / bandwidth)`` on a device whose kernels are perfect (the roofline of Williams,
-Waterman & Patterson 2009). On the CPU a large result takes pages from the operating system, too, which clears them first. A
-``Machine`` has a factor for each kind, by which it takes longer, and adds the start.
-"""
+"""Operations as what they cost: a kind, floating-point operations, and bytes that are read and written."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +20,7 @@ from functional_ds.base.torch_private import (
     schema_of,
 )
 
-__all__ = ["WORK_KINDS", "OperationCounter", "SizedOperation", "operation_of", "perfect_seconds", "tensors_in"]
+__all__ = ["WORK_KINDS", "OperationCounter", "SizedOperation", "operation_of", "tensors_in"]
 
 WORK_KINDS = ("products", "attention", "elementwise", "copies", "update", "pages")
 
@@ -152,36 +147,6 @@ def tensors_in(held: Any) -> list[Tensor]:
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Of their elements; an expanded tensor has no more than its storage."""
     return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)
-
-
-def perfect_seconds(
-    work: Mapping[SizedOperation, int],
-    *,
-    flops: float,
-    flops_fp32: float,
-    memory_bandwidth: float,
-    page_bandwidth: float = 0.0,
-) -> dict[str, float]:
-    """Seconds by kind, with kernels as fast as the device is.
-
-    Args:
-        work: how often each operation runs.
-        flops: operations a second on numbers of 2 bytes.
-        flops_fp32: the same on others.
-        memory_bandwidth: bytes a second, read and written.
-        page_bandwidth: bytes a second of pages that are new from the operating system; 0 where an allocator keeps memory.
-
-    >>> work = {SizedOperation("products", flops=100, bytes=10): 2, SizedOperation("copies", bytes=10): 1}
-    >>> found = perfect_seconds(work, flops=1e3, flops_fp32=1e2, memory_bandwidth=100.0)
-    >>> found["products"], found["copies"]
-    (2.0, 0.1)
-    """
-    found = dict.fromkeys(WORK_KINDS, 0.0)
-    for each, count in work.items():
-        rate = flops if each.half else flops_fp32
-        found[each.kind] += count * max(each.flops / rate, each.bytes / memory_bandwidth)
-        found["pages"] += count * each.pages / page_bandwidth if page_bandwidth else 0.0
-    return found
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked
-from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from functional_ds.base.torch_private import FakeTensorMode
 from functional_ds.base.weighted import weigh
-from functional_ds.dry_run.events import EventRecorder, peak
-from functional_ds.dry_run.operations import SizedOperation, tensors_in
+from functional_ds.dry_run.events import FakeRecorder
 from functional_ds.step.tape import Tape
 
 __all__ = ["Activations", "activations"]
@@ -32,21 +31,6 @@ class Activations:
     kept: int
     forward: int
     backward: int
-
-
-class _Allocations(EventRecorder):
-    """Under fake tensors, the fakes of tensors with values are apart: those were allocated before."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with unset_fake_temporarily() as fakes:
-            if isinstance(fakes, FakeTensorMode):
-                bare = (x for x in tensors_in((args, kwargs)) if not isinstance(x, FakeTensor) and not x.is_meta)
-                self.keep_apart([fakes.from_tensor(x) for x in bare])
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def add(self, operation: SizedOperation, result: Any) -> None:
-        """An operation ran; what a module's bare copy gives has no memory."""
-        super().add(operation, [x for x in tensors_in(result) if not x.is_meta])
 
 
 def activations(
@@ -95,7 +79,7 @@ def _run(
 ) -> Activations:
     with Tape() as tape:
         seen = tree.map(lambda x: tape.watch(x) if is_trainable(x) else x.detach(), params)
-        with _Allocations((params, batch)) as run:
+        with FakeRecorder((params, batch)) as run:
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 found = loss_fn(seen, batch)
             loss = found[0] if isinstance(found, tuple) else found
@@ -111,4 +95,4 @@ def _run(
     lasting = run.allocated()
     kept, lasts = sum(size for number, size in held.items() if number not in lasting), sum(lasting.values())
     before = sum(size for number, size in held.items() if number in lasting)  # the backward pass may also make what lasts
-    return Activations(kept, peak(run.events[:middle]) - before, max(peak(run.events, since=middle) - lasts, 0))
+    return Activations(kept, run.events.peak(until=middle) - before, max(run.events.peak(since=middle) - lasts, 0))

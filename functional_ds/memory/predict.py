@@ -8,9 +8,9 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable, like_marked
+from functional_ds.base.marks import is_trainable, without_values
 from functional_ds.dry_run.dry_run import loss_of_all
-from functional_ds.dry_run.events import peak, recorded
+from functional_ds.dry_run.events import recorded
 from functional_ds.step.compose import wrap
 from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
@@ -19,7 +19,7 @@ from functional_ds.step.step import Step
 from .account import Memory, measured
 from .counting import stored
 
-__all__ = ["predicted", "without_values"]
+__all__ = ["predicted"]
 
 _ROWS = 720_720  # of a micro-batch without values: a step's own transforms may cut it into any number up to 16
 _PASSES = 2  # the first learns in which order units are used, and fetches nothing ahead
@@ -72,11 +72,6 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
     return found
 
 
-def without_values(held: Any) -> Any:
-    """The tree on the meta device, its marks kept."""
-    return tree.map(lambda x: like_marked(torch.empty_like(x, device="meta"), x) if isinstance(x, Tensor) else x, held)
-
-
 def _within_a_step(step: Step, state: State, params: Any) -> dict[str, int]:
     """The bytes of the gradients of a loss that uses all leaves, and of what was gathered for it at most."""
     if not _is_trained(state):
@@ -92,7 +87,7 @@ def _within_a_step(step: Step, state: State, params: Any) -> dict[str, int]:
         for _ in range(_PASSES):
             state, grads, _ = probe.gradients(state, batch, None, True)
     _, grads = probe.reduce(state, grads)
-    return {"gradients": stored(grads.sum), "gathered": peak(run.events, "all_gather")}
+    return {"gradients": stored(grads.sum), "gathered": run.events.peak("all_gather")}
 
 
 def _is_trained(state: State) -> bool:

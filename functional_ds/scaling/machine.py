@@ -8,7 +8,7 @@ import attrs
 
 from functional_ds.comm.algorithms.cost import Link, Network, predict
 from functional_ds.comm.record.ledger import Row
-from functional_ds.dry_run.operations import WORK_KINDS, SizedOperation, perfect_seconds
+from functional_ds.dry_run.operations import WORK_KINDS, SizedOperation
 
 __all__ = ["FACTORS", "MACHINES", "Machine"]
 
@@ -88,21 +88,29 @@ class Machine:
             raise ValueError(f"device={self.device!r} is neither cuda nor cpu")
 
     def perfect_seconds(self, work: Mapping[SizedOperation, int], sent: Iterable[Row]) -> dict[str, float]:
-        """Seconds of a step by the names of ``FACTORS``, where all factors are 1.
+        """Seconds of a step by the names of ``FACTORS``, where all factors are 1: kernels as fast as the device is.
+
+        An operation takes the longer of computing and of moving its bytes (the roofline of Williams, Waterman & Patterson
+        2009). On the CPU a large result takes pages from the operating system, too, which clears them first.
 
         Args:
             work: how often each operation runs.
             sent: the ledger's rows.
+
+        >>> machine = Machine("m", flops=1e3, flops_fp32=1e2, memory_bandwidth=100.0, link_bandwidth=1.0)
+        >>> work = {SizedOperation("products", flops=100, bytes=10): 2, SizedOperation("copies", bytes=10): 1}
+        >>> found = machine.perfect_seconds(work, ())
+        >>> found["products"], found["copies"]
+        (2.0, 0.1)
         """
-        return {
-            **perfect_seconds(
-                work,
-                flops=self.flops,
-                flops_fp32=self.flops_fp32,
-                memory_bandwidth=self.memory_bandwidth,
-                page_bandwidth=self.page_bandwidth,
-            ),
-            "starts": sum(n * (_AGAIN if each.again else 1) for each, n in work.items()) * self.operation_latency,
+        found = dict.fromkeys(WORK_KINDS, 0.0)
+        for operation, count in work.items():
+            rate = self.flops if operation.half else self.flops_fp32
+            found[operation.kind] += count * max(operation.flops / rate, operation.bytes / self.memory_bandwidth)
+            found["pages"] += count * operation.pages / self.page_bandwidth if self.page_bandwidth else 0.0
+        starts = sum(count * (_AGAIN if operation.again else 1) for operation, count in work.items())
+        return found | {
+            "starts": starts * self.operation_latency,
             "communicate": sum(self.sends(row) for row in sent if row.size > 1),
         }
 

@@ -11,11 +11,12 @@ from functional_ds.pipelining.planning.timeline import timeline
 
 from .machine import Machine
 from .mesh_plan import MeshPlan
-from .rank_share import RankShare, rank_share
+from .rank_share import PassWork, RankShare, rank_share, stage_passes
 from .transformer import Transformer
 
 __all__ = ["PredictedRun", "predict_run"]
 
+_SPENT = ("products", "kernels", "tensor")
 _LIVE = 3  # units that stage 3 has at one time by default: two whole, one ahead
 _UPDATED = 26  # bytes of an element that Adam reads and writes beside the gradient: fp32 master and moments, 16-bit param
 
@@ -100,19 +101,28 @@ def predict_run(model: Transformer, plan: MeshPlan, machine: Machine) -> Predict
     'bubble 16.7%, 54 GB'
     """
     shares = tuple(rank_share(model, plan, place) for place in range(plan.pp))
-    stages = _stages(model, plan, machine)
+    stages = [
+        [_seconds(work, plan, machine) for work in stage_passes(model, plan, stage)] for stage in range(plan.stages)
+    ]  # forward, backward
     network, apart = machine.network, plan.tp * plan.pp
     tokens = plan.micro_batch * model.length
+    kept = plan.layers_of_a_stage(model) * (
+        model.layer_kept(tokens, plan.tp) if plan.recompute == "none" else 2 * tokens * model.width
+    )
+    head = model.head_kept(tokens, plan.tp)
     costs = Costs(
-        forward=[sum(stage.forward.values()) for stage in stages],
-        backward=[sum(stage.backward.values()) for stage in stages],
+        forward=[sum(forward.values()) for forward, _ in stages],
+        backward=[sum(backward.values()) for _, backward in stages],
         link=network.inside if apart <= network.ranks_per_node else network.across,
         message=2 * tokens * model.width,
-        activations=[stage.kept for stage in stages],
+        activations=[kept + head * (stage == plan.stages - 1) for stage in range(plan.stages)],
     )
     line = timeline(plan.schedule(), costs)
-    busy = [_busy(stages[place :: plan.pp], plan.micro_batches) for place in range(plan.pp)]
-    most = max(busy, key=lambda each: sum(each.values()))
+    busy = [
+        {name: plan.micro_batches * sum(work[name] for stage in stages[place :: plan.pp] for work in stage) for name in _SPENT}
+        for place in range(plan.pp)
+    ]
+    most = max(busy, key=lambda seconds: sum(seconds.values()))
     lasts = [sum(costs.of("backward", plan.stages)[place :: plan.pp]) for place in range(plan.pp)]
     data = 0.0
     for share, last in zip(shares, lasts, strict=True):
@@ -135,47 +145,12 @@ def predict_run(model: Transformer, plan: MeshPlan, machine: Machine) -> Predict
     return PredictedRun(model, plan, machine, shares, memories, max(0.0, line.bubble), seconds)
 
 
-@attrs.frozen
-class _StageCosts:
-    """A stage's seconds for a micro-batch, by what they are spent on, and the bytes that it keeps."""
-
-    forward: dict[str, float]
-    backward: dict[str, float]
-    kept: int
-
-
-def _stages(model: Transformer, plan: MeshPlan, machine: Machine) -> list[_StageCosts]:
-    layers, tokens, tp = plan.layers_of_a_stage(model), plan.micro_batch * model.length, plan.tp
-    rate, factors = machine.flops / machine.factors["products"], machine.factors
-    product, head = model.layer_flops(tokens) / tp / rate, model.head_flops(tokens) / tp / rate
-    moved = factors["elementwise"] * model.layer_moved(tokens, tp) / machine.memory_bandwidth
-    reduced = factors["communicate"] * machine.reduces(2 * tokens * model.width, tp)
-    spared = model.last_product_flops(tokens) / tp / rate * (plan.recompute == "needed")
-    times, more = (2, 0) if plan.recompute == "none" else (3, 1 if plan.recompute == "needed" else 2)
-    kept = model.layer_kept(tokens, tp) if plan.recompute == "none" else 2 * tokens * model.width
-    found = []
-    for stage in range(plan.stages):
-        first, last = stage == 0, stage == plan.stages - 1
-        forward = {
-            "products": layers * product + head * last,
-            "kernels": layers * moved,
-            "tensor": (2 * layers + first) * reduced,
-        }
-        backward = {
-            "products": layers * (times * product - spared) + 2 * head * last,
-            "kernels": times * layers * moved,
-            "tensor": ((2 + more) * layers + last) * reduced,
-        }
-        found.append(_StageCosts(forward, backward, layers * kept + model.head_kept(tokens, tp) * last))
-    return found
-
-
-def _busy(stages: list[_StageCosts], micro_batches: int) -> dict[str, float]:
-    """What a rank's stages take in a step."""
-    return {
-        kind: micro_batches * sum(stage.forward[kind] + stage.backward[kind] for stage in stages)
-        for kind in ("products", "kernels", "tensor")
-    }
+def _seconds(work: PassWork, plan: MeshPlan, machine: Machine) -> dict[str, float]:
+    """Of a pass, by what they are spent on."""
+    found = dict.fromkeys(_SPENT, 0.0)
+    for operation, count in work.operations.items():
+        found["products" if operation.flops else "kernels"] += count * machine.operation_seconds(operation)
+    return found | {"tensor": machine.factors["communicate"] * machine.reduces(2 * work.elements, plan.tp, calls=work.calls)}
 
 
 def _memory(share: RankShare, plan: MeshPlan, activations: int) -> Memory:

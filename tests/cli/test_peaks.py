@@ -15,7 +15,7 @@ from functional_ds.cli.planning.values_free_step import step_shape
 from functional_ds.comm.worlds import gloo
 from functional_ds.comm.worlds.gloo_shapes import GlooShapesWorld
 from functional_ds.comm.worlds.shapes import rank_on_shapes
-from functional_ds.dry_run.events import EventRecorder, peak
+from functional_ds.dry_run.events import EventRecorder
 from tests.cli.models_by_name import HERE
 
 CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small leaves stay whole
@@ -62,7 +62,7 @@ def _measured_peak(model: str, candidate: Candidate) -> int:
     with run, mock.patch.object(gloo, "fold", seen):
         run.note((state, batch))
         state, _ = step(state, batch)
-    return peak(run.events)
+    return run.events.peak()
 
 
 @pytest.mark.law(20)
@@ -84,7 +84,7 @@ def test_a_collective_takes_memory_as_over_gloo(ranks: int) -> None:
             comm.reduce_scatter(torch.empty(6 * 1000, device="meta"))
         with EventRecorder() as reduced:
             comm.all_reduce(torch.empty(6 * 1000, device="meta"), donate=True)
-        return peak(scattered.events), peak(reduced.events)
+        return scattered.events.peak(), reduced.events.peak()
 
     value = 4 * 6 * 1000
     piece = value // ranks

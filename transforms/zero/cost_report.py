@@ -10,14 +10,11 @@ import torch
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import like_marked
+from functional_ds.base.marks import like_marked, without_values
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.compression.compressed import Compressed, encode_leaf
 from functional_ds.comm.record.ledger import Row
 from functional_ds.comm.worlds.shapes import rank_on_shapes
-from functional_ds.dry_run.dry_run import dry_run, loss_of_all
-from functional_ds.dry_run.events import sent
-from functional_ds.memory.predict import without_values
 from functional_ds.optim.sgd import sgd
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_region import LeafRegion
@@ -74,7 +71,7 @@ class CostReport:
         """Bytes of params that a rank stores, exact shards beside compressed params included."""
 
         def program(config: ZeroConfig) -> int:
-            state = self._step(config, 1).init(self.params)
+            state = self._step(config, 1, lambda params, batch: NotImplemented).init(self.params)
             return sum(leaf.nbytes for leaf in tree.leaves([state.params, state.slots["zero"].exact]))
 
         return self._on_rank(program, rank)
@@ -109,9 +106,11 @@ class CostReport:
             replica: which replica.
         """
 
+        from functional_ds.dry_run.dry_run import dry_run, loss_of_all
+
         def program(config: ZeroConfig) -> dict[tuple[str, str], int]:
-            step = self._step(attrs.evolve(config, reshard_last_units=True), micro_batches)
-            rows = sent(dry_run(step, step.init(self.params), torch.empty(1, device="meta")))
+            step = self._step(attrs.evolve(config, reshard_last_units=True), micro_batches, loss_of_all(self.params))
+            rows = dry_run(step, step.init(self.params), torch.empty(1, device="meta")).sent
             rows_of_values = (row for row in rows if row.bytes and not row.group.endswith("/control"))
             return {(row.collective, row.group): row.bytes for row in rows_of_values if not _carries_scalars(row)}
 
@@ -139,8 +138,8 @@ class CostReport:
 
         return rank_on_shapes(on_shapes, world_size=outside + self.replicas, rank=self.ranks[place])
 
-    def _step(self, config: Any, micro_batches: int) -> Step:
-        """A step that uses each leaf, with the configuration and these dtypes."""
+    def _step(self, config: Any, micro_batches: int, loss: Callable[..., Any]) -> Step:
+        """A step with the configuration and these dtypes."""
 
         def init(inner: Any, step: Step, params: Any) -> State:
             state: State = inner(step, [like_marked(x.to(self._stored(x.dtype)), x) for x in params])
@@ -158,7 +157,7 @@ class CostReport:
                 state, carry, metrics = inner(step, state, batch, carry, last and i == micro_batches - 1)
             return state, carry, metrics  # type: ignore[return-value]
 
-        stored = wrap("stored", init=init, comm_dtype=comm_dtype)(train_step(loss_of_all(self.params), sgd(0.1)))
+        stored = wrap("stored", init=init, comm_dtype=comm_dtype)(train_step(loss, sgd(0.1)))
         return wrap("micro-batches", gradients=gradients)(config(stored))
 
     def _levels(self) -> list[tuple[str, int]]:

@@ -15,7 +15,7 @@ from functional_ds.comm.record.ledger import Ledger, Row
 from functional_ds.comm.worlds.gloo_shapes import GlooShapesWorld
 from functional_ds.comm.worlds.shapes import ShapesWorld, rank_on_shapes
 from functional_ds.dry_run.dry_run import dry_run, kernels_of, loss_of_all
-from functional_ds.dry_run.events import Event, counted, flops, peak, sent
+from functional_ds.dry_run.events import Events
 from functional_ds.dry_run.operations import SizedOperation
 from functional_ds.memory.account import Memory
 from functional_ds.memory.predict import predicted
@@ -68,7 +68,7 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
     """
     subject, batch, complete = _with_batch(subject, candidate)
 
-    def program() -> list[Event]:
+    def program() -> Events:
         step = subject.step(candidate)
         return dry_run(step, step.init(subject.params), batch)
 
@@ -77,8 +77,8 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
         world = GlooShapesWorld if device == "cpu" else ShapesWorld
         events = rank_on_shapes(program, world_size=candidate.world_size, rank=rank, kind=world)
     if not complete:
-        return StepShape(memory, memory.total, sent(events), 0, {}, complete)
-    return StepShape(memory, peak(events), sent(events), flops(events), counted(events), complete)
+        return StepShape(memory, memory.total, events.sent, 0, {}, complete)
+    return StepShape(memory, events.peak(), events.sent, events.flops, events.work, complete)
 
 
 def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
@@ -95,10 +95,7 @@ def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
 
     def program() -> Ledger:
         step = subject.step(candidate)
-        state, _ = step(step.init(subject.params), batch)
-        with comm.ledger() as book:
-            step(state, batch)
-        return book
+        return Ledger(comm.world().rank, rows=[*dry_run(step, step.init(subject.params), batch).sent])
 
     with _named(candidate), kernels_of("cpu", whole=subject.config is not None):
         return comm.simulate(program, world_size=candidate.world_size, shapes_only=True)
