@@ -20,11 +20,11 @@ from functional_ds.comm.record.ledger import Ledger, Row
 
 from .operations import OperationCounter, SizedOperation, tensors_in
 
-__all__ = ["Allocation", "Event", "EventRecorder", "Events", "FakeRecorder", "recorded", "row_of"]
+__all__ = ["AllocationEvent", "Event", "EventRecorder", "Events", "FakeRecorder", "recorded", "row_of"]
 
 
 @attrs.frozen
-class Allocation:
+class AllocationEvent:
     """Memory that a rank gets, or gives back.
 
     Attributes:
@@ -38,13 +38,13 @@ class Allocation:
     label: str = ""
 
 
-Event = Allocation | SizedOperation | Row  # of one call
+Event = AllocationEvent | SizedOperation | Row  # of one call
 
 
 class Events(list[Event]):
     """The events of a run on one rank, in order, and what they add up to.
 
-    >>> Events([Allocation(8, 1), Allocation(4, 2), Allocation(-8, 1), Allocation(6, 3)]).peak()
+    >>> Events([AllocationEvent(8, 1), AllocationEvent(4, 2), AllocationEvent(-8, 1), AllocationEvent(6, 3)]).peak()
     12
     """
 
@@ -58,7 +58,7 @@ class Events(list[Event]):
         """
         now = most = 0
         for place, event in enumerate(self[:until]):
-            if isinstance(event, Allocation) and label in (None, event.label):
+            if isinstance(event, AllocationEvent) and label in (None, event.label):
                 now += event.bytes
                 most = max(most, now) if place >= since else 0
         return most
@@ -110,7 +110,7 @@ class EventRecorder(OperationCounter):
         super().__init__()
         self.events = Events()
         self._lock = threading.RLock()  # threads of collectives note, too
-        self._known: dict[int, tuple[ref[torch.UntypedStorage], Allocation]] = {}
+        self._known: dict[int, tuple[ref[torch.UntypedStorage], AllocationEvent]] = {}
         self._count = 0
         self._labelled: set[int] = set()
         self._apart: dict[int, Tensor] = {}
@@ -133,16 +133,16 @@ class EventRecorder(OperationCounter):
                     self._freed(place)
                 if place not in self._known:
                     self._count += 1
-                    made = Allocation(storage.nbytes(), self._count, label)
+                    made = AllocationEvent(storage.nbytes(), self._count, label)
                     self._known[place] = ref(storage, lambda _, place=place: self._freed(place)), made  # type: ignore[misc]
                     self._labelled.update([place] if label else ())
                     self.events.append(made)
 
-    def expect(self, size: int, label: str) -> Allocation:
+    def expect(self, size: int, label: str) -> AllocationEvent:
         """Memory is taken for what is under way."""
         with self._lock:
             self._count += 1
-            made = Allocation(size, self._count, label)
+            made = AllocationEvent(size, self._count, label)
             self.events.append(made)
         return made
 
@@ -166,7 +166,7 @@ class EventRecorder(OperationCounter):
     def resized(self) -> None:
         """Notes labelled tensors whose memory was given back, or taken again, by ``resize_``, which is no operation."""
         with self._lock:
-            changes: list[Allocation] = []
+            changes: list[AllocationEvent] = []
             for place in [*self._labelled]:
                 known, made = self._known[place]
                 storage = known()
@@ -229,7 +229,7 @@ class _CallEvents(Ledger):
 
     def multiply(self, before: Sequence[Row], times: int) -> None:
         """Repeats what was computed and sent since."""
-        body = [event for event in self.recorder.events[self._begun.pop() :] if not isinstance(event, Allocation)]
+        body = [event for event in self.recorder.events[self._begun.pop() :] if not isinstance(event, AllocationEvent)]
         self.recorder.events += body * (times - 1)
 
 
@@ -240,7 +240,7 @@ class _Arriving:
     inner: Handle
     recorder: EventRecorder
     label: str
-    expected: Allocation
+    expected: AllocationEvent
 
     @property
     def ended(self) -> float | None:

@@ -160,12 +160,12 @@ class Machine:
         beside = sum(rank // self.ranks_per_node == row.ranks[0] // self.ranks_per_node for rank in row.ranks) or None
         if row.traffic.passes == 2 and row.calls:
             values = row.bytes * row.size / max(1, 2 * (row.size - 1))
-            return self.reduces(values, row.size, beside=beside, calls=row.calls, network=link and Network(link))
+            return self.reduces(values, row.size, beside=beside, calls=row.calls, link=link)
         link = link or (self.network.inside if beside in (None, row.size) else self.network.across)
         return row.calls * max(1, row.size - 1) * link.latency + row.bytes / link.bandwidth
 
     def reduces(
-        self, nbytes: float, ranks: int, *, beside: int | None = None, calls: int = 1, network: Network | None = None
+        self, nbytes: float, ranks: int, *, beside: int | None = None, calls: int = 1, link: Link | None = None
     ) -> float:
         """Seconds of all-reduces by rings: one for each device of a node that takes part, each on a link of its own.
 
@@ -174,12 +174,12 @@ class Machine:
             ranks: that take part.
             beside: how many of them share a node; by default all of a node.
             calls: how many all-reduces, one after another.
-            network: by default the machine's.
+            link: between all ranks; None for the machine's own.
 
         >>> MACHINES["a100-80gb"].reduces(1e9, 8) < MACHINES["a100-80gb"].reduces(1e9, 8, beside=1)
         True
         """
-        network = network or self.network
+        network = self.network if link is None else Network(link)
         network = attrs.evolve(network, ranks_per_node=min(beside or network.ranks_per_node, network.ranks_per_node))
         volume, beside = predict("ring", nbytes, ranks, network).bytes, network.ranks_per_node
         latency = calls * predict("ring", 0.0, ranks, network).seconds

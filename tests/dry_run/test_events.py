@@ -12,7 +12,7 @@ from functional_ds import transforms as T
 from functional_ds.base.marks import without_values
 from functional_ds.comm.worlds.shapes import rank_on_shapes
 from functional_ds.dry_run.dry_run import dry_run
-from functional_ds.dry_run.events import Allocation, EventRecorder, Events, recorded
+from functional_ds.dry_run.events import AllocationEvent, EventRecorder, Events, recorded
 from functional_ds.dry_run.operations import OperationCounter
 
 WIDTH = 64
@@ -94,7 +94,7 @@ def test_memory_that_is_gone_is_given_back() -> None:
     third = torch.ones(1)
     run.note(third)
     assert (run.events.peak(), run.events.peak("all_gather")) == (84, 80)
-    assert [event.bytes for event in run.events if isinstance(event, Allocation)] == [40, -40, 80, -80, 80, 4]
+    assert [event.bytes for event in run.events if isinstance(event, AllocationEvent)] == [40, -40, 80, -80, 80, 4]
     second.untyped_storage().resize_(0)
     run.resized()
     assert sum(run.allocated().values()) == 4
