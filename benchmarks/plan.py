@@ -28,14 +28,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds import comm, tree
+from functional_ds import comm
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.forecast import Forecast, forecast
 from functional_ds.cli.planning.microbenchmarks import measured_here
 from functional_ds.cli.planning.subject import subject_of
-from functional_ds.cli.planning.values_free_step import StepAllocations
 from functional_ds.cli.tuning.calibration import fitted
 from functional_ds.cli.tuning.trial import ProcessMemory
+from functional_ds.dry_run.events import EventRecorder
 from functional_ds.memory.account import measured
 from functional_ds.scaling.machine import Machine
 
@@ -188,10 +188,10 @@ def trained(chosen: Sequence[Case], rounds: int, at_once: bool = False) -> "list
         for _ in range(2):
             state, _ = step(state, batch)
         grown = max(0, process.peak() - before)
-        with StepAllocations() as noted:
-            noted.live.note(leaf for leaf in tree.leaves((state, batch)) if isinstance(leaf, Tensor))
+        with EventRecorder() as recorder:
+            recorder.note((state, batch))
             state, _ = step(state, batch)
-        found.append(([], grown, noted.live.peak, held))
+        found.append(([], grown, recorder.events.peak(), held))
         runs.append([step, state, batch])
     for _ in range(rounds):
         for run, (times, *_) in zip(runs[1:], found[1:], strict=True):

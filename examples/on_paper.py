@@ -1,7 +1,7 @@
 """Plans a training run on paper: a model of 70 B parameters on 1,024 ranks, on a laptop, in under a minute.
 
     python examples/on_paper.py                                   Llama's 70 B on 1,024 H100s, 1,024 rows of 4,096 tokens a step
-    python examples/on_paper.py --ranks 4096 --cluster a100       other ranks, other devices
+    python examples/on_paper.py --ranks 4096 --machine a100-80gb     other ranks, other devices
     python examples/on_paper.py --most 1024                       the pictures end at 1,024 ranks; by default at 65,536
 
 Three things, each of which needs neither a GPU nor a network:
@@ -27,8 +27,8 @@ from matplotlib.figure import Figure
 import functional_ds as fds
 from functional_ds import comm, memory
 from functional_ds import transforms as T
-from functional_ds.modules.flops import FlopCounter
-from functional_ds.scaling import CLUSTERS, Cluster, MeshPlan, PredictedRun, Transformer, predict_run, rank_share
+from functional_ds.dry_run.operations import OperationCounter
+from functional_ds.scaling import MACHINES, Machine, MeshPlan, PredictedRun, Transformer, predict_run, rank_share
 
 # Touvron et al. 2023, Llama 2, 70 B; dropout and attention's weights are kept nowhere.
 LLAMA_70B = Transformer(
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--cluster", default="h100", choices=CLUSTERS)
+    parser.add_argument("--machine", default="h100", choices=MACHINES)
     parser.add_argument("--rows", type=int, default=1024, help="of a step, on all ranks; each of 4,096 tokens")
     parser.add_argument("--layers", type=int, default=LLAMA_70B.layers)
     parser.add_argument("--most", type=int, default=65536, help="ranks in the pictures")
@@ -84,10 +84,10 @@ def states(model: Transformer, plan: MeshPlan) -> float:
     return sum(formula.bytes(psi, plan.dp) for formula in memory.by_stage(plan.stage).values())
 
 
-def ranked(model: Transformer, ranks: int, rows: int, cluster: Cluster) -> list[PredictedRun]:
+def ranked(model: Transformer, ranks: int, rows: int, machine: Machine) -> list[PredictedRun]:
     """All that fit, the fastest first."""
-    able = (plan for plan in plans(model, ranks, rows) if states(model, plan) <= cluster.memory)
-    runs = (predict_run(model, plan, cluster) for plan in able)
+    able = (plan for plan in plans(model, ranks, rows) if states(model, plan) <= machine.memory)
+    runs = (predict_run(model, plan, machine) for plan in able)
     return sorted((run for run in runs if run.fits), key=lambda run: run.step_seconds)
 
 
@@ -120,12 +120,12 @@ def executed(model: Transformer, plan: MeshPlan) -> dict[str, float]:
         loss = program.loss_of(model, recompute=plan.recompute != "none")
         step = fds.compose(*chain)(fds.train_step(loss, fds.adam(1e-4)))
         state, batch = step.init(program.fresh(model)), program.batch_of(model, plan)
-        with comm.ledger() as book, FlopCounter() as counter:
+        with comm.ledger() as book, OperationCounter() as counter:
             state, _ = step(state, batch)
         rows = [row for row in book.rows if "control" not in row.group]
         sent = {axis: sum(row.elements for row in rows if row.group.partition("/")[0] == axis) for axis in ("tp", "dp")}
         held = memory.measured(state)
-        return {"params": held.params, "masters": held.masters, "optimizer": held.optimizer, **sent, "FLOPs": counter.total}
+        return {"params": held.params, "masters": held.masters, "optimizer": held.optimizer, **sent, "FLOPs": counter.flops}
 
     found: dict[str, float] = comm.symmetric(rank, world_size=plan.ranks, rank=plan.ranks - 1)
     return found
@@ -162,9 +162,9 @@ def of_meshes(runs: Sequence[PredictedRun]) -> Figure:
     return figure
 
 
-def of_ranks(model: Transformer, counts: Sequence[int], rows: int, cluster: Cluster) -> Figure:
+def of_ranks(model: Transformer, counts: Sequence[int], rows: int, machine: Machine) -> Figure:
     """The best mesh of each number of ranks, the rows of a step the same: what part of the devices' rate the model needs."""
-    best = {ranks: ranked(model, ranks, rows, cluster)[:1] for ranks in counts}
+    best = {ranks: ranked(model, ranks, rows, machine)[:1] for ranks in counts}
     there = [ranks for ranks in counts if best[ranks]]
     figure = Figure(figsize=(11, 4), layout="constrained")
     rate, parts = figure.subplots(1, 2)
@@ -185,14 +185,14 @@ def of_ranks(model: Transformer, counts: Sequence[int], rows: int, cluster: Clus
     return figure
 
 
-def of_memory(model: Transformer, counts: Sequence[int], cluster: Cluster) -> Figure:
+def of_memory(model: Transformer, counts: Sequence[int], machine: Machine) -> Figure:
     """The bytes of a rank against the ranks, without tensor parallelism and pipelines, a line for each stage."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for stage in range(4):
-        held = [predict_run(model, MeshPlan(dp=n, stage=stage, recompute="needed"), cluster).memory.total for n in counts]
+        held = [predict_run(model, MeshPlan(dp=n, stage=stage, recompute="needed"), machine).memory.total for n in counts]
         axes.plot(counts, [each / 1e9 for each in held], "o-", markersize=3, label=f"ZeRO-{stage}")
-    axes.axhline(cluster.memory / 1e9, color="k", linestyle=":", label=f"a device of {cluster.name}")
+    axes.axhline(machine.memory / 1e9, color="k", linestyle=":", label=machine.name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set(xlabel="data-parallel ranks", ylabel="GB of a rank", title=f"{model.parameters / 1e9:.0f} B parameters")
@@ -205,20 +205,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Searches, executes one rank, draws."""
     flags, start = parse(argv), time.perf_counter()
     model = attrs.evolve(LLAMA_70B, layers=flags.layers)
-    cluster = attrs.evolve(CLUSTERS[flags.cluster], efficiency=EFFICIENCY)
-    runs = ranked(model, flags.ranks, flags.rows, cluster)
+    machine = attrs.evolve(MACHINES[flags.machine], factors={"products": 1 / EFFICIENCY})
+    runs = ranked(model, flags.ranks, flags.rows, machine)
     if not runs:
-        raise SystemExit(f"--ranks {flags.ranks} --rows {flags.rows}: no mesh of these fits {cluster.name}; try more ranks")
-    print(f"{model.parameters / 1e9:.1f} B parameters on {flags.ranks:,} ranks of {cluster.name}: {len(runs)} meshes fit")
+        raise SystemExit(f"--ranks {flags.ranks} --rows {flags.rows}: no mesh of these fits {machine.name}; try more ranks")
+    print(f"{model.parameters / 1e9:.1f} B parameters on {flags.ranks:,} ranks of {machine.name}: {len(runs)} meshes fit")
     print(table(runs[: flags.shown]), flush=True)
     tp = 8 if flags.ranks % 8 == 0 else 1
-    one = predict_run(model, MeshPlan(dp=flags.ranks // tp, tp=tp, stage=1, recompute="needed"), cluster)
+    one = predict_run(model, MeshPlan(dp=flags.ranks // tp, tp=tp, stage=1, recompute="needed"), machine)
     print(f"\none rank of {flags.ranks:,}, a step of {name_of(one.plan)}, run without values")
     print(compared(one), flush=True)
     counts = [1 << power for power in range(1, flags.most.bit_length())]
     flags.out.mkdir(parents=True, exist_ok=True)
-    pictures = {"meshes": of_meshes(runs[: flags.shown]), "ranks": of_ranks(model, counts, flags.rows, cluster)}
-    for name, figure in (pictures | {"memory": of_memory(model, counts, cluster)}).items():
+    pictures = {"meshes": of_meshes(runs[: flags.shown]), "ranks": of_ranks(model, counts, flags.rows, machine)}
+    for name, figure in (pictures | {"memory": of_memory(model, counts, machine)}).items():
         figure.savefig(flags.out / f"{name}.png", dpi=120)
     names = ", ".join(str(flags.out / f"{name}.png") for name in (*pictures, "memory"))
     print(f"\nthe pictures: {names}; {time.perf_counter() - start:.0f} s")

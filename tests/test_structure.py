@@ -35,6 +35,7 @@ LAYERS = (
     ("step",),
     ("remat", "state_dict"),
     ("modules",),
+    ("dry_run",),
     ("compiling",),
     ("parallel.tensor", "parallel.sequence", "parallel.experts"),
     ("memory", "checkpointing", "interchange"),
@@ -88,6 +89,7 @@ LATE = {
     ("deepspeed.engine.engine_reports", "profiling.profiler"): "profiling may be left out",
     ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
     ("fitting.checkpoints", "checkpointing.save"): "checkpointing may be left out",
+    ("transforms.zero.cost_report", "dry_run.dry_run"): "a step is no prediction of it",
     ("testing", "pipelining.schedules.action"): "pipelining may be left out",
     ("testing", "pipelining.schedules.schedule"): "pipelining may be left out",
 }

@@ -20,18 +20,10 @@ Ts = TypeVarTuple("Ts")
 
 @attrs.define(eq=False)
 class SymmetricWorld(World):
-    """The world of a rank whose peers pass to every collective what it passes.
-
-    Attributes:
-        observe: called with each call and its results; memory predictions measure with it.
-    """
-
-    observe: Callable[[Call, Sequence[Tensor]], None] = lambda call, results: None
+    """The world of a rank whose peers pass to every collective what it passes."""
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Ready:
-        results = [self._result(call, tensor.detach(), group) for tensor in tensors]
-        self.observe(call, results)
-        return Ready(results)
+        return Ready([self._result(call, tensor.detach(), group) for tensor in tensors])
 
     def _result(self, call: Call, tensor: Tensor, group: Group) -> Tensor:
         if tensor.is_meta:

@@ -28,6 +28,7 @@ __all__ = [
     "slices_of",
     "stored_in",
     "trainable",
+    "without_values",
 ]
 
 
@@ -60,6 +61,11 @@ def like_marked(value: Tensor, model: Tensor) -> Tensor:
     names = (_STORED_IN, _PART, _SLICES, _SHARERS, _MODULE, *((ORIGIN,) if value.is_meta else ()))  # values need no origin
     marks = {name: getattr(model, name) for name in names if getattr(model, name, None) is not None}
     return _marked(marked, marks) if marks else marked
+
+
+def without_values(held: Any) -> Any:
+    """The tree on the meta device, its marks kept."""
+    return tree.map(lambda x: like_marked(torch.empty_like(x, device="meta"), x) if isinstance(x, Tensor) else x, held)
 
 
 def mark_stored(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -30,7 +30,6 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
@@ -87,7 +86,6 @@ __all__ = [
     "run_backward",
     "saved_tensors_hooks_in_force",
     "schema_of",
-    "storage_bytes",
     "storage_id",
     "unscale_",
     "unset_fake_temporarily",
@@ -228,12 +226,6 @@ def gradients(
         tuple(outputs), tuple(seeds), retain_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
     )
     return list(found)
-
-
-def storage_bytes(reference: StorageWeakRef) -> int | None:
-    """The bytes that a storage has now; None once it is freed. Without it, memory that was given back by ``resize_`` counts."""
-    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return None if storage is None else storage.nbytes()
 
 
 def at_backward_end(work: Callable[[], None]) -> None:

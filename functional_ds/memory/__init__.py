@@ -1,8 +1,10 @@
 """Memory of each rank, predicted from shapes or measured on tensors."""
 
+from functional_ds.base.marks import without_values
+
 from .account import KINDS, Memory, measured
 from .activations import Activations, activations
-from .counting import Live, holdings, places, stored
+from .counting import holdings, places, stored
 from .formulas import (
     EIGHTEEN,
     SINGLE,
@@ -15,7 +17,7 @@ from .formulas import (
     padding,
     padding_bound,
 )
-from .predict import predicted, without_values
+from .predict import predicted
 from .reports import compared, draw_compared, draw_zero, zero_table
 from .tracking import Tracked, noted, peak
 
@@ -27,7 +29,6 @@ __all__ = [
     "Activations",
     "Convention",
     "Formula",
-    "Live",
     "Memory",
     "Tracked",
     "activations",

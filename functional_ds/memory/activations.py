@@ -7,16 +7,14 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
-from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, unset_fake_temporarily
+from functional_ds.base.torch_private import FakeTensorMode
 from functional_ds.base.weighted import weigh
+from functional_ds.dry_run.events import FakeRecorder
 from functional_ds.step.pass_scope import Pass
 from functional_ds.step.view import stored_view
-
-from .counting import Live, holdings
 
 __all__ = ["Activations", "activations"]
 
@@ -34,33 +32,6 @@ class Activations:
     kept: int
     forward: int
     backward: int
-
-
-class _Allocations(TorchDispatchMode):
-    """Notes the results of each operation."""
-
-    def __init__(self, known: Any) -> None:
-        super().__init__()
-        self.live, self._known = Live(), holdings(known)
-        self._standing: dict[int, Tensor] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._take_in((args, kwargs))
-        found = function(*args, **(kwargs or {}))
-        results = [x for x in tree.leaves(found) if isinstance(x, Tensor) and not x.is_meta]  # a module's bare copy is
-        self.live.note(x for x in results if StorageWeakRef(x.untyped_storage()) not in self._known)
-        return found
-
-    def _take_in(self, given: Any) -> None:
-        """Under fake tensors: the fakes of tensors with values were allocated before, so they are known."""
-        with unset_fake_temporarily() as fakes:
-            if not isinstance(fakes, FakeTensorMode):
-                return
-            for x in tree.leaves(given):
-                if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and not x.is_meta:
-                    fake = fakes.from_tensor(x)
-                    self._standing[id(fake)] = fake
-                    self._known.update(holdings(fake))
 
 
 def activations(
@@ -109,21 +80,20 @@ def _run(
 ) -> Activations:
     with Pass(view=stored_view(params, trains=True)) as pass_:
         view = pass_.view
-        with _Allocations((params, batch)) as mode:
+        with FakeRecorder((params, batch)) as run:
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 found = loss_fn(view.params, batch)
             loss = found[0] if isinstance(found, tuple) else found
             loss = weigh(loss, "the loss").sum
-            outputs = holdings(found)
+            outputs = run.allocated(found)
             del found
             pass_.end_forward()
-            held = {key: size for key, size in mode.live.holds().items() if key not in outputs}
-            forward, mode.live.peak = mode.live.peak, 0
-            del outputs
+            held = {number: size for number, size in run.allocated().items() if number not in outputs}
+            middle = len(run.events)
             pass_.pull(loss, None, True).wait()
             del loss
     gc.collect()  # a graph may be in a cycle
-    lasting = mode.live.holds()
-    kept, lasts = sum(size for key, size in held.items() if key not in lasting), sum(lasting.values())
-    before = sum(size for key, size in held.items() if key in lasting)  # what lasts may also be made in the backward pass
-    return Activations(kept, forward - before, max(mode.live.peak - lasts, 0))
+    lasting = run.allocated()
+    kept, lasts = sum(size for number, size in held.items() if number not in lasting), sum(lasting.values())
+    before = sum(size for number, size in held.items() if number in lasting)  # the backward pass may also make what lasts
+    return Activations(kept, run.events.peak(until=middle) - before, max(run.events.peak(since=middle) - lasts, 0))

@@ -1,6 +1,6 @@
 """What a rank will hold, from shapes alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,18 +8,18 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable, like_marked
-from functional_ds.base.weighted import weigh
-from functional_ds.comm.table.collective import Call
+from functional_ds.base.marks import is_trainable, without_values
+from functional_ds.dry_run.dry_run import loss_of_all
+from functional_ds.dry_run.events import recorded
 from functional_ds.step.compose import wrap
 from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
 from .account import Memory, measured
-from .counting import Live, stored
+from .counting import stored
 
-__all__ = ["predicted", "without_values"]
+__all__ = ["predicted"]
 
 _ROWS = 720_720  # of a micro-batch without values: a step's own transforms may cut it into any number up to 16
 _PASSES = 2  # the first learns in which order units are used, and fetches nothing ahead
@@ -66,45 +66,28 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
         if not isinstance(step, Step):
             raise TypeError(f"make: it gives {step!r}, and not a step")
         state = step.init(bare)
-        grads, gathered = _gradients(step, state, tree.as_written(bare))
-        return measured(state, gradients=grads).plus(gathered=gathered)
+        return measured(state).plus(**_within_a_step(step, state, bare))
 
     found: Memory = comm.symmetric(program, world_size=world_size, rank=rank)
     return found
 
 
-def without_values(held: Any) -> Any:
-    """The tree on the meta device, its marks kept."""
-    return tree.map(lambda x: like_marked(torch.empty_like(x, device="meta"), x) if isinstance(x, Tensor) else x, held)
-
-
-def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int]:
+def _within_a_step(step: Step, state: State, params: Any) -> dict[str, int]:
     """The bytes of the gradients of a loss that uses all leaves, and of what was gathered for it at most."""
     if not _is_trained(state):
-        return 0, 0
-    live, world = Live(), comm.world().world
-
-    def observe(call: Call, results: Sequence[Tensor]) -> None:
-        if call.collective.traffic.role == "gather":
-            live.note(result for result in results if result.is_meta)
+        return {}
+    used = loss_of_all(params)
 
     def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> Any:
-        leaves = dict(tree.named(params))
-        used = [
-            leaves[path].abs().square().sum().float()
-            for path in order
-            if leaves[path].is_floating_point() or leaves[path].is_complex()
-        ]
-        return weigh(sum(used), "the loss"), {}
+        return used(params, batch), {}
 
     probe = wrap("probe", loss=loss)(step)
     batch = torch.empty(_ROWS * step.micro_batches(state), device="meta")
-    world.observe, silent = observe, world.observe  # type: ignore[attr-defined]  # alike's
-    for _ in range(_PASSES):
-        state, grads, _ = probe.gradients(state, batch, None, True)
-    world.observe = silent  # type: ignore[attr-defined]
+    with recorded() as run:
+        for _ in range(_PASSES):
+            state, grads, _ = probe.gradients(state, batch, None, True)
     _, grads = probe.reduce(state, grads)
-    return stored(grads.sum), live.peak
+    return {"gradients": stored(grads.sum), "gathered": run.events.peak("all_gather")}
 
 
 def _is_trained(state: State) -> bool:

@@ -3,17 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import attrs
 
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import peak_bytes, resident_peak_bytes
 from functional_ds.base.weighted import Weighted
+from functional_ds.dry_run.events import EventRecorder
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
 
-from .counting import Live, stored
+from .counting import stored
 
 __all__ = ["Tracked", "noted", "peak"]
 
@@ -38,15 +39,16 @@ def noted(sizes: list[int]) -> Transform:
 
 
 class Tracked:
-    """An all-gather that measures how many gathered bytes are allocated: ``zero(3, all_gather=Tracked())``.
-
-    ``live.peak`` is the peak, including gathers in flight.
-    """
+    """An all-gather that measures how many gathered bytes are allocated: ``zero(3, all_gather=Tracked())``."""
 
     def __init__(self, gather: Callable[..., Any] = comm.all_gather) -> None:
-        self.live = Live()
+        self._run = EventRecorder()
         self._gather = gather
-        self._ahead = 0
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at one time, gathers in flight included."""
+        return self._run.events.peak()
 
     def __call__(self, x: Any, group: comm.Group | None = None, **options: Any) -> Any:
         return self.request(x, group, **options).run()
@@ -54,12 +56,12 @@ class Tracked:
     def request(self, x: Any, group: comm.Group | None = None, **options: Any) -> comm.table.Request[Any]:
         """The gather, whose result is noted."""
         size = sum(leaf.nbytes for leaf in tree.leaves(x)) * (group or comm.world()).size
-        self._ahead += size
-        self.live.note((), ahead=self._ahead)
+        self._run.resized()
+        expected = self._run.expect(size, "all_gather")
 
         def arrived(whole: Any) -> Any:
-            self._ahead -= size
-            self.live.note(leaf for leaf in tree.leaves(whole) if isinstance(leaf, Tensor))
+            self._run.events.append(attrs.evolve(expected, bytes=-size))
+            self._run.note(whole, "all_gather")
             return whole
 
         return comm.table.prepare(self._gather, x, group, **options).then(arrived)

@@ -7,11 +7,10 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from functional_ds.base import tree
 from functional_ds.base.torch_private import graph_number, is_fake, node_number
-from functional_ds.modules.flops import FlopCounter
+from functional_ds.dry_run.operations import OperationCounter, SizedOperation, tensors_in
 from functional_ds.step.pass_scope import current_pass
 
 __all__ = ["Flops", "ModuleFlops"]
@@ -47,7 +46,7 @@ class Flops:
         return Flops(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
 
 
-class ModuleFlops(FlopCounter):
+class ModuleFlops(OperationCounter):
     """Counts operations by the path of the module that runs them; "" is what no ``fds.functional`` module runs.
 
     In the backward pass an operation belongs to the module that ran when its node was made. Where it records a graph there, or
@@ -65,11 +64,10 @@ class ModuleFlops(FlopCounter):
         self._numbers: list[int] = [-1]  # of nodes, at which another module began or went on
         self._paths: list[str] = [""]
 
-    def add(self, flops: int, result: Any) -> None:
-        """An operation of so many floating-point operations ran and gave this; trials on shapes do not count."""
-        if any(isinstance(x, Tensor) and (x.is_meta or is_fake(x)) for x in tree.leaves(result)):
+    def add(self, operation: SizedOperation, result: Any) -> None:
+        """An operation ran and gave this; trials on shapes do not count."""
+        if not operation.flops or any(x.is_meta or is_fake(x) for x in tensors_in(result)):
             return
-        super().add(flops, result)
         node, path = node_number(), self._inside[-1][0] if self._inside else ""
         if node is None:
             kind = "forward" if self._stage() in ("forward", "backward", "passes") else "others"
@@ -78,7 +76,7 @@ class ModuleFlops(FlopCounter):
         else:
             kind, path = "backward", self._paths[bisect_right(self._numbers, node) - 1]
         before = self.own.get(path, Flops())
-        self.own[path] = attrs.evolve(before, **{kind: getattr(before, kind) + flops})
+        self.own[path] = attrs.evolve(before, **{kind: getattr(before, kind) + operation.flops})
 
     # -- as ``Pass.calls`` ---------------------------------------------------------------------------------------------
 

@@ -1,16 +1,14 @@
 """Training runs on paper: time, memory, traffic and bubble of a transformer on any mesh, by formulas that tests execute."""
 
-from .cluster import CLUSTERS, Cluster
-from .machine import Machine
+from .machine import MACHINES, Machine
 from .mesh_plan import RECOMPUTE, MeshPlan
 from .predict_run import PredictedRun, predict_run
 from .rank_share import RankShare, rank_share
 from .transformer import Transformer
 
 __all__ = [
-    "CLUSTERS",
+    "MACHINES",
     "RECOMPUTE",
-    "Cluster",
     "Machine",
     "MeshPlan",
     "PredictedRun",

@@ -1,4 +1,4 @@
-"""A machine as a few numbers: how fast it computes, how fast its memory and its links are, and how much it holds."""
+"""Machines as a few numbers: how fast they compute, how fast their memory and their links are, and how much they hold."""
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
@@ -8,9 +8,9 @@ import attrs
 
 from functional_ds.comm.algorithms.cost import Link, Network, predict
 from functional_ds.comm.record.ledger import Row
-from functional_ds.modules.operation_cost import WORK_KINDS, SizedOperation, perfect_seconds
+from functional_ds.dry_run.operations import WORK_KINDS, SizedOperation
 
-__all__ = ["FACTORS", "Machine"]
+__all__ = ["FACTORS", "MACHINES", "Machine"]
 
 FACTORS = (*WORK_KINDS, "starts", "communicate")
 
@@ -33,14 +33,14 @@ def _is_number(value: Any) -> bool:
 
 @attrs.frozen
 class Machine:
-    """A rank's device and its links.
+    """A rank's device and its links; all ranks have the same.
 
     Attributes:
         name: for tables.
         flops: operations a second of products in bf16.
         flops_fp32: the same in fp32.
         memory_bandwidth: bytes a second of the device's memory, read and written.
-        link_bandwidth: bytes a second that a rank sends.
+        link_bandwidth: bytes a second that a rank sends, in one direction, to another rank of its node.
         link_latency: seconds of an empty message.
         operation_latency: seconds that the host takes to start an operation of an eager step: Python, autograd and modules.
         node_latency: the same for a node of a graph; None where nobody measured, for ``start_seconds``.
@@ -50,7 +50,9 @@ class Machine:
         device: the kind, "cuda" or "cpu".
         page_bandwidth: bytes a second of pages that are new from the operating system; 0 where an allocator keeps its memory.
         factors: by kind of operation, ``"starts"`` and ``"communicate"``: how many times longer than at these rates it takes
-            here. Microbenchmarks and fits find them; 1 by default.
+            here. Microbenchmarks and fits find them; 1 by default. The factor of products is one over their efficiency.
+        ranks_per_node: how many ranks share a node; 1 where all links are alike.
+        node_bandwidth: bytes a second that a rank sends to a rank of another node; 0 for ``link_bandwidth``.
     """
 
     name: str
@@ -66,37 +68,49 @@ class Machine:
     node_latency: float | None = None
     overlaps: float = 1.0
     factors: Mapping[str, float] = attrs.field(factory=dict, converter=_all_factors, hash=False)
+    ranks_per_node: int = 1
+    node_bandwidth: float = 0.0
 
     def __attrs_post_init__(self) -> None:
         for field in ("flops", "flops_fp32", "memory_bandwidth", "link_bandwidth"):
             value = getattr(self, field)
             if not _is_number(value) or value <= 0:
                 raise ValueError(f"{field}={value!r} must be a number above 0")
-        for field in ("link_latency", "operation_latency", "memory", "page_bandwidth", "node_latency"):
+        for field in ("link_latency", "operation_latency", "memory", "page_bandwidth", "node_latency", "node_bandwidth"):
             value = getattr(self, field)
             if (not _is_number(value) or value < 0) and not (field == "node_latency" and value is None):
                 raise ValueError(f"{field}={value!r} must be a number, 0 or above")
         if not _is_number(self.overlaps) or not 0 <= self.overlaps <= 1:
             raise ValueError(f"overlaps={self.overlaps!r} must be a number from 0 to 1")
+        if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node={self.ranks_per_node!r} must be a whole number, at least 1")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device={self.device!r} is neither cuda nor cpu")
 
     def perfect_seconds(self, work: Mapping[SizedOperation, int], sent: Iterable[Row]) -> dict[str, float]:
-        """Seconds of a step by the names of ``FACTORS``, where all factors are 1.
+        """Seconds of a step by the names of ``FACTORS``, where all factors are 1: kernels as fast as the device is.
+
+        An operation takes the longer of computing and of moving its bytes (the roofline of Williams, Waterman & Patterson
+        2009). On the CPU a large result takes pages from the operating system, too, which clears them first.
 
         Args:
             work: how often each operation runs.
             sent: the ledger's rows.
+
+        >>> machine = Machine("m", flops=1e3, flops_fp32=1e2, memory_bandwidth=100.0, link_bandwidth=1.0)
+        >>> work = {SizedOperation("products", flops=100, bytes=10): 2, SizedOperation("copies", bytes=10): 1}
+        >>> found = machine.perfect_seconds(work, ())
+        >>> found["products"], found["copies"]
+        (2.0, 0.1)
         """
-        return {
-            **perfect_seconds(
-                work,
-                flops=self.flops,
-                flops_fp32=self.flops_fp32,
-                memory_bandwidth=self.memory_bandwidth,
-                page_bandwidth=self.page_bandwidth,
-            ),
-            "starts": sum(n * (_AGAIN if each.again else 1) for each, n in work.items()) * self.operation_latency,
+        found = dict.fromkeys(WORK_KINDS, 0.0)
+        for operation, count in work.items():
+            rate = self.flops if operation.half else self.flops_fp32
+            found[operation.kind] += count * max(operation.flops / rate, operation.bytes / self.memory_bandwidth)
+            found["pages"] += count * operation.pages / self.page_bandwidth if self.page_bandwidth else 0.0
+        starts = sum(count * (_AGAIN if operation.again else 1) for operation, count in work.items())
+        return found | {
+            "starts": starts * self.operation_latency,
             "communicate": sum(self.sends(row) for row in sent if row.size > 1),
         }
 
@@ -130,14 +144,59 @@ class Machine:
         """Whether the host waits for each operation, since it is the device."""
         return self.device == "cpu"
 
+    @property
+    def network(self) -> Network:
+        """Its links, inside nodes and between them."""
+        inside = Link(latency=self.link_latency, bandwidth=self.link_bandwidth)
+        across = Link(latency=self.link_latency, bandwidth=self.node_bandwidth or self.link_bandwidth)
+        return Network(across, inside, self.ranks_per_node)
+
     def collective_seconds(self, row: Row, link: Link | None = None) -> float:
         """Of a ledger's row on a link; None for the machine's own."""
         return self.factors["communicate"] * self.sends(row, link)
 
     def sends(self, row: Row, link: Link | None = None) -> float:
         """Seconds of a ledger's row: rings, one call after another; other collectives send their bytes once."""
-        link = link or Link(latency=self.link_latency, bandwidth=self.link_bandwidth)
+        beside = sum(rank // self.ranks_per_node == row.ranks[0] // self.ranks_per_node for rank in row.ranks) or None
         if row.traffic.passes == 2 and row.calls:
-            payload = row.bytes / row.calls * row.size / max(1, 2 * (row.size - 1))
-            return row.calls * predict("ring", payload, row.size, Network(link)).seconds
+            values = row.bytes * row.size / max(1, 2 * (row.size - 1))
+            return self.reduces(values, row.size, beside=beside, calls=row.calls, link=link)
+        link = link or (self.network.inside if beside in (None, row.size) else self.network.across)
         return row.calls * max(1, row.size - 1) * link.latency + row.bytes / link.bandwidth
+
+    def reduces(
+        self, nbytes: float, ranks: int, *, beside: int | None = None, calls: int = 1, link: Link | None = None
+    ) -> float:
+        """Seconds of all-reduces by rings: one for each device of a node that takes part, each on a link of its own.
+
+        Args:
+            nbytes: of all values together.
+            ranks: that take part.
+            beside: how many of them share a node; by default all of a node.
+            calls: how many all-reduces, one after another.
+            link: between all ranks; None for the machine's own.
+
+        >>> MACHINES["a100-80gb"].reduces(1e9, 8) < MACHINES["a100-80gb"].reduces(1e9, 8, beside=1)
+        True
+        """
+        network = self.network if link is None else Network(link)
+        network = attrs.evolve(network, ranks_per_node=min(beside or network.ranks_per_node, network.ranks_per_node))
+        volume, beside = predict("ring", nbytes, ranks, network).bytes, network.ranks_per_node
+        latency = calls * predict("ring", 0.0, ranks, network).seconds
+        if ranks <= beside:
+            return latency + volume / network.inside.bandwidth
+        return latency + max(volume / beside / network.across.bandwidth, (beside > 1) * volume / network.inside.bandwidth)
+
+
+# Data sheets' dense rates; links in one direction, for each device: NVLink within DGX nodes, InfiniBand between them.
+# Latencies are assumed.
+MACHINES = {
+    name: Machine(shown, half, single, memory, link, memory=size * 10**9, ranks_per_node=node, node_bandwidth=across)
+    for name, shown, half, single, memory, link, size, node, across in (
+        ("a100-40gb", "A100 40 GB", 312e12, 156e12, 1.555e12, 300e9, 40, 8, 25e9),
+        ("a100-80gb", "A100 80 GB", 312e12, 156e12, 2.039e12, 300e9, 80, 8, 25e9),
+        ("h100", "H100 SXM 80 GB", 989e12, 494e12, 3.35e12, 450e9, 80, 8, 50e9),
+        ("h200", "H200 SXM 141 GB", 989e12, 494e12, 4.8e12, 450e9, 141, 8, 50e9),
+        ("v100", "V100 32 GB", 125e12, 15.7e12, 0.9e12, 150e9, 32, 16, 6.25e9),
+    )
+}

@@ -9,13 +9,14 @@ from functional_ds.memory.formulas import EIGHTEEN, SIXTEEN, by_stage, elements_
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.planning.timeline import timeline
 
-from .cluster import Cluster
+from .machine import Machine
 from .mesh_plan import MeshPlan
-from .rank_share import RankShare, rank_share
+from .rank_share import PassWork, RankShare, rank_share, stage_passes
 from .transformer import Transformer
 
 __all__ = ["PredictedRun", "predict_run"]
 
+_SPENT = ("products", "kernels", "tensor")
 _LIVE = 3  # units that stage 3 has at one time by default: two whole, one ahead
 _UPDATED = 26  # bytes of an element that Adam reads and writes beside the gradient: fp32 master and moments, 16-bit param
 
@@ -27,7 +28,7 @@ class PredictedRun:
     Attributes:
         model: what is trained.
         plan: on which mesh.
-        cluster: of which devices.
+        machine: on which devices.
         shares: what the pipeline's ranks have and do, by place.
         memories: their bytes, by place.
         bubble: the part of the pipeline's time in which a rank does not compute, on average; messages' delays included.
@@ -37,7 +38,7 @@ class PredictedRun:
 
     model: Transformer
     plan: MeshPlan
-    cluster: Cluster
+    machine: Machine
     shares: tuple[RankShare, ...]
     memories: tuple[Memory, ...]
     bubble: float
@@ -56,7 +57,7 @@ class PredictedRun:
     @property
     def fits(self) -> bool:
         """Whether that is within a device's memory."""
-        return self.memory.total <= self.cluster.memory
+        return self.memory.total <= self.machine.memory
 
     @property
     def flops_per_second(self) -> float:
@@ -73,52 +74,63 @@ class PredictedRun:
     def utilisation(self) -> float:
         """The part of the devices' rate that the model needs, recomputations left out (MFU)."""
         tokens = self.plan.rows * self.model.length
-        return self.model.step_flops(tokens) / self.step_seconds / self.plan.ranks / self.cluster.flops
+        return self.model.step_flops(tokens) / self.step_seconds / self.plan.ranks / self.machine.flops
 
 
-def predict_run(model: Transformer, plan: MeshPlan, cluster: Cluster) -> PredictedRun:
+def predict_run(model: Transformer, plan: MeshPlan, machine: Machine) -> PredictedRun:
     """Predicts a run of mixed precision and Adam: 16-bit params, gradients and activations, fp32 masters and moments.
 
     What is counted is exact, and tests execute it: parameters, operations, elements sent, state bytes, and the schedule,
-    which is the pipeline's own, timed by ``pp.timeline``. What is assumed: products run at ``cluster.efficiency`` of the
-    peak, elementwise kernels at the memory's bandwidth, a collective takes what a ring takes, ZeRO has one for each unit,
+    which is the pipeline's own, timed by ``pp.timeline``. What is assumed: products run at the
+    machine's rate, elementwise kernels at the memory's bandwidth, a collective takes what a ring takes, each times its factor;
+    ZeRO has one for each unit,
     links are not shared, and all ranks are equally fast.
 
     Args:
         model: the transformer.
         plan: the mesh, and what a rank does in a step.
-        cluster: the devices and links.
+        machine: the devices and links.
 
     Raises:
         ValueError: the mesh does not divide the model.
 
-    >>> from functional_ds.scaling import CLUSTERS
+    >>> from functional_ds.scaling import MACHINES
     >>> model = Transformer(layers=128, width=25600, heads=160, vocabulary=51200, length=2048)
-    >>> run = predict_run(model, MeshPlan(dp=6, tp=8, pp=64, micro_batches=512, recompute="whole"), CLUSTERS["a100"])
+    >>> run = predict_run(model, MeshPlan(dp=6, tp=8, pp=64, micro_batches=512, recompute="whole"), MACHINES["a100-80gb"])
     >>> f"bubble {run.bubble:.1%}, {run.memory.total / 1e9:.0f} GB"
     'bubble 16.7%, 54 GB'
     """
     shares = tuple(rank_share(model, plan, place) for place in range(plan.pp))
-    stages = _stages(model, plan, cluster)
-    near = plan.tp * plan.pp <= cluster.network.ranks_per_node
+    stages = [
+        [_seconds(work, plan, machine) for work in stage_passes(model, plan, stage)] for stage in range(plan.stages)
+    ]  # forward, backward
+    network, apart = machine.network, plan.tp * plan.pp
     tokens = plan.micro_batch * model.length
+    kept = plan.layers_of_a_stage(model) * (
+        model.layer_kept(tokens, plan.tp) if plan.recompute == "none" else 2 * tokens * model.width
+    )
+    head = model.head_kept(tokens, plan.tp)
     costs = Costs(
-        forward=[sum(stage.forward.values()) for stage in stages],
-        backward=[sum(stage.backward.values()) for stage in stages],
-        link=cluster.network.inside if near else cluster.network.across,
+        forward=[sum(forward.values()) for forward, _ in stages],
+        backward=[sum(backward.values()) for _, backward in stages],
+        link=network.inside if apart <= network.ranks_per_node else network.across,
         message=2 * tokens * model.width,
-        activations=[stage.kept for stage in stages],
+        activations=[kept + head * (stage == plan.stages - 1) for stage in range(plan.stages)],
     )
     line = timeline(plan.schedule(), costs)
-    busy = [_busy(stages[place :: plan.pp], plan.micro_batches) for place in range(plan.pp)]
-    most = max(busy, key=lambda each: sum(each.values()))
+    busy = [
+        {name: plan.micro_batches * sum(work[name] for stage in stages[place :: plan.pp] for work in stage) for name in _SPENT}
+        for place in range(plan.pp)
+    ]
+    most = max(busy, key=lambda seconds: sum(seconds.values()))
     lasts = [sum(costs.of("backward", plan.stages)[place :: plan.pp]) for place in range(plan.pp)]
     data = 0.0
     for share, last in zip(shares, lasts, strict=True):
         halves = elements_sent(plan.stage, micro_batches=plan.micro_batches)  # gathers and reductions; two are an all-reduce
         wide = {0: 2, 1: 1}.get(plan.stage, 0) * (plan.gradient_bytes - 2)
         nbytes, calls = share.parameters * (2 * halves + wide) / 2, len(share.units) * halves // 2
-        spent = cluster.reduces(nbytes, plan.dp, apart=plan.tp * plan.pp, calls=calls)
+        beside = max(1, network.ranks_per_node // apart)
+        spent = machine.factors["communicate"] * machine.reduces(nbytes, plan.dp, beside=beside, calls=calls)
         hidden = (line.makespan if plan.stage == 3 else float(last)) if plan.overlap else 0.0
         data = max(data, spent - hidden)
     updated = max(share.parameters for share in shares) / (plan.dp if plan.stage else 1)
@@ -126,52 +138,19 @@ def predict_run(model: Transformer, plan: MeshPlan, cluster: Cluster) -> Predict
         **most,
         "pipeline": max(0.0, line.makespan - sum(most.values())),
         "data": data,
-        "update": (_UPDATED + plan.gradient_bytes) * updated / cluster.memory_bandwidth,
+        "update": machine.factors["update"] * (_UPDATED + plan.gradient_bytes) * updated / machine.memory_bandwidth,
     }
     working = 0 if plan.recompute == "none" else model.layer_kept(tokens, plan.tp)
     memories = tuple(_memory(share, plan, round(peak) + working) for share, peak in zip(shares, line.peak, strict=True))
-    return PredictedRun(model, plan, cluster, shares, memories, max(0.0, line.bubble), seconds)
+    return PredictedRun(model, plan, machine, shares, memories, max(0.0, line.bubble), seconds)
 
 
-@attrs.frozen
-class _StageCosts:
-    """A stage's seconds for a micro-batch, by what they are spent on, and the bytes that it keeps."""
-
-    forward: dict[str, float]
-    backward: dict[str, float]
-    kept: int
-
-
-def _stages(model: Transformer, plan: MeshPlan, cluster: Cluster) -> list[_StageCosts]:
-    layers, tokens, tp = plan.layers_of_a_stage(model), plan.micro_batch * model.length, plan.tp
-    product, moved = model.layer_flops(tokens) / tp / cluster.rate, model.layer_moved(tokens, tp) / cluster.memory_bandwidth
-    head, reduced = model.head_flops(tokens) / tp / cluster.rate, cluster.reduces(2 * tokens * model.width, tp)
-    spared = model.last_product_flops(tokens) / tp / cluster.rate * (plan.recompute == "needed")
-    times, more = (2, 0) if plan.recompute == "none" else (3, 1 if plan.recompute == "needed" else 2)
-    kept = model.layer_kept(tokens, tp) if plan.recompute == "none" else 2 * tokens * model.width
-    found = []
-    for stage in range(plan.stages):
-        first, last = stage == 0, stage == plan.stages - 1
-        forward = {
-            "products": layers * product + head * last,
-            "kernels": layers * moved,
-            "tensor": (2 * layers + first) * reduced,
-        }
-        backward = {
-            "products": layers * (times * product - spared) + 2 * head * last,
-            "kernels": times * layers * moved,
-            "tensor": ((2 + more) * layers + last) * reduced,
-        }
-        found.append(_StageCosts(forward, backward, layers * kept + model.head_kept(tokens, tp) * last))
-    return found
-
-
-def _busy(stages: list[_StageCosts], micro_batches: int) -> dict[str, float]:
-    """What a rank's stages take in a step."""
-    return {
-        kind: micro_batches * sum(stage.forward[kind] + stage.backward[kind] for stage in stages)
-        for kind in ("products", "kernels", "tensor")
-    }
+def _seconds(work: PassWork, plan: MeshPlan, machine: Machine) -> dict[str, float]:
+    """Of a pass, by what they are spent on."""
+    found = dict.fromkeys(_SPENT, 0.0)
+    for operation, count in work.operations.items():
+        found["products" if operation.flops else "kernels"] += count * machine.operation_seconds(operation)
+    return found | {"tensor": machine.factors["communicate"] * machine.reduces(2 * work.elements, plan.tp, calls=work.calls)}
 
 
 def _memory(share: RankShare, plan: MeshPlan, activations: int) -> Memory:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds import comm
 from functional_ds.base import torch_private as private
@@ -382,18 +381,6 @@ def a_backward_pass_knows_its_node() -> None:
         w = z.exp()
     w.sum().backward()
     assert found[0] == number + 1, found
-
-
-@checks("storage_bytes")
-def a_weak_reference_knows_the_bytes() -> None:
-    for device in ("cpu", "meta"):
-        x = torch.ones(4, device=device)
-        reference = StorageWeakRef(x.untyped_storage())
-        assert private.storage_bytes(reference) == 16
-        x.untyped_storage().resize_(0)
-        assert private.storage_bytes(reference) == 0
-        del x
-        assert private.storage_bytes(reference) is None
 
 
 @checks("version_of")

@@ -13,7 +13,6 @@ from functional_ds import transforms as T
 from functional_ds.cli import tune_command
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.forecast import Forecast, forecast
-from functional_ds.cli.planning.known_machines import MACHINES
 from functional_ds.cli.planning.mesh_axes import MeshAxes
 from functional_ds.cli.planning.pipeline_times import bubble_seconds
 from functional_ds.cli.planning.subject import subject_of
@@ -21,6 +20,7 @@ from functional_ds.cli.tune_command import candidates_of
 from functional_ds.cli.tuning.halving import Measurement
 from functional_ds.cli.tuning.trial import TrialSpec, run_rank
 from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.scaling.machine import MACHINES
 from tests.cli.models_by_name import HERE
 from tests.cli.running import answer, refusal, run
 

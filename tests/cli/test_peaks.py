@@ -11,10 +11,11 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.subject import subject_of
-from functional_ds.cli.planning.values_free_step import StepAllocations, step_shape
+from functional_ds.cli.planning.values_free_step import step_shape
 from functional_ds.comm.backends import gloo
 from functional_ds.comm.worlds.gloo_shapes import GlooShapesWorld
 from functional_ds.comm.worlds.shapes import rank_on_shapes
+from functional_ds.dry_run.events import EventRecorder
 from tests.cli.models_by_name import HERE
 
 CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small leaves stay whole
@@ -52,16 +53,16 @@ def _measured_peak(model: str, candidate: Candidate) -> int:
     del subject
     for _ in range(2):
         state, _ = step(state, batch)
-    noted, fold = StepAllocations(), gloo.fold
+    run, fold = EventRecorder(), gloo.fold
 
     def seen(*args: Any, **options: Any) -> Tensor:
-        with noted:  # on the thread that reduces
+        with run:  # on the thread that reduces
             return fold(*args, **options)
 
-    with noted, mock.patch.object(gloo, "fold", seen):
-        noted.live.note(leaf for leaf in fds.tree.leaves((state, batch)) if isinstance(leaf, Tensor))
+    with run, mock.patch.object(gloo, "fold", seen):
+        run.note((state, batch))
         state, _ = step(state, batch)
-    return noted.live.peak
+    return run.events.peak()
 
 
 @pytest.mark.law(20)
@@ -79,11 +80,11 @@ def test_a_collective_takes_memory_as_over_gloo(ranks: int) -> None:
     """Law: beside its input, a reduce-scatter takes a piece for each other rank; a donated all-reduce of two, one value."""
 
     def program() -> tuple[int, int]:
-        with StepAllocations() as scattered:
+        with EventRecorder() as scattered:
             comm.reduce_scatter(torch.empty(6 * 1000, device="meta"))
-        with StepAllocations() as reduced:
+        with EventRecorder() as reduced:
             comm.all_reduce(torch.empty(6 * 1000, device="meta"), donate=True)
-        return scattered.live.peak, reduced.live.peak
+        return scattered.events.peak(), reduced.events.peak()
 
     value = 4 * 6 * 1000
     piece = value // ranks

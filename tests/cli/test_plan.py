@@ -14,14 +14,12 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.cli.planning.candidate import Candidate
-from functional_ds.cli.planning.known_machines import MACHINES
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import step_shape
 from functional_ds.comm.record.ledger import Row
 from functional_ds.comm.table.rows import ALL_REDUCE
-from functional_ds.modules.flops import FlopCounter
-from functional_ds.modules.operation_cost import SizedOperation
-from functional_ds.scaling.machine import FACTORS, Machine
+from functional_ds.dry_run.operations import OperationCounter, SizedOperation
+from functional_ds.scaling.machine import FACTORS, MACHINES, Machine
 from tests.cli.models_by_name import HERE
 from tests.cli.running import answer, refusal, run
 
@@ -72,10 +70,10 @@ def test_state_bytes_and_operations_are_those_of_a_run(stage: int, precision: st
 
     def program() -> tuple[int, dict[tuple[str, str], int], int]:
         step, state, batch = trained(model, candidate)
-        with comm.ledger() as book, FlopCounter() as counter:
+        with comm.ledger() as book, OperationCounter() as counter:
             state, _ = step(state, batch)
         rows = {(row.collective, row.group): row.bytes for row in book.rows}
-        return fds.memory.measured(state).state, rows, counter.total
+        return fds.memory.measured(state).state, rows, counter.flops
 
     held, sent, flops = comm.simulate(program, world_size=2)[1]
     assert mine.memory.state == held
@@ -104,10 +102,10 @@ def test_a_mesh_with_tp_is_that_of_a_run(model: str, stage: int, precision: str,
 
     def program() -> tuple[int, dict[tuple[str, str], int], int]:
         step, state, batch = trained(name, candidate)
-        with comm.ledger() as book, FlopCounter() as counter:
+        with comm.ledger() as book, OperationCounter() as counter:
             state, _ = step(state, batch)
         rows = {(row.collective, row.group): row.bytes for row in book.rows}
-        return fds.memory.measured(state).state, rows, counter.total
+        return fds.memory.measured(state).state, rows, counter.flops
 
     held, sent, flops = comm.simulate(program, world_size=4)[3]
     assert (mine.memory.state, mine.flops) == (held, flops)
@@ -203,9 +201,9 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert subject.batch is not None
     step = candidate.step(subject.loss)
     state = step.init(subject.params)
-    with FlopCounter() as counter:
+    with OperationCounter() as counter:
         state, _ = step(state, subject.batch(1))
-    assert found["candidates"][0]["flops"] == counter.total
+    assert found["candidates"][0]["flops"] == counter.flops
     assert found["candidates"][0]["memory"]["state"] == fds.memory.measured(state).state
 
 

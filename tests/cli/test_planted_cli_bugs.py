@@ -10,15 +10,15 @@ import torch
 
 from functional_ds.cli.hosts_command import HostSlots, filtered
 from functional_ds.cli.words.errors_in_one_line import CommandError
-from functional_ds.modules.operation_cost import SizedOperation
+from functional_ds.dry_run.operations import SizedOperation
 from functional_ds.state_dict.errors import StructureError
 from tests.cli import test_axes, test_calibration, test_hosts, test_peaks, test_plan, test_tune
 from tests.cli.test_checkpoint_commands import averages_are_converted, masters_are_converted
-from tests.modules import test_operation_cost
-from tests.modules.test_operation_cost import X
+from tests.dry_run import test_operations
+from tests.dry_run.test_operations import X
 from tests.planting import Bug, planted
 
-SHAPE, COST = "cli.planning.values_free_step", "modules.operation_cost"
+SHAPE, COST = "cli.planning.values_free_step", "dry_run.operations"
 FIT, HALVING = "cli.tuning.calibration", "cli.tuning.halving"
 
 
@@ -27,7 +27,7 @@ def peak(model: str, stage: int) -> Callable[[], None]:
 
 
 def costs(run: Callable[[], object], expected: SizedOperation) -> Callable[[], None]:
-    return partial(test_operation_cost.test_an_operation_is_its_kind_and_sizes, run, expected)
+    return partial(test_operations.test_an_operation_is_its_kind_and_sizes, run, expected)
 
 
 def exclusion() -> None:
@@ -47,22 +47,20 @@ def conversion_of_states() -> None:
 
 BUGS: dict[Callable[[], None], list[Bug]] = {
     peak("attention", 1): [
-        Bug(
-            "attention by whole matrices", "cli.planning.values_free_step:_KernelsOf._attention", "q.dim() != 4", "q.dim() == 4"
-        )
+        Bug("attention by whole matrices", "dry_run.dry_run:_KernelsOf._attention", "q.dim() != 4", "q.dim() == 4")
     ],
     peak("blocks", 3): [
         Bug(
             "results are not seen",
-            "cli.planning.values_free_step:StepAllocations.__torch_dispatch__",
-            "self.live.note((x for x in tree.leaves(found) if isinstance(x, Tensor)))",
-            "(x for x in tree.leaves(found) if isinstance(x, Tensor))",
+            "dry_run.events:EventRecorder.add",
+            "self.note(result)",
+            "...",
         ),
     ],
     partial(test_plan.test_the_peak_is_within_ten_percent_of_the_allocators, "attending", 0, True): [
         Bug(
             "what is recomputed has other kernels",
-            "cli.planning.values_free_step:_kernels_of",
+            "dry_run.dry_run:kernels_of",
             "with mode, instead_of_engine(within):\n    ...",
             "with mode:\n    ...",
             CommandError,
@@ -85,12 +83,12 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     costs(lambda: X.view(-1), SizedOperation("copies")): [
-        Bug("views move bytes", "modules.operation_cost:operation_of", "func.is_view or name in _FREE", "name in _FREE"),
+        Bug("views move bytes", "dry_run.operations:operation_of", "func.is_view or name in _FREE", "name in _FREE"),
     ],
     costs(lambda: torch.zeros(8, 4).mul_(X), SizedOperation("elementwise", bytes=3 * 128)): [
         Bug(
             "what is changed in place is not written",
-            "modules.operation_cost:operation_of",
+            "dry_run.operations:operation_of",
             "_bytes(changed) + _bytes(fresh)",
             "_bytes(fresh)",
         ),
@@ -120,10 +118,10 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             "torch.ones_like(errors)",
         ),
     ],
-    test_operation_cost.test_recomputed_operations_are_known: [
+    test_operations.test_recomputed_operations_are_known: [
         Bug(
             "backward passes are recomputation",
-            "modules.operation_cost:OperationCounter.__torch_dispatch__",
+            "dry_run.operations:operation_of",
             "torch.is_grad_enabled() and backward_pass() != -1",
             "backward_pass() != -1",
         ),

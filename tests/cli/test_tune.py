@@ -10,12 +10,12 @@ from functional_ds import comm
 from functional_ds.cli import tune_command
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.forecast import forecast
-from functional_ds.cli.planning.known_machines import MACHINES
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.tune_command import candidates_of
 from functional_ds.cli.tuning import trial
 from functional_ds.cli.tuning.halving import Measurement, halve
 from functional_ds.cli.tuning.trial import TrialSpec, measure, run_rank
+from functional_ds.scaling.machine import MACHINES
 from tests.cli.models_by_name import HERE
 from tests.cli.running import answer, refusal, run
 

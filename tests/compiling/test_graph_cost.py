@@ -19,7 +19,7 @@ from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.ledger import Row
 from functional_ds.compiling import GraphCost, StepGraph, regather, schedule
 from functional_ds.compiling.graphs.graph_cost import COMPUTE
-from functional_ds.modules.flops import FlopCounter
+from functional_ds.dry_run.operations import OperationCounter
 from functional_ds.scaling import Machine
 
 WIDTH = 8
@@ -72,9 +72,9 @@ def run(name: str, passes: Any = None, blocks: int = 4) -> Run:
         jitted, x = fds.jit(step, passes=passes), torch.ones(4, WIDTH)
         state, _ = jitted(jitted.init(params), x)
         graph = jitted.graph(state, x)
-        with comm.ledger() as book, FlopCounter() as counter:
+        with comm.ledger() as book, OperationCounter() as counter:
             step(state, x)
-        return Run(graph, [row for row in book.rows if not row.group.endswith("/control")], counter.total)
+        return Run(graph, [row for row in book.rows if not row.group.endswith("/control")], counter.flops)
 
     return comm.simulate(program, world_size=4 if name in ("hpZ", "HSDP") else 2)[0]
 

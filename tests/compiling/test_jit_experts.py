@@ -18,7 +18,7 @@ from functional_ds import transforms as T
 from functional_ds.compiling import JitWarning
 from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD, _Kept
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, carrying_out
-from functional_ds.modules.flops import FlopCounter
+from functional_ds.dry_run.operations import OperationCounter
 from functional_ds.step.axes import axis
 from tests.compiling.test_graph_live import Measuring
 from tests.planting import Bug, planted
@@ -130,10 +130,10 @@ def evenly(ranks: int, way: Any, kept: list[tuple[weakref.ref[Any], int]]) -> No
     state, _ = jitted(jitted.init(params), x)
     graph = jitted.graph(state, x)
     cost = graph.cost(fds.scaling.Machine("mine", 1e9, 1e9, 1e9, link_bandwidth=1e9))
-    with comm.ledger() as book, FlopCounter() as counter:
+    with comm.ledger() as book, OperationCounter() as counter:
         step(state, x, donate=False)
     assert cost.sent == [row for row in book.rows if not row.group.endswith("/control")]
-    assert cost.flops == counter.total > 0
+    assert cost.flops == counter.flops > 0
     assert cost.seconds == pytest.approx(cost.compute + cost.host + sum(cost.exposed.values()))
 
     run, held, told = Measuring(graph), graph.live(), list[tuple[str, int, int]]()

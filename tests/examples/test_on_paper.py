@@ -24,14 +24,14 @@ def test_what_is_predicted_is_executed(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_seventy_billion_on_a_thousand_ranks() -> None:
     """The model is Llama's, and the fastest mesh of a few fits."""
-    model, cluster = on_paper.LLAMA_70B, on_paper.CLUSTERS["h100"]
+    model, machine = on_paper.LLAMA_70B, on_paper.MACHINES["h100"]
     assert model.parameters == 68_976_648_192
-    best = on_paper.ranked(model, 8192, 1024, cluster)
+    best = on_paper.ranked(model, 8192, 1024, machine)
     assert best[0].fits
     assert best[0].step_seconds == min(run.step_seconds for run in best)
     assert all(run.plan.ranks == 8192 and run.plan.rows == 1024 for run in best)
 
 
 def test_too_few_ranks(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--ranks 2 --rows 1024: no mesh of these fits H100 80 GB"):
+    with pytest.raises(SystemExit, match="--ranks 2 --rows 1024: no mesh of these fits H100 SXM 80 GB"):
         on_paper.main(["--ranks", "2", "--out", str(tmp_path)])

@@ -93,17 +93,3 @@ def test_text_and_bad_input() -> None:
     step(state, torch.ones(100))
     with pytest.raises(fds.DonatedStateError):
         memory.measured(state)
-
-
-def test_live_forgets_what_is_gone() -> None:
-    """The peak is of what was alive at one time."""
-    live = memory.Live()
-    first = torch.ones(10)
-    live.note([first, first[2:]])
-    assert live.bytes == live.peak == 40
-    del first
-    live.note([torch.ones(5)], ahead=4)
-    assert (live.bytes, live.peak) == (0, 40)
-    second = torch.ones(20)
-    live.note([second], ahead=4)
-    assert (live.bytes, live.peak) == (80, 84)

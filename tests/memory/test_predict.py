@@ -141,7 +141,7 @@ def test_gathered_units_are_predicted(name: str, units: str, n: int, half: bool,
         state = step.init(params)
         for _ in range(2):  # the first step learns the order, the second fetches ahead
             state, _ = step(state, own_rows(CASES[name].batch(2 * n), comm.world()))
-        return tracked.live.peak
+        return tracked.peak
 
     expected = memory.predicted(make, params, world_size=n).gathered
     assert 0 < expected <= (live + ahead) * sum(x.nbytes for x in params.values()) + 4096
@@ -225,7 +225,7 @@ def test_what_a_pipelines_ranks_gather_is_predicted(stage: int, resident: int | 
         state = step.init(params)
         for _ in range(2):
             state, _ = step(state, (torch.ones(8, 16),))
-        return tracked.live.peak
+        return tracked.peak
 
     found = comm.simulate(most, world_size=4)
     assert [memory.predicted(make, params, world_size=4, rank=rank).gathered for rank in range(4)] == found

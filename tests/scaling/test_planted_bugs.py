@@ -24,9 +24,9 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     sliced: [
         Bug(
             "the embedding sends nothing",
-            "scaling.rank_share:rank_share",
-            "model.width * first + (model.width + 3) * last",
-            "(model.width + 3) * last",
+            "scaling.rank_share:stage_passes",
+            "2 * layers + first",
+            "2 * layers",
         ),
         Bug("a tied head is another table", "scaling.rank_share:rank_share", "table * (not again)", "table"),
         Bug("norms are cut", "scaling.rank_share:rank_share", "model.layer_whole", "model.layer_whole // tp"),
@@ -35,15 +35,15 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     again: [
         Bug(
             "what runs again sends nothing",
-            "scaling.rank_share:rank_share",
-            "_ALL_REDUCES[plan.recompute]",
-            "_ALL_REDUCES['none']",
+            "scaling.rank_share:stage_passes",
+            "_AGAIN[plan.recompute]",
+            "_AGAIN['none']",
         ),
         Bug(
             "the last product runs again",
-            "scaling.rank_share:rank_share",
-            "forward - model.last_product_flops(tokens)",
-            "forward",
+            "scaling.rank_share:stage_passes",
+            "layer.flops - spared",
+            "layer.flops",
         ),
     ],
     layer: [
@@ -72,7 +72,12 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         )
     ],
     test_predict_run.test_a_step_takes_its_operations: [
-        Bug("a stage has one layer", "scaling.predict_run:_stages", "layers * product", "product"),
+        Bug(
+            "a stage has one layer",
+            "scaling.rank_share:stage_passes",
+            "{layer: layers, moved: layers, head: last}",
+            "{layer: 1, moved: layers, head: last}",
+        ),
     ],
 }
 CASES = [pytest.param(law, bug, id=bug.name) for law, bugs in BUGS.items() for bug in bugs]

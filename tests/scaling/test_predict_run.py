@@ -5,16 +5,9 @@ from typing import Any
 import attrs
 import pytest
 
-from functional_ds.comm.algorithms.cost import Link, Network
-from functional_ds.scaling import CLUSTERS, Cluster, MeshPlan, PredictedRun, Transformer, predict_run, rank_share
+from functional_ds.scaling import MACHINES, Machine, MeshPlan, PredictedRun, Transformer, predict_run, rank_share
 
-FAST = Cluster(
-    name="no links, no kernels",
-    flops=1e12,
-    memory=10**9,
-    memory_bandwidth=1e30,
-    network=Network(Link(latency=0.0, bandwidth=1e30)),
-)
+FAST = Machine("no links, no kernels", 1e12, 1e12, 1e30, link_bandwidth=1e30, link_latency=0.0, memory=10**9)
 EVEN = Transformer(layers=16, width=64, heads=4, vocabulary=1, length=32)  # a head that takes no time
 
 # Narayanan et al. 2021, table 1: heads, width, layers, tp, pp, GPUs, batch, teraFLOP/s of a GPU.
@@ -54,7 +47,7 @@ def test_a_step_takes_its_operations() -> None:
 
 def test_what_runs_beside_takes_no_time() -> None:
     model, plan = EVEN, MeshPlan(dp=64, stage=3)
-    hidden, shown = (predict_run(model, attrs.evolve(plan, overlap=way), CLUSTERS["a100"]) for way in (True, False))
+    hidden, shown = (predict_run(model, attrs.evolve(plan, overlap=way), MACHINES["a100-80gb"]) for way in (True, False))
     assert shown.seconds["data"] > hidden.seconds["data"] >= 0
     assert shown.memory == hidden.memory
 
@@ -66,7 +59,7 @@ def megatron(row: tuple[int, ...], efficiency: float) -> PredictedRun:
     ways: dict[str, Any] = {"recompute": "whole", "overlap": False, "fp32_gradients": False}
     model = Transformer(layers=layers, width=width, heads=heads, vocabulary=51200, length=2048)
     plan = MeshPlan(dp=dp, tp=tp, pp=pp, chunks=chunks, micro_batches=batch // dp, **ways)
-    return predict_run(model, plan, attrs.evolve(CLUSTERS["a100"], efficiency=efficiency))
+    return predict_run(model, plan, attrs.evolve(MACHINES["a100-80gb"], factors={"products": 1 / efficiency}))
 
 
 def test_a_published_run_is_predicted() -> None:

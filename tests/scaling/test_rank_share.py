@@ -16,8 +16,8 @@ import functional_ds as fds
 from functional_ds import comm, memory
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
-from functional_ds.modules.flops import FlopCounter
-from functional_ds.scaling import CLUSTERS, MeshPlan, Transformer, predict_run, rank_share
+from functional_ds.dry_run.operations import OperationCounter
+from functional_ds.scaling import MACHINES, MeshPlan, Transformer, predict_run, rank_share
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import paper_transformer as pt
@@ -56,13 +56,13 @@ def step_of(model: Transformer, plan: MeshPlan) -> tuple[Mapping[str, int], memo
     state, batch = step.init(pt.fresh(model)), pt.batch_of(model, plan)
     for _ in range(3 if plan.stage == 3 else 1):  # stage 3 learns in which order units are used
         state, _ = step(state, batch)
-    with comm.ledger() as book, FlopCounter() as counter:
+    with comm.ledger() as book, OperationCounter() as counter:
         state, _ = step(state, batch)
     sent = {"tp": 0, "dp": 0}
     for row in book.rows:
         scalars = "control" in row.group or (row.group == "dp" and row.collective == "all_reduce" and plan.stage)
         sent[row.group.partition("/")[0]] += 0 if scalars else row.elements
-    return sent, memory.measured(state, gradients=sizes[-1]), int(counter.total)
+    return sent, memory.measured(state, gradients=sizes[-1]), int(counter.flops)
 
 
 @pytest.mark.sample(2)
@@ -106,9 +106,9 @@ def test_a_whole_recomputation_has_the_last_product_more(whole: bool) -> None:
         chain = T.tensor_parallel(pt.tensor_plan(model), comm.world())
         step = chain(fds.train_step(loss, fds.sgd(0.1)))
         state = step.init({name: leaf for name, leaf in pt.fresh(model).items() if name != "norm"})
-        with FlopCounter() as counter, set_checkpoint_early_stop(not whole):
+        with OperationCounter() as counter, set_checkpoint_early_stop(not whole):
             step(state, pt.batch_of(model, MeshPlan()))
-        return int(counter.total)
+        return int(counter.flops)
 
     plan = MeshPlan(recompute="whole" if whole else "needed")
     assert comm.symmetric(program, world_size=1) == rank_share(model, plan).flops
@@ -148,7 +148,7 @@ def test_a_pipeline_passes_what_is_counted() -> None:
 def test_stage_3_has_the_largest_units_whole(model: Transformer) -> None:
     plan = MeshPlan(dp=4, stage=3)
     report = T.zero(3).cost_report(pt.fresh(model), n=plan.dp, stored_dtype=torch.bfloat16)
-    assert predict_run(model, plan, CLUSTERS["a100"]).memory.gathered == report.fetched()
+    assert predict_run(model, plan, MACHINES["a100-80gb"]).memory.gathered == report.fetched()
 
 
 # -- activations --------------------------------------------------------------------------------------------------------

@@ -1,30 +1,33 @@
-"""The bytes that a configuration of ZeRO will store and send, computed from shapes."""
+"""The bytes that a configuration of ZeRO will store and send: a dry run of its step."""
 
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
 
 from functional_ds import comm
-from functional_ds.comm.backends.reduction import chunk_bounds
+from functional_ds.base import tree
+from functional_ds.base.marks import like_marked, without_values
+from functional_ds.base.weighted import Weighted
 from functional_ds.comm.codecs.compressed import Compressed, encode_leaf
+from functional_ds.comm.record.ledger import Row
+from functional_ds.comm.worlds.shapes import rank_on_shapes
+from functional_ds.optim.sgd import sgd
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_region import LeafRegion
+from functional_ds.step.compose import wrap
+from functional_ds.step.state import State
+from functional_ds.step.step import Step
+from functional_ds.step.train_step import train_step
 
 from .config import ZeroConfig
 
 __all__ = ["CostReport", "report_costs"]
 
-
-@attrs.frozen
-class _Level:
-    """A group's name and size."""
-
-    name: str
-    size: int
+T = TypeVar("T")
 
 
 @attrs.frozen(repr=False)
@@ -33,19 +36,21 @@ class CostReport:
 
     Attributes:
         config: the arguments of ``zero``.
+        params: the user's tree, without values.
         layout: units, segments and shards.
-        group: the ranks that shard the state.
-        levels: the groups of a gather, in order; a reduction takes them in reverse order.
-        replicas: the group over which shards are replicated.
+        ranks: the group's ranks.
+        block: how many of them make a block; None for one level.
+        replicas: how many ranks have the same shard.
         stored_dtype: the dtype in which floating leaves are stored; None for their own.
         comm_dtype: the dtype in which their gradients are sent; None for the stored one.
     """
 
     config: ZeroConfig
+    params: Any
     layout: Layout
-    group: _Level
-    levels: tuple[_Level, ...]
-    replicas: _Level | None
+    ranks: tuple[int, ...]
+    block: int | None
+    replicas: int
     stored_dtype: torch.dtype | None = None
     comm_dtype: torch.dtype | None = None
 
@@ -64,16 +69,17 @@ class CostReport:
 
     def held(self, rank: int = 0) -> int:
         """Bytes of params that a rank stores, exact shards beside compressed params included."""
-        whole = sum(s.size * self._itemsize(s) for s in self.whole)
-        sharded = sum(self._own(s, rank) * self._itemsize(s) for s in self.sharded)
-        beside = self.config.inexact and self.config.stage and self.layout.n > 1
-        exact = sum(self._own(s, rank) * self._itemsize(s) for s in self.whole if not s.alone) if beside else 0
-        return whole + sharded + exact
+
+        def program(config: ZeroConfig) -> int:
+            state = self._step(config, 1, lambda params, batch: NotImplemented).init(self.params)
+            return sum(leaf.nbytes for leaf in tree.leaves([state.params, state.slots["zero"].exact]))
+
+        return self._on_rank(program, rank)
 
     def fetched(self) -> int:
         """Bytes of the units that stage 3 has whole or in flight at once, at most: its largest ones."""
         sizes = [
-            sum(s.size * self._itemsize(s) for s in self._of(unit) if not (s.persistent or s.alone))
+            sum(s.size * self._dtype(s).itemsize for s in self._of(unit) if not (s.persistent or s.alone))
             for unit in range(len(self.layout.units))
         ]
         most = sorted(sizes, reverse=True)[: self.config.max_live_units + self.config.prefetch]
@@ -81,116 +87,96 @@ class CostReport:
 
     def hpz_bytes(self) -> int:
         """Bytes of the secondary shards that ``hpz`` keeps from the forward pass to the end of the backward."""
-        if not self.config.hpz or len(self.levels) < 2:
+        levels = self._levels()
+        if not self.config.hpz or len(levels) < 2:
             return 0
-        return self.levels[0].size * sum(self._payload(s, s.shard) for s in self.sharded if s.sharers is None)
+        return levels[0][1] * sum(self._payload(s) for s in self.sharded if s.sharers is None)
 
     def sent(self, *, micro_batches: int = 1, rank: int = 0, replica: int = 0) -> dict[tuple[str, str], int]:
         """Bytes that a rank sends in a step, by collective and group, as a ledger names them.
 
         These are params and gradients. Scalars, the optimizer's messages and the ranks' agreements are not counted. Stage 3 is
-        taken to use every unit once in the forward and once in the backward pass; without ``reshard_last_units`` it gathers up
-        to ``max_live_units`` units fewer in each micro-batch.
+        taken to use every unit once in the forward and once in the backward pass, but for frozen ones before the first trained
+        one, which no gradient passes; without ``reshard_last_units`` it gathers up to ``max_live_units`` units fewer in each
+        micro-batch.
 
         Args:
             micro_batches: how many the step has.
             rank: whose shard.
             replica: which replica.
         """
-        sent: Counter[tuple[str, str]] = Counter()
-        each = micro_batches if self.config.stage >= 2 else 1
-        for segment in self.sharded:
-            self._gather(sent, segment, rank, micro_batches, inter_node=1 if self.config.hpz else 2)
-        for segment in self.whole if self.config.stage else []:
-            if segment.trainable:
-                self._gather(sent, segment, rank, 1, inter_node=1, intra_node=1)
-        for segment in self.layout.segments:
-            if segment.trainable:
-                self._reduce(sent, segment, rank, replica, each, grown=micro_batches > 1)
-        return {key: size for key, size in sent.items() if size}
 
-    # -- one segment ---------------------------------------------------------------------------------------------------
+        from functional_ds.dry_run.dry_run import dry_run, loss_of_all
+
+        def program(config: ZeroConfig) -> dict[tuple[str, str], int]:
+            step = self._step(attrs.evolve(config, reshard_last_units=True), micro_batches, loss_of_all(self.params))
+            rows = dry_run(step, step.init(self.params), torch.empty(1, device="meta")).sent
+            rows_of_values = (row for row in rows if row.bytes and not row.group.endswith("/control"))
+            return {(row.collective, row.group): row.bytes for row in rows_of_values if not _carries_scalars(row)}
+
+        return self._on_rank(program, rank, replica)
+
+    # -- the dry run ---------------------------------------------------------------------------------------------------
+
+    def _on_rank(self, program: Callable[[ZeroConfig], T], rank: int = 0, replica: int = 0) -> T:
+        """What a program makes of the configuration on the rank with a shard, in a world with shapes alone."""
+        count = self.layout.n // (self.block or 1)
+        place = rank if self.block is None else rank % count * self.block + rank // count
+        outside = max(self.ranks) + 1
+        alike = [outside + other for other in range(self.replicas)]
+        alike[replica] = self.ranks[place]
+
+        def on_shapes() -> T:
+            world, given = comm.world().world, self.config
+            group = world.group(self.ranks, "world" if given.group is None else given.group.name)
+            within: comm.Group | int | None = self.block
+            if self.block is not None and isinstance(given.intra_node, comm.Group):
+                first = place // self.block * self.block
+                within = world.group(self.ranks[first : first + self.block], given.intra_node.name)
+            over = world.group(alike, getattr(given.replicate, "name", "replicas")) if self.replicas > 1 else None
+            return program(attrs.evolve(given, group=group, intra_node=within, replicate=over))
+
+        return rank_on_shapes(on_shapes, world_size=outside + self.replicas, rank=self.ranks[place])
+
+    def _step(self, config: Any, micro_batches: int, loss: Callable[..., Any]) -> Step:
+        """A step with the configuration and these dtypes."""
+
+        def init(inner: Any, step: Step, params: Any) -> State:
+            state: State = inner(step, [like_marked(x.to(self._stored(x.dtype)), x) for x in params])
+            return state
+
+        def comm_dtype(inner: Any, step: Step, state: State, dtype: torch.dtype) -> torch.dtype:
+            found: torch.dtype = inner(step, state, dtype)
+            stored = {self._dtype(segment) for segment in self.layout.segments}
+            return self.comm_dtype if self.comm_dtype is not None and found.is_floating_point and found in stored else found
+
+        def gradients(
+            inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+        ) -> tuple[State, Weighted, dict[str, Weighted]]:
+            for i in range(micro_batches):
+                state, carry, metrics = inner(step, state, batch, carry, last and i == micro_batches - 1)
+            return state, carry, metrics  # type: ignore[return-value]
+
+        stored = wrap("stored", init=init, comm_dtype=comm_dtype)(train_step(loss, sgd(0.1)))
+        return wrap("micro-batches", gradients=gradients)(config(stored))
+
+    def _levels(self) -> list[tuple[str, int]]:
+        """The names and sizes of the groups of a gather, in order."""
+        return self._on_rank(lambda config: [(level.name, level.size) for level in config.process_groups().levels])
 
     def _of(self, unit: int) -> list[Segment]:
         return [self.layout.segments[i] for i in self.layout.units[unit].segments]
 
-    def _itemsize(self, segment: Segment) -> int:
-        return self._dtype(segment).itemsize
-
     def _dtype(self, segment: Segment) -> torch.dtype:
-        return self.stored_dtype if self.stored_dtype is not None and segment.dtype.is_floating_point else segment.dtype
+        return self._stored(segment.dtype)
 
-    def _own(self, segment: Segment, rank: int) -> int:
-        start, stop = segment.cut(rank)
-        return stop - start
+    def _stored(self, dtype: torch.dtype) -> torch.dtype:
+        return self.stored_dtype if self.stored_dtype is not None and dtype.is_floating_point else dtype
 
-    def _payload(self, segment: Segment, elements: int) -> int:
-        return _payload(self.config.all_gather, elements, self._dtype(segment))
-
-    def _levels(self, segment: Segment) -> tuple[_Level, ...]:
-        """The groups of the segment's gather; of leaves with sharers, the block."""
-        if segment.sharers is None:
-            return self.levels
-        return () if segment.alone else (_Level(f"{self.group.name}:sharers", len(segment.sharers[0])),)
-
-    def _gather(
-        self, sent: Counter[tuple[str, str]], s: Segment, rank: int, times: int, *, inter_node: int, intra_node: int = 2
-    ) -> None:
-        levels = self._levels(s)
-        if s.owner is not None:
-            if levels and s.place(rank) == s.owner:
-                sent["broadcast", levels[0].name] += intra_node * times * (levels[0].size - 1) * s.size * self._itemsize(s)
-            return
-        payload = self._payload(s, s.shard)
-        for place, level in enumerate(levels):
-            passes = inter_node if place == 0 and len(levels) > 1 else intra_node
-            group = f"{level.name}/gather" if place else level.name
-            sent["all_gather", group] += passes * times * (level.size - 1) * payload
-            payload *= level.size
-
-    def _reduce(self, sent: Counter[tuple[str, str]], s: Segment, rank: int, replica: int, times: int, *, grown: bool) -> None:
-        config, dtype = self.config, self._dtype(s)
-        half = dtype.itemsize == 2 and dtype.is_floating_point
-        summed = torch.float32 if half and grown else dtype  # what local sums over micro-batches are kept in
-        comm_dtype = (self.comm_dtype or dtype) if (summed if config.stage < 2 else dtype) == dtype else summed
-        comm_dtype = comm_dtype if s.dtype.is_floating_point else s.dtype
-        copies = self.replicas.size if self.replicas is not None else 1
-        levels = self._levels(s)
-        if config.stage == 0:
-            self._reduce_whole(sent, s, comm_dtype, copies, replica)
-            return
-        if s.owner is not None:
-            if levels and s.place(rank) != s.owner:
-                sent["reduce", f"{levels[0].name}/reduce"] += times * s.size * comm_dtype.itemsize
-        elif config.aggregate == "all_reduce":
-            group = self.group if s.sharers is None else _Level(f"{self.group.name}:sharers", len(s.sharers[0]))
-            for key, size in _all_reduce(config.all_reduce, group, s.size, comm_dtype, s.place(rank)).items():
-                sent[key] += times * size
-        else:
-            elements = s.size
-            for level in reversed(levels):
-                elements //= level.size
-                name, size = _scatter(config.reduce_scatter, elements, comm_dtype)
-                sent[name, f"{level.name}/reduce"] += times * (level.size - 1) * size
-        if self.replicas is not None and copies > 1:
-            shared = torch.float32 if half and grown else comm_dtype
-            own = self._own(s, rank)
-            sent["all_reduce", f"{self.replicas.name}/reduce"] += _volume(own, copies, replica) * shared.itemsize
-
-    def _reduce_whole(
-        self, sent: Counter[tuple[str, str]], s: Segment, comm_dtype: torch.dtype, copies: int, replica: int
-    ) -> None:
-        config, levels = self.config, self._levels(s)
-        if self.replicas is None or copies == 1:
-            for level in levels:
-                sent.update(_all_reduce(config.all_reduce, level, s.size, comm_dtype, 0))
-        elif not levels:
-            sent.update(_all_reduce(config.all_reduce, self.replicas, s.size, comm_dtype, replica))
-        else:
-            (level,) = levels
-            for name, channel in (("reduce_scatter", "reduce"), ("all_gather", "return")):
-                sent[name, f"{level.name}/{channel}"] += (level.size - 1) * s.shard * comm_dtype.itemsize
-            sent.update(_all_reduce(config.all_reduce, self.replicas, s.shard, comm_dtype, replica))
+    def _payload(self, segment: Segment) -> int:
+        """Bytes that stand for a shard in a gather."""
+        row, gather = torch.empty(1, segment.shard, dtype=self._dtype(segment), device="meta"), self.config.all_gather
+        return sum(part.nbytes for part in encode_leaf(gather.codec, row)) if isinstance(gather, Compressed) else row.nbytes
 
     # -- as text -------------------------------------------------------------------------------------------------------
 
@@ -202,8 +188,8 @@ class CostReport:
         lines = [
             str(config),
             f"ranks      {layout.n} shards"
-            + "".join(f", {level.name!r} of {level.size}" for level in self.levels)
-            + (f"; replicated over {self.replicas.name!r} of {self.replicas.size}" if self.replicas is not None else ""),
+            + "".join(f", {name!r} of {size}" for name, size in self._levels())
+            + (f"; replicated over {getattr(config.replicate, 'name', 'replicas')!r} of {self.replicas}" * (self.replicas > 1)),
             f"units      {len(layout.units)}: "
             + _listed([f"{u.name} ({size:,})" for u, size in zip(layout.units, sizes, strict=True)]),
             f"stored     {self.held():,} bytes of params"
@@ -280,46 +266,15 @@ def report_costs(
     block = given if intra_node is None else intra_node
     if count < 1 or (block is not None and (block < 1 or count % block)):
         raise ValueError(f"n={count}: it does not factor into blocks of intra_node={block} ranks")
-    name = "world" if group is None else group.name
-    levels = [_Level(name, count)]
-    if block is not None:
-        within = config.intra_node.name if isinstance(config.intra_node, comm.Group) else f"{name}:intra_node"
-        levels = [_Level(f"{name}:inter_node", count // block), _Level(within, block)]
     copies = replicas if replicas is not None else getattr(config.replicate, "size", 1)
-    over = _Level(getattr(config.replicate, "name", "replicas"), copies) if copies > 1 else None
-    several = tuple(level for level in levels if level.size > 1)
-    ranks = config.process_groups().shards.ranks if n is None and intra_node is None else None
-    return CostReport(config, config.layout(params, count, ranks), _Level(name, count), several, over, stored_dtype, comm_dtype)
+    here = n is None and intra_node is None
+    layout = config.layout(params, count, config.process_groups().shards.ranks if here else None)
+    ranks = (group or comm.world()).ranks if here else tuple(range(count))
+    return CostReport(config, without_values(params), layout, ranks, block, copies, stored_dtype, comm_dtype)
 
 
-def _payload(collective: Callable[..., Any], elements: int, dtype: torch.dtype) -> int:
-    """Bytes that stand for a row of so many elements."""
-    row = torch.empty(1, elements, dtype=dtype, device="meta")
-    return sum(p.nbytes for p in encode_leaf(collective.codec, row)) if isinstance(collective, Compressed) else row.nbytes
-
-
-def _scatter(collective: Callable[..., Any], elements: int, dtype: torch.dtype) -> tuple[str, int]:
-    name = "all_to_all" if isinstance(collective, Compressed) else "reduce_scatter"
-    return name, _payload(collective, elements, dtype)
-
-
-def _volume(elements: int, n: int, rank: int) -> int:
-    """Elements that a rank sends in an all-reduce."""
-    bounds = chunk_bounds(elements, n)
-    own = bounds[rank + 1] - bounds[rank]
-    return (elements - own) + (n - 1) * own
-
-
-def _all_reduce(
-    collective: Callable[..., Any], level: _Level, elements: int, dtype: torch.dtype, rank: int
-) -> dict[tuple[str, str], int]:
-    channel = f"{level.name}/reduce"
-    if level.size == 1:
-        return {}
-    if not isinstance(collective, Compressed):
-        return {("all_reduce", channel): _volume(elements, level.size, rank) * dtype.itemsize}
-    payload = (level.size - 1) * _payload(collective, -(-elements // level.size), dtype)
-    return {("all_to_all", channel): payload, ("all_gather", f"{channel}/compressed"): payload}
+def _carries_scalars(row: Row) -> bool:
+    return row.collective == "all_reduce" and "/" not in row.group
 
 
 def _elements(segments: list[Segment]) -> int:

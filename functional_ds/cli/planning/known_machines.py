@@ -9,19 +9,11 @@ import torch
 
 from functional_ds.base.files import parse_json, read_text
 from functional_ds.cli.words.errors_in_one_line import CommandError
-from functional_ds.scaling.machine import Machine
+from functional_ds.scaling.machine import MACHINES, Machine
 
 from .microbenchmarks import measured_here
 
-__all__ = ["MACHINES", "machine_of"]
-
-# Data sheets' dense rates; links are NVLink's in one direction.
-MACHINES = {
-    "a100-40gb": Machine("A100 40 GB", 312e12, 156e12, 1.555e12, 300e9, memory=40 * 10**9),
-    "a100-80gb": Machine("A100 80 GB", 312e12, 156e12, 2.039e12, 300e9, memory=80 * 10**9),
-    "h100": Machine("H100 SXM 80 GB", 989e12, 494e12, 3.35e12, 450e9, memory=80 * 10**9),
-    "h200": Machine("H200 SXM 141 GB", 989e12, 494e12, 4.8e12, 450e9, memory=141 * 10**9),
-}
+__all__ = ["machine_of"]
 
 
 def machine_of(name: str, *, ranks: int = 1) -> Machine:

@@ -16,8 +16,8 @@ from functional_ds.base.device import synchronize
 from functional_ds.base.weighted import Weighted
 from functional_ds.compiling.graphs.graph_nodes import OPERATOR
 from functional_ds.compiling.jitted.jit_step import jit
+from functional_ds.dry_run.operations import WORK_KINDS, OperationCounter
 from functional_ds.modules.functional import functional
-from functional_ds.modules.operation_cost import WORK_KINDS, OperationCounter
 from functional_ds.optim.adam import AdamState, adam_optimizer, adamw
 from functional_ds.scaling.machine import FACTORS, Machine
 from functional_ds.step.state import State

@@ -51,7 +51,9 @@ def bubble_seconds(
     each = [busy[rank] / (of_rank[rank] * schedule.microbatches * _THIRDS) for rank in schedule.placement]
     calls = sum(row.calls for row in messages)
     factor = machine.factors["communicate"]
-    link = Link(latency=factor * machine.link_latency, bandwidth=machine.link_bandwidth / max(factor, 1e-9))
+    near = all(len({rank // machine.ranks_per_node for rank in row.ranks}) < 2 for row in messages)
+    wire = machine.network.inside if near else machine.network.across
+    link = Link(latency=factor * wire.latency, bandwidth=wire.bandwidth / max(factor, 1e-9))
     mean = sum(row.bytes for row in messages) / calls if calls else 0.0
     found = timeline(schedule, Costs(forward=each, inputs=each, weights=each, link=link, message=mean))
     whole = found.makespan + max(beside)

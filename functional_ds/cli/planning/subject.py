@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.files import parse_json, read_text
+from functional_ds.base.marks import without_values
 from functional_ds.base.weighted import Weighted
 from functional_ds.cli.words.errors_in_one_line import CommandError
-from functional_ds.memory.predict import without_values
 from functional_ds.modules.functional import functional
 from functional_ds.parallel.experts.experts_registry import register_experts
 from functional_ds.parallel.sequence.hugging_face import register_attention

@@ -6,27 +6,24 @@ from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.torch_private import CPU_ATTENTION, CUDA_ATTENTION, TorchDispatchMode, instead_of_engine
-from functional_ds.base.weighted import weigh
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.comm.record.ledger import Ledger, Row
 from functional_ds.comm.worlds.gloo_shapes import GlooShapesWorld
 from functional_ds.comm.worlds.shapes import ShapesWorld, rank_on_shapes
+from functional_ds.dry_run.dry_run import dry_run, kernels_of, loss_of_all
+from functional_ds.dry_run.events import Events
+from functional_ds.dry_run.operations import SizedOperation
 from functional_ds.memory.account import Memory
-from functional_ds.memory.counting import Live
 from functional_ds.memory.predict import predicted
-from functional_ds.modules.operation_cost import OperationCounter, SizedOperation
 
 from .candidate import Candidate
 from .subject import Subject
 
-__all__ = ["StepAllocations", "StepShape", "sent_by_all", "step_shape"]
+__all__ = ["StepShape", "sent_by_all", "step_shape"]
 
 
 @attrs.frozen
@@ -55,87 +52,6 @@ class StepShape:
         return max(0, self.peak - self.memory.total)
 
 
-class StepAllocations(TorchDispatchMode):
-    """Notes the results of each operation: ``live.peak`` is the most that was alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = Live()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        self.live.note(x for x in tree.leaves(found) if isinstance(x, Tensor))
-        return found
-
-
-class _OwnOperations(OperationCounter):
-    """Counts the step's operations; those inside of collectives are communication."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(comm.world().world, "communicating", False):
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class _KernelsOf(TorchFunctionMode):
-    """On the meta device attention runs by the kernel that a device would choose, not by products of whole matrices.
-
-    With ``whole``, a question about values is answered with yes: Hugging Face's models ask whether rows are neither padded nor
-    packed.
-    """
-
-    def __init__(self, device: str, whole: bool) -> None:
-        super().__init__()
-        self._device, self._whole = device, whole
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._whole and function is Tensor.__bool__ and args[0].is_meta:
-            return True
-        if function is F.scaled_dot_product_attention and args[0].is_meta:
-            found = self._attention(*args, **kwargs)
-            if found is not None:
-                return found
-        return function(*args, **kwargs)
-
-    def _attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor | None:
-        if q.dim() != 4 or q.shape[-1] != v.shape[-1] or dropout_p:
-            return None
-        if enable_gqa and k.shape[1] != q.shape[1]:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        if self._device == "cpu":
-            found: Tensor = CPU_ATTENTION(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-            return found
-        half = q.dtype in (torch.float16, torch.bfloat16)
-        if attn_mask is None and half:
-            flash: Tensor = CUDA_ATTENTION(q, k, v, 0.0, is_causal, False, scale=scale)[0]
-            return flash
-        return None
-
-
-@contextmanager
-def _kernels_of(device: str, *, whole: bool) -> Iterator[None]:
-    """``_KernelsOf``, also within backward passes, which recompute: torch leaves function modes before them."""
-    mode = _KernelsOf(device, whole)
-
-    def within(run_backward: Any, *args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return run_backward(*args, **kwargs)
-
-    with mode, instead_of_engine(within):
-        yield
-
-
 def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device: str = "cpu") -> StepShape:
     """Runs a candidate's step without values, as one rank of ``candidate.world_size`` whose other ranks do the same.
 
@@ -152,26 +68,17 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
     """
     subject, batch, complete = _with_batch(subject, candidate)
 
-    def make() -> Any:
-        return subject.step(candidate)
+    def program() -> Events:
+        step = subject.step(candidate)
+        return dry_run(step, step.init(subject.params), batch)
 
-    def program() -> tuple[int, tuple[Row, ...], OperationCounter]:
-        step = make()
-        state = step.init(subject.params)
-        for _ in range(2):  # the first step learns in which order units are used, and the second agrees on it
-            state, _ = step(state, batch)
-        with StepAllocations() as noted, _OwnOperations() as counter, comm.ledger() as book:
-            noted.live.note(x for x in tree.leaves((state, batch)) if isinstance(x, Tensor))
-            step(state, batch)
-        return noted.live.peak, tuple(book.rows), counter
-
-    with _named(candidate), _kernels_of(device, whole=subject.config is not None):
-        memory = predicted(make, subject.params, world_size=candidate.world_size, rank=rank)
-        kind = GlooShapesWorld if device == "cpu" else ShapesWorld
-        peak, sent, counter = rank_on_shapes(program, world_size=candidate.world_size, rank=rank, kind=kind)
+    with _named(candidate), kernels_of(device, whole=subject.config is not None):
+        memory = predicted(lambda: subject.step(candidate), subject.params, world_size=candidate.world_size, rank=rank)
+        world = GlooShapesWorld if device == "cpu" else ShapesWorld
+        events = rank_on_shapes(program, world_size=candidate.world_size, rank=rank, kind=world)
     if not complete:
-        return StepShape(memory, memory.total, sent, 0, {}, complete)
-    return StepShape(memory, peak, sent, counter.total, dict(counter.operations), complete)
+        return StepShape(memory, memory.total, events.sent, 0, {}, complete)
+    return StepShape(memory, events.peak(), events.sent, events.flops, events.work, complete)
 
 
 def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
@@ -188,12 +95,9 @@ def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
 
     def program() -> Ledger:
         step = subject.step(candidate)
-        state, _ = step(step.init(subject.params), batch)
-        with comm.ledger() as book:
-            step(state, batch)
-        return book
+        return Ledger(comm.world().rank, rows=[*dry_run(step, step.init(subject.params), batch).sent])
 
-    with _named(candidate), _kernels_of("cpu", whole=subject.config is not None):
+    with _named(candidate), kernels_of("cpu", whole=subject.config is not None):
         return comm.simulate(program, world_size=candidate.world_size, shapes_only=True)
 
 
@@ -202,7 +106,7 @@ def _with_batch(subject: Subject, candidate: Candidate) -> tuple[Subject, Any, b
     rows = candidate.plan.batch.rows
     subject = subject.piped_for(candidate)
     if subject.loss is None or subject.batch is None:
-        return attrs.evolve(subject, loss=_uses_all), torch.empty(rows, device="meta"), False
+        return attrs.evolve(subject, loss=loss_of_all(subject.params)), torch.empty(rows, device="meta"), False
     try:
         batch = subject.batch(rows)
     except Exception as error:
@@ -212,12 +116,6 @@ def _with_batch(subject: Subject, candidate: Candidate) -> tuple[Subject, Any, b
         there = ", ".join(sorted(map(str, found)))
         raise CommandError(f"MODEL: {subject.name}: batch({rows}) should have {rows} rows in each tensor, and has {there}")
     return subject, batch, True
-
-
-def _uses_all(params: Any, batch: Any) -> Any:
-    """A loss that uses every leaf, for a model of which only the shapes are known."""
-    used = [leaf.abs().square().sum().float() for leaf in tree.leaves(params) if leaf.is_floating_point()]
-    return weigh(sum(used), "the loss")
 
 
 @contextmanager

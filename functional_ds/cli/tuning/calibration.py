@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.modules.operation_cost import WORK_KINDS
+from functional_ds.dry_run.operations import WORK_KINDS
 from functional_ds.scaling.machine import FACTORS, Machine
 
 __all__ = ["fitted", "non_negative_least_squares"]

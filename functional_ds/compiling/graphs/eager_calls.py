@@ -15,13 +15,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import TorchDispatchMode, storage_id
+from functional_ds.base.torch_private import storage_id
 from functional_ds.comm.dispatch import outline
 from functional_ds.comm.record.call_recorder import TraceNotes, recording
 from functional_ds.comm.record.group import Group, Ready
 from functional_ds.comm.table.collective import Call, Handle, Here
-from functional_ds.modules.flops import flops_of
-from functional_ds.modules.operation_cost import SizedOperation, operation_of
+from functional_ds.dry_run.operations import OperationCounter, SizedOperation
 from functional_ds.step.axes import axes, with_axes
 
 from .graph_collectives import GraphRecorder, site_here
@@ -212,7 +211,7 @@ class _InnerCalls:
         raise RuntimeError("an exchange of experts' rows is recomputed or offloaded, which no graph holds")
 
 
-class _WorkOfCall(TorchDispatchMode):
+class _WorkOfCall(OperationCounter):
     """What a function does: its operations; whether it uses tensors of the trace that it was not given, or draws."""
 
     def __init__(self, tracer: Any, work: list[SizedOperation | InnerCall]) -> None:
@@ -224,9 +223,11 @@ class _WorkOfCall(TorchDispatchMode):
         given = (x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor))
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         self.others = self.others or any(get_proxy_slot(x, self.tracer, None) is not None for x in given)
-        found = func(*args, **kwargs)
-        self.work.append(operation_of(func, args, kwargs, found, flops=flops_of(func, args, kwargs, found) or 0))
-        return found
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def add(self, operation: SizedOperation, result: Any) -> None:
+        """An operation ran and gave this."""
+        self.work.append(operation)
 
 
 class _AxesOutside(dict[str, Any]):

@@ -2,47 +2,27 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch import Tensor, fx
 
 from functional_ds.comm.algorithms.cost import Link
-from functional_ds.comm.record.group import Ready
-from functional_ds.comm.record.ledger import Ledger, Row
+from functional_ds.comm.record.ledger import Row
 from functional_ds.comm.table.collective import Here
-from functional_ds.modules.flops import flops_of
-from functional_ds.modules.operation_cost import SizedOperation, operation_of
+from functional_ds.dry_run.events import Events, row_of
+from functional_ds.dry_run.operations import SizedOperation, operation_of
 
 from .eager_calls import RUN_BACKWARD, InnerCall, eager_site
 from .graph_collectives import START, WAIT, CallSite, site_of
 from .graph_nodes import OPERATOR, PHASE
 
-__all__ = ["COMPUTE", "ExposedWait", "GraphCost", "InMemory", "NodeSpan", "Rates", "graph_cost"]
+if TYPE_CHECKING:
+    from functional_ds.scaling.machine import Machine
+
+__all__ = ["COMPUTE", "ExposedWait", "GraphCost", "InMemory", "NodeSpan", "graph_cost"]
 
 COMPUTE = "compute"
-
-
-class Rates(Protocol):
-    """A rank's device and links, as ``fds.scaling.Machine`` has them."""
-
-    @property
-    def node_seconds(self) -> float:
-        """Of the host, to start a node."""
-
-    @property
-    def overlaps(self) -> float:
-        """The part of a collective's time in which the rank can compute."""
-
-    @property
-    def host_computes(self) -> bool:
-        """Whether the host waits for each operation, since it is the device."""
-
-    def operation_seconds(self, operation: SizedOperation) -> float:
-        """Of an operation on the device."""
-
-    def collective_seconds(self, row: Row, link: Link | None = None) -> float:
-        """Of one collective, as a ledger's row."""
 
 
 @attrs.frozen
@@ -207,9 +187,10 @@ class _RankTimeline:
         busy: seconds in which the device computes.
         idle: seconds in which it waits for the host.
         last: the span whose end the device has waited for.
+        calls: of collectives.
     """
 
-    machine: Rates
+    machine: "Machine"
     links: Mapping[str, Link]
     host: float = 0.0
     device: float = 0.0
@@ -218,6 +199,7 @@ class _RankTimeline:
     last: int | None = None
     spans: list[NodeSpan] = attrs.field(factory=list)
     waits: list[ExposedWait] = attrs.field(factory=list)
+    calls: Events = attrs.field(factory=Events)
     _channels: dict[Any, int] = attrs.field(factory=dict)  # of each group: its last span
     _under_way: dict[int, int] = attrs.field(factory=dict)  # of each site: its span
 
@@ -237,7 +219,7 @@ class _RankTimeline:
         self.host = self.device if self.machine.host_computes else self.host
         self._add(node, name, COMPUTE, begin, self.device, operation.flops, operation.bytes, before)
 
-    def start(self, node: fx.Node, site: CallSite | InnerCall, row: Row) -> int:
+    def start(self, node: fx.Node, site: CallSite | InnerCall, xs: Sequence[Tensor]) -> int:
         """A collective: it begins when its inputs are computed and its channel is free. Gives its span."""
         key = (site.group.name, site.group.ranks)
         begin, before, last = max(self.device, self.host), self.last, self._channels.get(key)
@@ -245,6 +227,9 @@ class _RankTimeline:
             begin, before = self.spans[last].end, last
         elif begin > self.device:
             before = None
+        here = Here(site.call.options, site.group.rank, site.group.size)
+        row = row_of(site.call, xs, here, site.group.name, site.group.ranks)
+        self.calls.append(row)
         seconds = self.machine.collective_seconds(row, self.links.get(site.group.name.partition("/")[0]))
         place = self._channels[key] = len(self.spans)
         self._add(node, _carries(site), site.group.name, begin, begin + seconds, 0, row.bytes, before, row.traffic.role)
@@ -264,9 +249,9 @@ class _RankTimeline:
         self.waits.append(ExposedWait(_carries(site), node.meta.get(PHASE) or "", begin, self.device))
         self._add(node, _carries(site), COMPUTE, begin, self.device, 0, 0, before)
 
-    def begin(self, node: fx.Node, site: CallSite, row: Row) -> None:
+    def begin(self, node: fx.Node, site: CallSite, xs: Sequence[Tensor]) -> None:
         """A collective that another node waits for."""
-        self._under_way[site_of(node)] = self.start(node, site, row)
+        self._under_way[site_of(node)] = self.start(node, site, xs)
 
     def wait(self, node: fx.Node) -> None:
         """The device goes on when the collective is over."""
@@ -294,7 +279,7 @@ def graph_cost(
     nodes: Sequence[fx.Node],
     sites: Sequence[CallSite],
     held: Mapping[fx.Node, InMemory],
-    machine: Rates,
+    machine: "Machine",
     links: Mapping[str, Link] | None = None,
 ) -> GraphCost:
     """When each node runs.
@@ -306,7 +291,7 @@ def graph_cost(
         machine: the rates.
         links: of groups, by the name of their axis; others have the machine's.
     """
-    clock, book = _RankTimeline(machine, links or {}), Ledger()
+    clock = _RankTimeline(machine, links or {})
     memory: list[tuple[float, InMemory]] = []
     for node in nodes:
         memory.append((clock.device, held[node]))
@@ -314,36 +299,26 @@ def graph_cost(
         if eager is not None:
             for each in eager.work[node.target is RUN_BACKWARD]:
                 if isinstance(each, InnerCall):
-                    clock.start(node, each, _count(each, each.xs, book))
+                    clock.start(node, each, each.xs)
                 else:
                     clock.compute(node, each, each.kind)
         elif node.target is START:
             site = sites[site_of(node)]
             xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
-            clock.begin(node, site, _count(site, xs, book))
+            clock.begin(node, site, xs)
         elif node.target is WAIT:
             clock.wait(node)
         elif node.op == "call_function" and isinstance(node.target, OPERATOR):
             clock.compute(node, _operation(node), _name(node))
         elif node.op == "output":
             clock.finish(node)
-    return GraphCost(clock.spans, clock.waits, clock.device, clock.busy, clock.idle, book.rows, memory)
-
-
-def _count(site: CallSite | InnerCall, xs: Sequence[Tensor], book: Ledger) -> Row:
-    """A collective's own row, which the ledger counts, too."""
-    here = Here(site.call.options, site.group.rank, site.group.size)
-    for each in (book, alone := Ledger()):
-        each.record(site.call, xs, here, site.group.name, site.group.ranks, Ready([]), 0.0, early=False)
-    return alone.rows[-1]
+    return GraphCost(clock.spans, clock.waits, clock.device, clock.busy, clock.idle, clock.calls.sent, memory)
 
 
 def _operation(node: fx.Node) -> SizedOperation:
     args = fx.map_arg(node.args, lambda each: each.meta.get("val"))
     kwargs = fx.map_arg(node.kwargs, lambda each: each.meta.get("val"))
-    value = node.meta.get("val")
-    flops = flops_of(node.target, args, kwargs, value)
-    return operation_of(node.target, args, kwargs, value, flops=flops or 0)
+    return operation_of(node.target, args, kwargs, node.meta.get("val"))
 
 
 def _name(node: fx.Node) -> str:

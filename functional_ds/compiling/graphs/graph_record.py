@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import optree
@@ -18,9 +18,12 @@ from functional_ds.step.state import State
 
 from .eager_calls import RUN, eager_site
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
-from .graph_cost import GraphCost, InMemory, Rates, graph_cost
+from .graph_cost import GraphCost, InMemory, graph_cost
 from .graph_draw import draw_cost
 from .graph_nodes import PHASE, RECOMPUTED, UNIT, JoinedUnits, root_of
+
+if TYPE_CHECKING:
+    from functional_ds.scaling.machine import Machine
 
 __all__ = ["StepGraph", "UnitGather"]
 
@@ -140,7 +143,7 @@ class StepGraph:
             found[node] = InMemory(size, count)
         return found
 
-    def cost(self, machine: Rates, *, links: Mapping[str, Link] | None = None) -> GraphCost:
+    def cost(self, machine: "Machine", *, links: Mapping[str, Link] | None = None) -> GraphCost:
         """The predicted time of this rank's step, node by node, if all ranks start together and are equally fast.
 
         Operators run one after another on the device; an operator takes what the machine takes for its floating-point
@@ -153,7 +156,7 @@ class StepGraph:
         exchange of experts' rows is that of a run that gives each expert as many.
 
         Args:
-            machine: ``fds.scaling.Machine``, or what has its rates.
+            machine: ``fds.scaling.Machine``.
             links: of groups, by the name of their axis; others have the machine's.
 
         >>> import torch, functional_ds as fds
@@ -169,7 +172,7 @@ class StepGraph:
 
     def draw(
         self,
-        machine: Rates,
+        machine: "Machine",
         path: str | PathLike[str] | None = None,
         *,
         links: Mapping[str, Link] | None = None,

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -14,7 +14,6 @@ from functional_ds.base.torch_private import version_of
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.ledger import Row
 from functional_ds.compiling.compile_log import BlockClass, Compiles
-from functional_ds.compiling.graphs.graph_cost import Rates
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
@@ -28,6 +27,9 @@ from .graph_agreement import disagreement, rank_collectives
 from .graph_code import GraphCode
 from .predicted_step import PredictedStep, seconds_of_steps
 from .region_compiler import RegionCode, RegionError, check_backend
+
+if TYPE_CHECKING:
+    from functional_ds.scaling.machine import Machine
 
 __all__ = ["JitStep", "JitWarning", "jit"]
 
@@ -123,7 +125,7 @@ class JitStep(Step, Compiles):
         return self._traced(state, batch)
 
     def predicted(
-        self, state: State, batch: Any, machine: Rates, *, links: Mapping[str, Link] | None = None, steps: int = 0
+        self, state: State, batch: Any, machine: "Machine", *, links: Mapping[str, Link] | None = None, steps: int = 0
     ) -> PredictedStep:
         """What a step takes on a machine, and beside it what it takes here.
 

@@ -13,10 +13,10 @@ from functional_ds.base import tree
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.prng import Key
-from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode, is_fake
+from functional_ds.base.torch_private import FakeTensorMode
 from functional_ds.base.weighted import weigh
 from functional_ds.comm.algorithms.cost import Link
-from functional_ds.modules.flops import FlopCounter
+from functional_ds.dry_run.events import FakeRecorder
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.step.pass_scope import Pass
@@ -58,11 +58,11 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
     held = stages.by_path(params)
     stages.check(params, batch)
     found: list[_StageCost] = []
-    with Pass(trains=False), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Standing(mode), torch.enable_grad():
+    with Pass(trains=False), FakeTensorMode(allow_non_fake_inputs=True), FakeRecorder() as run, torch.enable_grad():
         micro = tree.map(_empty, batch)
         for index in range(len(stages)):
             own = {path: _empty(held[path]).requires_grad_(is_trainable(held[path])) for path in stages[index].paths}
-            found.append(_run(stages, index, own, found[-1] if found else None, micro))
+            found.append(_run(stages, index, own, found[-1] if found else None, micro, run))
         gc.collect()  # a graph may be in a cycle
         activations = [each.activations for each in found]
     sent = [0 if each.after is None else each.after.bytes for each in found]
@@ -77,21 +77,6 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
         shared=[each.shared for each in found],
         **further,
     )
-
-
-class _Standing(TorchDispatchMode):
-    """Holds on to what stands for tensors with values, such as a module's buffers: it outlives a backward, as they do."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self._mode, self._held = mode, dict[int, Tensor]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in tree.leaves((args, kwargs or {})):
-            if isinstance(x, Tensor) and not is_fake(x):
-                fake = self._mode.from_tensor(x)
-                self._held[id(fake)] = fake
-        return func(*args, **(kwargs or {}))
 
 
 @attrs.frozen
@@ -120,25 +105,28 @@ class _StageCost:
         return sum(size for storage, size in self.saved.items() if storage.expired())
 
 
-def _run(stages: Stages, index: int, own: dict[str, Tensor], before: _StageCost | None, micro: Any) -> _StageCost:
+def _run(
+    stages: Stages, index: int, own: dict[str, Tensor], before: _StageCost | None, micro: Any, run: FakeRecorder
+) -> _StageCost:
     arrived = [] if before is None or before.after is None else [torch.empty_like(leaf) for leaf in before.after.onward]
     x, inputs = (None, []) if before is None or before.after is None else before.after.value(arrived)
     apart = [leaf for leaf in (*own.values(), *tree.leaves(micro)) if isinstance(leaf, Tensor)]
-    with SavedBytes(lambda: apart) as saved, FlopCounter() as forward:
+    begun = run.events.flops
+    with SavedBytes(lambda: apart) as saved:
         y = stages.run(index, own, x, micro, Key.of(0))
+    forward = run.events.flops
     last = index == len(stages) - 1
     after = None if last else Boundary.of(y)
     given = [weigh(y[0] if isinstance(y, tuple) else y, "the loss").sum] if after is None else tree.leaves(y)
     outputs = [output for output in given if output.requires_grad]
     keeps = [_storage(leaf) in saved.sizes for leaf in given]
     in_flight = InFlightMicroBatch.of(inputs, outputs)
-    with FlopCounter() as back:
-        in_flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
-    with FlopCounter() as weights:
-        in_flight.backward_weights()
+    in_flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
+    back = run.events.flops
+    in_flight.backward_weights()
     both = {_storage(leaf) for leaf, kept in zip(arrived, before.keeps if before else (), strict=True) if kept}
     shared = sum(saved.sizes[storage] for storage in both if storage in saved.sizes)
-    return _StageCost(forward.total, back.total, weights.total, saved.sizes, shared, after, keeps)
+    return _StageCost(forward - begun, back - forward, run.events.flops - back, saved.sizes, shared, after, keeps)
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

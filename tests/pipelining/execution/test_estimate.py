@@ -8,7 +8,7 @@ from torch import nn
 import functional_ds as fds
 from functional_ds import memory
 from functional_ds import pipelining as pp
-from functional_ds.modules.flops import FlopCounter
+from functional_ds.dry_run.operations import OperationCounter
 
 NET = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False))
 
@@ -59,7 +59,7 @@ def test_every_product_counts(function: str) -> None:
 
     q, k, v = (leaf(2, 3, 8, 16) for _ in range(3))
     weights = q @ k.mT
-    with FlopCounter() as forward:
+    with OperationCounter() as forward:
         if function == "attention":
             y, count = F.scaled_dot_product_attention(q, k, v, is_causal=True), 2 * 2 * (2 * 3) * 8 * 8 * 16
         elif function == "math":
@@ -75,10 +75,10 @@ def test_every_product_counts(function: str) -> None:
         else:
             ends = torch.tensor([2, 8], dtype=torch.int32)
             y, count = F.grouped_mm(leaf(8, 16), leaf(2, 16, 32), offs=ends), 2 * 8 * 16 * 32
-    assert forward.total == count
-    with FlopCounter() as backward:
+    assert forward.flops == count
+    with OperationCounter() as backward:
         (y * torch.ones(y.shape)).sum().backward()
     if function in ("math", "grouped", "addbmm"):
-        assert backward.total == 2 * count + (function == "math") * 2 * 2 * (2 * 3) * 8 * 8 * 16
+        assert backward.flops == 2 * count + (function == "math") * 2 * 2 * (2 * 3) * 8 * 8 * 16
     elif function == "attention":
-        assert backward.total == 5 * count // 2  # its two products' gradients, and the scores anew
+        assert backward.flops == 5 * count // 2  # its two products' gradients, and the scores anew

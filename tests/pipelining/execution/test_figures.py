@@ -73,7 +73,7 @@ def test_memory_adds_up_and_stays_below_its_bounds(stage: int, live: int, prefet
         state = step.init(params)
         for _ in range(3):
             state, _ = step(state, (torch.ones(4, 6),))
-        return memory.measured(state), tracked.live.peak
+        return memory.measured(state), tracked.peak
 
     predicted = memory.predicted(lambda: T.zero(stage, **options)(fds.train_step(stages, fds.adam(0.1))), params, world_size=n)
     for found, peak in comm.simulate(program, world_size=n):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from functional_ds.modules.flops import FlopCounter
+from functional_ds.dry_run.operations import OperationCounter
 from functional_ds.pipelining.execution.in_flight import InFlightMicroBatch
 from functional_ds.pipelining.execution.split_backward import accumulate, backward_inputs
 
@@ -98,9 +98,9 @@ def test_no_product_is_computed_twice() -> None:
     def flops(*parts: Any) -> list[int]:
         counts = []
         for part in parts:
-            with FlopCounter() as counter:
+            with OperationCounter() as counter:
                 part()
-            counts.append(counter.total)
+            counts.append(counter.flops)
         return counts
 
     y, seed = layers(x), torch.ones(4, 8)

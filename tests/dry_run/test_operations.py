@@ -14,7 +14,7 @@ from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.microbenchmarks import measured_here
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import step_shape
-from functional_ds.modules.operation_cost import WORK_KINDS, OperationCounter, SizedOperation, perfect_seconds
+from functional_ds.dry_run.operations import WORK_KINDS, OperationCounter, SizedOperation
 from functional_ds.scaling.machine import FACTORS, Machine
 from tests.cli.models_by_name import HERE
 
@@ -106,9 +106,9 @@ def test_large_results_need_new_pages() -> None:
         x.view(4, -1).add_(1)
         x[: 1 << 20] + 1
     assert [each.pages for each in counter.operations] == [40 << 20, 0, 0, 0]
-    cost = {"flops": 1.0, "flops_fp32": 1.0, "memory_bandwidth": 1e12}
-    assert perfect_seconds(counter.operations, **cost, page_bandwidth=1e9)["pages"] == (40 << 20) / 1e9
-    assert perfect_seconds(counter.operations, **cost)["pages"] == 0.0
+    machine = Machine("m", 1.0, 1.0, 1e12, 1.0, page_bandwidth=1e9)
+    assert machine.perfect_seconds(counter.operations, ())["pages"] == (40 << 20) / 1e9
+    assert attrs.evolve(machine, page_bandwidth=0.0).perfect_seconds(counter.operations, ())["pages"] == 0.0
 
 
 @pytest.mark.sample(1)

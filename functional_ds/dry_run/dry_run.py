@@ -1,0 +1,135 @@
+"""``dry_run``: a step on shapes, as one rank of many, whose events predictions add up."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from functional_ds.base import tree
+from functional_ds.base.torch_private import CPU_ATTENTION, CUDA_ATTENTION, instead_of_engine
+from functional_ds.base.weighted import Weighted, weigh
+from functional_ds.step.state import State
+from functional_ds.step.step import Step
+
+from .events import Events, recorded
+
+__all__ = ["dry_run", "kernels_of", "loss_of_all"]
+
+_LEARNS = 2  # the first step learns in which order units are used, and the second agrees on it
+
+
+def dry_run(step: Step, state: State, batch: Any) -> Events:
+    """The events of a step on this rank, its state and batch allocated first.
+
+    It is a later step, which knows in what order units are used. In a world with shapes alone nothing is computed, so that a
+    model of any size will do, as any rank of any number of them.
+
+    Law 67: the same events with values or without; they are the ledger's rows, the operations of a run, and its allocations.
+
+    Args:
+        step: the step.
+        state: from ``step.init``; it is donated.
+        batch: this rank's.
+
+    >>> import functional_ds as fds
+    >>> from functional_ds.comm.worlds.shapes import rank_on_shapes
+    >>> def program():
+    ...     step = fds.transforms.zero(1)(fds.train_step(lambda params, x: (x @ params["w"]).square().sum(), fds.adam(0.1)))
+    ...     return dry_run(step, step.init({"w": torch.empty(512, 512, device="meta")}), torch.empty(8, 512, device="meta"))
+    >>> events = rank_on_shapes(program, world_size=64, rank=7)
+    >>> events.flops == 2 * 2 * 8 * 512 * 512, events.peak() > 4 * 2 * 512 * 512  # params, and whole gradients
+    (True, True)
+    >>> [(row.collective, row.bytes) for row in events.sent if row.group in ("world", "world/reduce") and row.bytes > 4096]
+    [('reduce_scatter', 1032192), ('all_gather', 1032192)]
+    """
+    for _ in range(_LEARNS):
+        state, _ = step(state, batch)
+    with recorded(state, batch) as run:
+        step(state, batch)
+    return run.events
+
+
+def loss_of_all(params: Any) -> Callable[[Any, Any], Weighted]:
+    """A loss that uses all leaves, one after another in the order in which the tree was filled, forward and backward.
+
+    Args:
+        params: the user's tree.
+    """
+    order = tree.as_written(params)
+
+    def loss(params: Any, batch: Any) -> Weighted:
+        leaves, found = dict(tree.named(params)), torch.ones((), device="meta")
+        for path in order:
+            if leaves[path].is_floating_point() or leaves[path].is_complex():
+                found = (leaves[path] * (leaves[path] * found)).abs().sum().float()  # its derivative needs the leaf
+        return weigh(found, "the loss")
+
+    return loss
+
+
+class _KernelsOf(TorchFunctionMode):
+    """On the meta device attention runs by the kernel that a device would choose, not by products of whole matrices.
+
+    With ``whole``, a question about values is answered with yes: Hugging Face's models ask whether rows are neither padded nor
+    packed.
+    """
+
+    def __init__(self, device: str, whole: bool) -> None:
+        super().__init__()
+        self._device, self._whole = device, whole
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._whole and function is Tensor.__bool__ and args[0].is_meta:
+            return True
+        if function is F.scaled_dot_product_attention and args[0].is_meta:
+            found = self._attention(*args, **kwargs)
+            if found is not None:
+                return found
+        return function(*args, **kwargs)
+
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor | None:
+        if q.dim() != 4 or q.shape[-1] != v.shape[-1] or dropout_p:
+            return None
+        if enable_gqa and k.shape[1] != q.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        if self._device == "cpu":
+            found: Tensor = CPU_ATTENTION(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+            return found
+        half = q.dtype in (torch.float16, torch.bfloat16)
+        if attn_mask is None and half:
+            flash: Tensor = CUDA_ATTENTION(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+            return flash
+        return None
+
+
+@contextmanager
+def kernels_of(device: str, *, whole: bool) -> Iterator[None]:
+    """Within it attention on the device "meta" runs by the kernel that a device would choose, also in backward passes.
+
+    Args:
+        device: the kind of device.
+        whole: whether questions about values are answered with yes.
+    """
+    mode = _KernelsOf(device, whole)
+
+    def within(run_backward: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    with mode, instead_of_engine(within):  # torch leaves function modes before a backward pass, which may recompute
+        yield

@@ -1,0 +1,276 @@
+"""The events of a run on one rank, with values or without, and what follows from them by adding up."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, storage_id, unset_fake_temporarily
+from functional_ds.comm.debug.trace import opened
+from functional_ds.comm.record.group import Ready
+from functional_ds.comm.record.ledger import Ledger, Row
+from functional_ds.comm.table.collective import Call, Handle, Here
+
+from .operations import OperationCounter, SizedOperation, tensors_in
+
+__all__ = ["AllocationEvent", "Event", "EventRecorder", "Events", "FakeRecorder", "recorded", "row_of"]
+
+
+@attrs.frozen
+class AllocationEvent:
+    """Memory that a rank gets, or gives back.
+
+    Attributes:
+        bytes: of a storage; negative where it is freed or becomes smaller.
+        storage: a number, which no other storage of the run has.
+        label: what the storage holds: the name of the collective that gave it, or what the recorder was told; may be empty.
+    """
+
+    bytes: int
+    storage: int
+    label: str = ""
+
+
+Event = AllocationEvent | SizedOperation | Row  # of one call
+
+
+class Events(list[Event]):
+    """The events of a run on one rank, in order, and what they add up to.
+
+    >>> Events([AllocationEvent(8, 1), AllocationEvent(4, 2), AllocationEvent(-8, 1), AllocationEvent(6, 3)]).peak()
+    12
+    """
+
+    def peak(self, label: str | None = None, *, since: int = 0, until: int | None = None) -> int:
+        """The most bytes at one time, of all storages or of those with a label; from one event on, or before one.
+
+        Args:
+            label: which.
+            since: the first event that counts; what was allocated before is there.
+            until: the first event that does not; None for all.
+        """
+        now = most = 0
+        for place, event in enumerate(self[:until]):
+            if isinstance(event, AllocationEvent) and label in (None, event.label):
+                now += event.bytes
+                most = max(most, now) if place >= since else 0
+        return most
+
+    @property
+    def work(self) -> Counter[SizedOperation]:
+        """How often each operation runs; those that collectives consist of are left out."""
+        return Counter(event for event in self if isinstance(event, SizedOperation))
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of products, convolutions and attention."""
+        return sum(event.flops for event in self if isinstance(event, SizedOperation))
+
+    @property
+    def sent(self) -> tuple[Row, ...]:
+        """The rows of a ledger: for each collective and group what this rank sends, in order of first use."""
+        rows: dict[Any, Row] = {}
+        for event in self:
+            if isinstance(event, Row):
+                fresh = attrs.evolve(event, calls=0, elements=0, bytes=0, sent_to={})
+                row = rows.setdefault((event.collective, event.group, event.ranks), fresh)
+                row.calls += event.calls
+                row.elements += event.elements
+                row.bytes += event.bytes
+                for peer, size in event.sent_to.items():
+                    row.sent_to[peer] = row.sent_to.get(peer, 0) + size
+        return tuple(rows.values())
+
+
+def row_of(call: Call, tensors: Sequence[Tensor], here: Here, group: str, ranks: tuple[int, ...]) -> Row:
+    """One call of a collective, as a ledger counts it."""
+    book = Ledger()
+    book.record(call, tensors, here, group, ranks, Ready([]), 0.0, early=False)
+    return book.rows[0]
+
+
+class EventRecorder(OperationCounter):
+    """Notes what happens inside, in order.
+
+    A storage is noted with the first operation that gives it, and freed when it is. What is ``apart`` was there before and
+    stays, and does not count.
+
+    Attributes:
+        events: so far.
+    """
+
+    def __init__(self, apart: Any = ()) -> None:
+        super().__init__()
+        self.events = Events()
+        self._lock = threading.RLock()  # threads of collectives note, too
+        self._known: dict[int, tuple[ref[torch.UntypedStorage], AllocationEvent]] = {}
+        self._count = 0
+        self._labelled: set[int] = set()
+        self._apart: dict[int, Tensor] = {}
+        self.keep_apart(apart)
+
+    def add(self, operation: SizedOperation, result: Any) -> None:
+        """An operation ran and gave this."""
+        self.note(result)
+        if not getattr(comm.world().world, "communicating", False):
+            self.events.append(operation)
+
+    def note(self, held: Any, label: str = "") -> None:
+        """Tensors are there; those that were noted before get a label."""
+        with self._lock:
+            for x in tensors_in(held):
+                place, storage = storage_id(x), x.untyped_storage()
+                if place in self._apart:
+                    continue
+                if place in self._known and label:
+                    self._freed(place)
+                if place not in self._known:
+                    self._count += 1
+                    made = AllocationEvent(storage.nbytes(), self._count, label)
+                    self._known[place] = ref(storage, lambda _, place=place: self._freed(place)), made  # type: ignore[misc]
+                    self._labelled.update([place] if label else ())
+                    self.events.append(made)
+
+    def expect(self, size: int, label: str) -> AllocationEvent:
+        """Memory is taken for what is under way."""
+        with self._lock:
+            self._count += 1
+            made = AllocationEvent(size, self._count, label)
+            self.events.append(made)
+        return made
+
+    def keep_apart(self, held: Any) -> None:
+        """Tensors were there before."""
+        self._apart.update((storage_id(x), x) for x in tensors_in(held))
+
+    def allocated(self, held: Any = None) -> dict[int, int]:
+        """The bytes of all storages that are there now, or of those of a tree, by their numbers."""
+        with self._lock:
+            places = self._known.keys() if held is None else {storage_id(x) for x in tensors_in(held)} & self._known.keys()
+            found = [self._known[place][1] for place in places]
+        return {made.storage: made.bytes for made in found}
+
+    def _freed(self, place: int) -> None:
+        with self._lock:
+            _, made = self._known.pop(place)
+            self._labelled.discard(place)
+            self.events.append(attrs.evolve(made, bytes=-made.bytes))
+
+    def resized(self) -> None:
+        """Notes labelled tensors whose memory was given back, or taken again, by ``resize_``, which is no operation."""
+        with self._lock:
+            changes: list[AllocationEvent] = []
+            for place in [*self._labelled]:
+                known, made = self._known[place]
+                storage = known()
+                if storage is not None and storage.nbytes() != made.bytes:
+                    self._known[place] = known, attrs.evolve(made, bytes=storage.nbytes())
+                    changes.append(attrs.evolve(made, bytes=storage.nbytes() - made.bytes))
+            self.events += sorted(changes, key=lambda change: change.bytes)  # what was given back may have come first
+
+
+class FakeRecorder(EventRecorder):
+    """Under fake tensors: those of tensors with values, a module's buffers say, are apart, as these were allocated before."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with unset_fake_temporarily() as fakes:
+            if isinstance(fakes, FakeTensorMode):
+                bare = (x for x in tensors_in((args, kwargs)) if not isinstance(x, FakeTensor) and not x.is_meta)
+                self.keep_apart([fakes.from_tensor(x) for x in bare])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def add(self, operation: SizedOperation, result: Any) -> None:
+        """An operation ran; what a module's bare copy gives has no memory."""
+        super().add(operation, [x for x in tensors_in(result) if not x.is_meta])
+
+
+@attrs.define(eq=False)
+class _CallEvents(Ledger):
+    """Notes collectives among a recorder's events."""
+
+    recorder: EventRecorder = attrs.field(kw_only=True)
+    _begun: list[int] = attrs.field(factory=list)
+
+    def record(
+        self,
+        call: Call,
+        tensors: Sequence[Tensor],
+        here: Here,
+        group: str,
+        ranks: tuple[int, ...],
+        handle: Handle,
+        began: float,
+        *,
+        early: bool,
+    ) -> Handle:
+        """As a ledger does; the arguments are the same."""
+        row = row_of(call, tensors, here, group, ranks)
+        self.recorder.resized()
+        self.recorder.events.append(row)
+        label = "" if group.endswith("/control") else row.collective
+        if isinstance(handle, Ready):
+            self.recorder.note(handle.results, label)
+            return handle
+        size = sum(x.nbytes for x in tensors) * (here.n if call.collective.traffic.of_result else 1)
+        noted = hasattr(comm.world().world, "communicating")  # the memory of what is under way, as operations
+        return _Arriving(handle, self.recorder, label, self.recorder.expect(0 if noted else size, label))
+
+    def snapshot(self) -> list[Row]:
+        """Before what is repeated."""
+        self._begun.append(len(self.recorder.events))
+        return []
+
+    def multiply(self, before: Sequence[Row], times: int) -> None:
+        """Repeats what was computed and sent since."""
+        body = [event for event in self.recorder.events[self._begun.pop() :] if not isinstance(event, AllocationEvent)]
+        self.recorder.events += body * (times - 1)
+
+
+@attrs.define(eq=False)
+class _Arriving:
+    """A call under way, whose results are noted when they are waited for."""
+
+    inner: Handle
+    recorder: EventRecorder
+    label: str
+    expected: AllocationEvent
+
+    @property
+    def ended(self) -> float | None:
+        return self.inner.ended
+
+    def wait(self) -> list[Tensor]:
+        results = self.inner.wait()
+        self.recorder.events.append(attrs.evolve(self.expected, bytes=-self.expected.bytes))
+        self.expected = attrs.evolve(self.expected, bytes=0)
+        self.recorder.note(results, self.label)
+        return results
+
+    def poll(self, timeout: float) -> bool:
+        return self.inner.poll(timeout)
+
+
+@contextmanager
+def recorded(*held: Any, apart: Any = ()) -> Iterator[EventRecorder]:
+    """Records the events of the block on this rank; what is held when it begins counts as allocated first.
+
+    Args:
+        held: trees of tensors.
+        apart: tensors that do not count, such as the caller's.
+
+    >>> with recorded(torch.ones(4)) as run:
+    ...     _ = torch.ones(2, 3) @ torch.ones(3, 5)
+    >>> run.events.flops, run.events.peak()  # of the operations' arguments and results
+    (60, 140)
+    """
+    recorder = EventRecorder(apart)
+    recorder.note(held)
+    with opened(_CallEvents(recorder=recorder)), recorder:
+        yield recorder
