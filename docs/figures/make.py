@@ -110,7 +110,7 @@ def path_of(collective: str, through: str) -> list[str]:
 DOES = {
     "functional_ds/step/step.py": "step(state, batch) calls the phases in order",
     "functional_ds/step/train_step.py": "the phase gradients: view, loss, backward",
-    "functional_ds/step/tape.py": "starts the backward pass",
+    "functional_ds/step/pass_scope.py": "ends the forward pass, starts the backward",
     "transforms/zero/lazy_tensor.py": "a torch function touches a leaf",
     "transforms/zero/lazy_params.py": "which unit; its node in the graph",
     "transforms/zero/gather.py": "follows the plan of fetches",
