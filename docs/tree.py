@@ -17,8 +17,8 @@ LAYERS = ("functional_ds", "comm", "transforms")  # folders at the root: one imp
 READING = {
     "collectives": """comm/table/collective.py comm/table/rows.py comm/dispatch.py comm/simulation/simulator.py""",
     "a step on one device": """functional_ds/step/phases.py functional_ds/step/compose.py functional_ds/step/step.py
-        functional_ds/step/train_step.py functional_ds/step/view.py functional_ds/step/pass_scope.py functional_ds/step/buffers.py
-        functional_ds/step/state.py""",
+        functional_ds/step/train_step.py functional_ds/step/view.py functional_ds/step/pass_scope.py
+        functional_ds/step/buffers.py functional_ds/step/state.py""",
     "three transforms": """transforms/clip.py transforms/accumulate.py
         transforms/precision/mixed_precision.py""",
     "ZeRO": """functional_ds/sharding/layout.py transforms/zero/zero.py transforms/zero/lazy_params.py transforms/zero/gather.py
