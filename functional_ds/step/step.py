@@ -256,9 +256,10 @@ class Step:
         after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
         after = kept_slots(state, after, unaware(self.layers))
         names = name_sum(self, state, metrics) if self.guarded else None
-        weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, unagreed(after), names))
+        news = unagreed(after) if BUFFERS in after.slots else None
+        weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, news, names))
         refuse_other_names(metrics, names)
-        after = self.sync_buffers(agreed_anew(after, news))
+        after = self.sync_buffers(agreed_anew(after, news)) if BUFFERS in after.slots else after
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
         after, before = tree.replace(after, unused=unused), tree.replace(state)
         own = state.donate(after) if donate else after.clone()
