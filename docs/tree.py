@@ -16,7 +16,8 @@ LAYERS = ("functional_ds", "comm", "transforms")  # folders at the root: one imp
 
 READING = {
     "what is computed with": """functional_ds/base/tree.py functional_ds/base/weighted.py functional_ds/base/marks.py
-        functional_ds/base/prng.py functional_ds/base/batch.py functional_ds/base/containers.py functional_ds/sharding/layout.py""",
+        functional_ds/base/prng.py functional_ds/base/batch.py functional_ds/base/containers.py
+        functional_ds/sharding/layout.py""",
     "collectives": """comm/table/collective.py comm/table/rows.py comm/api.py comm/dispatch.py comm/record/group.py
         comm/record/pending.py comm/record/ledger.py comm/simulation/simulator.py""",
     "a step on one device": """functional_ds/step/phases.py functional_ds/step/compose.py functional_ds/step/step.py
@@ -33,7 +34,8 @@ READING = {
     "the wire, between processes": """comm/worlds/current.py comm/worlds/process.py comm/worlds/worker.py
         comm/worlds/rng_state.py comm/record/failed_steps.py comm/record/call_recorder.py comm/backends/gloo.py
         comm/backends/primitives.py comm/backends/reduction.py comm/algorithms/bruck.py comm/exchange.py comm/declare.py
-        comm/table/tiling.py comm/table/permutation.py functional_ds/base/device_streams.py functional_ds/base/torch_private.py""",
+        comm/table/tiling.py comm/table/permutation.py functional_ds/base/device_streams.py
+        functional_ds/base/torch_private.py""",
 }
 
 SATELLITES = {
