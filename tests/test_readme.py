@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from functional_ds.step.phases import PHASES
+from functional_ds.step.phase_signatures import PHASES
 
 TOP = Path(__file__).parents[1]
 PAGES = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md"))]

@@ -24,7 +24,7 @@ from functional_ds import comm, moe, seq
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.comm.simulation.simulator import SimulatedWorld
-from functional_ds.step.phases import PHASES
+from functional_ds.step.phase_signatures import PHASES
 from functional_ds.transforms.zero.gather import Gatherer
 from functional_ds.transforms.zero.reduce import Reducer
 

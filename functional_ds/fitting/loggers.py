@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import attrs
 
 from functional_ds.base.files import read_regular, write_atomically
+from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step
+from functional_ds.step.step import Step
 
 from .checks import check_steps
 

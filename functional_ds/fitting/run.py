@@ -10,8 +10,9 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable
+from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step
+from functional_ds.step.step import Step
 
 from .checkpoints import CheckpointManager, Progress
 from .checks import positive_steps

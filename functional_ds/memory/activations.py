@@ -78,20 +78,19 @@ def _standing_for(leaf: Any, device: str | torch.device) -> Any:
 def _run(
     loss_fn: Callable[..., Any], params: Any, batch: Any, device: torch.device, autocast: torch.dtype | None
 ) -> Activations:
-    with Pass(view=stored_view(params, trains=True)) as pass_:
-        view = pass_.view
-        with FakeRecorder((params, batch)) as run:
-            with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                found = loss_fn(view.params, batch)
-            loss = found[0] if isinstance(found, tuple) else found
-            loss = weigh(loss, "the loss").sum
-            outputs = run.allocated(found)
-            del found
-            pass_.end_forward()
-            held = {number: size for number, size in run.allocated().items() if number not in outputs}
-            middle = len(run.events)
-            pass_.pull(loss, None, True).wait()
-            del loss
+    view = stored_view(params, trains=True)
+    with Pass(view=view) as pass_, FakeRecorder((params, batch)) as run:
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            found = loss_fn(view.params, batch)
+        loss = found[0] if isinstance(found, tuple) else found
+        loss = weigh(loss, "the loss").sum
+        outputs = run.allocated(found)
+        del found
+        pass_.end_forward()
+        held = {number: size for number, size in run.allocated().items() if number not in outputs}
+        middle = len(run.events)
+        pass_.pull(loss, None, True).wait()
+        del loss
     gc.collect()  # a graph may be in a cycle
     lasting = run.allocated()
     kept, lasts = sum(size for number, size in held.items() if number not in lasting), sum(lasting.values())

@@ -14,7 +14,8 @@ from functional_ds.base.device import in_use, synchronize
 from functional_ds.comm.debug.trace import Slice
 from functional_ds.comm.record.ledger import Ledger
 from functional_ds.comm.table.collective import Call, Handle, Here
-from functional_ds.step.phases import Phase, mapped
+from functional_ds.step.phase_signatures import Phase
+from functional_ds.step.phases import mapped
 from functional_ds.step.step import Step
 from functional_ds.step.view import View
 

@@ -1,18 +1,20 @@
 """``wrap`` makes a transform of functions that wrap phases; ``compose`` makes one transform of several."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack, cast
 
 import attrs
 
 from functional_ds.comm.record.group import Group
 
+from .phase_signatures import PhaseFunctions
 from .phases import check_phases
 from .step import Step, Transform
 from .traits import Trait
 
 __all__ = ["compose", "wrap"]
+
+_NONE: PhaseFunctions = {}
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -70,8 +72,8 @@ def wrap(
     check: Callable[[Step], None] | None = None,
     options: Mapping[str, Any] | None = None,
     groups: Sequence[Group | None] = (),
-    guards: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
-    **phases: Callable[..., Any],
+    guards: PhaseFunctions = _NONE,
+    **phases: Unpack[PhaseFunctions],
 ) -> Transform:
     """The transform that replaces phases: ``wrap("half", rate=lambda inner, step, state: inner(step, state) / 2)``.
 
@@ -95,9 +97,10 @@ def wrap(
         ValueError: a name that is no phase; when it is applied: another transform of the step has this slot.
         TypeError: a function takes other arguments than its phase gives; when it runs: it returns something else.
     """
-    check_phases(name, phases)
-    check_phases(name, guards)
-    return _Wrap(name, slot, frozenset(traits), check, options, tuple(groups), guards, phases)
+    functions, looks = cast(dict[str, Any], phases), cast(dict[str, Any], guards)
+    check_phases(name, functions)
+    check_phases(name, looks)
+    return _Wrap(name, slot, frozenset(traits), check, options, tuple(groups), looks, functions)
 
 
 def compose(*transforms: Transform) -> Transform:

@@ -21,7 +21,8 @@ from functional_ds.base.weighted import Weighted
 from .backward import detached, differentiated, with_buffers
 from .buffers import BUFFERS, BufferScope
 from .pass_scope import Pass, current_pass
-from .phases import Layer, Phase
+from .phase_signatures import Phase
+from .phases import Layer
 from .state import State, refuse_open
 from .traits import Trait
 from .unused import Summing
@@ -226,7 +227,7 @@ class OpenPass:
         how = "closed" if self._closed else "not run yet" if self._pass is None else "open"
         return f"OpenPass({how}, {self._rows} rows)"
 
-    def __enter__(self) -> "Pass":
+    def __enter__(self) -> "OpenPass":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

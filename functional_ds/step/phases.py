@@ -1,9 +1,8 @@
-"""The phases of a step as data: what each takes and returns, and how the functions that wrap a phase are composed."""
+"""Layers: what a transform adds to a step, and how the functions that wrap a phase are composed."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import attrs
 import torch
@@ -14,14 +13,12 @@ from functional_ds.base.marks import like_marked
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.record.group import Group
 
+from .phase_signatures import PHASES, RESULTS, Phase
 from .state import State
 from .traits import Trait
-from .view import View
 
 __all__ = [
-    "PHASES",
     "Layer",
-    "Phase",
     "check_phases",
     "compose_phase",
     "innermost",
@@ -31,47 +28,7 @@ __all__ = [
     "unaware",
 ]
 
-Phase = Callable[..., Any]
-
-PHASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "prepare": ("params",),
-        "init": ("params",),
-        "view": ("state", "trains", "whole"),
-        "loss": ("state", "params", "batch"),
-        "forward": ("state", "function", "batch"),
-        "measure": ("state", "batch"),
-        "gradients": ("state", "batch", "carry", "last"),
-        "sync_buffers": ("state",),
-        "reduce": ("state", "grads"),
-        "comm_dtype": ("state", "dtype"),
-        "sum_over_ranks": ("state", "scalars"),
-        "scatter": ("state",),
-        "update": ("state", "grads"),
-        "publish": ("state",),
-        "norm": ("state", "grads"),
-        "finite": ("state", "grads"),
-        "rate": ("state",),
-        "params": ("state",),
-        "batch_shard": ("state",),
-        "micro_batches": ("state",),
-        "leaf_map": ("state",),
-        "select": ("state", "paths"),
-    }
-)
-
-_RESULTS: dict[str, tuple[str, tuple[type, ...]]] = {
-    "init": ("a State", (State,)),
-    "view": ("a View", (View,)),
-    "loss": ("(Weighted, dict of further metrics)", (Weighted, dict)),
-    "gradients": ("(State, Weighted, dict of metrics)", (State, Weighted, dict)),
-    "measure": ("a dict of metrics", (dict,)),
-    "sync_buffers": ("a State", (State,)),
-    "reduce": ("(State, Weighted)", (State, Weighted)),
-    "scatter": ("a State", (State,)),
-    "update": ("(State, dict of metrics)", (State, dict)),
-    "publish": ("a State", (State,)),
-}
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @attrs.frozen(eq=False)
@@ -108,7 +65,7 @@ class _Placed:
     function: Phase
 
 
-def innermost(phase: Phase) -> Any:
+def innermost(phase: F) -> F:
     """For ``wrap``: this function runs inside all others that wrap the phase, whatever is composed before it.
 
     >>> from functional_ds import compose, sgd, train_step, wrap
@@ -119,12 +76,12 @@ def innermost(phase: Phase) -> Any:
     >>> _ = step.rate(step.init({"w": torch.ones(1)})), print(noted)
     ['a', 'b']
     """
-    return _Placed("innermost", phase)
+    return cast(F, _Placed("innermost", phase))
 
 
-def outermost(phase: Phase) -> Any:
+def outermost(phase: F) -> F:
     """For ``wrap``: this function runs around all others that wrap the phase, whatever is composed after it."""
-    return _Placed("outermost", phase)
+    return cast(F, _Placed("outermost", phase))
 
 
 def mapped(layer: Layer, change: Callable[[str, Phase], Phase]) -> Layer:
@@ -190,8 +147,8 @@ def _check_result(name: str, phase: str, found: Any) -> Any:
     Raises:
         TypeError: it is not what the phase returns; the message names the transform and the phase.
     """
-    if phase in _RESULTS:
-        words, types = _RESULTS[phase]
+    if phase in RESULTS:
+        words, types = RESULTS[phase]
         fits = isinstance(found, types[0]) if len(types) == 1 else _is_pair(found, *types)
         if not fits:
             shown = f"({', '.join(type(x).__name__ for x in found)})" if isinstance(found, tuple) else type(found).__name__

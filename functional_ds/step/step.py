@@ -17,56 +17,31 @@ from functional_ds.base.batch import rows_of
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted, check_constant
-from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffer_sync import agreed_anew, unagreed
 from .buffers import BUFFERS, Buffers, Modules
 from .checks import GUARDS, name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
 from .open_pass import Gradients, OpenPass
-from .phases import Layer, Phase, check_phases, compose_phase, kept_slots, unaware
+from .phase_signatures import Metrics, Phase, Phases
+from .phases import Layer, check_phases, compose_phase, kept_slots, unaware
 from .state import State, UpdateError, mark_donated, refuse_open
 from .traits import Trait
 from .unused import summed_over_ranks, with_idle
-from .view import View
 
-__all__ = ["Metrics", "Step", "Transform"]
+__all__ = ["Step", "Transform"]
 
-Metrics = dict[str, Tensor]
 Transform = Callable[["Step"], "Step"]
 
 
 @attrs.frozen(eq=False, repr=False)
-class Step:
+class Step(Phases):
     """``state, metrics = step(state, batch)``: one optimizer step.
 
     Each phase is a function whose first argument is the finished step, so that a phase sees every other phase as finally
     composed (open recursion). Hence transforms that wrap different phases commute, and only those that wrap the same
     phase have an order (law 30).
 
-    | phase | signature | base meaning |
-    |---|---|---|
-    | prepare | params -> params | identity; marks leaves, before any transform cuts the tree up |
-    | init | params -> State | params and optimizer state |
-    | view | state, trains, whole -> View | the stored params as the loss sees them, and the transpose of that |
-    | loss | state, params, batch -> Weighted, {name: Weighted} | the user's function |
-    | forward | state, function, batch -> function(batch) | how that function is run: casts, contexts, recomputation |
-    | measure | state, batch -> {name: Weighted} | loss ∘ view without gradients, this rank's share |
-    | gradients | state, batch, carry, last -> State, Weighted list, metrics | autograd through loss ∘ view, plus carry |
-    | sync_buffers | state -> State | identity; which rank's module buffers are kept |
-    | reduce | state, Weighted list -> State, Weighted list | identity |
-    | comm_dtype | state, dtype -> dtype | identity; in which dtype gradients of a dtype travel between ranks |
-    | sum_over_ranks | state, tree of scalars -> tree of scalars | identity; sums over the ranks that share a batch |
-    | scatter | state -> State | identity; the stored params become those that the optimizer holds |
-    | update | state, Weighted list -> State, metrics | the optimizer |
-    | publish | state -> State | identity; the inverse of scatter |
-    | norm | state, list -> scalar | the 2-norm of the gradients |
-    | finite | state, list -> bool scalar | whether all gradients are finite |
-    | rate | state -> factor | 1; what multiplies the learning rate |
-    | params | state -> the user's tree | the stored params |
-    | batch_shard | state -> (index, count) | (0, 1); which part of the global batch this rank has |
-    | micro_batches | state -> count | 1; into how many parts a rank's batch is cut |
-    | leaf_map | state -> LeafMap | each leaf alone and whole; what lies where in the tensors that the optimizer gets |
-    | select | state, paths -> State, places | restricts a state to some leaves; returns their gradients' indices |
+    ``Phases`` has a method for each, which says what it takes, returns and means; docs/steps.md has the table.
 
     Gradients are a ``Weighted`` list: a sum for each trained stored leaf, and one weight. ``gradients`` adds to ``carry``,
     the Weighted list of earlier micro-batches (or None), and ``last`` says that no further one follows. The state that it
@@ -274,100 +249,30 @@ class Step:
             mark_donated(before)
         return with_idle(own, unused, before.step), {**_means(metrics), **more}
 
-    # -- the phases, as finally composed -------------------------------------------------------------------------------
-
-    def view(self, state: State, *, trains: bool = True, whole: bool = False) -> View:
-        """The params that the loss sees, and how gradients come back from them.
-
-        Args:
-            state: whose params.
-            trains: whether gradients are wanted.
-            whole: whether the loss needs all params before it begins, as one that uses torch.func does.
-        """
-        return self.phases["view"](self, state, trains, whole)  # type: ignore[no-any-return]
+    # -- phases that have more to do ----------------------------------------------------------------------------------
 
     def loss(self, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         """The loss of a batch and further metrics."""
-        loss, metrics = self.phases["loss"](self, state, params, batch)
+        loss, metrics = super().loss(state, params, batch)
         check_constant(loss.weight, "the loss")
         return loss, metrics
-
-    def forward(self, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """``function(batch)``, run as the user's function is."""
-        return self.phases["forward"](self, state, function, batch)
 
     def gradients(
         self, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """The state after the forward and backward passes, ``carry`` plus a batch's gradients, and the batch's metrics.
-
-        Sums may be this rank's alone: ``reduce`` gives those over all ranks. The state is not donated yet: a phase puts new
-        tensors into the one that it returns and changes none in place.
-        """
-        state = tree.replace(state, reduced=False)
-        return self.phases["gradients"](self, state, batch, carry, last)  # type: ignore[no-any-return]
-
-    def sync_buffers(self, state: State) -> State:
-        """The state with the module buffers that ranks with other rows agree on."""
-        return self.phases["sync_buffers"](self, state)  # type: ignore[no-any-return]
+        """As ``Phases.gradients``; what it gives is not reduced yet."""
+        return super().gradients(tree.replace(state, reduced=False), batch, carry, last)
 
     def reduce(self, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        """The gradients after the last micro-batch, as the update wants them: over all ranks; and what this leaves behind.
-
-        The state is not donated yet: a phase puts new tensors into the one that it returns and changes none in place.
-        """
-        after, grads = self.phases["reduce"](self, state, grads)
+        """As ``Phases.reduce``."""
+        after, grads = super().reduce(state, grads)
         return tree.replace(after, reduced=True), grads
-
-    def comm_dtype(self, state: State, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of a dtype travel between ranks."""
-        return self.phases["comm_dtype"](self, state, dtype)  # type: ignore[no-any-return]
 
     def sum_over_ranks(self, state: State, scalars: Any) -> Any:
         """Scalars, summed over the ranks that share a batch."""
         if self.wraps("sum_over_ranks"):
             comm.varying(scalars)  # what all ranks have counts n times, and so does its weight
-        return self.phases["sum_over_ranks"](self, state, scalars)
-
-    def scatter(self, state: State) -> State:
-        """The state with the params that the optimizer holds: shards in ZeRO 1 to 3, masters with mixed precision."""
-        return self.phases["scatter"](self, state)  # type: ignore[no-any-return]
-
-    def update(self, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        """The state after the optimizer; owns the state that it is given."""
-        return self.phases["update"](self, state, grads)  # type: ignore[no-any-return]
-
-    def publish(self, state: State) -> State:
-        """The inverse of ``scatter``: what is stored, made of what the optimizer holds. Collective in ZeRO 1 and 2."""
-        return self.phases["publish"](self, state)  # type: ignore[no-any-return]
-
-    def norm(self, state: State, grads: list[Tensor]) -> Tensor:
-        """The 2-norm of the whole gradient, replicas counted once."""
-        return self.phases["norm"](self, state, grads)  # type: ignore[no-any-return]
-
-    def finite(self, state: State, grads: list[Tensor]) -> Tensor:
-        """Whether the whole gradient is finite, the same on every rank."""
-        return self.phases["finite"](self, state, grads)  # type: ignore[no-any-return]
-
-    def rate(self, state: State) -> float | Tensor:
-        """What multiplies the learning rate in this step."""
-        return self.phases["rate"](self, state)  # type: ignore[no-any-return]
-
-    def batch_shard(self, state: State) -> tuple[int, int]:
-        """Which of how many equal parts of the global batch this rank has."""
-        return self.phases["batch_shard"](self, state)  # type: ignore[no-any-return]
-
-    def micro_batches(self, state: State) -> int:
-        """Into how many micro-batches this step cuts a rank's batch."""
-        return self.phases["micro_batches"](self, state)  # type: ignore[no-any-return]
-
-    def leaf_map(self, state: State) -> LeafMap:
-        """Which leaf's elements lie where in the tensors that the optimizer gets, on every rank."""
-        return self.phases["leaf_map"](self, state)  # type: ignore[no-any-return]
-
-    def select(self, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
-        """A state restricted to the leaves of these paths, a dict of them once viewed, and their gradients' indices."""
-        return self.phases["select"](self, state, paths)  # type: ignore[no-any-return]
+        return super().sum_over_ranks(state, scalars)
 
     # -- how it is put together ----------------------------------------------------------------------------------------
 

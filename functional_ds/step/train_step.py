@@ -26,9 +26,9 @@ from functional_ds.sharding.sources import values_of
 from .backward import detached, differentiated, with_buffers
 from .buffers import BUFFERS, POLICIES, BufferScope
 from .pass_scope import Pass, current_pass
-from .phases import Phase
+from .phase_signatures import Metrics, Phase
 from .state import State, UpdateError
-from .step import Metrics, Step
+from .step import Step
 from .traits import Trait
 from .unused import unused_leaves
 from .view import NeedsWhole, stored_view

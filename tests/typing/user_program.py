@@ -3,7 +3,8 @@
 It is never run.
 """
 
-from typing import assert_type
+from collections.abc import Callable
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor
@@ -90,3 +91,25 @@ state = step.init({"w": x})
 state, metrics = step(state, x)
 fds.adamw("1e-2")  # error: arg-type
 step.initialise({"w": x})  # error: attr-defined
+
+
+# -- transforms: what a phase's function takes and returns is checked ---------------------------------------------------
+
+
+def half(inner: Callable[[fds.Step, fds.State], float | Tensor], step: fds.Step, state: fds.State) -> float | Tensor:
+    return inner(step, state) / 2
+
+
+def lossy(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> fds.State:
+    return state
+
+
+def short(inner: Any, step: fds.Step) -> float:
+    return 1.0
+
+
+assert_type(fds.wrap("half", rate=half), fds.Transform)
+fds.wrap("half", rate=fds.innermost(half))
+fds.wrap("short", rate=short)  # error: arg-type
+fds.wrap("lossy", update=lossy)  # error: arg-type
+fds.wrap("unknown", rates=half)  # error: call-arg

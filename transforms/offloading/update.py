@@ -14,8 +14,9 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step
+from functional_ds.step.step import Step
 
 from .buffers import GRAD, PARAM, Buffer
 from .files import OffloadError

@@ -16,10 +16,11 @@ from functional_ds.base.marks import is_trainable, like_marked, mark_stored, mod
 from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.step.compose import wrap
 from functional_ds.step.pass_scope import current_pass
+from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import outermost
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step, Transform
+from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
 
 from .kept_states import KeptStates, rounded, rounds

@@ -17,8 +17,9 @@ from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred
 from functional_ds.step.buffer_sync import synced
 from functional_ds.step.compose import wrap
+from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step
+from functional_ds.step.step import Step
 from functional_ds.step.traits import Trait
 from functional_ds.step.view import View
 

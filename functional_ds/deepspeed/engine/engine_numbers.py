@@ -3,8 +3,9 @@
 from typing import Any
 
 from functional_ds.modules.functional import Apply
+from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step
+from functional_ds.step.step import Step
 
 from .common.engine_counts import CountedEngine
 from .engine_reports import Reports

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from functional_ds.step.step import Metrics
+from functional_ds.step.phase_signatures import Metrics
 
 from .config_scheduler import ConfigScheduler
 
