@@ -20,8 +20,9 @@ READING = {
         functional_ds/sharding/layout.py""",
     "collectives": """comm/table/collective.py comm/table/rows.py comm/api.py comm/dispatch.py comm/record/group.py
         comm/record/pending.py comm/record/ledger.py comm/simulation/simulator.py""",
-    "a step on one device": """functional_ds/step/phase_signatures.py functional_ds/step/phases.py functional_ds/step/compose.py functional_ds/step/step.py
-        functional_ds/step/train_step.py functional_ds/step/view.py functional_ds/step/pass_scope.py
+    "a step on one device": """functional_ds/step/phase_signatures.py functional_ds/step/phases.py
+        functional_ds/step/compose.py functional_ds/step/step.py functional_ds/step/train_step.py
+        functional_ds/step/view.py functional_ds/step/pass_scope.py
         functional_ds/step/backward.py functional_ds/step/state.py functional_ds/step/buffers.py functional_ds/step/unused.py
         functional_ds/optim/bind.py functional_ds/optim/adam.py functional_ds/optim/kernels.py""",
     "three transforms": """transforms/clip.py transforms/accumulate.py

@@ -5,6 +5,7 @@ from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
@@ -35,6 +36,13 @@ class Checked(Frozen):
         if not isinstance(x, Tensor):
             raise TypeError(x)
         super().__init__(y, x)
+
+
+@attrs.frozen
+class Attrs:
+    y: Tensor
+    x: Tensor
+    _note: str = "private"
 
 
 class Known:
@@ -71,6 +79,7 @@ KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dataclass": Data,
     "frozen dataclass": lambda x, y: Frozen(x=x, y=y),
     "dataclass with checks": lambda x, y: Checked(x=x, y=y),
+    "attrs class": lambda x, y: Attrs(x=x, y=y),
     "torch's": Known,
     "mapping": lambda x, y: Map({"x": x, "y": y}),
     "dict's child": lambda x, y: Dict(y=y, x=x),

@@ -1,6 +1,5 @@
 """``Template``: a value of any structure without its tensors, which are filled in later; ``Arguments``: those of a call."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,9 +80,11 @@ class Arguments:
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Arguments":
         """The record of a call's arguments."""
-        given, numbers = (args, dict(kwargs)), itertools.count()
-        template = make_template(given, lambda tensor: Placeholder(next(numbers)))
-        return Arguments(tuple([tensor for _, tensor in tensors_in(given)]), template)
+        leaves, spec = _flattened((args, dict(kwargs)))
+        tensors = tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        numbers = iter(range(len(tensors)))
+        numbered = tuple([Placeholder(next(numbers)) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        return Arguments(tensors, Template(spec, numbered))
 
     @property
     def structure(self) -> Any:
