@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 import attrs
@@ -14,7 +13,7 @@ from functional_ds.base import tree as pytree
 from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.record.call_recorder import current_recorder
-from functional_ds.comm.record.group import Group, Ready, call_site
+from functional_ds.comm.record.group import Group, Ready, call_site, poll_all
 from functional_ds.comm.record.ledger import begin
 from functional_ds.comm.record.pending import Pending, Request
 from functional_ds.comm.table.collective import Call, Handle, Here
@@ -23,6 +22,7 @@ from functional_ds.comm.worlds.current import world
 
 __all__ = [
     "check_avg",
+    "check_call",
     "collective",
     "flatten",
     "is_differentiable",
@@ -129,26 +129,31 @@ def start_call(
     if _in_inference_mode():
         with torch.inference_mode(False), torch.no_grad():
             return start_call(call, leaves, group, beside=beside, early=early, transposed=transposed)
-    row, here = call.collective, Here(call.options, group.rank, group.size)
     if group.rank < 0:
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
+    check_call(call, leaves, group)
+    watch, begin_it = group.world.watch, partial(_begin, call, leaves, group, beside, early)
+    if watch is None:
+        return _StartedCall(call, leaves, begin_it())
+    return _StartedCall(call, leaves, watch.start(call, leaves, group, begin_it, transposed), call_site())
+
+
+def check_call(call: Call, leaves: Sequence[Tensor], group: Group, prefix: str = "") -> None:
+    """Raises ValueError where this rank alone can tell that the call is wrong; ``prefix`` begins the message."""
+    here = Here(call.options, group.rank, group.size)
     try:
         for leaf in leaves:
             if leaf.layout is not torch.strided:
                 raise ValueError(f"a tensor of layout {leaf.layout} cannot travel: pass leaf.to_dense(), or its parts")
             if is_dtensor(leaf):
                 raise ValueError("a DTensor cannot travel: pass this rank's part, leaf.to_local(), or all, leaf.full_tensor()")
-            row.check(leaf, here)
+            call.collective.check(leaf, here)
     except ValueError as error:
-        raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
-    watch, begin_it = group.world.watch, partial(_begin, call, leaves, group, here, beside, early)
-    if watch is None:
-        return _StartedCall(call, leaves, begin_it())
-    return _StartedCall(call, leaves, watch.start(call, leaves, group, begin_it, transposed), call_site())
+        raise ValueError(f"{prefix}{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
 
 
-def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: Here, beside: bool, early: bool) -> Handle:
-    row = call.collective
+def _begin(call: Call, leaves: Sequence[Tensor], group: Group, beside: bool, early: bool) -> Handle:
+    row, here = call.collective, Here(call.options, group.rank, group.size)
     if row.alone is not None:
         return Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves])
     if (recorder := current_recorder()) is not None:
@@ -228,14 +233,10 @@ def request_all(calls: Sequence[tuple[Call, Any]], group: Group | None = None) -
     def start() -> Pending[list[Any]]:
         started = begun(beside=True, early=True)
 
-        def poll(timeout: float) -> bool:
-            deadline = monotonic() + timeout
-            return all(one.handle.poll(max(0.0, deadline - monotonic())) for one in started)
-
         def text() -> str:
             return f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}"
 
-        return Pending(lambda: finish(started), poll, text)
+        return Pending(lambda: finish(started), partial(poll_all, [one.handle for one in started]), text)
 
     return Request(lambda: finish(begun(beside=False, early=False)), start)
 
