@@ -81,7 +81,7 @@ class Pending(Generic[T]):
         return f"Pending({self._text()}, {'done' if self._finish is None else 'under way'})"
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Request(Generic[T]):
     """A collective that has not begun.
 
