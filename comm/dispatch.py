@@ -1,8 +1,9 @@
 """Calls of collectives on pytrees, with autograd."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from time import monotonic
+from operator import itemgetter
 from typing import Any, ParamSpec, TypeVar
 
 import attrs
@@ -14,7 +15,7 @@ from functional_ds.base import tree as pytree
 from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.record.call_recorder import current_recorder
-from functional_ds.comm.record.group import Group, Ready, call_site
+from functional_ds.comm.record.group import Group, Ready, call_site, poll_all
 from functional_ds.comm.record.ledger import begin
 from functional_ds.comm.record.pending import Pending, Request
 from functional_ds.comm.table.collective import Call, Handle, Here
@@ -23,6 +24,7 @@ from functional_ds.comm.worlds.current import world
 
 __all__ = [
     "check_avg",
+    "check_call",
     "collective",
     "flatten",
     "is_differentiable",
@@ -79,6 +81,7 @@ def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
     return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
 _ALONE: optree.PyTreeSpec = pytree.structure(0)  # a lone tensor's
 
 
@@ -129,22 +132,28 @@ def start_call(
     if _in_inference_mode():
         with torch.inference_mode(False), torch.no_grad():
             return start_call(call, leaves, group, beside=beside, early=early, transposed=transposed)
-    row, here = call.collective, Here(call.options, group.rank, group.size)
     if group.rank < 0:
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
+    here, watch = check_call(call, leaves, group), group.world.watch
+    if watch is None:
+        return _StartedCall(call, leaves, _begin(call, leaves, group, here, beside, early))
+    handle = watch.start(call, leaves, group, partial(_begin, call, leaves, group, here, beside, early), transposed)
+    return _StartedCall(call, leaves, handle, call_site())
+
+
+def check_call(call: Call, leaves: Sequence[Tensor], group: Group, prefix: str = "") -> Here:
+    """This rank's place in the call; raises ValueError where it can tell that the call is wrong, beginning with ``prefix``."""
+    here = Here(call.options, group.rank, group.size)
     try:
         for leaf in leaves:
             if leaf.layout is not torch.strided:
                 raise ValueError(f"a tensor of layout {leaf.layout} cannot travel: pass leaf.to_dense(), or its parts")
             if is_dtensor(leaf):
                 raise ValueError("a DTensor cannot travel: pass this rank's part, leaf.to_local(), or all, leaf.full_tensor()")
-            row.check(leaf, here)
+            call.collective.check(leaf, here)
     except ValueError as error:
-        raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
-    watch, begin_it = group.world.watch, partial(_begin, call, leaves, group, here, beside, early)
-    if watch is None:
-        return _StartedCall(call, leaves, begin_it())
-    return _StartedCall(call, leaves, watch.start(call, leaves, group, begin_it, transposed), call_site())
+        raise ValueError(f"{prefix}{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
+    return here
 
 
 def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: Here, beside: bool, early: bool) -> Handle:
@@ -206,38 +215,37 @@ def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 
 def request(call: Call, tree: T, group: Group | None = None) -> Request[T]:
     """The call on every leaf of a tree, on the ranks of a group; None for the whole world."""
-    return request_all([(call, tree)], group).then(lambda results: results[0])
+    return _requested([(call, tree)], group, itemgetter(0))
 
 
 def request_all(calls: Sequence[tuple[Call, Any]], group: Group | None = None) -> Request[list[Any]]:
     """Calls, each on its tree, which start as one batch; the results are in order."""
+    return _requested(calls, group, list)
+
+
+def _requested(calls: Sequence[tuple[Call, Any]], group: Group | None, given: Callable[[list[Any]], R]) -> Request[R]:
     group = resolve_group(group)
-    trees = [flatten(call.title(group.rank)[0], tree) for call, tree in calls]
+    several = len(calls) > 1
 
-    def begun(*, beside: bool, early: bool) -> list[_StartedCall]:
-        pairs = zip(calls, trees, strict=True)
-        if len(calls) == 1:
-            return [start_call(call, leaves, group, beside=beside, early=early) for (call, _), (leaves, _) in pairs]
-        with group.world.batch():
-            return [start_call(call, leaves, group, beside=True, early=early) for (call, _), (leaves, _) in pairs]
+    def begin(early: bool) -> tuple[list[_StartedCall], Callable[[], R]]:
+        started, specs = [], []
+        with group.world.batch() if several else _NOTHING:
+            for call, tree in calls:
+                leaves, spec = flatten(call.title(group.rank)[0], tree)
+                started.append(start_call(call, leaves, group, beside=early or several, early=early))
+                specs.append(spec)
+        return started, lambda: given([*map(pytree.unflatten, specs, _finish(started, group))])
 
-    def finish(started: Sequence[_StartedCall]) -> list[Any]:
-        results = _finish(started, group)
-        return [pytree.unflatten(spec, result) for (_, spec), result in zip(trees, results, strict=True)]
+    def start() -> Pending[R]:
+        started, finish = begin(True)
+        shown = lambda: f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}"  # noqa: E731
+        return Pending(finish, partial(poll_all, [one.handle for one in started]), shown)
 
-    def start() -> Pending[list[Any]]:
-        started = begun(beside=True, early=True)
+    def run() -> R:
+        _, finish = begin(False)
+        return finish()
 
-        def poll(timeout: float) -> bool:
-            deadline = monotonic() + timeout
-            return all(one.handle.poll(max(0.0, deadline - monotonic())) for one in started)
-
-        def text() -> str:
-            return f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}"
-
-        return Pending(lambda: finish(started), poll, text)
-
-    return Request(lambda: finish(begun(beside=False, early=False)), start)
+    return Request(run, start)
 
 
 def collective(describe: Callable[P, Request[R]]) -> Callable[P, R]:
@@ -267,7 +275,9 @@ def prepare(collective: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     """
     describe: Callable[P, Request[R]] | None = getattr(collective, "request", None)
     if describe is None:
-        raise TypeError(f"{collective!r} is no collective: pass comm.all_gather or its like, or a function under @collective")
+        raise TypeError(
+            f"{collective!r} is no collective: pass comm.all_gather or its like, or a function under @comm.table.collective"
+        )
     return describe(*args, **kwargs)
 
 

@@ -12,7 +12,8 @@ import functional_ds as fds
 from functional_ds import checkpointing, comm, interchange, memory
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
-from functional_ds.comm import algorithms, cost
+from functional_ds.comm import algorithms
+from functional_ds.comm.algorithms import cost
 
 TRANSFORMS = {
     "accumulate(2)": lambda: T.accumulate(2),

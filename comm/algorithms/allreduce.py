@@ -15,7 +15,7 @@ below are for sizes that divide. ``comm.algorithms.cost`` predicts times and giv
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ from torch import Tensor
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import repeat
 from functional_ds.comm.declare import varying
-from functional_ds.comm.dispatch import check_avg, flatten, is_differentiable, resolve_group
+from functional_ds.comm.dispatch import check_avg, flatten, resolve_group
 from functional_ds.comm.exchange import permute
+from functional_ds.comm.graft import Graft
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Here
 from functional_ds.comm.table.permutation import Permutation
@@ -51,35 +52,25 @@ def _all_reduce(name: str, x: T, total: Total, op: str, *groups: Group) -> T:
     for leaf in leaves:
         ALL_REDUCE.check(leaf, Here({"op": plain}, 0, n))
     check_avg(leaves, op)
-    results = _run(name, lambda flat: total(flat, plain), plain, leaves)
+    results = _run(name, total, plain, leaves)
     if op == "avg":
         results = [result / n for result in results]
     reduced: T = pytree.unflatten(spec, results)
     return reduced
 
 
-class _AllReduce(torch.autograd.Function):
-    """An all-reduce as one node of the autograd graph; its backward is the same all-reduce, differentiable again."""
+def _run(name: str, total: Total, op: str, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves' totals; the transpose is the same all-reduce, differentiable again."""
 
-    @staticmethod
-    def forward(ctx: Any, name: str, total: Callable[[Tensor], Tensor], op: str, *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.name, ctx.total, ctx.op = name, total, op
-        results = _coalesced(total, leaves)
-        ctx.mark_non_differentiable(*(r for r in results if not is_differentiable(r)))
-        return tuple(results)
+    def back(grads: list[Tensor]) -> list[Tensor]:
+        if op != "sum":
+            raise ValueError(f"{name}(op={op!r}) has no transpose, so no gradient flows through it: detach its input")
+        return _run(name, total, op, grads)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.op != "sum":
-            raise ValueError(f"{ctx.name}(op={ctx.op!r}) has no transpose, so no gradient flows through it: detach its input")
-        back = iter(_run(ctx.name, ctx.total, ctx.op, [grad for grad in grads if is_differentiable(grad)]))
-        return (None, None, None, *(next(back) if is_differentiable(grad) else None for grad in grads))
-
-
-def _run(name: str, total: Callable[[Tensor], Tensor], op: str, leaves: Sequence[Tensor]) -> list[Tensor]:
-    if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
-        return list(_AllReduce.apply(name, total, op, *leaves))
-    return _coalesced(total, leaves)
+    graft = Graft.of(leaves, back)
+    with torch.no_grad():
+        totals = _coalesced(lambda flat: total(flat, op), leaves)
+    return graft(totals)
 
 
 def _coalesced(total: Callable[[Tensor], Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:

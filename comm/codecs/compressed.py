@@ -13,8 +13,9 @@ from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather, all_reduce, reduce_scatter
 from functional_ds.comm.backends.reduction import fold
 from functional_ds.comm.declare import varying
-from functional_ds.comm.dispatch import check_avg, flatten, is_differentiable, prepare, resolve_dim, resolve_group
+from functional_ds.comm.dispatch import check_avg, check_call, flatten, prepare, resolve_dim, resolve_group
 from functional_ds.comm.exchange import all_to_all
+from functional_ds.comm.graft import Graft
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending, Request, relay
 from functional_ds.comm.table.collective import Call, Here
@@ -104,7 +105,7 @@ def _all_gather(codec: Codec, x: Any, group: Group, *, dim: int = 0, tiled: bool
     options: dict[str, Any] = {"dim": resolve_dim("all_gather", x, dim), "tiled": tiled}
     leaves, spec = check_leaves(Call(ALL_GATHER, options), x, group)
     here, kinds = Here(options, group.rank, group.size), [(leaf.shape, leaf.dtype) for leaf in leaves]
-    graft = _Graft.of(leaves, lambda grads: reduce_scatter(grads, group, **options))
+    graft = Graft.of(leaves, lambda grads: reduce_scatter(grads, group, **options))
 
     def whole(payloads: Sequence[Sequence[Tensor]]) -> Any:
         joined = []
@@ -124,7 +125,7 @@ def _reduce_scatter(codec: Codec, x: Any, group: Group, *, dim: int = 0, op: str
     check_avg(leaves, op)
     here = Here(options, group.rank, group.size)
     pieces = [(torch.Size(piece_shape(leaf, here)), leaf.dtype) for leaf in leaves]
-    graft = _Graft.of(leaves, lambda grads: all_gather(grads, group, **place) if options["op"] == "sum" else _no_transpose(op))
+    graft = Graft.of(leaves, lambda grads: all_gather(grads, group, **place) if options["op"] == "sum" else _no_transpose(op))
 
     def folded(payloads: Sequence[Sequence[Tensor]]) -> Any:
         totals = []
@@ -190,12 +191,7 @@ def check_leaves(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree
     """The leaves and structure of a value; raises ValueError where the plain collective would."""
     varying(x, group)  # a codec acts on each rank's own terms of a sum
     leaves, spec = flatten(call.collective.name, x)
-    here = Here(call.options, group.rank, group.size)
-    try:
-        for leaf in leaves:
-            call.collective.check(leaf, here)
-    except ValueError as error:
-        raise ValueError(f"compressed {call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
+    check_call(call, leaves, group, "compressed ")
     return leaves, spec
 
 
@@ -203,38 +199,3 @@ def _no_transpose(op: str) -> list[Tensor]:
     raise ValueError(
         f"compressed reduce_scatter(op={op!r}) has no transpose, so no gradient flows through it: detach its input"
     )
-
-
-# -- gradients --------------------------------------------------------------------------------------------------------
-
-
-@attrs.frozen(eq=False)
-class _Graft:
-    """Connects results to the leaves' graph; ``back`` computes the leaves' gradients from the results'."""
-
-    leaves: Sequence[Tensor]
-    back: Callable[[list[Tensor]], list[Tensor]]
-
-    @staticmethod
-    def of(leaves: Sequence[Tensor], back: Callable[[list[Tensor]], list[Tensor]]) -> "_Graft":
-        wanted = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-        return _Graft(leaves if wanted else (), back)
-
-    def __call__(self, results: list[Tensor]) -> list[Tensor]:
-        smooth = [i for i, leaf in enumerate(self.leaves) if is_differentiable(leaf)]
-        if not smooth:
-            return results
-        grafted = _StraightThrough.apply(self.back, [results[i] for i in smooth], *(self.leaves[i] for i in smooth))
-        found = dict(zip(smooth, grafted, strict=True))
-        return [found.get(i, result) for i, result in enumerate(results)]
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, back: Callable[..., Any], results: Sequence[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.back = back
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.back(list(grads)))

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from time import monotonic
 from typing import Any, NoReturn, Protocol
 
 import attrs
@@ -19,7 +20,7 @@ from functional_ds.comm.table.variance import Variance
 
 from .ledger import Ledger
 
-__all__ = ["Beside", "Group", "Ready", "Solo", "ValueWatch", "World", "at_site", "call_site", "last"]
+__all__ = ["Beside", "Group", "Ready", "Solo", "ValueWatch", "World", "at_site", "call_site", "last", "poll_all"]
 
 
 class Beside(Protocol):
@@ -180,6 +181,16 @@ class Group:
 def last(steps: Iterator[Any]) -> Any:
     """The last value."""
     return deque(steps, maxlen=1).pop()
+
+
+class _Polled(Protocol):
+    def poll(self, timeout: float) -> bool: ...
+
+
+def poll_all(parts: Sequence[_Polled], timeout: float) -> bool:
+    """Whether waits for all parts would return at once; waits up to ``timeout`` seconds for that."""
+    deadline = monotonic() + timeout
+    return all(part.poll(max(0.0, deadline - monotonic())) for part in parts)
 
 
 @attrs.define(eq=False)

@@ -57,6 +57,12 @@ class Row:
     overlapped_payload: int = attrs.field(default=0, repr=False, eq=False)
     traffic: Traffic = attrs.field(default=Traffic(), repr=False, eq=False)
 
+    def count(self, elements: int, size: int) -> None:
+        """Adds a call that has sent so many elements, of this size in bytes."""
+        self.calls += 1
+        self.elements += elements
+        self.bytes += size
+
     def time(self, event: "Event") -> None:
         """Adds a timed call's time, and the bytes of its values."""
         self.timed += 1
@@ -125,9 +131,7 @@ def add_by_size(rows: RowsBySize, events: Iterable[Event]) -> None:
     for event in events:
         fresh = Row(event.collective, event.group, len(event.ranks), ranks=event.ranks, traffic=event.traffic)
         row = rows.setdefault((event.collective, event.group, event.ranks, event.payload), fresh)
-        row.calls += 1
-        row.elements += event.elements
-        row.bytes += event.bytes
+        row.count(event.elements, event.bytes)
         row.time(event)
 
 
@@ -138,10 +142,7 @@ class _Timed:
     inner: Handle
     ledger: "Ledger"
     row: Row
-    began: float
-    elements: int
-    sent: int
-    payload: int
+    event: Event
     early: bool
     started: float
 
@@ -154,20 +155,9 @@ class _Timed:
         results = self.inner.wait()
         _synchronize(results)
         ended = self.inner.ended or perf_counter()
-        row, overlapped = self.row, self.early and meanwhile > _OVERLAP * (ended - self.began)
-        event = Event(
-            row.collective,
-            row.group,
-            self.began,
-            ended,
-            self.elements,
-            self.sent,
-            self.payload,
-            overlapped,
-            row.ranks,
-            row.traffic,
-        )
-        row.time(event)
+        overlapped = self.early and meanwhile > _OVERLAP * (ended - self.event.began)
+        event = attrs.evolve(self.event, ended=ended, overlapped=overlapped)
+        self.row.time(event)
         self.ledger.events.append(event)
         return results
 
@@ -228,15 +218,13 @@ class Ledger:
             early: whether the caller goes on before it waits.
         """
         row = self._row(call.title(here.rank)[0], group, ranks, call.collective.traffic)
-        row.calls += 1
         payload = elements = bytes_sent = 0
         for tensor in tensors:
             sent, size = call.collective.volume(tensor, here), tensor.element_size()
             elements += sent
             bytes_sent += sent * size
             payload += tensor.numel() * size
-        row.elements += elements
-        row.bytes += bytes_sent
+        row.count(elements, bytes_sent)
         shares = (call.collective.shares(here) if bytes_sent else None) or {}
         whole = sum(shares.values())
         for peer, part in shares.items():
@@ -244,7 +232,8 @@ class Ledger:
         if not self.times:
             return handle
         payload *= here.n if row.traffic.of_result else 1
-        return _Timed(handle, self, row, began, elements, bytes_sent, payload, early, perf_counter())
+        event = Event(row.collective, group, began, began, elements, bytes_sent, payload, False, ranks, row.traffic)
+        return _Timed(handle, self, row, event, early, perf_counter())
 
     def _row(self, collective: str, group: str, ranks: tuple[int, ...], traffic: Traffic) -> Row:
         key = (collective, group, ranks)

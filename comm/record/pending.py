@@ -1,14 +1,14 @@
 """Collectives that have not begun, and those that are under way."""
 
 from collections.abc import Callable, Iterator, Sequence
-from time import monotonic
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import attrs
 import torch
 
 from .call_recorder import current_recorder
-from .group import Group
+from .group import Group, poll_all
 
 __all__ = ["Pending", "Request", "relay"]
 
@@ -52,14 +52,10 @@ class Pending(Generic[T]):
     def all(pendings: "Sequence[Pending[Any]]") -> "Pending[list[Any]]":
         """One ``Pending`` for several; ``wait()`` returns their results."""
 
-        def poll(timeout: float) -> bool:
-            deadline = monotonic() + timeout
-            return all(pending.poll(max(0.0, deadline - monotonic())) for pending in pendings)
-
         def text() -> str:
             return "; ".join(pending._text() for pending in pendings)
 
-        return Pending(lambda: [pending.wait() for pending in pendings], poll, text)
+        return Pending(lambda: [pending.wait() for pending in pendings], partial(poll_all, pendings), text)
 
     if not TYPE_CHECKING:  # type checkers report such uses, because they see no such methods
 
@@ -85,7 +81,7 @@ class Pending(Generic[T]):
         return f"Pending({self._text()}, {'done' if self._finish is None else 'under way'})"
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Request(Generic[T]):
     """A collective that has not begun.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, NoReturn
 
 import attrs
@@ -20,7 +20,7 @@ from functional_ds.base.device_streams import LentToTransport, SideStream, Strea
 from functional_ds.base.torch_private import new_process_group
 from functional_ds.comm.backends.primitives import Communicator, Options, Started
 from functional_ds.comm.record.failed_steps import FailedSteps
-from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
+from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last, poll_all
 from functional_ds.comm.record.watched import WatchedInputs
 from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.comm.table.errors import CommError
@@ -118,8 +118,7 @@ class ProcessHandle:
         return None if None in ends else max(ends, default=None)  # type: ignore[type-var]
 
     def poll(self, timeout: float) -> bool:
-        deadline = monotonic() + timeout
-        return all(part.started.poll(max(0.0, deadline - monotonic())) for part in self.parts)
+        return poll_all([part.started for part in self.parts], timeout)
 
     def wait(self) -> list[Tensor]:
         results, unpack = [*self.tensors], self.call.collective.unpack

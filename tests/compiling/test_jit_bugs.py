@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from functional_ds.comm import DeadlockError
+from functional_ds.comm.table.errors import DeadlockError
 from tests.compiling import test_jit
 from tests.planting import Bug, planted
 

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import mark_stored
 
@@ -135,7 +136,11 @@ class _Reducing:
     reduce: torch.dtype
 
     def __call__(self, tensors: Any, *args: Any, **options: Any) -> Any:
-        return self.collective(tree.map(self._cast, tensors), *args, **options)
+        return self.request(tensors, *args, **options).run()
+
+    def request(self, tensors: Any, *args: Any, **options: Any) -> comm.table.Request[Any]:
+        """What ``comm.start`` starts."""
+        return comm.table.prepare(self.collective, tree.map(self._cast, tensors), *args, **options)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.reduce) if tensor.dtype == self.compute else tensor

@@ -20,7 +20,8 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from functional_ds import comm
-from functional_ds.comm import TimedOutError, setup
+from functional_ds.comm import setup
+from functional_ds.comm.table.errors import TimedOutError
 from functional_ds.comm.worlds import rendezvous
 from functional_ds.comm.worlds.rendezvous import Deadline, connect, holder, meet, open_store, reconnect
 from tests.fitting.ranks import PATIENCE, free_port

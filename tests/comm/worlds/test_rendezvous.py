@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from functional_ds.comm import TimedOutError
+from functional_ds.comm.table.errors import TimedOutError
 from functional_ds.comm.worlds.rendezvous import Deadline, meet
 
 SOON, LATER = timedelta(seconds=0.05), timedelta(seconds=20)

@@ -167,11 +167,11 @@ def launches(program: Program) -> list[list[tuple[str, str]]]:
     log: list[tuple[str, str]] = []
 
     def logged(name: str) -> Any:
-        def start(x: Any, group: comm.Group, **options: Any) -> Any:
+        def noted(x: Any, group: comm.Group, **options: Any) -> comm.table.Request[Any]:
             log.append((name, group.name))
-            return getattr(comm, name)(x, group, **options)
+            return comm.table.prepare(getattr(comm, name), x, group, **options)
 
-        return start
+        return comm.table.collective(noted)
 
     rank = comm.world().rank
     knobs = {**dict(program.knobs), "all_gather": logged("all_gather"), "reduce_scatter": logged("reduce_scatter")}

@@ -1,0 +1,44 @@
+"""Results that are computed without a graph, as part of the graph of the leaves that they come from."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from .dispatch import is_differentiable
+
+__all__ = ["Graft"]
+
+
+@attrs.frozen(eq=False)
+class Graft:
+    """Connects results to the leaves' graph; ``back`` computes the leaves' gradients from the results'."""
+
+    leaves: Sequence[Tensor]
+    back: Callable[[list[Tensor]], list[Tensor]]
+
+    @staticmethod
+    def of(leaves: Sequence[Tensor], back: Callable[[list[Tensor]], list[Tensor]]) -> "Graft":
+        wanted = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        return Graft(leaves if wanted else (), back)
+
+    def __call__(self, results: list[Tensor]) -> list[Tensor]:
+        smooth = [i for i, leaf in enumerate(self.leaves) if is_differentiable(leaf)]
+        if not smooth:
+            return results
+        grafted = _StraightThrough.apply(self.back, [results[i] for i in smooth], *(self.leaves[i] for i in smooth))
+        found = dict(zip(smooth, grafted, strict=True))
+        return [found.get(i, result) for i, result in enumerate(results)]
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, back: Callable[..., Any], results: Sequence[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.back(list(grads)))
