@@ -1,5 +1,6 @@
 """The transforms that a DeepSpeed config asks for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from functional_ds.transforms.zero.zero import zero
 from .config_reader import Settings
 from .keys.config_key import Fate
 
-__all__ = ["offload_places", "offloading", "precision", "sharding", "word_of"]
+__all__ = ["offload_places", "offloading", "precision", "sharding", "sums_bf16_in_fp32", "word_of"]
 
 _FP16, _BF16, _ZERO = "fp16", "bf16", "zero_optimization"
 _PLACES = {"cpu": "cpu", "nvme": "disk"}
@@ -90,10 +91,16 @@ def checks_finite(s: Settings) -> bool:
         return True
     if stage == 0:
         return bool(bf16)
-    sums = s["data_types.grad_accum_dtype"]
-    if bf16 and stage == 1 and sums and word_of(sums) == "f32" and s[f"{_ZERO}.offload_optimizer.device"] == "none":
+    if sums_bf16_in_fp32(s.__getitem__):
         return True
     return bool(s["bf16.check_grad_overflow"] if bf16 else s[f"{_ZERO}.compute_grad_norm"])
+
+
+def sums_bf16_in_fp32(value: Callable[[str], Any]) -> bool:
+    """Whether a config has DeepSpeed's ``BF16_Optimizer``: bf16 in stage 1, with sums in fp32, on the device."""
+    sums = value("data_types.grad_accum_dtype")
+    is_bf16 = value(f"{_ZERO}.stage") == 1 and value("bf16.enabled")
+    return bool(is_bf16 and sums and word_of(sums) == "f32" and value(f"{_ZERO}.offload_optimizer.device") == "none")
 
 
 def sharding(s: Settings, world_size: int, group: comm.Group | None, units: UnitOf | None) -> Transform:

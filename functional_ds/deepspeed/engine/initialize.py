@@ -236,14 +236,9 @@ def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
 
 
 def _refuse_model_parallel(mpu: Any, mesh: Any) -> None:
-    sizes = []
-    for name in (
-        "get_model_parallel_world_size",
-        "get_tensor_model_parallel_world_size",
-        "get_pipeline_model_parallel_world_size",
-    ):
-        if hasattr(mpu, name):
-            sizes.append(getattr(mpu, name)())
+    kinds = ("model_parallel", "tensor_model_parallel", "pipeline_model_parallel")
+    asks = (getattr(mpu, f"get_{kind}_world_size", None) for kind in kinds)
+    sizes = [ask() for ask in asks if ask is not None]
     if any(size > 1 for size in sizes):
         raise ValueError(
             f"mpu: its model-parallel groups have {max(sizes)} ranks, and engines here are data-parallel; compose "

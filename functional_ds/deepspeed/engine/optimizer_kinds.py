@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
-from functional_ds.deepspeed.config.ds_transforms import word_of
+from functional_ds.deepspeed.config.ds_transforms import sums_bf16_in_fp32
 from functional_ds.deepspeed.ops.adam import FusedAdam
 
 __all__ = [
@@ -66,23 +66,13 @@ def kind_of(plan: ConfigPlan, client: torch.optim.Optimizer | None) -> type | No
         plan: of the config.
         client: the optimizer that was passed to ``initialize``.
     """
-    stage, bf16, sums = (
-        plan.value("zero_optimization.stage"),
-        plan.value("bf16.enabled"),
-        plan.value("data_types.grad_accum_dtype"),
-    )
-    if (
-        stage == 1
-        and bf16
-        and sums
-        and word_of(sums) == "f32"
-        and plan.value("zero_optimization.offload_optimizer.device") == "none"
-    ):
+    stage = plan.value("zero_optimization.stage")
+    if sums_bf16_in_fp32(plan.value):
         return BF16_Optimizer
     if stage:
         return DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer
     of_config = str(plan.value("optimizer.type")).lower()
     fused = isinstance(client, FusedAdam) if client is not None else of_config in ("adam", "adamw")
-    if bf16 or plan.value("fp16.enabled"):
+    if plan.value("bf16.enabled") or plan.value("fp16.enabled"):
         return FP16_Optimizer if fused else FP16_UnfusedOptimizer
     return FusedAdam if fused and client is None else None

@@ -97,18 +97,9 @@ class MoE(nn.Module):
         self.use_residual, self.ep_size, self.num_experts = use_residual, ep_size, num_experts
         self.num_local_experts, self.expert_group_name = num_experts // ep_size, f"ep_size_{ep_size}"
         experts = LocalExperts(expert, self.num_local_experts, self.expert_group_name)
-        gate = TopKGate(
-            hidden_size,
-            num_experts,
-            k,
-            capacity_factor,
-            eval_capacity_factor,
-            min_capacity,
-            noisy_gate_policy,
-            drop_tokens,
-            use_rts,
-            top2_2nd_expert_sampling,
-        )
+        capacity = capacity_factor, eval_capacity_factor, min_capacity
+        choice = drop_tokens, use_rts, top2_2nd_expert_sampling
+        gate = TopKGate(hidden_size, num_experts, k, *capacity, noisy_gate_policy, *choice)
         self.deepspeed_moe = MOELayer(gate, experts, self.expert_group_name, ep_size)
         if use_residual:
             self.mlp = expert

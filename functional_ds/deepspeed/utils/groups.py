@@ -31,9 +31,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
         raise ValueError("mpu=: model parallelism of other libraries is not here; see docs/tensor-parallel.md")
 
 
-def get_data_parallel_group() -> comm.Group:
-    """All ranks."""
-    return comm.world()
+get_data_parallel_group = comm.world
 
 
 def get_data_parallel_world_size() -> int:

@@ -12,8 +12,8 @@ import functional_ds as fds
 from functional_ds.deepspeed import UsageError
 from functional_ds.deepspeed import config_objects as blocks
 from functional_ds.deepspeed.engine import optimizer_kinds as kinds
+from functional_ds.deepspeed.op_builders import COMPATIBLE
 from functional_ds.deepspeed.ops.adam import FusedAdam
-from functional_ds.deepspeed.ops.builders import COMPATIBLE
 from functional_ds.deepspeed.runtime import lr_schedules
 from functional_ds.deepspeed.runtime.utils import move_to_device
 from functional_ds.deepspeed.utils.torch_versions import required_torch_version

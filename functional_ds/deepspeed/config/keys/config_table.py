@@ -7,7 +7,19 @@ from typing import Any
 
 from .config_key import ConfigKey, Fate
 
-__all__ = ["BLOCKS", "DEAD", "KEYS", "NOT_HERE", "OPTIMIZERS", "SECTIONS", "key_of", "nearest", "optimizer_keys"]
+__all__ = [
+    "BLOCKS",
+    "DEAD",
+    "KEYS",
+    "NOT_HERE",
+    "OPTIMIZERS",
+    "SECTIONS",
+    "argument_key",
+    "key_of",
+    "nearest",
+    "optimizer_keys",
+    "schedule_rows",
+]
 
 _TABLE = tomllib.loads(files(__package__).joinpath("keys.toml").read_text(encoding="utf-8"))
 _TUPLES = ("aliases", "choices", "harmless")
@@ -42,6 +54,17 @@ def optimizer_keys(optimizer: dict[str, Any]) -> tuple[ConfigKey, ...]:
     given = optimizer["params"] | {name: {} for name in optimizer.get("also", ())}
     shared = {"block": "optimizer.params"}
     return tuple(_key(shared | _TABLE["arguments"].get(name, {}), name, entry) for name, entry in given.items())
+
+
+def schedule_rows(schedule: str) -> dict[str, dict[str, Any]]:
+    """By name, what the table says of the arguments of a schedule; it has those of all."""
+    own = _TABLE["schedulers"].get(schedule, {})
+    return {name: row | own.get(name, {}) for name, row in _TABLE["schedule_arguments"].items()}
+
+
+def argument_key(block: str, name: str, row: dict[str, Any], default: Any) -> ConfigKey:
+    """The key of an argument that a row describes."""
+    return _key({"block": block} | row, name, {} if default is None else {"default": default})
 
 
 SECTIONS = _sections()

@@ -3,31 +3,19 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from functional_ds.deepspeed.config.keys.config_key import Fate
-
 from .cycled_betas import BetaCycle
-from .lr_scheduler import Argument, LRScheduler, Rates, columns_of, groups_of
+from .lr_scheduler import LRScheduler, Rates, columns_of, groups_of
 
 __all__ = ["SCHEDULERS", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "beta_cycle"]
 
 _logger = logging.getLogger("DeepSpeed")
 
 Each = float | Sequence[float]  # one for all param groups, or one for each
-
-_RATE, _RATIO = "The rate of an update.", "Of the optimizer's rate."
-Iteration = Annotated[
-    int, Argument("int", "A state's count of updates says how far a run is; load the state.", fate=Fate.REFUSED)
-]
-WarmupSteps = Annotated[int, Argument("int", "Over how many updates; DeepSpeed takes at least 2.", 1, option=1000)]
-WarmupShape = Annotated[
-    str, Argument("str", "The shape of the rise; DeepSpeed takes every word but `linear` as `log`.", option="log")
-]
-WarmupLow = Annotated[Each, Argument("rate", _RATE, option=0)]
 
 
 def _at(tensor: Tensor, value: float) -> Tensor:
@@ -77,13 +65,11 @@ class WarmupLR(LRScheduler):
     def __init__(
         self,
         optimizer: Any,
-        warmup_min_lr: WarmupLow = 0.0,
-        warmup_max_lr: Annotated[
-            Each | None, Argument("rate", "The optimizer's rate where it is left out.", option=0.001)
-        ] = None,
-        warmup_num_steps: WarmupSteps = 1000,
-        warmup_type: WarmupShape = "log",
-        last_batch_iteration: Iteration = -1,
+        warmup_min_lr: Each = 0.0,
+        warmup_max_lr: Each | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
     ) -> None:
         warmup_type = _shape(warmup_num_steps, warmup_type)
         self._begin(locals())
@@ -103,12 +89,12 @@ class WarmupDecayLR(LRScheduler):
     def __init__(
         self,
         optimizer: Any,
-        total_num_steps: Annotated[int, Argument("int", "The rate is 0 from there on.", 0)],
-        warmup_min_lr: WarmupLow = 0.0,
-        warmup_max_lr: Annotated[Each, Argument("rate", _RATE)] = 0.001,
-        warmup_num_steps: WarmupSteps = 1000,
-        warmup_type: WarmupShape = "log",
-        last_batch_iteration: Iteration = -1,
+        total_num_steps: int,
+        warmup_min_lr: Each = 0.0,
+        warmup_max_lr: Each = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
     ) -> None:
         warmup_type = _shape(warmup_num_steps, warmup_type, total_num_steps)
         self._begin(locals())
@@ -130,12 +116,12 @@ class WarmupCosineLR(LRScheduler):
     def __init__(
         self,
         optimizer: Any,
-        total_num_steps: Annotated[int, Argument("int", "The end of the cosine.", 0)],
-        warmup_min_ratio: Annotated[float, Argument("float", _RATIO, option=0.01)] = 0.0,
-        warmup_num_steps: WarmupSteps = 1000,
-        cos_min_ratio: Annotated[float, Argument("float", _RATIO, option=0.01)] = 0.0001,
-        warmup_type: WarmupShape = "log",
-        last_batch_iteration: Iteration = -1,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
     ) -> None:
         warmup_type = _shape(warmup_num_steps, warmup_type, total_num_steps)
         self._ratio = self.rates(locals(), 1.0)
@@ -169,30 +155,19 @@ class OneCycle(LRScheduler):
     def __init__(
         self,
         optimizer: Any,
-        cycle_min_lr: Annotated[Each, Argument("rate", _RATE, option=0.01)],
-        cycle_max_lr: Annotated[Each, Argument("rate", _RATE, option=0.1)],
-        decay_lr_rate: Annotated[float, Argument("float", "How fast the rate falls after the cycle.", option=0.0)] = 0.0,
-        cycle_first_step_size: Annotated[int, Argument("int", "Updates of the rise.", 1, option=1000)] = 2000,
-        cycle_second_step_size: Annotated[
-            int | None, Argument("int", "Updates of the fall; as many where it is left out.", 0, option=-1)
-        ] = None,
-        cycle_first_stair_count: Annotated[int, Argument("int", "Stairs of the rise; 0 is a line.", 0, option=-1)] = 0,
-        cycle_second_stair_count: Annotated[int | None, Argument("int", "Stairs of the fall.", 0, option=-1)] = None,
-        decay_step_size: Annotated[
-            int, Argument("int", "Over how many updates `decay_lr_rate` counts once; 0 does not decay.", 0, option=1000)
-        ] = 0,
-        cycle_momentum: Annotated[
-            bool,
-            Argument("bool", "The betas cycle against the rate; it has no effect on optimizers without betas.", option=False),
-        ] = True,
-        cycle_min_mom: Annotated[
-            Each, Argument("float", "The first beta where the rate is highest.", option=0.8, each=True)
-        ] = 0.8,
-        cycle_max_mom: Annotated[
-            Each, Argument("float", "The first beta where the rate is lowest.", option=0.9, each=True)
-        ] = 0.9,
-        decay_mom_rate: Annotated[float, Argument("float", "How fast the first beta moves after the cycle.", option=0.0)] = 0.0,
-        last_batch_iteration: Iteration = -1,
+        cycle_min_lr: Each,
+        cycle_max_lr: Each,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: Each = 0.8,
+        cycle_max_mom: Each = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
     ) -> None:
         given = locals()
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
@@ -283,15 +258,11 @@ class LRRangeTest(LRScheduler):
     def __init__(
         self,
         optimizer: Any,
-        lr_range_test_min_lr: Annotated[Each, Argument("rate", "The first rate.", option=0.001)] = 1e-3,
-        lr_range_test_step_size: Annotated[int, Argument("int", "Updates of an interval.", 1, option=1000)] = 2000,
-        lr_range_test_step_rate: Annotated[
-            float, Argument("float", "What each interval adds, as a multiple of the first rate.", option=1.0)
-        ] = 1.0,
-        lr_range_test_staircase: Annotated[
-            bool, Argument("bool", "Whether the rate rises once an interval.", option=False)
-        ] = False,
-        last_batch_iteration: Iteration = -1,
+        lr_range_test_min_lr: Each = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
     ) -> None:
         if lr_range_test_step_size < 1:
             raise ValueError(f"lr_range_test_step_size={lr_range_test_step_size}: a number above 0")

@@ -1,4 +1,4 @@
-"""What DeepSpeed's schedulers have in common: arguments that their signatures describe, rates, and the object that sets them.
+"""What DeepSpeed's schedulers have in common: arguments by their signatures, rates, and the object that sets them.
 
 DeepSpeed sets a first rate when it makes the scheduler, and moves the scheduler after each update. So update k, from 0, has the
 rate of the scheduler's iteration b = k - 1. Rates are absolute, as there; ``T.schedule`` gets them as multiples of the
@@ -7,39 +7,18 @@ optimizer's rate.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.deepspeed.config.keys.config_key import ConfigKey, Fate, Kind
+from functional_ds.deepspeed.config.keys.config_key import ConfigKey
+from functional_ds.deepspeed.config.keys.config_table import argument_key, schedule_rows
 
-__all__ = ["Argument", "LRScheduler", "RateSchedule", "Rates", "columns_of", "groups_of"]
+__all__ = ["LRScheduler", "RateSchedule", "Rates", "columns_of", "groups_of"]
 
 Rates = Callable[[Tensor], Tensor]  # from k, fp64, to the rate of update k
-
-
-@attrs.frozen
-class Argument:
-    """What a scheduler's signature says of an argument, beside its name and its default.
-
-    Attributes:
-        kind: of its value in a config.
-        text: one sentence about it.
-        least: the lowest value.
-        option: its default on the command line, where it is an option of DeepSpeed's there; None where it is not.
-        each: whether it may be a list, with a value for each param group.
-        fate: what becomes of it in a config.
-    """
-
-    kind: Kind
-    text: str
-    least: float = -inf
-    option: Any = None
-    each: bool = attrs.field(default=attrs.Factory(lambda self: self.kind == "rate", takes_self=True))
-    fate: Fate = Fate.BECAME
 
 
 @attrs.frozen
@@ -90,8 +69,8 @@ class RateSchedule:
 class LRScheduler:
     """One of DeepSpeed's schedules, as an object: ``step`` after each update, ``get_lr``, ``get_last_lr``, ``state_dict``.
 
-    The class describes the schedule once. The signature of its constructor has the arguments, ``rates`` the rates that they
-    give; the config's keys, the tuning options and the documentation follow from these.
+    The class describes the schedule. The signature of its constructor has the arguments with their defaults, of which the
+    table of keys says more; ``rates`` has the rates. The config's keys, the tuning options and the documentation follow.
 
     The first rate is set when the object is made, and a first ``step`` moves to iteration 0; DeepSpeed's rates lag by that.
 
@@ -99,28 +78,18 @@ class LRScheduler:
         last_batch_iteration: how often ``step`` was called, less one.
     """
 
-    arguments: dict[str, Argument]  # by name, what the signature says
+    arguments: dict[str, dict[str, Any]]  # by name, what the table of keys says
     keys: tuple[ConfigKey, ...]  # of a config's scheduler.params
     required: tuple[str, ...]  # the arguments that DeepSpeed has no default for
     shown: str  # DeepSpeed's attributes, as "attribute=argument"; an argument alone is an attribute of its name
 
     def __init_subclass__(cls) -> None:
-        given = [
-            each for each in inspect.signature(cls.__init__).parameters.values() if hasattr(each.annotation, "__metadata__")
-        ]
-        cls.arguments = {each.name: each.annotation.__metadata__[0] for each in given}
-        cls.required = tuple(each.name for each in given if each.default is each.empty)
-        cls.keys = tuple(
-            ConfigKey(
-                f"scheduler.params.{each.name}",
-                of.kind,
-                None if each.default is each.empty else each.default,
-                of.fate,
-                of.text,
-                least=of.least,
-            )
-            for each, of in zip(given, cls.arguments.values(), strict=True)
-        )
+        rows = schedule_rows(cls.__name__)
+        given = {each.name: each.default for each in inspect.signature(cls).parameters.values() if each.name != "optimizer"}
+        cls.arguments = {name: rows[name] for name in given}
+        cls.required = tuple(name for name, default in given.items() if default is inspect.Parameter.empty)
+        defaults = {name: None if name in cls.required else default for name, default in given.items()}
+        cls.keys = tuple(argument_key("scheduler.params", name, rows[name], default) for name, default in defaults.items())
 
     @staticmethod
     def rates(a: dict[str, Any], lr: float) -> Rates:
@@ -141,17 +110,16 @@ class LRScheduler:
         self.optimizer, self.last_batch_iteration = given["optimizer"], given["last_batch_iteration"]
         groups = groups_of(self.optimizer)
         columns = {name: columns_of(given[name], groups, name) for name in self.arguments}
-        for name, argument in self.arguments.items():
-            if isinstance(given[name], list | tuple) and not argument.each:
+        for name, row in self.arguments.items():
+            if isinstance(given[name], list | tuple) and "each" not in row:
                 raise TypeError(f"{name}={given[name]!r}: one number for all param groups")
         starts = [float(group["lr"]) for group in groups]
-        rows = ({name: column[i] for name, column in columns.items()} for i in range(len(groups)))
-        self._rates = [self.rates(row, lr) for row, lr in zip(rows, starts, strict=True)]
+        self._rates = [self.rates({name: column[i] for name, column in columns.items()}, lr) for i, lr in enumerate(starts)]
         for pair in self.shown.split():
             attribute, _, argument_name = pair.partition("=")
             name = argument_name or attribute
             whole = starts if given[name] is None else columns[name]
-            setattr(self, attribute, whole if self.arguments[name].each else given[name])
+            setattr(self, attribute, whole if "each" in self.arguments[name] else given[name])
         self._last_lr = self._set() if self.last_batch_iteration == -1 else [group["lr"] for group in groups]
 
     def get_lr(self) -> list[float]:

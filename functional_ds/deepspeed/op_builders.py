@@ -1,13 +1,16 @@
 """``deepspeed.ops.op_builder``: what scripts ask it, whether a kernel can be used. Nothing is compiled here."""
 
+from types import MappingProxyType
 from typing import Any
 
-from functional_ds.deepspeed.api_names import BUILDERS
-from functional_ds.deepspeed.config.explain import UsageError
+from .api_names import BUILDERS
+from .config.explain import UsageError
 
 __all__ = ["COMPATIBLE", "OpBuilder"]
 
-COMPATIBLE = {kernel: group == "here" for group in ("here", "elsewhere") for kernel in BUILDERS[group].values()}
+COMPATIBLE = MappingProxyType(
+    {kernel: group == "here" for group in ("here", "elsewhere") for kernel in BUILDERS[group].values()}
+)
 """By DeepSpeed's name of a kernel, whether what it is for is here: its training optimizers are."""
 
 
