@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -20,7 +20,7 @@ from functional_ds.comm.record.ledger import Ledger, Row
 
 from .operations import OperationCounter, SizedOperation, tensors_in
 
-__all__ = ["AllocationEvent", "Event", "EventRecorder", "Events", "FakeRecorder", "recorded", "row_of"]
+__all__ = ["AllocationEvent", "Event", "EventRecorder", "Events", "FakeRecorder", "WatchedHandle", "recorded", "row_of"]
 
 
 @attrs.frozen
@@ -47,6 +47,9 @@ class Events(list[Event]):
     >>> Events([AllocationEvent(8, 1), AllocationEvent(4, 2), AllocationEvent(-8, 1), AllocationEvent(6, 3)]).peak()
     12
     """
+
+    def __repr__(self) -> str:
+        return f"Events({len(self)}, peak {self.peak():,} bytes)"
 
     def peak(self, label: str | None = None, *, since: int = 0, until: int | None = None) -> int:
         """The most bytes at one time, of all storages or of those with a label; from one event on, or before one.
@@ -115,6 +118,9 @@ class EventRecorder(OperationCounter):
         self._labelled: set[int] = set()
         self._apart: dict[int, Tensor] = {}
         self.keep_apart(apart)
+
+    def __repr__(self) -> str:
+        return f"EventRecorder({self.events!r})"
 
     def add(self, operation: SizedOperation, result: Any) -> None:
         """An operation ran and gave this."""
@@ -220,7 +226,15 @@ class _CallEvents(Ledger):
             return handle
         size = sum(x.nbytes for x in tensors) * (here.n if call.collective.traffic.of_result else 1)
         noted = hasattr(comm.world().world, "communicating")  # the memory of what is under way, as operations
-        return _Arriving(handle, self.recorder, label, self.recorder.expect(0 if noted else size, label))
+        expected = self.recorder.expect(0 if noted else size, label)
+
+        def arrives(wait: Callable[[], list[Tensor]]) -> list[Tensor]:
+            results = wait()
+            self.recorder.events.append(attrs.evolve(expected, bytes=-expected.bytes))
+            self.recorder.note(results, label)
+            return results
+
+        return WatchedHandle(handle, arrives)
 
     def snapshot(self) -> list[Row]:
         """Before what is repeated."""
@@ -234,26 +248,28 @@ class _CallEvents(Ledger):
 
 
 @attrs.define(eq=False)
-class _Arriving:
-    """A call under way, whose results are noted when they are waited for."""
+class WatchedHandle:
+    """A call under way, the wait for which is watched.
+
+    Attributes:
+        inner: the call.
+        waits: waits by the function that it is given, once.
+    """
 
     inner: Handle
-    recorder: EventRecorder
-    label: str
-    expected: AllocationEvent
+    waits: Callable[[Callable[[], list[Tensor]]], list[Tensor]]
 
     @property
     def ended(self) -> float | None:
+        """As the call says."""
         return self.inner.ended
 
     def wait(self) -> list[Tensor]:
-        results = self.inner.wait()
-        self.recorder.events.append(attrs.evolve(self.expected, bytes=-self.expected.bytes))
-        self.expected = attrs.evolve(self.expected, bytes=0)
-        self.recorder.note(results, self.label)
-        return results
+        """The results."""
+        return self.waits(self.inner.wait)
 
     def poll(self, timeout: float) -> bool:
+        """As the call says."""
         return self.inner.poll(timeout)
 
 
