@@ -15,7 +15,7 @@ from functional_ds import comm
 from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, storage_id, unset_fake_temporarily
 from functional_ds.comm.debug.trace import opened
 from functional_ds.comm.record.collective import Call, Handle, Here
-from functional_ds.comm.record.group import Ready
+from functional_ds.comm.record.group import Ready, World
 from functional_ds.comm.record.ledger import Ledger, Row
 
 from .operations import OperationCounter, SizedOperation, tensors_in
@@ -107,11 +107,12 @@ class EventRecorder(OperationCounter):
 
     Attributes:
         events: so far.
+        world: where some operations are parts of collectives, and no events of their own.
     """
 
-    def __init__(self, apart: Any = ()) -> None:
+    def __init__(self, apart: Any = (), *, world: World | None = None) -> None:
         super().__init__()
-        self.events = Events()
+        self.events, self.world = Events(), world
         self._lock = threading.RLock()  # threads of collectives note, too
         self._known: dict[int, tuple[ref[torch.UntypedStorage], AllocationEvent]] = {}
         self._count = 0
@@ -125,7 +126,7 @@ class EventRecorder(OperationCounter):
     def add(self, operation: SizedOperation, result: Any) -> None:
         """An operation ran and gave this."""
         self.note(result)
-        if not getattr(comm.world().world, "communicating", False):
+        if not getattr(self.world, "communicating", False):
             self.events.append(operation)
 
     def note(self, held: Any, label: str = "") -> None:
@@ -225,12 +226,13 @@ class _CallEvents(Ledger):
             self.recorder.note(handle.results, label)
             return handle
         size = sum(x.nbytes for x in tensors) * (here.n if call.collective.traffic.of_result else 1)
-        noted = hasattr(comm.world().world, "communicating")  # the memory of what is under way, as operations
-        expected = self.recorder.expect(0 if noted else size, label)
+        noted = hasattr(self.recorder.world, "communicating")  # the memory of what is under way, as operations
+        under_way = [self.recorder.expect(0 if noted else size, label)]
 
         def arrives(wait: Callable[[], list[Tensor]]) -> list[Tensor]:
             results = wait()
-            self.recorder.events.append(attrs.evolve(expected, bytes=-expected.bytes))
+            self.recorder.events += [attrs.evolve(made, bytes=-made.bytes) for made in under_way]
+            under_way.clear()
             self.recorder.note(results, label)
             return results
 
@@ -253,7 +255,7 @@ class WatchedHandle:
 
     Attributes:
         inner: the call.
-        waits: waits by the function that it is given, once.
+        waits: waits by the function that it is given.
     """
 
     inner: Handle
@@ -286,7 +288,7 @@ def recorded(*held: Any, apart: Any = ()) -> Iterator[EventRecorder]:
     >>> run.events.flops, run.events.peak()  # of the operations' arguments and results
     (60, 140)
     """
-    recorder = EventRecorder(apart)
+    recorder = EventRecorder(apart, world=comm.world().world)
     recorder.note(held)
     with opened(_CallEvents(recorder=recorder)), recorder:
         yield recorder
