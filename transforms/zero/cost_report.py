@@ -96,9 +96,9 @@ class CostReport:
         """Bytes that a rank sends in a step, by collective and group, as a ledger names them.
 
         These are params and gradients. Scalars, the optimizer's messages and the ranks' agreements are not counted. Stage 3 is
-        taken to use every unit once in the forward and once in the backward pass, but for integers, and frozen leaves before the
-        first trained one, which no gradient passes; without ``reshard_last_units`` it gathers up to ``max_live_units`` units
-        fewer in each micro-batch.
+        taken to use every unit once in the forward and once in the backward pass, but for integers, and frozen leaves before
+        the first trained one, which no gradient passes; without ``reshard_last_units`` it gathers up to ``max_live_units``
+        units fewer in each micro-batch.
 
         Args:
             micro_batches: how many the step has.
