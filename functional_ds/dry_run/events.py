@@ -77,7 +77,7 @@ class Events(list[Event]):
         return sum(event.flops for event in self if isinstance(event, SizedOperation))
 
     @property
-    def sent(self) -> tuple[Row, ...]:
+    def sent(self) -> list[Row]:
         """The rows of a ledger: for each collective and group what this rank sends, in order of first use."""
         rows: dict[Any, Row] = {}
         for event in self:
@@ -89,7 +89,7 @@ class Events(list[Event]):
                 row.bytes += event.bytes
                 for peer, size in event.sent_to.items():
                     row.sent_to[peer] = row.sent_to.get(peer, 0) + size
-        return tuple(rows.values())
+        return list(rows.values())
 
 
 def row_of(call: Call, tensors: Sequence[Tensor], here: Here, group: str, ranks: tuple[int, ...]) -> Row:
