@@ -14,6 +14,7 @@ from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.comm import algorithms
 from functional_ds.comm.algorithms import cost
+from functional_ds.dry_run.events import EventRecorder
 
 TRANSFORMS = {
     "accumulate(2)": lambda: T.accumulate(2),
@@ -95,7 +96,7 @@ def _records(folder: Path) -> list[Any]:
         (comm.Permutation([(0, 1), (1, 0)]), comm.Recv(torch.ones(99), 1), comm.Send([torch.ones(99)], 1)),
         (comm.debug.Spread("all_reduce", "world", (0, 1), (0.1, 0.2)), link, network, price, price.inside),
         (cost.sent("ring", 8, 4, 0), memory.measured(state), memory.SIXTEEN, memory.Formula(4, 12)),
-        (memory.Activations(1, 2, 3), memory.Tracked()),
+        (memory.Activations(1, 2, 3), EventRecorder()),
         (schedule, timeline, pp.Span(0, action, 0.0, 1.0), action, action.kind, pp.Costs(), pp.Recorder()),
         (pp.WaitSpan(action, 1, 0.0, 1.0), comm.debug.Offsets((0.0, 1.0)), comm.table.Variance.PARTIAL),
         (fds.CompileReport([]), fds.Job(model="models:MLP", steps=1, optimizer={"sgd": 0.1})),

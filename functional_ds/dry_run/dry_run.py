@@ -56,6 +56,8 @@ def dry_run(step: Step, state: State, batch: Any) -> Events:
 def loss_of_all(params: Any) -> Callable[[Any, Any], Weighted]:
     """A loss that uses all leaves, one after another in the order in which the tree was filled, forward and backward.
 
+    Integers, and frozen leaves before the first trained one, are used forward alone: no gradient passes them.
+
     Args:
         params: the user's tree.
     """
@@ -64,8 +66,11 @@ def loss_of_all(params: Any) -> Callable[[Any, Any], Weighted]:
     def loss(params: Any, batch: Any) -> Weighted:
         leaves, found = dict(tree.named(params)), torch.ones((), device="meta")
         for path in order:
-            if leaves[path].is_floating_point() or leaves[path].is_complex():
-                found = (leaves[path] * (leaves[path] * found)).abs().sum().float()  # its derivative needs the leaf
+            leaf = leaves[path]
+            if leaf.is_floating_point() or leaf.is_complex():
+                found = (leaf * (leaf * found)).abs().sum().float()  # its derivative needs the leaf
+            else:
+                found = found + leaf.sum()
         return weigh(found, "the loss")
 
     return loss

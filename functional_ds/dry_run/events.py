@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -14,13 +14,13 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, storage_id, unset_fake_temporarily
 from functional_ds.comm.debug.trace import opened
-from functional_ds.comm.record.group import Ready
+from functional_ds.comm.record.group import Ready, World
 from functional_ds.comm.record.ledger import Ledger, Row
 from functional_ds.comm.table.collective import Call, Handle, Here
 
 from .operations import OperationCounter, SizedOperation, tensors_in
 
-__all__ = ["AllocationEvent", "Event", "EventRecorder", "Events", "FakeRecorder", "recorded", "row_of"]
+__all__ = ["AllocationEvent", "Event", "EventRecorder", "Events", "FakeRecorder", "WatchedHandle", "recorded", "row_of"]
 
 
 @attrs.frozen
@@ -48,6 +48,9 @@ class Events(list[Event]):
     12
     """
 
+    def __repr__(self) -> str:
+        return f"Events({len(self)}, peak {self.peak():,} bytes)"
+
     def peak(self, label: str | None = None, *, since: int = 0, until: int | None = None) -> int:
         """The most bytes at one time, of all storages or of those with a label; from one event on, or before one.
 
@@ -74,7 +77,7 @@ class Events(list[Event]):
         return sum(event.flops for event in self if isinstance(event, SizedOperation))
 
     @property
-    def sent(self) -> tuple[Row, ...]:
+    def sent(self) -> list[Row]:
         """The rows of a ledger: for each collective and group what this rank sends, in order of first use."""
         rows: dict[Any, Row] = {}
         for event in self:
@@ -86,7 +89,7 @@ class Events(list[Event]):
                 row.bytes += event.bytes
                 for peer, size in event.sent_to.items():
                     row.sent_to[peer] = row.sent_to.get(peer, 0) + size
-        return tuple(rows.values())
+        return list(rows.values())
 
 
 def row_of(call: Call, tensors: Sequence[Tensor], here: Here, group: str, ranks: tuple[int, ...]) -> Row:
@@ -104,11 +107,12 @@ class EventRecorder(OperationCounter):
 
     Attributes:
         events: so far.
+        world: where some operations are parts of collectives, and no events of their own.
     """
 
-    def __init__(self, apart: Any = ()) -> None:
+    def __init__(self, apart: Any = (), *, world: World | None = None) -> None:
         super().__init__()
-        self.events = Events()
+        self.events, self.world = Events(), world
         self._lock = threading.RLock()  # threads of collectives note, too
         self._known: dict[int, tuple[ref[torch.UntypedStorage], AllocationEvent]] = {}
         self._count = 0
@@ -116,10 +120,13 @@ class EventRecorder(OperationCounter):
         self._apart: dict[int, Tensor] = {}
         self.keep_apart(apart)
 
+    def __repr__(self) -> str:
+        return f"EventRecorder({self.events!r})"
+
     def add(self, operation: SizedOperation, result: Any) -> None:
         """An operation ran and gave this."""
         self.note(result)
-        if not getattr(comm.world().world, "communicating", False):
+        if not getattr(self.world, "communicating", False):
             self.events.append(operation)
 
     def note(self, held: Any, label: str = "") -> None:
@@ -219,8 +226,17 @@ class _CallEvents(Ledger):
             self.recorder.note(handle.results, label)
             return handle
         size = sum(x.nbytes for x in tensors) * (here.n if call.collective.traffic.of_result else 1)
-        noted = hasattr(comm.world().world, "communicating")  # the memory of what is under way, as operations
-        return _Arriving(handle, self.recorder, label, self.recorder.expect(0 if noted else size, label))
+        noted = hasattr(self.recorder.world, "communicating")  # the memory of what is under way, as operations
+        under_way = [self.recorder.expect(0 if noted else size, label)]
+
+        def arrives(wait: Callable[[], list[Tensor]]) -> list[Tensor]:
+            results = wait()
+            self.recorder.events += [attrs.evolve(made, bytes=-made.bytes) for made in under_way]
+            under_way.clear()
+            self.recorder.note(results, label)
+            return results
+
+        return WatchedHandle(handle, arrives)
 
     def snapshot(self) -> list[Row]:
         """Before what is repeated."""
@@ -234,26 +250,28 @@ class _CallEvents(Ledger):
 
 
 @attrs.define(eq=False)
-class _Arriving:
-    """A call under way, whose results are noted when they are waited for."""
+class WatchedHandle:
+    """A call under way, the wait for which is watched.
+
+    Attributes:
+        inner: the call.
+        waits: waits by the function that it is given.
+    """
 
     inner: Handle
-    recorder: EventRecorder
-    label: str
-    expected: AllocationEvent
+    waits: Callable[[Callable[[], list[Tensor]]], list[Tensor]]
 
     @property
     def ended(self) -> float | None:
+        """As the call says."""
         return self.inner.ended
 
     def wait(self) -> list[Tensor]:
-        results = self.inner.wait()
-        self.recorder.events.append(attrs.evolve(self.expected, bytes=-self.expected.bytes))
-        self.expected = attrs.evolve(self.expected, bytes=0)
-        self.recorder.note(results, self.label)
-        return results
+        """The results."""
+        return self.waits(self.inner.wait)
 
     def poll(self, timeout: float) -> bool:
+        """As the call says."""
         return self.inner.poll(timeout)
 
 
@@ -270,7 +288,7 @@ def recorded(*held: Any, apart: Any = ()) -> Iterator[EventRecorder]:
     >>> run.events.flops, run.events.peak()  # of the operations' arguments and results
     (60, 140)
     """
-    recorder = EventRecorder(apart)
+    recorder = EventRecorder(apart, world=comm.world().world)
     recorder.note(held)
     with opened(_CallEvents(recorder=recorder)), recorder:
         yield recorder

@@ -1,6 +1,7 @@
 """Memory of each rank, predicted from shapes or measured on tensors."""
 
 from functional_ds.base.marks import without_values
+from functional_ds.dry_run.events import recorded
 
 from .account import KINDS, Memory, measured
 from .activations import Activations, activations
@@ -19,7 +20,7 @@ from .formulas import (
 )
 from .predict import predicted
 from .reports import compared, draw_compared, draw_zero, zero_table
-from .tracking import Tracked, noted, peak
+from .tracking import noted, peak
 
 __all__ = [
     "EIGHTEEN",
@@ -30,7 +31,6 @@ __all__ = [
     "Convention",
     "Formula",
     "Memory",
-    "Tracked",
     "activations",
     "by_stage",
     "compared",
@@ -46,6 +46,7 @@ __all__ = [
     "peak",
     "places",
     "predicted",
+    "recorded",
     "stored",
     "without_values",
     "zero_table",

@@ -14,6 +14,7 @@ from functional_ds.base.device import in_use, synchronize
 from functional_ds.comm.debug.trace import Slice
 from functional_ds.comm.record.ledger import Ledger
 from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.dry_run.events import WatchedHandle
 from functional_ds.step.phase_signatures import Phase
 from functional_ds.step.phases import mapped
 from functional_ds.step.step import Step
@@ -188,27 +189,13 @@ class WaitLedger(Ledger):
         """As a ledger does; the arguments are the same."""
         what = f"{call.title(here.rank)[0]} {group}"
         self.spans.waited(what, began)
-        return _Waited(super().record(call, tensors, here, group, ranks, handle, began, early=early), self, what)
+        inner = super().record(call, tensors, here, group, ranks, handle, began, early=early)
 
+        def waits(wait: Callable[[], list[Tensor]]) -> list[Tensor]:
+            with self.spans.waiting(what):
+                return wait()
 
-@attrs.define(eq=False)
-class _Waited:
-    """A call under way, the wait for which is counted."""
-
-    inner: Handle
-    ledger: WaitLedger
-    what: str
-
-    @property
-    def ended(self) -> float | None:
-        return self.inner.ended
-
-    def wait(self) -> list[Tensor]:
-        with self.ledger.spans.waiting(self.what):
-            return self.inner.wait()
-
-    def poll(self, timeout: float) -> bool:
-        return self.inner.poll(timeout)
+        return WatchedHandle(inner, waits)
 
 
 def timed(step: Step, now: Callable[[], SpanClock | None], *, around: Callable[..., Any] | None = None) -> Step:

@@ -14,7 +14,7 @@ from functional_ds.dry_run.operations import SizedOperation
 from functional_ds.state_dict.errors import StructureError
 from tests.cli import test_axes, test_calibration, test_hosts, test_peaks, test_plan, test_tune
 from tests.cli.test_checkpoint_commands import averages_are_converted, masters_are_converted
-from tests.dry_run import test_operations
+from tests.dry_run import test_events, test_operations
 from tests.dry_run.test_operations import X
 from tests.planting import Bug, planted
 
@@ -116,6 +116,23 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             "cli.tuning.calibration:fitted",
             "(_USUAL / errors.clamp(min=_USUAL)).sqrt()",
             "torch.ones_like(errors)",
+        ),
+    ],
+    test_events.test_what_is_repeated_is_computed_as_often: [
+        Bug(
+            "a loop's rounds are computed once",
+            "dry_run.events:_CallEvents.multiply",
+            "body * (times - 1)",
+            "[event for event in body if not hasattr(event, 'flops')] * (times - 1)",
+        ),
+    ],
+    test_events.test_memory_that_is_gone_is_given_back: [
+        Bug("what is freed stays", "dry_run.events:EventRecorder._freed", "-made.bytes", "0"),
+        Bug(
+            "what was given back counts",
+            "dry_run.events:EventRecorder.resized",
+            "storage.nbytes() != made.bytes",
+            "storage.nbytes() > made.bytes",
         ),
     ],
     test_operations.test_recomputed_operations_are_known: [

@@ -96,16 +96,15 @@ class CostReport:
         """Bytes that a rank sends in a step, by collective and group, as a ledger names them.
 
         These are params and gradients. Scalars, the optimizer's messages and the ranks' agreements are not counted. Stage 3 is
-        taken to use every unit once in the forward and once in the backward pass, but for frozen ones before the first trained
-        one, which no gradient passes; without ``reshard_last_units`` it gathers up to ``max_live_units`` units fewer in each
-        micro-batch.
+        taken to use every unit once in the forward and once in the backward pass, but for integers, and frozen leaves before
+        the first trained one, which no gradient passes; without ``reshard_last_units`` it gathers up to ``max_live_units``
+        units fewer in each micro-batch.
 
         Args:
             micro_batches: how many the step has.
             rank: whose shard.
             replica: which replica.
         """
-
         from functional_ds.dry_run.dry_run import dry_run, loss_of_all
 
         def program(config: ZeroConfig) -> dict[tuple[str, str], int]:
@@ -114,7 +113,7 @@ class CostReport:
             rows_of_values = (row for row in rows if row.bytes and not row.group.endswith("/control"))
             return {(row.collective, row.group): row.bytes for row in rows_of_values if not _carries_scalars(row)}
 
-        return self._on_rank(program, rank, replica)
+        return self._on_rank(program, rank, replica) if self.layout.segments else {}
 
     # -- the dry run ---------------------------------------------------------------------------------------------------
 

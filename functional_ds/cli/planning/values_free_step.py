@@ -77,8 +77,8 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
         world = GlooShapesWorld if device == "cpu" else ShapesWorld
         events = rank_on_shapes(program, world_size=candidate.world_size, rank=rank, kind=world)
     if not complete:
-        return StepShape(memory, memory.total, events.sent, 0, {}, complete)
-    return StepShape(memory, events.peak(), events.sent, events.flops, events.work, complete)
+        return StepShape(memory, memory.total, tuple(events.sent), 0, {}, complete)
+    return StepShape(memory, events.peak(), tuple(events.sent), events.flops, events.work, complete)
 
 
 def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
@@ -95,7 +95,7 @@ def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
 
     def program() -> Ledger:
         step = subject.step(candidate)
-        return Ledger(comm.world().rank, rows=[*dry_run(step, step.init(subject.params), batch).sent])
+        return Ledger(comm.world().rank, rows=dry_run(step, step.init(subject.params), batch).sent)
 
     with _named(candidate), kernels_of("cpu", whole=subject.config is not None):
         return comm.simulate(program, world_size=candidate.world_size, shapes_only=True)
