@@ -6,8 +6,9 @@ from .job import Job
 from .job_data import text_of
 from .job_errors import JobError, within
 from .job_lines import located
-from .prepare import loss_function, strategy_of
+from .job_subject import loss_function
 from .resolve import Surroundings, function_and_arguments
+from .strategy import strategy_of
 
 __all__ = ["check_job"]
 

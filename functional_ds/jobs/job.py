@@ -25,6 +25,9 @@ __all__ = [
 ]
 
 
+BESIDE_DEEPSPEED = ("remat", "pipeline", "sequence", "experts", "tensor_parallel")  # of which its configs have no keys
+
+
 def _least(least: float) -> Callable[[Any], str | None]:
     return lambda value: None if value >= least else f"at least {least}"
 
@@ -92,7 +95,7 @@ class DeepSpeedEntry:
 
     __repr__ = shown
 
-    config: str = entry("the path of a DeepSpeed config, which `fds.from_ds_config` reads")
+    config: str | dict[str, Any] = entry("the path of a DeepSpeed config, or its keys, which `fds.from_ds_config` reads")
     auto: dict[str, Any] = entry('by path, what takes the place of "auto"; `train_batch_size` is `data.rows`', default={})
 
 
@@ -238,8 +241,11 @@ class Job:
         size = math.prod(self.mesh.values())
         if self.mesh and self.ranks not in (None, size):
             raise JobError(f"the mesh has {size} ranks; leave ranks out, or change the mesh", entry="ranks", value=self.ranks)
-        if self.deepspeed is not None and self.strategy:
-            raise JobError("a DeepSpeed config is a strategy; keep one of the two", entry="strategy")
+        if self.deepspeed is not None and any(each.name not in BESIDE_DEEPSPEED for each in self.strategy):
+            raise JobError(
+                f"a DeepSpeed config is a strategy; keep one of the two, but for {', '.join(BESIDE_DEEPSPEED)}",
+                entry="strategy",
+            )
         if self.on_non_finite == "roll_back" and self.checkpoints is None:
             raise JobError(
                 "it goes back to a checkpoint; say where they lie: [checkpoints]", entry="on_non_finite", value="roll_back"
@@ -251,6 +257,10 @@ class Job:
     def world_size(self) -> int:
         """How many ranks the job asks for."""
         return self.ranks or math.prod(self.mesh.values())
+
+    def transform(self, name: str) -> CallEntry | None:
+        """The first transform of this name in the strategy."""
+        return next((each for each in self.strategy if each.name == name), None)
 
     def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
         """The job as plain data, as JSON has it; entries at their defaults are left out unless asked for."""
