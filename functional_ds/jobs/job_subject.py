@@ -23,9 +23,9 @@ from .job import Job
 from .job_errors import JobError, within
 from .job_model import pipeline_schedule
 from .resolve import Surroundings, function_and_arguments, made
-from .strategy import strategy_of
+from .strategy import group_size, strategy_of
 
-__all__ = ["OwnBatches", "Subject", "loss_function", "subject_of"]
+__all__ = ["OwnBatches", "Subject", "known_tokens", "loss_function", "subject_of"]
 
 LossFn = Callable[[Any, Any], Any]  # of a model, which is called as a module is, and a batch
 
@@ -114,7 +114,7 @@ class Subject:
             raise JobError(problem, entry="deferred", value=True)
         with within("strategy.pipeline"):
             found = call.arguments
-            ranks = comm.world().size if "group" not in found else job.mesh.get(found["group"], 1)
+            ranks = group_size(job, found["group"]) if "group" in found else max(comm.world().size, job.world_size)
             schedule = pipeline_schedule(
                 found["schedule"], found["micro_batches"], ranks=ranks, stages_per_rank=found.get("stages_per_rank")
             )
@@ -165,7 +165,7 @@ def subject_of(job: Job, *, device: str) -> Subject:
 
     def batch(rows: int) -> Any:
         if own is None:
-            tokens = torch.zeros(rows, job.data.context, dtype=torch.int64, device=device)
+            tokens = torch.randint(0, known_tokens(apply.module) or 2, (rows, job.data.context), device=device)
             return {"input_ids": tokens, "shift_labels": tokens}
         with torch.device("cpu"):
             found = parts["batch"](rows)
@@ -191,6 +191,11 @@ def subject_of(job: Job, *, device: str) -> Subject:
 
 def _bound(apply: Apply, params: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: apply(params, *args, **kwargs)
+
+
+def known_tokens(module: nn.Module) -> int:
+    """The rows of the largest embedding."""
+    return max((each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)), default=0)
 
 
 def _experts_of(module: nn.Module) -> str | None:

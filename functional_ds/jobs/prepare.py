@@ -28,7 +28,7 @@ from .job import Job
 from .job_data import text_of
 from .job_errors import JobError
 from .job_lines import located
-from .job_subject import OwnBatches, subject_of
+from .job_subject import OwnBatches, known_tokens, subject_of
 from .token_text import TokenText
 
 __all__ = ["PreparedJob", "device_of", "prepare"]
@@ -168,11 +168,10 @@ def _explained(job: Job, model: nn.Module, text: Any) -> Iterator[None]:
     try:
         yield
     except IndexError as error:
-        known = max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=0)
         highest = (
             max(int(text.train.max()), int(text.validation.max())) if isinstance(text, TokenText) else "what data.text gives"
         )
-        problem = f"{error}; the tokens go up to {highest}, and the model's largest embedding has {known} rows"
+        problem = f"{error}; the tokens go up to {highest}, and the model's largest embedding has {known_tokens(model)} rows"
         raise JobError(problem, entry=f"model.{job.model.name}", value=job.model.arguments) from error
 
 

@@ -103,6 +103,8 @@ def _argument(name: str, value: Any, annotation: Any, job: Job, around: Surround
         return made(call_entry(value, "codec"), "codec", job, entry="")
     if name in ("others", "rules") and isinstance(value, Mapping | str):
         return _optimizers(name, value, job)
+    if name == "pattern" and value == "auto":
+        return "" if around.subject is None else around.subject.experts
     if name == "plan" and value == "auto":
         return {} if around.subject is None else around.subject.layer_plan()
     if _is_reference(value) and str not in kinds:

@@ -13,7 +13,7 @@ from .job import Job
 from .job_errors import JobError
 from .resolve import Surroundings, made
 
-__all__ = ["AXES", "data_axes", "deepspeed_plan", "micro_batches", "rows_of_rank", "size", "strategy_of"]
+__all__ = ["AXES", "data_axes", "deepspeed_plan", "group_size", "micro_batches", "rows_of_rank", "size", "strategy_of"]
 
 AXES = ("dp", "pp", "sp", "tp", "ep")  # ep is within dp, whose other ranks are edp
 _BESIDE = ("pipeline", "sequence", "experts", "tensor_parallel")  # transforms of the axes beside dp
@@ -29,6 +29,12 @@ def size(job: Job, axis: str) -> int:
     if axis == "dp":
         return math.prod(job.mesh.get(name, 1) for name in ("dp", "edp", "ep")) if job.mesh else job.world_size
     return job.mesh.get(axis, 1)
+
+
+def group_size(job: Job, group: str | list[str] | None) -> int:
+    """The ranks of a group that an argument names; None for all."""
+    names = [] if group is None else group.split(",") if isinstance(group, str) else group
+    return math.prod(job.mesh.get(name.strip(), 1) for name in names) if names else job.world_size
 
 
 def data_axes(job: Job) -> tuple[str, ...]:

@@ -88,7 +88,9 @@ RUN_BUGS = [
     Bug("all ranks take the first rows", "jobs.prepare:PreparedJob.batch", "place * rows", "0"),
     Bug("rows do not depend on the seed", "jobs.prepare:PreparedJob.batch", "self.job.seed", "0"),
     Bug("params do not depend on the seed", "jobs.job_subject:subject_of", "_seeded(job.seed)", "_seeded(0)"),
-    Bug("the schedule is forgotten", "jobs.strategy:strategy_of", "if job.schedule is not None:\n    ...", "if False:\n    ..."),
+    Bug(
+        "the schedule is forgotten", "jobs.strategy:strategy_of", "if job.schedule is not None:\n    ...", "if False:\n    ..."
+    ),
     Bug("transforms are forgotten", "jobs.strategy:strategy_of", "job.strategy", "()"),
     Bug(
         "it is evaluated on what is trained on",
@@ -97,7 +99,12 @@ RUN_BUGS = [
         "self.batch('train', index)",
     ),
     Bug("targets are tokens", "jobs.token_text:TokenText.batch", "windows[:, 1:]", "windows[:, :-1]"),
-    Bug("the generator moves", "jobs.job_subject:_seeded", "with torch.random.fork_rng(devices=[]):\n    ...", "if True:\n    ..."),
+    Bug(
+        "the generator moves",
+        "jobs.job_subject:_seeded",
+        "with torch.random.fork_rng(devices=[]):\n    ...",
+        "if True:\n    ...",
+    ),
 ]
 
 
