@@ -51,6 +51,9 @@ def plan(
         str | None, typer.Option(help="Also write the fastest that fits: a job, .toml, or its DeepSpeed config, .json.")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Also what became of each key of the config.")] = False,
+    allow_import: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A module that a job's file may name, as for train.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Predict memory, traffic and time of a step from shapes alone; exit code 1 where nothing fits.
@@ -65,7 +68,7 @@ def plan(
       functional-ds plan shapes.json --mesh dp=8 --zero 1,3 --json
       functional-ds plan job.toml --mesh dp=8 --zero 1,2,3 --machine h100 --out planned.toml
     """
-    base = job_of(model, seq=seq)
+    base = job_of(model, seq=seq, allow_import=allow_import or ())
     known = base.file is not None or config is not None  # what is not said is as it is there
     base, sizes = with_config(base, config), None if mesh is None and base.file is not None else mesh_sizes(mesh or "dp=1")
     if schedule not in PUBLISHED:

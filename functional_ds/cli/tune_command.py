@@ -59,6 +59,9 @@ def tune(
     save_machine: Annotated[
         str | None, typer.Option(help="Also fit the machine to the runs and write it, for --machine.")
     ] = None,
+    allow_import: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A module that a job's file may name, as for train.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Find the fastest strategy on this machine; exit code 1 where no run ended well.
@@ -74,7 +77,7 @@ def tune(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     count = ranks or max(1, torch.cuda.device_count())
-    base = job_of(model, seq=seq)
+    base = job_of(model, seq=seq, allow_import=allow_import or ())
     if rows is None and base.file is None:
         raise CommandError(f"--rows: say how many rows a step of {model} has, over all ranks")
     rows = base.data.rows if rows is None else rows

@@ -1,6 +1,7 @@
 """A model as the command line names it, as a job: a function or class, a Hugging Face config, shapes, or a job's file."""
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ __all__ = ["job_of", "planned", "shapes_alone"]
 _SHAPES = "shapes:alone"  # the model of a job that nobody can run
 
 
-def job_of(name: str, *, seq: int = 1024) -> Job:
+def job_of(name: str, *, seq: int = 1024, allow_import: Sequence[str] = ()) -> Job:
     """The job that trains the model of a name, on one rank, with AdamW and gradients clipped at 1.
 
     ``package.module:function`` and ``file.py:function`` name a function without arguments, or a class. It gives an
@@ -31,6 +32,7 @@ def job_of(name: str, *, seq: int = 1024) -> Job:
     Args:
         name: which.
         seq: tokens of a row, for Hugging Face's models.
+        allow_import: modules that a job's file may name, as ``load_job`` takes them.
 
     Raises:
         CommandError: there is no such thing.
@@ -38,7 +40,7 @@ def job_of(name: str, *, seq: int = 1024) -> Job:
     """
     path = Path(name)
     if path.suffix in (".toml", ".py"):
-        return load_job(path)
+        return load_job(path, allow_import=allow_import)
     if (path.is_dir() and (path / "config.json").is_file()) or path.name == "config.json":
         folder = path if path.is_dir() else path.parent
         if not (folder / "config.json").is_file():
