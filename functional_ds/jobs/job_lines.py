@@ -1,18 +1,26 @@
 """On which line of a job's file an entry stands."""
 
+import json
 import re
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from functional_ds.base.files import read_text
+import tomlkit
+from tomlkit.container import Container
+from tomlkit.exceptions import TOMLKitError
+from tomlkit.items import AbstractTable, AoT, Array
 
-from .job_errors import JobError
+from functional_ds.base.files import parse_json, read_text
 
-__all__ = ["line_of", "located"]
+from .job_errors import JobError, first_key
 
-_HEADER = re.compile(r"^\s*\[\[?([^\]=]+)\]\]?\s*(?:#.*)?$")
-_QUOTES = re.compile(r"[\"'\s]")
+__all__ = ["json_line_of", "line_of", "located"]
+
+_MOST = 1 << 20  # characters of a text in which a line is looked for
+_MARK = "\0"  # which TOML does not have
 
 
 @contextmanager
@@ -27,50 +35,68 @@ def located(file: str | None) -> Iterator[None]:
 
 
 def _line(file: Path, entry: str) -> int | None:
-    if not entry or file.suffix == ".py" or not file.is_file():
+    finders = {".toml": line_of, ".json": json_line_of}
+    if not entry or file.suffix not in finders or not file.is_file():
         return None
-    return line_of(read_text(file), entry)
+    text = read_text(file)
+    return finders[file.suffix](text, entry) if len(text) < _MOST else None
 
 
 def line_of(text: str, entry: str) -> int | None:
-    """The line of a TOML or JSON file on which an entry stands; None if it is not found.
-
-    Of the entry's parts, those that a table's header has are looked for there, the others one after the other behind it.
+    """The line of a TOML file on which an entry stands, or what is above it; None if neither is there.
 
     >>> line_of("steps = 3\\n[data]\\nrows = 4\\n", "data.rows")
     3
     """
-    lines = text.splitlines()
-    best, depth = 0, 0
-    for number, line in enumerate(lines):
-        header = _HEADER.match(line)
-        name = _QUOTES.sub("", header[1]) if header else ""
-        if header and (entry == name or entry.startswith(f"{name}.")) and len(name) > depth:
-            best, depth = number, len(name)
-    rest = entry[depth:].lstrip(".")
-    found = best if depth else None
-    while rest:
-        # a key with dots of its own is looked for before its first part
-        parts = [rest[: match.start()] for match in re.finditer(r"\.", rest)]
-        for name in [rest, *reversed(parts)]:
-            place = _key_line(lines, name, best, until_header=bool(depth) or not _is_table(lines, name))
-            if place is not None:
-                found, best, rest = place, place, rest[len(name) :].lstrip(".")
-                break
-        else:
-            rest = rest.partition(".")[2]
-    return None if found is None else found + 1
+    try:
+        document = tomlkit.parse(text)
+    except (TOMLKitError, RecursionError):
+        return None
+    found, places = None, [document]
+    for name in _keys(tomllib.loads(text), entry):
+        places = [item for place in places for key, item in _body(place) if key == name]
+        for item in (place.body[0] if isinstance(place, AoT) else place for place in places[:1]):
+            before, item.trivia.indent = item.trivia.indent, f"{item.trivia.indent}{_MARK}"
+            head, mark, _ = document.as_string().partition(_MARK)
+            item.trivia.indent = before
+            found = head.count("\n") + 1 if mark else found  # a table without a header of its own has no mark
+    return found
 
 
-def _is_table(lines: list[str], name: str) -> bool:
-    return any(_QUOTES.sub("", match[1]).split(".")[0] == name for match in map(_HEADER.match, lines) if match)
+def _body(place: Any) -> Iterator[tuple[str, Any]]:
+    """The keys and items of a table, or of all tables in a list."""
+    if isinstance(place, Array | AoT):
+        for each in place:
+            yield from _body(each)
+    elif isinstance(place, Container | AbstractTable):
+        container = place if isinstance(place, Container) else place.value
+        yield from ((key.key, item) for key, item in container.body if key is not None)
 
 
-def _key_line(lines: list[str], name: str, start: int, *, until_header: bool) -> int | None:
-    key = re.compile(rf"(?<![\w.]){re.escape(name)}[\"']?\s*[=:.]")
-    for number in range(start, len(lines)):
-        if until_header and number > start and _HEADER.match(lines[number]):
-            return None
-        if key.search(lines[number].partition("#")[0]):
-            return number
-    return None
+def json_line_of(text: str, entry: str) -> int | None:
+    """The same of a JSON file.
+
+    >>> json_line_of('{"steps": 3,\\n"data": {"rows": 4}}', "data.rows")
+    2
+    """
+    place = None
+    for name in _keys(parse_json(text), entry):
+        match = re.compile(rf"{re.escape(json.dumps(name))}\s*:").search(text, place or 0)
+        place = match.start() if match else place
+    return None if place is None else text.count("\n", 0, place) + 1
+
+
+def _keys(data: Any, entry: str) -> Iterator[str]:
+    """The keys on an entry's path, as far as they are there. A call in a list goes by its name."""
+    while entry:
+        if isinstance(data, list):
+            index, _, rest = entry.partition(".")
+            if index.isdigit() and int(index) < len(data):
+                data, entry = data[int(index)], rest
+                continue
+            data = next((each for each in data if isinstance(each, Mapping) and first_key(each, entry)), None)
+        name = first_key(data, entry) if isinstance(data, Mapping) else None
+        if name is None:
+            return
+        yield name
+        data, entry = data[name], entry[len(name) + 1 :]

@@ -186,7 +186,7 @@ def _placed(job: Job, ranks: int) -> Job:
     """The job with its device chosen: GPUs if this host has one for each of its ranks."""
     if job.device != "auto":
         return job
-    return attrs.evolve(job, device="cuda" if torch.cuda.device_count() >= ranks else "cpu")
+    return job.changed({"device": "cuda" if torch.cuda.device_count() >= ranks else "cpu"})
 
 
 def _backend(job: Job) -> str | None:
