@@ -29,7 +29,7 @@ from .words.errors_in_one_line import CommandError
 from .words.options import choices, numbers, size
 from .words.pages import OutputTable, bytes_of, emit, seconds_of
 
-__all__ = ["Search", "candidates_of", "tune"]
+__all__ = ["SearchSpace", "candidates_of", "tune"]
 
 
 def tune(
@@ -102,7 +102,7 @@ def tune(
         if name not in PUBLISHED:
             raise CommandError(f"--schedule {name}: there is no such schedule; {nearest(name, PUBLISHED)}")
     axes, refused = _axes_of(subject, count, axis or [])
-    made = candidates_of(base, count, rows, Search(stages, words, micro, again, schedules, axes))
+    made = candidates_of(base, count, rows, SearchSpace(stages, words, micro, again, schedules, axes))
     most = size(limit, option="--limit") if limit else 0
     place = machine_of(machine, ranks=count)
     found, wrong = _predicted(made, place, most)
@@ -136,7 +136,7 @@ def tune(
 
 
 @attrs.frozen
-class Search:
+class SearchSpace:
     """What is tried.
 
     Attributes:
@@ -156,7 +156,7 @@ class Search:
     axes: Mapping[str, Sequence[int]] = attrs.field(factory=dict)
 
 
-def candidates_of(job: Job, ranks: int, rows: int, search: Search) -> list[Job]:
+def candidates_of(job: Job, ranks: int, rows: int, search: SearchSpace) -> list[Job]:
     """Every strategy of a search, on every mesh of the ranks, whose micro-batches make up the rows.
 
     The rows are divided among the data-parallel ranks, which are those that the other axes leave. Where no two ranks sum
@@ -189,7 +189,7 @@ def candidates_of(job: Job, ranks: int, rows: int, search: Search) -> list[Job]:
     return found
 
 
-def _of_mesh(job: Job, mesh: Mapping[str, int], rows: int, schedule: str, search: Search) -> list[Job]:
+def _of_mesh(job: Job, mesh: Mapping[str, int], rows: int, schedule: str, search: SearchSpace) -> list[Job]:
     dp = mesh["dp"]
     if rows % dp:
         raise CommandError(f"--rows {rows} do not divide among {dp} ranks")

@@ -5,8 +5,8 @@ from functional_ds import comm
 from .job import Job
 from .job_data import text_of
 from .job_errors import JobError, within
-from .job_lines import located
 from .job_subject import loss_function
+from .job_text import located
 from .resolve import Surroundings, function_and_arguments
 from .strategy import strategy_of
 

@@ -4,13 +4,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, PrivateAttr, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+try:
+    from pydantic import AfterValidator, PrivateAttr, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+except ModuleNotFoundError as error:
+    raise ImportError("jobs need pydantic and tomlkit: pip install 'functional-ds[jobs]'") from error
 
 from .call_entry import CallEntry
 from .job_errors import JobError
-from .job_lines import located
 from .job_reader import ALWAYS, AtLeastOne, Entries, NotNegative, call_of, calls_of, changed, entry
-from .job_toml import toml
+from .job_text import located, toml
 
 __all__ = [
     "RECORDS",

@@ -13,7 +13,7 @@ from functional_ds.base.files import check_plain, parse_json, read_text
 
 from .job import Job, module_names
 from .job_errors import JobError
-from .job_lines import located
+from .job_text import located
 
 __all__ = ["load_job"]
 

@@ -59,7 +59,7 @@ class Entries(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, data: Any) -> Any:
-        return {name: plain(value) for name, value in data.items()} if isinstance(data, Mapping) else data
+        return {str(name): plain(value) for name, value in data.items()} if isinstance(data, Mapping) else data
 
     @classmethod
     def read(cls, data: Any, **more: Any) -> Self:
@@ -76,7 +76,7 @@ class Entries(BaseModel):
         return cls(**data, **more)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and dict(self._written(defaults=True)) == dict(other._written(defaults=True))  # type: ignore[attr-defined]
+        return type(self) is type(other) and dict(self._written(defaults=True)) == dict(other._written(defaults=True))
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -133,7 +133,8 @@ def _refused(record: type[BaseModel], errors: ValidationError) -> JobError:
     if isinstance(cause, JobError):
         return cause.within(place)
     same = [each for each in found if _place(record, each["loc"]) == place]
-    words = dict.fromkeys(_WORDS.get(each["type"], each["msg"]).format(**each.get("ctx", {})) for each in same)
+    kinds = ((_WORDS.get(each["type"]), each) for each in same)
+    words = dict.fromkeys(each["msg"] if word is None else word.format(**each.get("ctx", {})) for word, each in kinds)
     wanted = " or ".join(words).replace("' or '", "', '")
     return JobError(f"it must be {wanted}", entry=place, value=first["input"])
 

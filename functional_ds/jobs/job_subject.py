@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.memory.predict import without_values
 from functional_ds.modules.deferred_init import deferred
 from functional_ds.modules.functional import Apply, functional
-from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import train_step
 
@@ -66,13 +64,13 @@ class Subject:
     params: dict[str, Tensor]
     loss: LossFn | None = None
     batch: Callable[[int], Any] | None = None
-    apply: Apply | None = None
+    apply: Any = None
     own: OwnBatches | None = None
     tokens: int | None = None
     tp_plan: Mapping[str, Any] | None = None
     sequence: Mapping[str, Any] | None = None
     experts: str | None = None
-    stages: Stages | None = None
+    stages: Any = None
     _cut: Callable[[int, Mapping[str, Any], Any], tuple[Any, dict[str, Tensor]]] | None = attrs.field(default=None, alias="cut")
 
     @property
@@ -118,7 +116,7 @@ class Subject:
             schedule = pipeline_schedule(
                 found["schedule"], found["micro_batches"], ranks=ranks, stages_per_rank=found.get("stages_per_rank")
             )
-            options = {name: found[name] for name in ("by", "blocks") if name in found}
+            options: dict[str, Any] = {name: found[name] for name in ("by", "blocks") if name in found}
             if self._cut is None:
                 raise JobError("only shapes are known, and a pipeline needs the model", value=found)
             try:
@@ -155,8 +153,8 @@ def subject_of(job: Job, *, device: str) -> Subject:
             with torch.device("meta") if shapes else nullcontext():
                 module = build()
             apply, params = functional(module.to(device))
-    if shapes:
-        params = without_values(params)
+    bare = import_module("functional_ds.memory.predict").without_values if shapes else lambda held: held
+    params = bare(params)
     name, own = job.model.name, None
     if "loss" in parts:
         loss, own = parts["loss"], OwnBatches(parts["batch"], job.data.rows)
@@ -180,10 +178,10 @@ def subject_of(job: Job, *, device: str) -> Subject:
             if job.transform("sequence") is not None:
                 example |= {"position_ids": example["input_ids"]}
             found = whole(module, count, example=example, inputs=loss.inputs, loss=loss.of_output, **options)
-        return (found[0], without_values(found[1])) if shapes else found
+        return found[0], bare(found[1])
 
     given = Subject(name, params, lambda held, rows: loss(_bound(apply, held), rows), batch, apply, own, cut=cut)
-    known = {key: parts.get(key) for key in ("tp_plan", "sequence", "experts")}
+    known: dict[str, Any] = {key: parts.get(key) for key in ("tp_plan", "sequence", "experts")}
     if given.config is not None:
         known = {"tp_plan": None, "sequence": {}, "experts": _experts_of(apply.module)}
     return attrs.evolve(given, tokens=job.data.context if own is None else parts.get("tokens"), **known)

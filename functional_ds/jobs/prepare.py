@@ -27,8 +27,8 @@ from functional_ds.step.step import Step, Transform
 from .job import Job
 from .job_data import text_of
 from .job_errors import JobError
-from .job_lines import located
 from .job_subject import OwnBatches, known_tokens, subject_of
+from .job_text import located
 from .token_text import TokenText
 
 __all__ = ["PreparedJob", "device_of", "prepare"]
@@ -151,7 +151,8 @@ def _prepared(job: Job, after: Transform | None) -> PreparedJob:
     device = device_of(job)
     subject = subject_of(job, device=device)
     text = subject.own or text_of(job)
-    module, loss = subject.apply.module, subject.loss
+    module: nn.Module = subject.apply.module
+    loss: Any = subject.loss
 
     def explained(params: dict[str, Tensor], batch: Batch) -> Any:
         with located(job.file), _explained(job, module, text):

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import BuiltinFunctionType, ModuleType, UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+from typing import Any, Protocol, Union, get_args, get_origin
 
 import attrs
 import torch
@@ -19,10 +19,19 @@ from .call_entry import KINDS, CallEntry, call_entry, check_arguments, parameter
 from .job import Job
 from .job_errors import JobError, joined, nearest
 
-if TYPE_CHECKING:
-    from .job_subject import Subject
+__all__ = ["LIBRARY", "ModelWords", "Surroundings", "function_and_arguments", "made", "user_object"]
 
-__all__ = ["LIBRARY", "Surroundings", "function_and_arguments", "made", "user_object"]
+
+class ModelWords(Protocol):
+    """What a model says of itself, and the stages that it is cut into."""
+
+    @property
+    def sequence(self) -> Mapping[str, Any] | None: ...
+    @property
+    def experts(self) -> str | None: ...
+    @property
+    def stages(self) -> Any: ...
+    def layer_plan(self) -> Mapping[str, Any]: ...
 
 
 @attrs.frozen
@@ -35,7 +44,7 @@ class Surroundings:
     """
 
     mesh: comm.Mesh | None = None
-    subject: "Subject | None" = None
+    subject: ModelWords | None = None
 
 
 def made(call: CallEntry, kind: str, job: Job, *, entry: str, around: Surroundings = Surroundings(), **given: Any) -> Any:

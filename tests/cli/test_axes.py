@@ -16,7 +16,7 @@ from functional_ds.cli.planning.forecast import Forecast, forecast
 from functional_ds.cli.planning.known_machines import MACHINES
 from functional_ds.cli.planning.pipeline_times import bubble_seconds
 from functional_ds.cli.planning.subject import job_of, planned
-from functional_ds.cli.tune_command import Search, candidates_of
+from functional_ds.cli.tune_command import SearchSpace, candidates_of
 from functional_ds.cli.tuning.halving import Measurement
 from functional_ds.cli.tuning.trial import run_rank
 from functional_ds.cli.words.errors_in_one_line import CommandError
@@ -165,7 +165,7 @@ def test_meshes_that_cannot_be(
 def test_every_mesh_is_enumerated() -> None:
     """Law: each candidate has all ranks and trains on all rows; no two are the same."""
     job, sizes = job_of(f"{HERE}:mlp"), {"tp": [1, 2], "sp": [1, 2], "pp": [1, 2], "ep": [1, 2]}
-    found = candidates_of(job, 4, 8, Search([0, 1], ["fp32"], [1], schedules=["gpipe", "zb_h1"], axes=sizes))
+    found = candidates_of(job, 4, 8, SearchSpace([0, 1], ["fp32"], [1], schedules=["gpipe", "zb_h1"], axes=sizes))
     assert {each.world_size for each in found} == {4}
     assert {each.data.rows for each in found} == {8}
     assert len({json.dumps(as_dict(each)) for each in found}) == len(found)
@@ -173,7 +173,7 @@ def test_every_mesh_is_enumerated() -> None:
     assert len(meshes) == 2 + 3 * 2 + 3  # dp = 4, 2 and 1; with ep = 2, too, where that divides dp
     assert {each["schedule"] for each in map(as_dict, found) if each["pp"] > 1} == {"gpipe", "zb_h1"}
     with pytest.raises(CommandError, match="no mesh"):
-        candidates_of(job, 3, 3, Search([0], ["fp32"], axes={"tp": [2]}))
+        candidates_of(job, 3, 3, SearchSpace([0], ["fp32"], axes={"tp": [2]}))
 
 
 def test_tune_tries_all_axes_and_its_lines_are_built(

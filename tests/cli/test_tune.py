@@ -12,7 +12,7 @@ from functional_ds.cli.planning.candidate import as_dict
 from functional_ds.cli.planning.forecast import forecast
 from functional_ds.cli.planning.known_machines import MACHINES
 from functional_ds.cli.planning.subject import job_of, planned
-from functional_ds.cli.tune_command import Search, candidates_of
+from functional_ds.cli.tune_command import SearchSpace, candidates_of
 from functional_ds.cli.tuning import trial
 from functional_ds.cli.tuning.halving import Measurement, halve
 from functional_ds.cli.tuning.trial import measure, run_rank
@@ -42,7 +42,7 @@ def test_the_fastest_wins_and_the_dead_are_last() -> None:
 
 
 def test_every_candidate_trains_on_the_same_rows() -> None:
-    found = candidates_of(job_of(f"{HERE}:mlp"), 2, 24, Search([0, 3], ["fp32"], recompute=(False, True)))
+    found = candidates_of(job_of(f"{HERE}:mlp"), 2, 24, SearchSpace([0, 3], ["fp32"], recompute=(False, True)))
     assert len(found) == 2 * 6 * 2
     assert {each.data.rows for each in found} == {24}
     assert len({json.dumps(as_dict(each)) for each in found}) == len(found)
@@ -83,7 +83,7 @@ def test_tensor_parallel_ranks_are_tried_where_the_model_says_its_cuts(
     shown = run(capsys, "tune", f"{HERE}:cut", "--axis", "tp=2", *words)[1]
     assert "mesh = comm.mesh(dp=1, tp=2)" in shown
     assert 'T.tensor_parallel(tp_plan, mesh["tp"])' in shown
-    search = Search([1], ["fp32"], axes={"tp": [1, 2]})
+    search = SearchSpace([1], ["fp32"], axes={"tp": [1, 2]})
     uneven = candidates_of(job_of(f"{HERE}:cut"), 2, 3, search)  # dp=2 cannot divide 3 rows
     assert {size(each, "tp") for each in uneven} == {2}
 

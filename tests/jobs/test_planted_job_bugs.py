@@ -27,7 +27,7 @@ FILE_BUGS = [
             ),
             Bug(
                 "the header's line is taken",
-                "jobs.job_lines:line_of",
+                "jobs.job_text:line_of",
                 "head.count('\\n') + 1 if mark else found",
                 "found or head.count('\\n') + 1",
             ),

@@ -15,7 +15,7 @@ from functional_ds.jobs.job import BESIDE_DEEPSPEED, Job
 from functional_ds.jobs.job_errors import JobError
 from functional_ds.jobs.job_model import pipeline_schedule
 from functional_ds.jobs.job_subject import Subject
-from functional_ds.jobs.job_toml import toml
+from functional_ds.jobs.job_text import toml
 from functional_ds.jobs.strategy import AXES, data_axes, deepspeed_plan, micro_batches, rows_of_rank, size
 from functional_ds.pipelining.schedules.schedule import Schedule
 
@@ -210,7 +210,7 @@ def several(job: Job) -> frozenset[str]:
 
 def first_ranks(job: Job) -> tuple[int, ...]:
     """For each place of the pipeline, the rank there that is the first of all other axes: others do the same."""
-    stride, found = 1, (0,)
+    stride, found = 1, tuple[int, ...]((0,))
     for axis, count in reversed(job.mesh.items()):
         if axis == "pp":
             found = tuple(place * stride for place in range(count))

@@ -68,8 +68,8 @@ def _job(model: Any, *, data: Any = None, **more: Any) -> Job:
     return Job(
         model=model,
         steps=100,
-        strategy=({"clip": 1.0},),  # type: ignore[arg-type]
-        optimizer={"adamw": 1e-3},  # type: ignore[arg-type]
+        strategy=({"clip": 1.0},),
+        optimizer={"adamw": 1e-3},
         data=data or {"rows": 1},
         **more,
     )

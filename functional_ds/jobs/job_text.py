@@ -1,4 +1,4 @@
-"""On which line of a job's file an entry stands."""
+"""The text of a job's file: plain data as TOML, and on which line an entry stands."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from functional_ds.base.files import parse_json, read_text
 
 from .job_errors import JobError, first_key
 
-__all__ = ["json_line_of", "line_of", "located"]
+__all__ = ["json_line_of", "line_of", "located", "toml"]
 
 _MOST = 1 << 20  # characters of a text in which a line is looked for
 _MARK = "\0"  # which TOML does not have
@@ -52,7 +52,7 @@ def line_of(text: str, entry: str) -> int | None:
         document = tomlkit.parse(text)
     except (TOMLKitError, RecursionError):
         return None
-    found, places = None, [document]
+    found, places = None, list[Any]([document])
     for name in _keys(tomllib.loads(text), entry):
         places = [item for place in places for key, item in _body(place) if key == name]
         for item in (place.body[0] if isinstance(place, AoT) else place for place in places[:1]):
@@ -100,3 +100,43 @@ def _keys(data: Any, entry: str) -> Iterator[str]:
             return
         yield name
         data, entry = data[name], entry[len(name) + 1 :]
+
+
+def toml(data: Mapping[str, Any]) -> str:
+    """Strings, numbers, booleans, lists and tables as TOML.
+
+    Law: ``tomllib.loads(toml(data)) == data``.
+
+    >>> print(toml({"steps": 3, "optimizer": {"sgd": {"lr": 0.1}}}))
+    steps = 3
+    <BLANKLINE>
+    [optimizer.sgd]
+    lr = 0.1
+    <BLANKLINE>
+
+    Raises:
+        TypeError: something else is in it.
+    """
+    return tomlkit.dumps(_table(data, tomlkit.document()))
+
+
+def _table(data: Mapping[str, Any], table: Any) -> Any:
+    """A table with its values, then the tables in it; an inline one within a list."""
+    for name, value in sorted(data.items(), key=lambda item: isinstance(item[1], Mapping)):
+        table.append(
+            name, _item(value, tomlkit.inline_table if isinstance(table, tomlkit.items.InlineTable) else tomlkit.table)
+        )
+    return table
+
+
+def _item(value: Any, table: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _table(value, table())
+    if isinstance(value, list | tuple):
+        found = tomlkit.array()
+        for each in value:
+            found.append(_item(each, tomlkit.inline_table))
+        return found.multiline(bool(value) and all(isinstance(each, Mapping) for each in value))
+    if not isinstance(value, bool | int | float | str):
+        raise TypeError(f"{value!r}: a job's file has strings, numbers, true and false, lists and tables")
+    return tomlkit.item(value)
