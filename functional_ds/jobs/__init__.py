@@ -9,12 +9,11 @@ from functional_ds.base.package_index import lazy_index
 
 if TYPE_CHECKING:
     from .call_entry import CallEntry
-    from .check_job import check_job
     from .job import DataEntry, DeepSpeedEntry, EvaluationEntry, Job, LogsEntry, ProfileEntry, SavedEntry
     from .job_errors import JobError
     from .job_file import load_job
     from .prepare import PreparedJob, prepare
-    from .run_job import JobResult, run_job, run_ranks
+    from .run_job import JobResult, check_job, run_job, run_ranks
     from .token_text import TokenText
 
 __all__ = [

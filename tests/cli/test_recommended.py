@@ -124,3 +124,17 @@ def test_a_job_names_only_what_its_reader_allows(tmp_path: Path, capsys: pytest.
         assert "a job may not name 'os:getcwd'" in refusal(capsys, command, tmp_path / "job.toml", "--machine", "h100")
     allowed = ["--allow-import", "os", "--machine", "h100"]
     assert "it made a str, and must make a torch.nn.Module" in refusal(capsys, "plan", tmp_path / "job.toml", *allowed)
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ("mesh = {data = 2}", "mesh.data: the axes that can be planned are dp, pp, sp, tp, ep and edp"),
+        ("ranks = 2\nstrategy = [{sequence = {}}]", "strategy.sequence: its 2 ranks have no names; give the job a mesh"),
+    ],
+)
+def test_a_mesh_whose_rows_nobody_knows_is_refused(
+    entries: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.toml").write_text(f'steps = 1\nmodel = "torch.nn:Identity"\noptimizer = {{sgd = 0.1}}\n{entries}\n')
+    assert says in refusal(capsys, "plan", tmp_path / "job.toml")

@@ -85,8 +85,9 @@ def candidate(
         schedule: of a pipeline that the job does not have yet.
 
     Raises:
-        CommandError: the experts' ranks do not divide those of dp.
+        CommandError: the experts' ranks do not divide those of dp; the job's own axes have other names.
     """
+    _check_axes(job)
     sizes = {axis: size(job, axis) for axis in AXES} if mesh is None else {**dict.fromkeys(AXES, 1), **mesh}
     changes: dict[str, Any] = {}
     config = None if job.deepspeed is None else _config(job)
@@ -120,6 +121,20 @@ def candidate(
         return job.changed(changes)
     except JobError as error:
         raise CommandError(str(error)) from error
+
+
+def _check_axes(job: Job) -> None:
+    """Refuses a mesh of which nobody here knows which ranks have rows of their own."""
+    unknown = next((axis for axis in job.mesh if axis not in (*AXES, "edp")), None)
+    if unknown is not None:
+        raise CommandError(
+            f"mesh.{unknown}: the axes that can be planned are dp, pp, sp, tp, ep and edp; give the job these names"
+        )
+    call = next((call.name for call in job.strategy if call.name in BESIDE_DEEPSPEED and call.name != "remat"), None)
+    if call is not None and not job.mesh and job.world_size > 1:
+        raise CommandError(
+            f"strategy.{call}: its {job.world_size} ranks have no names; give the job a mesh of dp, pp, sp, tp, ep"
+        )
 
 
 def _config(job: Job) -> dict[str, Any]:
