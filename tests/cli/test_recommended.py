@@ -116,9 +116,9 @@ def test_a_deepspeed_config_is_written_too(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_job_names_only_what_its_reader_allows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where it is planned: nothing outside of its folder is imported."""
-    (tmp_path / "job.toml").write_text('steps = 1\nmodel = "models_by_name:mlp"\noptimizer = {sgd = 0.1}\n')
+    (tmp_path / "job.toml").write_text('steps = 1\nmodel = "nowhere_models:mlp"\noptimizer = {sgd = 0.1}\n')
     for command in ("plan", "tune"):
-        assert "there is no module 'models_by_name'" in refusal(capsys, command, tmp_path / "job.toml")
+        assert "there is no module 'nowhere_models'" in refusal(capsys, command, tmp_path / "job.toml")
     (tmp_path / "job.toml").write_text('steps = 1\nmodel = "os:getcwd"\noptimizer = {sgd = 0.1}\n')
     for command in ("plan", "tune"):
         assert "a job may not name 'os:getcwd'" in refusal(capsys, command, tmp_path / "job.toml", "--machine", "h100")
