@@ -29,13 +29,16 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds import comm
-from functional_ds.cli.planning.candidate import Candidate
+from functional_ds.cli.planning.candidate import candidate, name_of
 from functional_ds.cli.planning.forecast import Forecast, forecast
 from functional_ds.cli.planning.microbenchmarks import measured_here
-from functional_ds.cli.planning.subject import subject_of
+from functional_ds.cli.planning.subject import job_of, planned
 from functional_ds.cli.tuning.calibration import fitted
 from functional_ds.cli.tuning.trial import ProcessMemory
 from functional_ds.dry_run.events import EventRecorder
+from functional_ds.jobs.job import Job
+from functional_ds.jobs.job_subject import subject_of
+from functional_ds.jobs.strategy import rows_of_rank
 from functional_ds.memory.account import measured
 from functional_ds.scaling.machine import Machine
 
@@ -137,16 +140,15 @@ class Case:
     recompute: bool = False
     pp: int = 1
 
-    def candidate(self, ranks: int) -> Candidate:
-        return Candidate.of(
-            {},
-            ranks // self.pp,
+    def job(self, ranks: int) -> Job:
+        return candidate(
+            job_of(f"{__file__}:{self.model}"),
+            {"dp": ranks // self.pp, "pp": self.pp},
             stage=self.stage,
             precision=self.precision,
             micro_batch=self.rows,
             accumulate=self.accumulate,
             recompute=self.recompute,
-            pp=self.pp,
         )
 
 
@@ -176,10 +178,11 @@ def trained(chosen: Sequence[Case], rounds: int, at_once: bool = False) -> "list
     for case in (chosen[0], *chosen):  # the first once more, for what libraries take once
         before = process.now()
         torch.manual_seed(0)
-        subject, candidate = subject_of(f"{__file__}:{case.model}", device="cpu"), case.candidate(comm.world().size)
-        batch = subject.batch(candidate.plan.batch.rows)
-        subject = subject.piped_for(candidate)
-        step = subject.step(candidate)
+        job = case.job(comm.world().size)
+        subject = subject_of(job, device="cpu")
+        batch = subject.batch(rows_of_rank(job))
+        subject = subject.piped_for(job)
+        step = subject.step(job)
         state = step.init(subject.params)
         del subject
         held = measured(state).state
@@ -232,7 +235,8 @@ def beside(chosen: Sequence[Case], every: Sequence[Sequence[Timed]], live: Seque
     """What each rank has measured, and the predictions of fitted machines beside it."""
     ranks, found = len(every), list[Compared]()
     for place, case in enumerate(chosen):
-        predicted = forecast(subject_of(f"{__file__}:{case.model}"), case.candidate(ranks), machine=machine, limit=0)
+        job = case.job(ranks)
+        predicted = forecast(planned(job), job, machine=machine, limit=0)
         times, grown, peaks, held = zip(*(rank[place] for rank in every), strict=True)
         slowest = [max(each) for each in zip(*times, strict=True)]
         shapes = predicted.stages or (predicted.shape,) * ranks
@@ -252,7 +256,7 @@ def beside(chosen: Sequence[Case], every: Sequence[Sequence[Timed]], live: Seque
         rows.append(
             {
                 **attrs.asdict(case),
-                "name": f"{case.model}, {predicted.candidate.name}",
+                "name": f"{case.model}, {name_of(predicted.job)}",
                 "seconds": spent,
                 "bubble": predicted.bubble_seconds,
                 "microbenchmarks": (predicted.step_seconds or math.nan) / spent,

@@ -18,9 +18,8 @@ from functional_ds.pipelining.planning.timeline import timeline
 from functional_ds.pipelining.schedules.csv import from_csv
 from functional_ds.pipelining.schedules.published import published
 
-from .planning.candidate import Candidate, base_config
-from .planning.mesh_axes import MeshAxes
-from .planning.subject import subject_of
+from .planning.candidate import candidate, name_of, with_config
+from .planning.subject import job_of, planned
 from .planning.values_free_step import sent_by_all
 from .words.errors_in_one_line import CommandError
 from .words.options import mesh_sizes
@@ -127,25 +126,24 @@ def _memory(params: float, ranks: int, convention: str) -> Drawn:
 def _traffic(model: str | None, config: str | None, mesh: str, zero: int | None) -> Drawn:
     if model is None:
         raise CommandError("OF: name a model, as for functional-ds plan")
-    sizes: dict[str, Any] = mesh_sizes(mesh)
-    axes = MeshAxes(**sizes)
-    count = axes.ranks
+    sizes = mesh_sizes(mesh)
+    times = 2 * sizes["pp"] if sizes["pp"] > 1 and not config else None
+    job = candidate(with_config(job_of(model), config), sizes, stage=zero, accumulate=times)
+    count, name = job.world_size, name_of(job)
     if count > _MOST:
         raise CommandError(f"--mesh: a picture has room for {_MOST} ranks; functional-ds plan takes any number")
-    times: dict[str, Any] = {"accumulate": 2 * axes.pp} if axes.pp > 1 and not config else {}
-    candidate = Candidate.of(base_config(config), axes.dp, stage=zero, tp=axes.tp, sp=axes.sp, pp=axes.pp, ep=axes.ep, **times)
-    books: list[Ledger] = sent_by_all(subject_of(model, axes=axes.several), candidate)
+    books: list[Ledger] = sent_by_all(planned(job), job)
     found = traffic(books)
     total = {axis: float(sent.sum()) for axis, sent in found.items()}
     data = {
         "what": "traffic",
         "model": model,
-        "candidate": candidate.name,
+        "candidate": name,
         "bytes": {axis: sent.tolist() for axis, sent in found.items()},
     }
     rows = [(axis, f"{int(size / count):,}", f"{int(size):,}") for axis, size in total.items()]
-    page: list[OutputTable | str] = [OutputTable(candidate.name, ("axis", "bytes a rank", "bytes of all"), rows)]
-    return page, data, lambda: draw_traffic(books, title=candidate.name)
+    page: list[OutputTable | str] = [OutputTable(name, ("axis", "bytes a rank", "bytes of all"), rows)]
+    return page, data, lambda: draw_traffic(books, title=name)
 
 
 # -- Chrome traces -----------------------------------------------------------------------------------------------------

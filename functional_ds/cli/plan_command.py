@@ -1,18 +1,22 @@
 """``functional-ds plan``: what fits and what it sends, before anything is rented."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
+import attrs
 import typer
 
+from functional_ds.jobs.job_subject import Subject
+from functional_ds.jobs.strategy import deepspeed_plan
 from functional_ds.memory.account import KINDS
+from functional_ds.pipelining.schedules.published import PUBLISHED
 from functional_ds.scaling.machine import FACTORS
+from functional_ds.sharding.path_patterns import nearest
 
-from .planning.candidate import PRECISIONS, Candidate, base_config
+from .planning.candidate import PRECISIONS, candidate, check_out, name_of, schedule_of, with_config, write_out
 from .planning.forecast import Forecast, forecast
 from .planning.known_machines import machine_of
-from .planning.mesh_axes import MeshAxes
-from .planning.subject import Subject, subject_of
+from .planning.subject import job_of, planned
 from .planning.values_free_step import StepShape
 from .words.errors_in_one_line import CommandError
 from .words.options import choices, mesh_sizes, numbers, size
@@ -24,20 +28,18 @@ _SHORT = {"params": "params", "masters": "masters", "optimizer": "optimizer", "g
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="file.py:function, module:function, a Hugging Face config.json, or shapes.")],
+    model: Annotated[
+        str, typer.Argument(help="A job's file, file.py:function, module:function, a Hugging Face config.json, or shapes.")
+    ],
     config: Annotated[str | None, typer.Option(help="A DeepSpeed config; what is given beside it takes its place.")] = None,
     mesh: Annotated[
-        str, typer.Option(help="The ranks by axis: dp=8, or dp=8,tp=2; dp, pp, sp, tp, and ep within dp.")
-    ] = "dp=1",
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks, for each of dp.")] = None,
-    sp: Annotated[int | None, typer.Option(help="Ranks that share sequences, for each of dp.")] = None,
-    pp: Annotated[int | None, typer.Option(help="Ranks of a pipeline, for each of dp.")] = None,
-    ep: Annotated[int | None, typer.Option(help="Ranks over which experts lie, among those of dp.")] = None,
+        str | None, typer.Option(help="The ranks by axis: dp=8, or dp=8,tp=2; dp, pp, sp, tp, and ep within dp.")
+    ] = None,
     schedule: Annotated[
         str, typer.Option(help="Of the pipeline: gpipe, zb_h1, zbv, interleaved_one_f_one_b, ...")
     ] = "one_f_one_b",
-    zero: Annotated[str | None, typer.Option(help="Stages to compare; 0,1,2,3 without a config.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or several of them; bf16 without a config.")] = None,
+    zero: Annotated[str | None, typer.Option(help="Stages to compare; 0,1,2,3 for a model.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or several of them; bf16 for a model.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch on a rank.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches of a step; 2 for each rank of a pipeline.")] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the repeated blocks.")] = False,
@@ -45,7 +47,13 @@ def plan(
     limit: Annotated[str | None, typer.Option(help="Memory of a rank: 80GB; the machine's by default.")] = None,
     machine: Annotated[str | None, typer.Option(help="For times: h100, h200, a100-80gb, here, or a JSON file.")] = None,
     device: Annotated[str, typer.Option(help="Whose kernels are meant without a machine: cuda or cpu.")] = "cuda",
+    out: Annotated[
+        str | None, typer.Option(help="Also write the fastest that fits: a job, .toml, or its DeepSpeed config, .json.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Also what became of each key of the config.")] = False,
+    allow_import: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A module that a job's file may name, as for train.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Predict memory, traffic and time of a step from shapes alone; exit code 1 where nothing fits.
@@ -55,56 +63,57 @@ def plan(
       functional-ds plan meta-llama/config.json --mesh dp=64 --machine h100 --seq 4096
       functional-ds plan train.py:model --config ds_config.json --mesh dp=8 --limit 24GB
       functional-ds plan llama/config.json --mesh dp=8,tp=4 --zero 1 --recompute
-      functional-ds plan llama/config.json --mesh dp=8 --pp 4 --accumulate 16 --schedule zb_h1 --machine h100
+      functional-ds plan llama/config.json --mesh dp=8,pp=4 --accumulate 16 --schedule zb_h1 --machine h100
       functional-ds plan mixtral/config.json --mesh dp=8,ep=4,sp=2 --seq 32768
       functional-ds plan shapes.json --mesh dp=8 --zero 1,3 --json
+      functional-ds plan job.toml --mesh dp=8 --zero 1,2,3 --machine h100 --out planned.toml
     """
-    base, sizes = base_config(config), mesh_sizes(mesh, tp=tp, sp=sp, pp=pp, ep=ep)
-    axes = MeshAxes(**sizes, schedule=schedule)
-    axes.pipeline(accumulate or 2 * axes.pp)  # an unknown schedule, also without a pipeline
-    if axes.pp > 1 and accumulate is None and not config:
-        accumulate = 2 * axes.pp
+    base = job_of(model, seq=seq, allow_import=allow_import or ())
+    known = base.file is not None or config is not None  # what is not said is as it is there
+    base, sizes = with_config(base, config), None if mesh is None and base.file is not None else mesh_sizes(mesh or "dp=1")
+    if schedule not in PUBLISHED:
+        raise CommandError(f"--schedule: there is no schedule {schedule!r}; {nearest(schedule, PUBLISHED)}")
+    if sizes is not None and sizes["pp"] > 1 and accumulate is None and not known:
+        accumulate = 2 * sizes["pp"]
     for name, value in (("--micro-batch", micro_batch), ("--accumulate", accumulate), ("--seq", seq)):
         if value is not None and value < 1:
             raise CommandError(f"{name} {value} should be at least 1")
     if device not in ("cpu", "cuda"):
         raise CommandError(f"--device: {device!r} is neither cuda nor cpu")
-    stages = [None] if zero is None and config else numbers(zero or "0,1,2,3", option="--zero", low=0, high=3)
-    words = [None] if precision is None and config else choices(precision or "bf16", PRECISIONS, option="--precision")
-    candidates = [
-        Candidate.of(
-            base,
-            axes.dp,
-            stage=s,
-            precision=w,
-            micro_batch=micro_batch,
-            accumulate=accumulate,
-            recompute=recompute,
-            **{name: sizes[name] for name in ("tp", "sp", "pp", "ep")},
-            schedule=schedule,
-        )
-        for w in words
-        for s in stages
-    ]
+    check_out(out)
+    stages = [None] if zero is None and known else numbers(zero or "0,1,2,3", option="--zero", low=0, high=3)
+    words = [None] if precision is None and known else choices(precision or "bf16", PRECISIONS, option="--precision")
+    changes: dict[str, Any] = {"micro_batch": micro_batch, "accumulate": accumulate, "recompute": recompute}
+    candidates = [candidate(base, sizes, stage=s, precision=w, schedule=schedule, **changes) for w in words for s in stages]
     for each in candidates:
-        _ = each.plan  # a refused key before anything is computed
+        if each.deepspeed is not None:
+            deepspeed_plan(each)  # a refused key before anything is computed
+        schedule_of(each)
     most = size(limit, option="--limit") if limit else 0
-    place = machine_of(machine, ranks=axes.ranks) if machine else None
-    subject = subject_of(model, seq=seq, axes=axes.several)
+    place = machine_of(machine, ranks=candidates[0].world_size) if machine else None
+    subject = attrs.evolve(planned(candidates[0]), name=model)
     found = [forecast(subject, each, machine=place, limit=most, device=device) for each in candidates]
+    best = min((each for each in found if each.fits), key=lambda each: each.step_seconds or 0.0, default=None)
+    if best is not None and out is not None and subject.loss is None:
+        raise CommandError(
+            f"--out {out}: only shapes of {model} are known, and a job needs the model, its loss and its batches"
+        )
     data = {
         "model": {"name": model, "parameters": subject.numel, "complete": subject.loss is not None},
-        "ranks": axes.ranks,
+        "ranks": candidates[0].world_size,
         "machine": place.name if place else None,
         "candidates": [each.as_dict() for each in found],
-        "fits": [each.candidate.name for each in found if each.fits],
+        "best": None if best is None else best.job.to_dict(),
+        "fits": [name_of(each.job) for each in found if each.fits],
     }
     page = plan_page(subject, found)
     if explain:
-        explained = candidates[0].plan.explain()
-        rows = [(row.key, row.fate.value, row.reason) for row in explained.rows]
+        keys = () if candidates[0].deepspeed is None else deepspeed_plan(candidates[0]).explain().rows
+        rows = [(row.key, row.fate.value, row.reason) for row in keys]
         data["explain"] = [{"key": key, "became": fate, "reason": reason} for key, fate, reason in rows]
         page.append(OutputTable("keys of the config", ("key", "fate", "why"), rows))
+    if best is not None and out is not None:
+        page.append(write_out(best.job, out))
     emit(page, data, as_json=as_json)
     return 0 if data["fits"] else 1
 
@@ -114,7 +123,7 @@ def plan_page(subject: Subject, found: Sequence[Forecast]) -> list[OutputTable |
     first = found[0]
     where = f" on {first.machine.name}" if first.machine else ""
     page: list[OutputTable | str] = [
-        f"{subject.name}: {count_of(subject.numel)} parameters, {first.candidate.world_size} ranks{where}"
+        f"{subject.name}: {count_of(subject.numel)} parameters, {first.job.world_size} ranks{where}"
     ]
     kinds = [kind for kind in KINDS if kind in _SHORT and any(getattr(each.shape.memory, kind) for each in found)]
     columns = ("candidate", *kinds, "others", "activations", "peak", "fits")
@@ -129,7 +138,7 @@ def plan_page(subject: Subject, found: Sequence[Forecast]) -> list[OutputTable |
     page.append(OutputTable(f"memory of a rank{limit}", columns, rows))
     wide = [each for each in found if each.why_not]
     if wide:
-        page.append(OutputTable("what does not fit", ("candidate", "why"), [(e.candidate.name, e.why_not) for e in wide]))
+        page.append(OutputTable("what does not fit", ("candidate", "why"), [(name_of(e.job), e.why_not) for e in wide]))
     sent = [
         (name, row.collective, row.group, str(row.size), str(row.calls), f"{row.bytes:,}")
         for _, name, shape in _ranks_of(found)
@@ -143,7 +152,7 @@ def plan_page(subject: Subject, found: Sequence[Forecast]) -> list[OutputTable |
         bubble = any(each.stages for each in found)
         times = [
             (
-                each.candidate.name,
+                name_of(each.job),
                 *(seconds_of(time) for time in s.values()),
                 *([seconds_of(each.bubble_seconds)] if bubble else []),
                 seconds_of(each.step_seconds),
@@ -155,7 +164,7 @@ def plan_page(subject: Subject, found: Sequence[Forecast]) -> list[OutputTable |
         page.append(OutputTable("time of a step at the machine's rates, if communication overlaps nothing", columns, times))
     if subject.loss is None:
         page.append("Only shapes are known: activations and times are not predicted. A function or a config has them.")
-    page.append("\n".join(f"{each.candidate.name}\n  {each.line}" for each in found if each.fits))
+    page.append("\n".join(f"{name_of(each.job)}\n  {each.line}" for each in found if each.fits))
     return [part for part in page if part]
 
 
@@ -163,6 +172,6 @@ def _ranks_of(found: Sequence[Forecast]) -> Iterator[tuple[Forecast, str, StepSh
     """Each candidate with its name and its step; a pipeline's once for each of its ranks."""
     for each in found:
         if not each.stages:
-            yield each, each.candidate.name, each.shape
+            yield each, name_of(each.job), each.shape
         for place, shape in enumerate(each.stages):
-            yield each, f"{each.candidate.name}: rank {place} of pp", shape
+            yield each, f"{name_of(each.job)}: rank {place} of pp", shape

@@ -3,14 +3,18 @@
 ``load_job`` reads one, ``run_job`` trains; ``run_ranks`` and ``prepare`` are for training loops of one's own.
 """
 
-from .call_entry import CallEntry
-from .check_job import check_job
-from .job import DataEntry, DeepSpeedEntry, EvaluationEntry, Job, LogsEntry, ProfileEntry, SavedEntry
-from .job_errors import JobError
-from .job_file import load_job
-from .prepare import PreparedJob, prepare
-from .run_job import JobResult, run_job, run_ranks
-from .token_text import TokenText
+from typing import TYPE_CHECKING
+
+from functional_ds.base.package_index import lazy_index
+
+if TYPE_CHECKING:
+    from .call_entry import CallEntry
+    from .job import DataEntry, DeepSpeedEntry, EvaluationEntry, Job, LogsEntry, ProfileEntry, SavedEntry
+    from .job_errors import JobError
+    from .job_file import load_job
+    from .prepare import PreparedJob, prepare
+    from .run_job import JobResult, check_job, run_job, run_ranks
+    from .token_text import TokenText
 
 __all__ = [
     "CallEntry",
@@ -32,6 +36,4 @@ __all__ = [
     "run_ranks",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+lazy_index(__name__)

@@ -1,16 +1,18 @@
 """``Job``: a training job as frozen records, each field an entry of its file."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Self
 
-import attrs
+try:
+    from pydantic import AfterValidator, PrivateAttr, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+except ModuleNotFoundError as error:
+    raise ImportError("jobs need pydantic and tomlkit: pip install 'functional-ds[jobs]'") from error
 
 from .call_entry import CallEntry
 from .job_errors import JobError
-from .job_lines import located
-from .job_reader import changed, entry, read, shown, typed, written
-from .job_toml import toml
+from .job_reader import ALWAYS, AtLeastOne, Entries, NotNegative, call_of, calls_of, changed, entry
+from .job_text import located, toml
 
 __all__ = [
     "RECORDS",
@@ -25,20 +27,19 @@ __all__ = [
 ]
 
 
-def _least(least: float) -> Callable[[Any], str | None]:
-    return lambda value: None if value >= least else f"at least {least}"
+BESIDE_DEEPSPEED = ("remat", "pipeline", "sequence", "experts", "tensor_parallel")  # of which its configs have no keys
 
 
-def _above(limit: float) -> Callable[[Any], str | None]:
-    return lambda value: None if value > limit else f"above {limit}"
+def _share(value: float) -> float:
+    if not 0 < value < 1:
+        raise JobError("it must be between 0 and 1", value=value)
+    return value
 
 
-def _share(value: float) -> str | None:
-    return None if 0 < value < 1 else "between 0 and 1"
-
-
-def _sizes(value: dict[str, int]) -> str | None:
-    return None if all(size >= 1 for size in value.values()) else "sizes of at least 1"
+def _seed(value: int) -> int:
+    if not 0 <= value < 2**63:
+        raise JobError("it must be at least 0 and below 2**63", value=value)
+    return value
 
 
 def module_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -52,105 +53,93 @@ def module_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-@attrs.frozen(field_transformer=typed)
-class DataEntry:
+class DataEntry(Entries):
     """What the model is trained on: text, as bytes or tokens, in rows of `context` tokens that begin anywhere."""
 
-    __repr__ = shown
-
-    rows: int = entry("rows of a step, over all ranks: losses do not depend on their number", default=32, check=_least(1))
-    context: int = entry("tokens of a row", default=128, check=_least(1))
-    files: tuple[str, ...] = entry(
+    rows: AtLeastOne = entry("rows of a step, over all ranks: losses do not depend on their number", default=32)
+    context: AtLeastOne = entry("tokens of a row", default=128)
+    files: tuple[StrictStr, ...] = entry(
         "files of text and folders of such; left out, the sources of Python's standard library, 8 MB", default=()
     )
-    pattern: str = entry("which files of a folder, as a glob", default="**/*")
-    dataset: str | None = entry("in place of files: a name or folder for Hugging Face's `datasets.load_dataset`", default=None)
-    dataset_config: str | None = entry("its configuration", default=None)
-    dataset_split: str = entry("its split", default="train")
-    column: str = entry("its column that has the text", default="text")
-    text: CallEntry | None = entry(
+    pattern: StrictStr = entry("which files of a folder, as a glob", default="**/*")
+    dataset: StrictStr | None = entry(
+        "in place of files: a name or folder for Hugging Face's `datasets.load_dataset`", default=None
+    )
+    dataset_config: StrictStr | None = entry("its configuration", default=None)
+    dataset_split: StrictStr = entry("its split", default="train")
+    column: StrictStr = entry("its column that has the text", default="text")
+    text: Annotated[CallEntry, call_of("text")] | None = entry(
         "in place of files: `module:function` that returns an object with the method `batch` of `fds.jobs.TokenText`",
         default=None,
-        kind="text",
     )
-    tokenizer: str | None = entry(
-        "a name or folder for Hugging Face's `AutoTokenizer.from_pretrained`; left out, each byte is a token", default=None
+    tokenizer: StrictStr | None = entry(
+        "a name or folder for Hugging Face's `AutoTokenizer.from_pretrained`; left out, each byte is a token",
+        default=None,
     )
-    validation: float = entry("the share of the tokens, from the end, that is not trained on", default=0.1, check=_share)
+    validation: Annotated[StrictFloat, AfterValidator(_share)] = entry(
+        "the share of the tokens, from the end, that is not trained on", default=0.1
+    )
 
-    def __attrs_post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
         given = [name for name in ("files", "dataset", "text") if getattr(self, name)]
         if len(given) > 1:
             raise JobError(f"the text comes from {' and from '.join(given)}; keep one of them", entry=given[1])
         if self.text is not None and self.tokenizer is not None:
             raise JobError("`text` gives tokens itself; leave one of the two out", entry="tokenizer", value=self.tokenizer)
+        return self
 
 
-@attrs.frozen(field_transformer=typed)
-class DeepSpeedEntry:
+class DeepSpeedEntry(Entries):
     """A DeepSpeed config, which says what `strategy`, and perhaps `optimizer` and `schedule`, would say."""
 
-    __repr__ = shown
-
-    config: str = entry("the path of a DeepSpeed config, which `fds.from_ds_config` reads")
+    config: StrictStr | dict[str, Any] = entry("the path of a DeepSpeed config, or its keys, which `fds.from_ds_config` reads")
     auto: dict[str, Any] = entry('by path, what takes the place of "auto"; `train_batch_size` is `data.rows`', default={})
 
 
-@attrs.frozen(field_transformer=typed)
-class EvaluationEntry:
+class EvaluationEntry(Entries):
     """The mean loss of some batches that are not trained on, before the first step and after the last."""
 
-    __repr__ = shown
-
-    every: int | None = entry("steps between two of them; left out, only the first and the last", default=None, check=_least(1))
-    batches: int = entry("how many batches, always the same", default=4, check=_least(1))
+    every: AtLeastOne | None = entry("steps between two of them; left out, only the first and the last", default=None)
+    batches: AtLeastOne = entry("how many batches, always the same", default=4)
 
 
-@attrs.frozen(field_transformer=typed)
-class SavedEntry:
+class SavedEntry(Entries):
     """Checkpoints, as `fds.Checkpoints` has them: the last step's always, and others as they are due."""
 
-    __repr__ = shown
-
-    folder: str = entry("where they lie; all ranks must see it")
-    every: int | None = entry("steps between two checkpoints", default=None, check=_least(1))
-    minutes: float | None = entry("minutes between two checkpoints", default=None, check=_above(0))
-    keep_last: int | None = entry("how many stay; 0 for all", default=3, check=_least(0))
-    keep_every: int | None = entry("those after a multiple of so many steps stay, too", default=None, check=_least(1))
-    resume: bool = entry("whether a run goes on from the newest of them", default=True)
+    folder: StrictStr = entry("where they lie; all ranks must see it")
+    every: AtLeastOne | None = entry("steps between two checkpoints", default=None)
+    minutes: StrictFloat | None = entry("minutes between two checkpoints", default=None, gt=0)
+    keep_last: NotNegative | None = entry("how many stay; 0 for all", default=3)
+    keep_every: AtLeastOne | None = entry("those after a multiple of so many steps stay, too", default=None)
+    resume: StrictBool = entry("whether a run goes on from the newest of them", default=True)
 
 
-@attrs.frozen(field_transformer=typed)
-class LogsEntry:
+class LogsEntry(Entries):
     """Where rank 0 sends losses, norms, rates and validation losses."""
 
-    __repr__ = shown
-
-    every: int = entry("steps between two that are logged", default=10, check=_least(1))
-    csv: str | None = entry("a CSV file with a line for each number", default=None)
-    tensorboard: str | None = entry("a folder of event files; needs the extra `fit`", default=None)
-    wandb: str | None = entry("a project of Weights & Biases; needs the package `wandb`", default=None)
-    progress: bool = entry("a bar with the steps made; needs the extra `fit`", default=False)
+    every: AtLeastOne = entry("steps between two that are logged", default=10)
+    csv: StrictStr | None = entry("a CSV file with a line for each number", default=None)
+    tensorboard: StrictStr | None = entry("a folder of event files; needs the extra `fit`", default=None)
+    wandb: StrictStr | None = entry("a project of Weights & Biases; needs the package `wandb`", default=None)
+    progress: StrictBool = entry("a bar with the steps made; needs the extra `fit`", default=False)
 
 
-@attrs.frozen(field_transformer=typed)
-class ProfileEntry:
+class ProfileEntry(Entries):
     """Where the time, the operations and the bytes of steps go, as `fds.profile` finds."""
 
-    __repr__ = shown
-
-    folder: str = entry("where profile.txt, profile.json and trace.json are written")
-    skip: int = entry("steps at the beginning that are not measured", default=2, check=_least(0))
-    every: int = entry("of so many steps one is timed in detail", default=10, check=_least(1))
-    keep: int = entry("of how many of these the trace shows what ran when", default=2, check=_least(1))
-    flops: bool = entry("whether operations are counted", default=True)
-    peak: float | Literal["measured"] | None = entry(
-        'operations a second that a rank\'s device can do in fp32, or "measured"; left out, there is no MFU', default=None
+    folder: StrictStr = entry("where profile.txt, profile.json and trace.json are written")
+    skip: NotNegative = entry("steps at the beginning that are not measured", default=2)
+    every: AtLeastOne = entry("of so many steps one is timed in detail", default=10)
+    keep: AtLeastOne = entry("of how many of these the trace shows what ran when", default=2)
+    flops: StrictBool = entry("whether operations are counted", default=True)
+    peak: StrictFloat | Literal["measured"] | None = entry(
+        'operations a second that a rank\'s device can do in fp32, or "measured"; left out, there is no MFU',
+        default=None,
     )
 
 
-@attrs.frozen(field_transformer=typed)
-class Job:
+class Job(Entries):
     """What to train, on what, how, and what to write; the same losses on any number of ranks.
 
     Law: ``load_job`` of a file with ``job.to_toml()`` is ``job``.
@@ -169,92 +158,103 @@ class Job:
     lr = 0.001
     """
 
-    __repr__ = shown
-
-    model: CallEntry = entry(
-        "`huggingface`, or `module:function` of your own, with its arguments: tokens [rows, context] to logits", kind="model"
+    model: Annotated[CallEntry, call_of("model")] = entry(
+        "`huggingface`, or `module:function` of your own, with its arguments: tokens [rows, context] to logits"
     )
-    steps: int = entry("how many steps are made in all, earlier runs included", check=_least(0))
-    seed: int = entry(
-        "of the model's params, of the rows that are drawn, and of dropout",
-        default=0,
-        check=lambda value: None if 0 <= value < 2**63 else "at least 0 and below 2**63",
+    steps: NotNegative = entry("how many steps are made in all, earlier runs included")
+    seed: Annotated[StrictInt, AfterValidator(_seed)] = entry(
+        "of the model's params, of the rows that are drawn, and of dropout", default=0
     )
-    ranks: int | None = entry(
-        "how many; left out, 1, or the mesh's size. Under torchrun they are torchrun's", default=None, check=_least(1)
+    ranks: AtLeastOne | None = entry(
+        "how many; left out, 1, or the mesh's size. Under torchrun they are torchrun's", default=None
     )
-    simulate: bool = entry("whether the ranks are simulated in one process, for a trial", default=False)
+    simulate: StrictBool = entry("whether the ranks are simulated in one process, for a trial", default=False)
     device: Literal["auto", "cpu", "cuda"] = entry('"auto" is CUDA where each rank of a host has a GPU', default="auto")
-    deferred: bool = entry(
+    deferred: StrictBool = entry(
         "whether params get values only when the state is sharded, as with `fds.deferred`: for models larger than memory",
         default=False,
     )
-    mesh: dict[str, int] = entry("sizes of axes by name, outermost first, such as {dp = 4, tp = 2}", default={}, check=_sizes)
-    loss: CallEntry = entry(
+    mesh: dict[str, AtLeastOne] = entry("sizes of axes by name, outermost first, such as {dp = 4, tp = 2}", default={})
+    loss: Annotated[CallEntry, call_of("loss")] = entry(
         "`next_token`, `vocab_parallel` for a vocabulary cut by `tensor_parallel`, or `module:function` of outputs and targets",
-        default="next_token",
-        kind="loss",
+        default=CallEntry("next_token"),
     )
-    strategy: tuple[CallEntry, ...] = entry(
+    strategy: Annotated[tuple[CallEntry, ...], calls_of("transform")] = entry(
         "transforms of `functional_ds.transforms`, or `module:function` of your own, in the order of `fds.compose`",
         default=(),
-        kind="transform",
     )
     deepspeed: DeepSpeedEntry | None = entry("a DeepSpeed config in place of a strategy", default=None)
-    optimizer: CallEntry | None = entry(
+    optimizer: Annotated[CallEntry, call_of("optimizer")] | None = entry(
         "an optimizer of `fds`, or `module:function` of your own; only a DeepSpeed config can have it instead",
         default=None,
-        kind="optimizer",
     )
-    schedule: CallEntry | None = entry(
+    schedule: Annotated[CallEntry, call_of("schedule")] | None = entry(
         "a schedule of `functional_ds.transforms`, or `module:function` of your own; left out, the rate is constant",
         default=None,
-        kind="schedule",
     )
     on_non_finite: Literal["stop", "roll_back", "ignore"] = entry(
-        "what three losses in a row that are not finite bring about: the end, or a return to a checkpoint", default="stop"
+        "what three losses in a row that are not finite bring about: the end, or a return to a checkpoint",
+        default="stop",
     )
-    timeout: float = entry(
+    timeout: StrictFloat = entry(
         "minutes that a step, a save or an evaluation may take before ranks are taken to hang; 0 for no watchdog",
         default=10.0,
-        check=_least(0),
+        ge=0,
     )
     data: DataEntry = entry("the text", default=DataEntry())
     evaluation: EvaluationEntry | None = entry("validation losses; left out, none", default=None)
     checkpoints: SavedEntry | None = entry("checkpoints; left out, none", default=None)
     logs: LogsEntry = entry("where numbers go", default=LogsEntry())
     profile: ProfileEntry | None = entry("a profile of the steps; left out, none", default=None)
-    folder: str = entry(
+    folder: StrictStr = entry(
         "where modules, files of text, configs and tokenizers are looked for; left out of a file, it is the file's folder. "
         "What a run writes is relative to the working directory",
         default=".",
-        always=True,
+        json_schema_extra=ALWAYS,
     )
-    file: str | None = attrs.field(default=None, kw_only=True, eq=False, repr=False)  # where it comes from
-    # modules beyond its own that it may name; no entry, as a file cannot allow itself more
-    allow_import: tuple[str, ...] = attrs.field(default=(), converter=module_names, kw_only=True, eq=False, repr=False)
+    _file: str | None = PrivateAttr(None)
+    _allow_import: tuple[str, ...] = PrivateAttr(())
 
-    def __attrs_post_init__(self) -> None:
+    def __init__(self, /, *, file: str | None = None, allow_import: Iterable[str] = (), **data: Any) -> None:
+        super().__init__(**data)
+        self._file, self._allow_import = file, module_names(allow_import)
+
+    @property
+    def file(self) -> str | None:
+        """Where it comes from."""
+        return self._file
+
+    @property
+    def allow_import(self) -> tuple[str, ...]:
+        """Modules beyond its own that it may name; no entry, as a file cannot allow itself more."""
+        return self._allow_import
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
         size = math.prod(self.mesh.values())
         if self.mesh and self.ranks not in (None, size):
             raise JobError(f"the mesh has {size} ranks; leave ranks out, or change the mesh", entry="ranks", value=self.ranks)
-        if self.deepspeed is not None and self.strategy:
-            raise JobError("a DeepSpeed config is a strategy; keep one of the two", entry="strategy")
+        if self.deepspeed is not None and any(each.name not in BESIDE_DEEPSPEED for each in self.strategy):
+            raise JobError(
+                f"a DeepSpeed config is a strategy; keep one of the two, but for {', '.join(BESIDE_DEEPSPEED)}",
+                entry="strategy",
+            )
         if self.on_non_finite == "roll_back" and self.checkpoints is None:
             raise JobError(
                 "it goes back to a checkpoint; say where they lie: [checkpoints]", entry="on_non_finite", value="roll_back"
             )
         if self.optimizer is None and self.deepspeed is None:
             raise JobError("it needs optimizer: an optimizer, such as optimizer = {adamw = {lr = 1e-3}}")
+        return self
 
     @property
     def world_size(self) -> int:
         """How many ranks the job asks for."""
         return self.ranks or math.prod(self.mesh.values())
 
-    def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
-        """The job as plain data, as JSON has it; entries at their defaults are left out unless asked for."""
-        return written(self, defaults=defaults)
+    def transform(self, name: str) -> CallEntry | None:
+        """The first transform of this name in the strategy."""
+        return next((each for each in self.strategy if each.name == name), None)
 
     def to_toml(self, *, defaults: bool = False) -> str:
         """The job as the text of a file; entries at their defaults are left out unless asked for."""
@@ -274,8 +274,7 @@ class Job:
         with located(self.file):
             for path, value in changes.items():
                 changed(data, path, value)
-            found: Job = attrs.evolve(read(Job, data), file=self.file, allow_import=self.allow_import)
-        return found
+            return Job.read(data, file=self.file, allow_import=self.allow_import)
 
     def __str__(self) -> str:
         return self.to_toml().rstrip()

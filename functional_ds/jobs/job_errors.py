@@ -1,13 +1,13 @@
 """``JobError``: which entry of which file is wrong, and what would do."""
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import attrs
 
-__all__ = ["JobError", "joined", "nearest", "within"]
+__all__ = ["JobError", "first_key", "joined", "nearest", "within"]
 
 _NOTHING: Any = attrs.NOTHING
 
@@ -63,6 +63,11 @@ def _error(problem: str, entry: str, value: tuple[Any] | None, file: str | None,
 def joined(*parts: str) -> str:
     """The path of an entry in an entry."""
     return ".".join(part for part in parts if part)
+
+
+def first_key(table: Iterable[str], path: str) -> str | None:
+    """The key of a table with which a path begins; it may have dots of its own, as "package.module:function" has."""
+    return max((key for key in table if path == key or path.startswith(f"{key}.")), key=len, default=None)
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -9,14 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from functional_ds.base.files import check_plain, parse_json, read_text
 
 from .job import Job, module_names
 from .job_errors import JobError
-from .job_lines import located
-from .job_reader import read
+from .job_text import located
 
 __all__ = ["load_job"]
 
@@ -55,8 +52,9 @@ def load_job(
         _check(data, file)
         if isinstance(data, Mapping):
             data = {"folder": str(file.parent), **data}
-        job: Job = read(Job, data)
-        job = attrs.evolve(job, file=str(file), allow_import=(*job.allow_import, *module_names(allow_import)))
+        own = data.allow_import if isinstance(data, Job) else ()
+        allowed = (*own, *module_names(allow_import))
+        job = Job.read(data.to_dict() if isinstance(data, Job) else data, file=str(file), allow_import=allowed)
         return job.changed(changes) if changes else job
 
 

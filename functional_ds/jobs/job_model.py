@@ -19,13 +19,21 @@ from .job_errors import JobError, nearest
 __all__ = ["huggingface", "next_token", "pipeline", "pipeline_schedule", "vocab_parallel"]
 
 
-def huggingface(config: str | dict[str, Any], *, folder: str = ".", attention: str | None = None, weights: bool = False) -> Any:
+def huggingface(
+    config: str | dict[str, Any],
+    *,
+    folder: str = ".",
+    attention: str | None = None,
+    experts: bool = False,
+    weights: bool = False,
+) -> Any:
     """A causal language model of transformers, by its config.
 
     Args:
         config: a folder or name that has one, or its entries with ``model_type``.
         folder: what a path is relative to; the job's.
         attention: how it attends, such as "sdpa", or "fds_ring" for sequences that are cut.
+        experts: whether its experts can be spread over ranks.
         weights: whether to load the weights that lie beside the config; otherwise they are drawn.
 
     Raises:
@@ -52,6 +60,8 @@ def huggingface(config: str | dict[str, Any], *, folder: str = ".", attention: s
             found = transformers.AutoConfig.from_pretrained(config, use_cache=False, trust_remote_code=False)
         models = transformers.AutoModelForCausalLM
         model = models.from_pretrained(config, config=found, **more) if weights else models.from_config(found, **more)
+        if experts:
+            model.set_experts_implementation(import_module("functional_ds.parallel.experts").register_experts())
     except (OSError, ValueError) as error:
         if isinstance(error, JobError):
             raise

@@ -1,174 +1,151 @@
-"""Plain data into frozen records by their annotations, and back."""
+"""``Entries``: frozen records that pydantic reads from plain data; they are written back, and changed by paths."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
-import attrs
+import annotated_types
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
-from .call_entry import CallEntry, call_entry, plain
-from .job_errors import JobError, joined, nearest
+from .call_entry import call_entry, plain
+from .job_errors import JobError, first_key, joined, nearest
 
-__all__ = ["changed", "entries", "entry", "read", "shown", "typed", "written"]
+__all__ = ["ALWAYS", "AtLeastOne", "Entries", "NotNegative", "call_of", "calls_of", "changed", "entry"]
 
-
-def entry(
-    help: str,
-    *,
-    default: Any = attrs.NOTHING,
-    kind: str | None = None,
-    check: Callable[[Any], str | None] | None = None,
-    always: bool = False,
-) -> Any:
-    """A field of a record that a job's file can have.
-
-    Args:
-        help: what it means, in a sentence.
-        default: its value where it is left out; none if it must be given.
-        kind: of a call, which functions it may name.
-        check: says what a value must be instead; None if it is right.
-        always: whether it is written even at its default.
-    """
-
-    def checked(record: Any, field: Any, value: Any) -> None:
-        wanted = None if check is None or value is None else check(value)
-        if wanted:
-            raise JobError(f"it must be {wanted}", entry=field.name, value=value)
-
-    factory = {"factory": dict} if default == {} else {"default": default}
-    metadata = {"help": help, "kind": kind, "always": always}
-    return attrs.field(**factory, metadata=metadata, validator=checked, kw_only=True)
+AtLeastOne = Annotated[StrictInt, annotated_types.Ge(1)]
+NotNegative = Annotated[StrictInt, annotated_types.Ge(0)]
 
 
-def typed(record: type[Any], fields: "list[attrs.Attribute[Any]]") -> "list[attrs.Attribute[Any]]":
-    """For ``attrs.frozen(field_transformer=)``: each entry takes what its annotation says, or plain data for it."""
-    return [field.evolve(converter=_converter(field)) if "help" in field.metadata else field for field in fields]
+def entry(help: str, **more: Any) -> Any:
+    """A field of a record that a job's file can have, as ``pydantic.Field`` makes it, and what it means, in a sentence."""
+    return Field(description=help, **more)
 
 
-def _converter(field: "attrs.Attribute[Any]") -> Callable[[Any], Any]:
-    kind, wanted = field.metadata["kind"], field.type
-
-    def convert(value: Any) -> Any:
-        try:
-            return _typed(value, wanted) if kind is None else _calls(value, kind)
-        except JobError as error:
-            raise error.within(field.name) from None
-
-    return convert
+def call_of(kind: str) -> BeforeValidator:
+    """Reads one function of a kind, with its arguments."""
+    return BeforeValidator(lambda value: call_entry(value, kind))
 
 
-def entries(record: type[Any]) -> "list[attrs.Attribute[Any]]":
-    """The fields of a record that a file can have."""
-    return [field for field in attrs.fields(record) if "help" in field.metadata]
+def calls_of(kind: str) -> BeforeValidator:
+    """Reads several."""
+
+    def read(value: Any) -> Any:
+        found = []
+        for index, each in enumerate(value if isinstance(value, list | tuple) else [value]):
+            try:
+                found.append(call_entry(each, kind))
+            except JobError as error:
+                raise (error if error.entry else error.within(str(index))) from None
+        return tuple(found)
+
+    return BeforeValidator(read)
 
 
-def _calls(value: Any, kind: str) -> Any:
-    """One call, several of them, or None."""
-    if not isinstance(value, list | tuple):
-        return None if value is None else call_entry(value, kind)
-    found = []
-    for index, each in enumerate(value):
-        try:
-            found.append(call_entry(each, kind))
-        except JobError as error:
-            raise (error if error.entry else error.within(str(index))) from None
-    return tuple(found)
-
-
-def read(record: type[Any], data: Any) -> Any:
-    """A record from a table.
+class Entries(BaseModel):
+    """A table of a job's file: each field is an entry, which its description explains.
 
     Raises:
         JobError: an entry is unknown, missing or of another type.
     """
-    if isinstance(data, record):
-        return data
-    if not isinstance(data, Mapping):
-        raise JobError("it must be a table of entries", value=data)
-    fields = {field.name: field for field in entries(record)}
-    for name, value in data.items():
-        if name not in fields:
-            raise JobError(f"there is no such entry; {nearest(str(name), list(fields))}", entry=str(name), value=value)
-    lacking = [name for name, field in fields.items() if field.default is attrs.NOTHING and name not in data]
-    if lacking:
-        raise JobError(f"it needs {', '.join(lacking)}: {fields[lacking[0]].metadata['help']}")
-    return record(**data)
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    def __init__(self, /, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise _refused(type(self), error) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, data: Any) -> Any:
+        return {str(name): plain(value) for name, value in data.items()} if isinstance(data, Mapping) else data
+
+    @classmethod
+    def read(cls, data: Any, **more: Any) -> Self:
+        """The record of a table, which has entries alone, made with more arguments.
+
+        Raises:
+            JobError: an entry is refused.
+        """
+        if not isinstance(data, Mapping):
+            raise JobError("it must be a table of entries", value=data)
+        for name in data:
+            if name not in cls.model_fields:
+                raise _unknown(cls, str(name), data[name])
+        return cls(**data, **more)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and dict(self._written(defaults=True)) == dict(other._written(defaults=True))
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        own = ", ".join(f"{name}={getattr(self, name)!r}" for name, _ in self._written(defaults=False))
+        return f"{type(self).__name__}({own})"
+
+    def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
+        """As plain data, as JSON has it; entries at their defaults are left out unless asked for."""
+        found = self._written(defaults=defaults)
+        return {name: value.to_dict(defaults=defaults) if isinstance(value, Entries) else plain(value) for name, value in found}
+
+    def _written(self, *, defaults: bool) -> Iterator[tuple[str, Any]]:
+        """The entries that are written: none that is None."""
+        for name, field in type(self).model_fields.items():
+            value, always = getattr(self, name), field.json_schema_extra == ALWAYS
+            if value is not None and (defaults or always or value != field.get_default(call_default_factory=True)):
+                yield name, value
 
 
-_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+ALWAYS: Any = {"always": True}  # an entry that is written even at its default
+_WORDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "a list, each a string",
+    "dict_type": "a table",
+    "model_type": "a table of entries",
+    "model_attributes_type": "a table of entries",
+    "literal_error": "one of {expected}",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "above {gt}",
+}
 
 
-def _typed(value: Any, wanted: Any) -> Any:
-    """The value as its annotation has it."""
-    origin, parts = get_origin(wanted), get_args(wanted)
-    if origin in (Union, UnionType):
-        if value is None and type(None) in parts:
-            return None
-        rest = [each for each in parts if each is not type(None)]
-        errors = []
-        for each in rest:
-            try:
-                return _typed(value, each)
-            except JobError as error:
-                errors.append(error)
-        if len(errors) == 1 or errors[0].entry:
-            raise errors[0]
-        words = " or ".join(error.problem.removeprefix("it must be ") for error in errors)
-        raise JobError(f"it must be {words}", value=value)
-    if origin is Literal:
-        if value not in parts or isinstance(value, bool):
-            raise JobError(f"it must be one of {', '.join(map(repr, parts))}", value=value)
-        return value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise JobError(f"it must be a list, each {_WORDS.get(parts[0], 'a table')}", value=value)
-        return tuple(_part(each, parts[0], str(index)) for index, each in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise JobError("it must be a table", value=value)
-        return {str(name): _part(each, parts[1], str(name)) for name, each in value.items()}
-    if attrs.has(wanted):
-        return read(wanted, value)
-    if wanted is Any:
-        return plain(value)
-    if wanted is float and type(value) is int:
-        return float(value)
-    if wanted is str and hasattr(value, "__fspath__"):
-        return str(value)
-    if type(value) is not wanted:
-        raise JobError(f"it must be {_WORDS[wanted]}", value=value)
-    return value
+def _unknown(record: type[BaseModel], name: str, value: Any) -> JobError:
+    return JobError(f"there is no such entry; {nearest(name, list(record.model_fields))}", entry=name, value=value)
 
 
-def _part(value: Any, wanted: Any, name: str) -> Any:
-    try:
-        return _typed(value, wanted)
-    except JobError as error:
-        raise error.within(name) from None
+def _refused(record: type[BaseModel], errors: ValidationError) -> JobError:
+    """The first of the errors: of unknown entries, of those that are missing, then of the others."""
+    found = errors.errors(include_url=False)
+    for each in found:
+        if each["type"] == "extra_forbidden":
+            return _unknown(record, str(each["loc"][0]), each["input"])
+    missing = [str(each["loc"][0]) for each in found if each["type"] == "missing"]
+    if missing:
+        return JobError(f"it needs {', '.join(missing)}: {record.model_fields[missing[0]].description}")
+    first = found[0]
+    place = _place(record, first["loc"])
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, JobError):
+        return cause.within(place)
+    same = [each for each in found if _place(record, each["loc"]) == place]
+    kinds = ((_WORDS.get(each["type"]), each) for each in same)
+    words = dict.fromkeys(each["msg"] if word is None else word.format(**each.get("ctx", {})) for word, each in kinds)
+    wanted = " or ".join(words).replace("' or '", "', '")
+    return JobError(f"it must be {wanted}", entry=place, value=first["input"])
 
 
-def written(record: Any, *, defaults: bool) -> dict[str, Any]:
-    """A record as plain data, without what is None, and without defaults unless they are asked for."""
-    found: dict[str, Any] = {}
-    for field in entries(type(record)):
-        value = getattr(record, field.name)
-        default: Any = {} if isinstance(field.default, attrs.Factory) else field.default  # type: ignore[arg-type]
-        if field.converter is not None and default is not attrs.NOTHING:
-            default = _converter(field)(default)
-        if value is None or (value == default and not defaults and not field.metadata["always"]):
-            continue
-        found[field.name] = written(value, defaults=defaults) if _is_record(value) else plain(value)
-    return found
-
-
-def shown(record: Any) -> str:
-    """A record as the call that makes it, without defaults: a ``__repr__``."""
-    own = written(record, defaults=False)
-    return f"{type(record).__name__}({', '.join(f'{name}={getattr(record, name)!r}' for name in own)})"
-
-
-def _is_record(value: Any) -> bool:
-    return attrs.has(type(value)) and not isinstance(value, CallEntry)
+def _place(record: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    """The entry that an error is of. Within an entry of several types, pydantic names the type next."""
+    if not loc:
+        return ""
+    wanted = record.model_fields[str(loc[0])].annotation
+    several = get_origin(wanted) in (Union, UnionType) and len(set(get_args(wanted)) - {type(None)}) > 1
+    return joined(*map(str, loc[:1] if several else loc))
 
 
 def changed(data: dict[str, Any], path: str, value: Any) -> None:
@@ -181,8 +158,7 @@ def changed(data: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _set(table: dict[str, Any], path: str, value: Any, above: str) -> None:
-    # a key may have dots of its own, as "package.module:function" has
-    name = max((key for key in table if path == key or path.startswith(f"{key}.")), key=len, default=path.partition(".")[0])
+    name = first_key(table, path) or path.partition(".")[0]
     rest = path[len(name) + 1 :]
     here = joined(above, name)
     if not rest:
@@ -200,7 +176,7 @@ def _set(table: dict[str, Any], path: str, value: Any, above: str) -> None:
 
 def _set_call(listed: list[Any], path: str, value: Any, above: str) -> None:
     names = [next(iter(each)) for each in listed if isinstance(each, dict) and len(each) == 1]
-    found = max((name for name in names if path == name or path.startswith(f"{name}.")), key=len, default=None)
+    found = first_key(names, path)
     if found is None:
         name = path.partition(".")[0]
         raise JobError(f"the job has none of this name to change; {nearest(name, names)}", entry=joined(above, name))

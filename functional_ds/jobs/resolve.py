@@ -7,11 +7,10 @@ from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import BuiltinFunctionType, ModuleType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Protocol, Union, get_args, get_origin
 
 import attrs
 import torch
-from torch import nn
 
 from functional_ds import comm
 from functional_ds.sharding.grouping import UnitPolicy
@@ -20,7 +19,19 @@ from .call_entry import KINDS, CallEntry, call_entry, check_arguments, parameter
 from .job import Job
 from .job_errors import JobError, joined, nearest
 
-__all__ = ["LIBRARY", "Surroundings", "function_and_arguments", "made", "user_object"]
+__all__ = ["LIBRARY", "ModelWords", "Surroundings", "function_and_arguments", "made", "user_object"]
+
+
+class ModelWords(Protocol):
+    """What a model says of itself, and the stages that it is cut into."""
+
+    @property
+    def sequence(self) -> Mapping[str, Any] | None: ...
+    @property
+    def experts(self) -> str | None: ...
+    @property
+    def stages(self) -> Any: ...
+    def layer_plan(self) -> Mapping[str, Any]: ...
 
 
 @attrs.frozen
@@ -29,11 +40,11 @@ class Surroundings:
 
     Attributes:
         mesh: whose axes are groups; None before there are ranks.
-        model: for a plan of its modules; None before it is built.
+        subject: for what the model says of itself; None before it is built.
     """
 
     mesh: comm.Mesh | None = None
-    model: nn.Module | None = None
+    subject: ModelWords | None = None
 
 
 def made(call: CallEntry, kind: str, job: Job, *, entry: str, around: Surroundings = Surroundings(), **given: Any) -> Any:
@@ -101,8 +112,10 @@ def _argument(name: str, value: Any, annotation: Any, job: Job, around: Surround
         return made(call_entry(value, "codec"), "codec", job, entry="")
     if name in ("others", "rules") and isinstance(value, Mapping | str):
         return _optimizers(name, value, job)
+    if name == "pattern" and value == "auto":
+        return "" if around.subject is None else around.subject.experts
     if name == "plan" and value == "auto":
-        return _plan_of(around)
+        return {} if around.subject is None else around.subject.layer_plan()
     if _is_reference(value) and str not in kinds:
         return user_object(value, job)
     if record is not None and isinstance(value, Mapping):
@@ -142,12 +155,6 @@ def _optimizers(name: str, value: Any, job: Job) -> Any:
     if name == "others":
         return made(call_entry(value, "optimizer"), "optimizer", job, entry="")
     return {rule: made(call_entry(each, "optimizer"), "optimizer", job, entry=str(rule)) for rule, each in value.items()}
-
-
-def _plan_of(around: Surroundings) -> Any:
-    if around.model is None:
-        return {}
-    return import_module("functional_ds.parallel.tensor").plan_of(around.model)
 
 
 # -- what a job may name -----------------------------------------------------------------------------------------------------

@@ -13,12 +13,16 @@ from functional_ds import comm
 from functional_ds.fitting.run import Interrupted
 from functional_ds.fitting.signals import Flag, stop_on_signals, stop_ranks_on_signals
 
-from .check_job import check_job
 from .job import Job
-from .job_errors import JobError
+from .job_data import text_of
+from .job_errors import JobError, within
+from .job_subject import loss_function
+from .job_text import located
 from .prepare import prepare
+from .resolve import Surroundings, function_and_arguments
+from .strategy import strategy_of
 
-__all__ = ["JobResult", "run_job", "run_ranks"]
+__all__ = ["JobResult", "check_job", "run_job", "run_ranks"]
 
 Found = TypeVar("Found")
 
@@ -186,8 +190,40 @@ def _placed(job: Job, ranks: int) -> Job:
     """The job with its device chosen: GPUs if this host has one for each of its ranks."""
     if job.device != "auto":
         return job
-    return attrs.evolve(job, device="cuda" if torch.cuda.device_count() >= ranks else "cpu")
+    return job.changed({"device": "cuda" if torch.cuda.device_count() >= ranks else "cpu"})
 
 
 def _backend(job: Job) -> str | None:
     return "gloo" if job.device == "cpu" else None
+
+
+def check_job(job: Job, ranks: int | None = None) -> None:
+    """Refuses what no rank could train with, on as many ranks as the job says, or as torchrun has started.
+
+    It imports the modules that the job names, builds its optimizer, schedule and transforms, and reads its text, unless that
+    is tokenized or comes from a data set. It does not build the model.
+
+    Raises:
+        JobError: with the entry, its value, and what would do.
+
+    >>> check_job(Job(model="nowhere:MLP", steps=1, optimizer={"sgd": 0.1}))
+    Traceback (most recent call last):
+        ...
+    functional_ds.jobs.job_errors.JobError: model.nowhere:MLP: there is no module 'nowhere', neither in . nor installed
+    """
+    with located(job.file):
+        for entry, kind, call in (("model", "model", job.model), ("data.text", "text", job.data.text)):
+            if call is not None:
+                with within(f"{entry}.{call.name}"):
+                    function_and_arguments(call, kind, job, Surroundings())
+        loss_function(job)
+        size = job.world_size if ranks is None else ranks
+        if job.mesh and job.world_size != size:
+            raise JobError(f"the mesh has {job.world_size} ranks, and there are {size}", entry="mesh", value=job.mesh)
+        comm.simulate(_try_strategy, job, world_size=size, shapes_only=True)
+        if not (job.data.dataset or job.data.tokenizer or job.data.text):
+            text_of(job)
+
+
+def _try_strategy(job: Job) -> None:
+    strategy_of(job, Surroundings(comm.mesh(**job.mesh) if job.mesh else None))

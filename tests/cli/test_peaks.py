@@ -9,23 +9,23 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm
-from functional_ds.cli.planning.candidate import Candidate
-from functional_ds.cli.planning.subject import subject_of
+from functional_ds.cli.planning.candidate import first_ranks, name_of
+from functional_ds.cli.planning.subject import planned
 from functional_ds.cli.planning.values_free_step import step_shape
 from functional_ds.comm.backends import gloo
 from functional_ds.comm.worlds.gloo_shapes import GlooShapesWorld
 from functional_ds.comm.worlds.shapes import rank_on_shapes
 from functional_ds.dry_run.events import EventRecorder
+from functional_ds.jobs.job import Job
+from functional_ds.jobs.job_subject import subject_of
+from functional_ds.jobs.strategy import rows_of_rank
+from tests.cli.candidates import on_mesh
 from tests.cli.models_by_name import HERE
 
-CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small leaves stay whole
 
-
-def case(model: str, dp: int, stage: int, precision: str, accumulate: int = 1, **more: Any) -> tuple[str, Candidate]:
+def case(model: str, dp: int, stage: int, precision: str, accumulate: int = 1, **more: Any) -> Job:
     rows = 2 if model == "attending" else 64
-    config = CUT if stage == 3 else {}
-    made = Candidate.of(config, dp, stage=stage, precision=precision, micro_batch=rows, accumulate=accumulate, **more)
-    return f"{HERE}:{model}", made
+    return on_mesh(f"{HERE}:{model}", dp, stage=stage, precision=precision, micro_batch=rows, accumulate=accumulate, **more)
 
 
 # Sums of halves are folded in fp32 on another thread, whenever the other rank's message has come.
@@ -38,17 +38,17 @@ CASES = [
 ]
 
 
-def measured_peaks(cases: list[tuple[str, Candidate]]) -> list[int]:
+def measured_peaks(cases: list[Job]) -> list[int]:
     """Of this rank, in each configuration's third step."""
-    return [_measured_peak(*each) for each in cases]
+    return [_measured_peak(each) for each in cases]
 
 
-def _measured_peak(model: str, candidate: Candidate) -> int:
+def _measured_peak(job: Job) -> int:
     torch.manual_seed(0)
-    subject = subject_of(model, device="cpu")
+    subject = subject_of(job, device="cpu")
     assert subject.batch is not None
-    batch, subject = subject.batch(candidate.plan.batch.rows), subject.piped_for(candidate)
-    step = subject.step(candidate)
+    batch, subject = subject.batch(rows_of_rank(job)), subject.piped_for(job)
+    step = subject.step(job)
     state = step.init(subject.params)
     del subject
     for _ in range(2):
@@ -69,10 +69,10 @@ def _measured_peak(model: str, candidate: Candidate) -> int:
 def test_two_processes_have_the_predicted_peaks() -> None:
     """Each rank of a pipeline its own; within 2 %, where sums are not on their way at the peak."""
     every = comm.spawn(measured_peaks, [each for each, _ in CASES], world_size=2, backend="gloo")
-    for ((model, candidate), error), *peaks in zip(CASES, *every, strict=True):
-        ranks = candidate.axes.first_ranks()  # the others do the same
-        predicted = [step_shape(subject_of(model), candidate, rank=rank).peak for rank in ranks]
-        assert predicted * (2 // len(ranks)) == pytest.approx(peaks, rel=error), candidate.name
+    for (job, error), *peaks in zip(CASES, *every, strict=True):
+        ranks = first_ranks(job)  # the others do the same
+        predicted = [step_shape(planned(job), job, rank=rank).peak for rank in ranks]
+        assert predicted * (2 // len(ranks)) == pytest.approx(peaks, rel=error), name_of(job)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -173,18 +173,17 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     ],
     test_tune.test_a_trial_of_tensor_parallel_ranks_has_the_predicted_state: [
         Bug(
-            "a trial has dp alone",
-            "cli.tuning.trial:TrialSpec.candidate",
-            "self.ranks // (self.tp * self.sp * self.pp)",
-            "self.ranks",
-            shows=ValueError,
+            "groups are the whole world",
+            "jobs.resolve:_group",
+            "around.mesh is None",
+            "True",
         ),
     ],
     test_axes.test_every_mesh_is_enumerated: [
-        Bug("a pipeline's ranks are of dp, too", "cli.tune_command:candidates_of", "t * s * p", "t * s"),
+        Bug("a pipeline's ranks are of dp, too", "cli.tune_command:candidates_of", "tp * sp * pp", "tp * sp"),
     ],
     test_axes.test_a_mesh_is_a_line: [
-        Bug("neighbours are a pipeline's", "cli.planning.mesh_axes:MeshAxes.first_ranks", "place * self.sp", "place"),
+        Bug("neighbours are a pipeline's", "cli.planning.candidate:first_ranks", "place * stride", "place"),
     ],
     partial(test_axes.test_a_bubble_of_equal_ranks, 2, 4): [
         Bug(

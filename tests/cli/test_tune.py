@@ -8,14 +8,18 @@ import pytest
 
 from functional_ds import comm
 from functional_ds.cli import tune_command
-from functional_ds.cli.planning.candidate import Candidate
+from functional_ds.cli.planning.candidate import as_dict
 from functional_ds.cli.planning.forecast import forecast
-from functional_ds.cli.planning.subject import subject_of
-from functional_ds.cli.tune_command import candidates_of
+from functional_ds.cli.planning.subject import job_of, planned
+from functional_ds.cli.tune_command import SearchSpace, candidates_of
 from functional_ds.cli.tuning import trial
 from functional_ds.cli.tuning.halving import Measurement, halve
-from functional_ds.cli.tuning.trial import TrialSpec, measure, run_rank
+from functional_ds.cli.tuning.trial import measure, run_rank
+from functional_ds.jobs.job import Job
+from functional_ds.jobs.job_file import load_job
+from functional_ds.jobs.strategy import micro_batches, size
 from functional_ds.scaling.machine import MACHINES
+from tests.cli.candidates import on_mesh
 from tests.cli.models_by_name import HERE
 from tests.cli.running import answer, refusal, run
 
@@ -38,10 +42,10 @@ def test_the_fastest_wins_and_the_dead_are_last() -> None:
 
 
 def test_every_candidate_trains_on_the_same_rows() -> None:
-    found = candidates_of({}, 2, 24, stages=[0, 3], precisions=["fp32"], micro=None, recompute=(False, True))
+    found = candidates_of(job_of(f"{HERE}:mlp"), 2, 24, SearchSpace([0, 3], ["fp32"], recompute=(False, True)))
     assert len(found) == 2 * 6 * 2
-    assert {each.plan.batch.train_batch_size for each in found} == {24}
-    assert len({json.dumps(each.as_dict()) for each in found}) == len(found)
+    assert {each.data.rows for each in found} == {24}
+    assert len({json.dumps(as_dict(each)) for each in found}) == len(found)
 
 
 def test_tensor_parallel_ranks_are_tried_where_the_model_says_its_cuts(
@@ -50,52 +54,67 @@ def test_tensor_parallel_ranks_are_tried_where_the_model_says_its_cuts(
     """Every divisor of the ranks; the rows of a step are the same on every mesh."""
     tried = list[tuple[int, int]]()
 
-    def quick(spec: TrialSpec, *, timeout: float) -> Measurement:
-        tried.append((spec.candidate.ranks, spec.candidate.tp))
-        assert spec.candidate.plan.batch.train_batch_size == 4
-        return Measurement(1.0 / spec.tp, 1, 1)
+    def quick(job: Job, *, timeout: float) -> Measurement:
+        tried.append((size(job, "dp"), size(job, "tp")))
+        assert job.data.rows == 4
+        return Measurement(1.0 / size(job, "tp"), 1, 1)
 
     monkeypatch.setattr(tune_command, "measure", quick)
-    words = ["--ranks", 2, "--pp", 1, "--zero", "1,2", "--micro-batch", 1, "--machine", "h100", "--best", 99, "--rows", 4]
+    words = [
+        "--ranks",
+        2,
+        "--axis",
+        "pp=1",
+        "--zero",
+        "1,2",
+        "--micro-batch",
+        1,
+        "--machine",
+        "h100",
+        "--best",
+        99,
+        "--rows",
+        4,
+    ]
     found = answer(capsys, "tune", f"{HERE}:cut", *words)
     assert set(tried) == {(2, 1), (1, 2)}
     assert found["candidates"] == 2 + 1  # a rank of dp that is alone has no stages
     assert (found["winner"]["tp"], found["winner"]["ranks"]) == (2, 1)
-    shown = run(capsys, "tune", f"{HERE}:cut", "--tp", 2, *words)[1]
+    shown = run(capsys, "tune", f"{HERE}:cut", "--axis", "tp=2", *words)[1]
     assert "mesh = comm.mesh(dp=1, tp=2)" in shown
     assert 'T.tensor_parallel(tp_plan, mesh["tp"])' in shown
-    uneven = candidates_of({}, 2, 3, stages=[1], precisions=["fp32"], micro=None, tp=[1, 2])  # dp=2 cannot divide 3 rows
-    assert {each.tp for each in uneven} == {2}
+    search = SearchSpace([1], ["fp32"], axes={"tp": [1, 2]})
+    uneven = candidates_of(job_of(f"{HERE}:cut"), 2, 3, search)  # dp=2 cannot divide 3 rows
+    assert {size(each, "tp") for each in uneven} == {2}
 
 
 def test_a_trial_of_tensor_parallel_ranks_has_the_predicted_state() -> None:
     """Law: predicted bytes of a rank's state = measured ones, on the mesh (1, 2)."""
-    candidate = Candidate.of({}, 1, stage=0, micro_batch=2, tp=2)
-    spec = TrialSpec(f"{HERE}:cut", dict(candidate.config), 2, steps=1, tp=2)
-    expected = forecast(subject_of(f"{HERE}:cut"), candidate, machine=MACHINES["h100"], limit=0).shape.memory.state
-    assert [state for _, _, state in comm.simulate(run_rank, spec, world_size=2)] == [expected] * 2
+    job = on_mesh(f"{HERE}:cut", 1, stage=0, micro_batch=2, tp=2).changed({"steps": 1})
+    expected = forecast(planned(job), job, machine=MACHINES["h100"], limit=0).shape.memory.state
+    assert [state for _, _, state in comm.simulate(run_rank, job, world_size=2)] == [expected] * 2
 
 
 def test_a_child_that_dies_is_a_result() -> None:
     """One child each: one is killed, one takes too long."""
-    spec = TrialSpec(f"{HERE}:dies", dict(Candidate.of({}, 1, micro_batch=2).config), 1, steps=1)
-    assert measure(spec, timeout=100).why.startswith("signal SIGKILL")
-    assert measure(spec, timeout=0.01).why == "it took longer than 0.01 s"
+    job = on_mesh(f"{HERE}:dies", micro_batch=2).changed({"steps": 1})
+    assert measure(job, timeout=100).why.startswith("signal SIGKILL")
+    assert measure(job, timeout=0.01).why == "it took longer than 0.01 s"
 
 
 def test_a_trial_measures_what_it_says(tmp_path: Path) -> None:
-    spec = TrialSpec(f"{HERE}:mlp", dict(Candidate.of({}, 1, stage=1, micro_batch=4).config), 1, steps=2)
-    seconds, peak, state = run_rank(spec)
+    job = on_mesh(f"{HERE}:mlp", stage=1, micro_batch=4).changed({"steps": 2})
+    seconds, peak, state = run_rank(job)
     assert seconds > 0
     assert peak >= 0
-    (tmp_path / "spec.json").write_text(json.dumps(attrs.asdict(spec)))
-    trial.main(str(tmp_path / "spec.json"), str(tmp_path / "out.json"))
+    (tmp_path / "job.json").write_text(json.dumps([job.to_dict(), job.file, job.allow_import]))
+    trial.main(str(tmp_path / "job.json"), str(tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text())["state"] == state
 
 
 def test_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def quick(spec: TrialSpec, *, timeout: float) -> Measurement:
-        accumulate = spec.config["gradient_accumulation_steps"]
+    def quick(job: Job, *, timeout: float) -> Measurement:
+        accumulate = micro_batches(job)
         if accumulate == 1:
             return Measurement(why="exit code 1: RuntimeError: out of memory")
         return Measurement(1.0 / accumulate, 10**6, 10**5)
@@ -112,6 +131,9 @@ def test_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert config["gradient_accumulation_steps"] == 4
     assert found["winner"]["line"].startswith("fds.compose(T.zero(0), T.accumulate(4)")
     assert found["fitted"] is None
+    written = run(capsys, *words[:-1], tmp_path / "job.toml")[1]
+    assert f"functional-ds train {tmp_path}/job.toml --allow-import models_by_name runs it" in written
+    assert load_job(tmp_path / "job.toml").to_dict() == {**found["winner"]["job"], "folder": str(Path(HERE).parent)}
     shown = run(capsys, *words, "--save-machine", tmp_path / "m.json")[1]
     assert all(word in shown for word in ("winner: zero 0, fp32, 4 x 1 rows", "predicted", "fitted", "measured"))
 
@@ -122,12 +144,12 @@ def test_a_fitted_machine_is_read_by_plan(
     """Runs take what a machine with other factors would take: the fit predicts them, and so does ``plan``."""
     sheet = attrs.evolve(MACHINES["h100"], device="cpu")
     real, model = attrs.evolve(sheet, factors={"products": 3.0, "copies": 0.5, "starts": 2.5}), f"{HERE}:mlp"
-    subject, times = subject_of(model), dict[str, float | None]()
+    subject, times = planned(job_of(model)), dict[str, float | None]()
 
-    def quick(spec: TrialSpec, *, timeout: float) -> Measurement:
-        name = json.dumps(spec.config)
+    def quick(job: Job, *, timeout: float) -> Measurement:
+        name = json.dumps(as_dict(job)["name"])
         if name not in times:
-            times[name] = forecast(subject, Candidate(spec.config, 1), machine=real, limit=0).step_seconds
+            times[name] = forecast(subject, job, machine=real, limit=0).step_seconds
         return Measurement(times[name], 1, 1)
 
     monkeypatch.setattr(tune_command, "measure", quick)
@@ -139,9 +161,9 @@ def test_a_fitted_machine_is_read_by_plan(
     for each in found["runs"]:
         assert each["fitted"]["step_seconds"] == pytest.approx(each["measured"]["step_seconds"], rel=0.01)
         assert each["predicted"]["step_seconds"] < each["fitted"]["step_seconds"]
-    planned = ["plan", model, "--zero", "0", "--precision", "fp32", "--micro-batch", 8, "--machine", tmp_path / "here.json"]
+    words = ["plan", model, "--zero", "0", "--precision", "fp32", "--micro-batch", 8, "--machine", tmp_path / "here.json"]
     (one,) = [each for each in found["runs"] if each["micro_batch"] == 8]
-    assert answer(capsys, *planned)["candidates"][0]["step_seconds"] == pytest.approx(one["fitted"]["step_seconds"])
+    assert answer(capsys, *words)["candidates"][0]["step_seconds"] == pytest.approx(one["fitted"]["step_seconds"])
 
 
 def test_nothing_ends_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,14 +178,15 @@ def test_nothing_ends_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     ("words", "says"),
     [
         ([f"{HERE}:mlp"], "--rows"),
-        ([f"{HERE}:mlp", "--rows", "3", "--ranks", "2", "--pp", "1"], "do not divide among 2 ranks"),
+        ([f"{HERE}:mlp", "--rows", "3", "--ranks", "2", "--axis", "pp=1"], "do not divide among 2 ranks"),
         ([f"{HERE}:mlp", "--rows", "4", "--micro-batch", "3"], "none divides the 4 rows"),
         ([f"{HERE}:mlp", "--rows", "0"], "at least 1"),
         ([f"{HERE}:mlp", "--rows", "1", "--recompute", "maybe"], "none of no, yes, both"),
-        ([f"{HERE}:cut", "--rows", "4", "--ranks", "2", "--tp", "3"], "--tp 3 does not divide 2 ranks"),
-        ([f"{HERE}:mlp", "--rows", "4", "--ranks", "2", "--tp", "1,2"], "nobody says how layers are cut"),
+        ([f"{HERE}:cut", "--rows", "4", "--ranks", "2", "--axis", "tp=3"], "--axis tp=3 does not divide 2 ranks"),
+        ([f"{HERE}:mlp", "--rows", "4", "--ranks", "2", "--axis", "tp=1,2"], "nobody says how layers are cut"),
         ([f"{HERE}:plain", "--rows", "1", "--machine", "h100"], "no loss and no batch"),
         ([f"{HERE}:mlp", "--rows", "1", "--out", "nowhere/ds.json"], "--out nowhere/ds.json: there is no folder nowhere"),
+        ([f"{HERE}:mlp", "--rows", "1", "--out", "job.yaml"], "--out job.yaml should end with .toml, for a job, or with .json"),
         ([f"{HERE}:mlp", "--rows", "1", "--save-machine", "nowhere/m.json"], "there is no folder nowhere"),
     ],
 )

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.microbenchmarks import measured_here
-from functional_ds.cli.planning.subject import subject_of
+from functional_ds.cli.planning.subject import planned
 from functional_ds.cli.planning.values_free_step import step_shape
 from functional_ds.dry_run.operations import WORK_KINDS, OperationCounter, SizedOperation
+from functional_ds.jobs.job_subject import subject_of
 from functional_ds.scaling.machine import FACTORS, Machine
+from tests.cli.candidates import on_mesh
 from tests.cli.models_by_name import HERE
 
 X, ROW, HALF = torch.ones(8, 4), torch.ones(4), torch.ones(8, 4, dtype=torch.bfloat16)
@@ -65,10 +66,10 @@ def test_attention_and_updates_are_kinds() -> None:
 
 def test_the_step_without_values_has_a_runs_operations() -> None:
     """Of the same kinds and sizes; views may differ, and what is copied on a rank of processes."""
-    candidate = Candidate.of({}, 1, stage=1, precision="fp32", micro_batch=2)
-    shape, real = step_shape(subject_of(f"{HERE}:attention"), candidate), subject_of(f"{HERE}:attention", device="cpu")
+    candidate = on_mesh(f"{HERE}:attention", stage=1, precision="fp32", micro_batch=2)
+    shape, real = step_shape(planned(candidate), candidate), subject_of(candidate, device="cpu")
     assert real.batch is not None
-    step, batch = candidate.step(real.loss), real.batch(2)
+    step, batch = real.step(candidate), real.batch(2)
     state = step.init(real.params)
     for _ in range(2):
         state, _ = step(state, batch)

@@ -3,14 +3,14 @@
 import sys
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import attrs
+from pydantic.fields import FieldInfo
 
 from functional_ds.jobs.call_entry import KINDS, CallEntry
 from functional_ds.jobs.job import RECORDS
-from functional_ds.jobs.job_reader import entries
-from functional_ds.jobs.job_toml import toml
+from functional_ds.jobs.job_reader import Entries
+from functional_ds.jobs.job_text import toml
 
 PAGE = Path(__file__).parents[2] / "docs/jobs.md"
 START, END = "<!-- entries -->\n", "<!-- /entries -->"
@@ -21,6 +21,8 @@ _WORDS = {int: "whole number", float: "number", str: "string", bool: "true, fals
 def type_of(annotation: Any) -> str:
     """A type in words."""
     origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_of(parts[0])
     if origin in (Union, UnionType):
         return " or ".join(type_of(each) for each in parts if each is not type(None))
     if origin is Literal:
@@ -29,21 +31,17 @@ def type_of(annotation: Any) -> str:
         return f"list: {type_of(parts[0])}"
     if origin is dict:
         return f"table: {type_of(parts[1])}"
-    return "table" if attrs.has(annotation) and annotation is not CallEntry else _WORDS[annotation]
+    return _WORDS.get(annotation, "table")
 
 
-def default_of(field: "attrs.Attribute[Any]") -> str:
+def default_of(field: FieldInfo) -> str:
     """A default as it would be written."""
-    if field.default is attrs.NOTHING:
+    if field.is_required():
         return "needed"
-    if (
-        field.default is None
-        or isinstance(field.default, attrs.Factory)
-        or field.default == ()
-        or attrs.has(type(field.default))
-    ):
+    if field.default in (None, {}, ()) or isinstance(field.default, Entries):
         return "-"
-    return f"`{toml({'x': field.default}).partition(' = ')[2].strip()}`"
+    value = field.default.name if isinstance(field.default, CallEntry) else field.default
+    return f"`{toml({'x': value}).partition(' = ')[2].strip()}`"
 
 
 def tables() -> str:
@@ -52,12 +50,12 @@ def tables() -> str:
     for name, record in RECORDS.items():
         head = "### The job" if not name else f"### `[{name}]`\n\n{record.__doc__}"
         rows = ["| entry | type | default | |", "|---|---|---|---|"]
-        for field in entries(record):
-            help = field.metadata["help"]
+        for field_name, field in record.model_fields.items():
+            help = field.description
             meaning = help[0].upper() + help[1:] + "." * (help[-1] != ".")
-            if field.name in RECORDS:
-                meaning = f"[{meaning[:-1]}](#{field.name})."
-            rows.append(f"| `{field.name}` | {type_of(field.type)} | {default_of(field)} | {meaning} |")
+            if field_name in RECORDS:
+                meaning = f"[{meaning[:-1]}](#{field_name})."
+            rows.append(f"| `{field_name}` | {type_of(field.annotation)} | {default_of(field)} | {meaning} |")
         parts.append(head + "\n\n" + "\n".join(rows) + "\n")
     names = [f"| {kind} | {', '.join(f'`{each}`' for each in found.names)} |" for kind, found in KINDS.items() if found.names]
     parts.append("### Names of calls\n\n| what | names |\n|---|---|\n" + "\n".join(names) + "\n")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import functional_ds as fds
 from functional_ds.jobs import CallEntry, Job, JobError
-from functional_ds.jobs.job_lines import line_of
-from functional_ds.jobs.job_toml import toml
+from functional_ds.jobs.job_text import json_line_of, line_of, toml
 
 LEAST = 'steps = 3\nmodel = "tiny_models:plain"\noptimizer = {sgd = 0.1}\n'
 
@@ -165,7 +164,7 @@ REFUSED = [
     ("seed = -1", 4, "seed = -1: it must be at least 0 and below 2**63"),
     ("device = 'gpu'", 4, "device = 'gpu': it must be one of 'auto', 'cpu', 'cuda'"),
     ("mesh = {dp = 2}\nranks = 3", 5, "ranks = 3: the mesh has 2 ranks; leave ranks out"),
-    ("mesh = {dp = 0}", 4, "it must be sizes of at least 1"),
+    ("mesh = {dp = 0}", 4, "mesh.dp = 0: it must be at least 1"),
     ("strategy = [{zerro = 3}]", 4, "there is no transform 'zerro'; the nearest is 'zero'"),
     ("strategy = [{zero = {stagee = 3}}]", 4, "strategy.zero.stagee = 3: there is no such argument; the nearest is 'stage'"),
     ("strategy = [{zero = {}}]", 4, "strategy.zero: it needs stage"),
@@ -259,3 +258,7 @@ def test_entries_that_are_left_out_have_no_line() -> None:
     assert line_of("[logs]\nrows = 1\n[data]\nrows = 2", "data.rows") == 4
     assert line_of('[model."a.b:C".config]\nwidth = 2', "model.a.b:C.config.width") == 2
     assert line_of("# rows = 3\ndata = {rows = 2}", "data.rows") == 2
+    apart = "[data]\nrows = 1\n[logs]\nevery = 2\n[data.x]\na = 1\n[[strategy]]\nzero = 2\n[[strategy]]\nclip = 1\n"
+    found = [line_of(apart, entry) for entry in ("data", "data.rows", "data.x.a", "logs", "strategy", "strategy.clip")]
+    assert found == [1, 2, 6, 3, 7, 10]
+    assert json_line_of('{"data": {"rows": 1},\n "logs": {\n"rows": 2}}', "logs.rows") == 3

@@ -202,8 +202,8 @@ def test_a_deepspeed_config_is_a_strategy(job: Job, tmp_path: Path) -> None:
     ],
 )
 def test_optimizers_within_optimizers(job: Job, optimizer: dict[str, Any], same: Any) -> None:
-    from functional_ds.jobs.prepare import strategy_of
     from functional_ds.jobs.resolve import Surroundings
+    from functional_ds.jobs.strategy import strategy_of
 
     _, found = strategy_of(job.changed({"optimizer": optimizer}), Surroundings())
     assert repr(found) == repr(same())

@@ -4,9 +4,11 @@ import re
 from collections.abc import Iterator
 
 from functional_ds.base import tree
+from functional_ds.jobs.job import Job
+from functional_ds.jobs.job_subject import Subject
+from functional_ds.jobs.strategy import size
 
-from .candidate import Candidate
-from .subject import Subject
+from .candidate import schedule_of, several
 
 __all__ = ["not_admitted", "why_refused"]
 
@@ -19,34 +21,36 @@ def not_admitted(subject: Subject, axis: str, ranks: int) -> str | None:
         axis: "tp", "sp", "pp" or "ep".
         ranks: how many, above 1.
     """
-    if axis == "tp" and subject.tp_plan is None:
-        return f"--tp {ranks}: nobody says how layers are cut: give tp_plan beside the module, or a Hugging Face model with one"
+    if axis == "tp":
+        try:
+            subject.layer_plan()
+        except ValueError:
+            more = "give tp_plan beside the module, or a Hugging Face model with one"
+            return f"tp={ranks}: nobody says how layers are cut: {more}"
     if axis == "sp" and subject.sequence is None:
         return (
-            f"--sp {ranks}: nobody says how sequences are cut: give sequence beside the module, arguments of T.sequence, with "
+            f"sp={ranks}: nobody says how sequences are cut: give sequence beside the module, arguments of T.sequence, with "
             "attention over ranks such as fds.seq.ring(), or a Hugging Face model"
         )
     if axis == "ep" and subject.experts is None:
-        return (
-            f"--ep {ranks}: the model has no experts that are known: give experts beside the module, a pattern of their paths"
-        )
-    if axis == "pp" and subject.stages is None:
-        return f"--pp {ranks}: only shapes are known, and a pipeline needs the model: name a function or a Hugging Face config"
+        return f"ep={ranks}: the model has no experts that are known: give experts beside the module, a pattern of their paths"
+    if axis == "pp" and subject.loss is None:
+        return f"pp={ranks}: only shapes are known, and a pipeline needs the model: name a function or a Hugging Face config"
     return None
 
 
-def why_refused(subject: Subject, candidate: Candidate) -> str | None:
+def why_refused(subject: Subject, job: Job) -> str | None:
     """Why a model does not admit a candidate's axes: the option, its value, and what would do; None where it does.
 
     It knows what the model says of itself. What else refuses a step is found when the step is made.
     """
-    return next(_reasons(subject, candidate), None)
+    return next(_reasons(subject, job), None)
 
 
-def _reasons(subject: Subject, candidate: Candidate) -> Iterator[str]:
-    tp, sp, pp, ep = (getattr(candidate, name) for name in ("tp", "sp", "pp", "ep"))
-    for axis in sorted(candidate.axes.several):
-        reason = not_admitted(subject, axis, getattr(candidate, axis))
+def _reasons(subject: Subject, job: Job) -> Iterator[str]:
+    tp, sp, pp, ep = (size(job, name) for name in ("tp", "sp", "pp", "ep"))
+    for axis in sorted(several(job)):
+        reason = not_admitted(subject, axis, size(job, axis))
         if reason is not None:
             yield reason
     if ep > 1 and subject.experts is not None:
@@ -56,23 +60,24 @@ def _reasons(subject: Subject, candidate: Candidate) -> Iterator[str]:
     text = subject.config.get_text_config()
     heads, layers = getattr(text, "num_attention_heads", 0), getattr(text, "num_hidden_layers", 0)
     if heads % tp:
-        yield f"--tp {tp}: the model has {heads} attention heads, which do not divide by {tp}; use {_divisors(heads)}"
+        yield f"tp={tp}: the model has {heads} attention heads, which do not divide by {tp}; use {_divisors(heads)}"
     if subject.tokens is not None and subject.tokens % sp:
         fits = _divisors(subject.tokens)
-        yield f"--sp {sp}: {subject.tokens} tokens of a row do not divide by {sp}; use {fits}, or another --seq"
-    stages = candidate.axes.pipeline(candidate.micro_batches).stages if pp > 1 else 0
-    if layers and layers < stages:
-        yield f"--pp {pp}: {candidate.schedule} has {stages} stages, and the model {layers} layers; use fewer ranks of pp"
+        yield f"sp={sp}: {subject.tokens} tokens of a row do not divide by {sp}; use {fits}, or another --seq"
+    schedule, call = schedule_of(job), job.transform("pipeline")
+    if schedule is not None and call is not None and 0 < layers < schedule.stages:
+        name, stages = call.arguments["schedule"], schedule.stages
+        yield f"pp={pp}: {name} has {stages} stages, and the model {layers} layers; use fewer ranks of pp"
 
 
 def _of_experts(subject: Subject, pattern: str, ep: int) -> Iterator[str]:
     found = {path: leaf.shape for path, leaf in tree.named(subject.params) if re.search(pattern, path)}
     if not found:
-        yield f"--ep {ep}: experts={pattern!r} matches none of the model's parameters"
+        yield f"ep={ep}: experts={pattern!r} matches none of the model's parameters"
     for path, shape in found.items():
         if not shape or shape[0] % ep:
             count = shape[0] if shape else 0
-            yield f"--ep {ep}: {path!r} has {count} experts, which do not divide by {ep}; use {_divisors(count)}"
+            yield f"ep={ep}: {path!r} has {count} experts, which do not divide by {ep}; use {_divisors(count)}"
 
 
 def _divisors(count: int) -> str:

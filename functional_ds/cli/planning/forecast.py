@@ -6,13 +6,16 @@ import attrs
 
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.comm.record.ledger import Row
+from functional_ds.jobs.job import Job
+from functional_ds.jobs.job_errors import JobError
+from functional_ds.jobs.job_subject import Subject
+from functional_ds.jobs.strategy import data_axes, size
 from functional_ds.memory.account import KINDS
 from functional_ds.scaling.machine import Machine
 
 from .admission import why_refused
-from .candidate import Candidate
+from .candidate import as_dict, first_ranks, line_of, schedule_of
 from .pipeline_times import bubble_seconds, crosses, once
-from .subject import Subject
 from .values_free_step import StepShape, step_shape
 
 __all__ = ["Forecast", "forecast"]
@@ -23,7 +26,7 @@ class Forecast:
     """A candidate's prediction.
 
     Attributes:
-        candidate: the strategy.
+        job: the candidate.
         shape: what its step is like, on the rank that needs the most memory.
         machine: where it would run; None where nobody said.
         limit: bytes of a rank; 0 for none.
@@ -31,7 +34,7 @@ class Forecast:
         line: the transforms as Python.
     """
 
-    candidate: Candidate
+    job: Job
     shape: StepShape
     machine: Machine | None = None
     limit: int = 0
@@ -84,16 +87,19 @@ class Forecast:
     @property
     def bubble_seconds(self) -> float:
         """Of a step, in which the busiest rank of a pipeline waits for others; 0 without a pipeline or a machine."""
-        if self.machine is None or not self.stages or not self.shape.work:
+        schedule = schedule_of(self.job) if self.stages else None
+        if self.machine is None or schedule is None or not self.shape.work:
             return 0.0
-        axes, busy, beside = self.candidate.axes, [], []
+        busy, beside = [], []
         for shape in self.stages:
             found = self._seconds_of(shape)
-            sends = sum(self.machine.collective_seconds(row) for row in shape.sent if row.size > 1 and once(row, axes.data))
+            sends = sum(
+                self.machine.collective_seconds(row) for row in shape.sent if row.size > 1 and once(row, data_axes(self.job))
+            )
             beside.append(found["update"] + sends)
             busy.append(sum(found.values()) - beside[-1])
         messages = [row for shape in self.stages for row in shape.sent if crosses(row)]
-        return bubble_seconds(axes.pipeline(self.candidate.micro_batches), self.machine, busy, beside, messages)
+        return bubble_seconds(schedule, self.machine, busy, beside, messages)
 
     @property
     def seconds(self) -> dict[str, float] | None:
@@ -109,12 +115,12 @@ class Forecast:
     @property
     def samples_per_second(self) -> float | None:
         """Rows of all ranks."""
-        return None if not self.step_seconds else self.candidate.plan.batch.train_batch_size / self.step_seconds
+        return None if not self.step_seconds else self.job.data.rows / self.step_seconds
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: sizes in bytes, times in seconds."""
         return {
-            **self.candidate.as_dict(),
+            **as_dict(self.job),
             **self._of_rank(self.shape),
             "peak_has_activations": self.shape.complete,
             "limit": self.limit or None,
@@ -145,12 +151,12 @@ class Forecast:
         }
 
 
-def forecast(subject: Subject, candidate: Candidate, *, machine: Machine | None, limit: int, device: str = "cpu") -> Forecast:
+def forecast(subject: Subject, job: Job, *, machine: Machine | None, limit: int, device: str = "cpu") -> Forecast:
     """Predicts a candidate.
 
     Args:
-        subject: the model.
-        candidate: the strategy.
+        subject: its model, without values.
+        job: the candidate.
         machine: for times.
         limit: bytes of a rank; 0 for the machine's own, if it says.
         device: the kind of device, where there is no machine.
@@ -159,11 +165,15 @@ def forecast(subject: Subject, candidate: Candidate, *, machine: Machine | None,
         CommandError: the strategy is refused, or the model's loss needs values.
     """
     kind = machine.device if machine is not None else device
-    why = why_refused(subject, candidate)
+    why = why_refused(subject, job)
     if why is not None:
         raise CommandError(why)
-    line, subject, ranks = subject.line(candidate), subject.piped_for(candidate), candidate.axes.first_ranks()
-    stages = tuple(step_shape(subject, candidate, rank=rank, device=kind) for rank in ranks)
+    line, ranks = line_of(job, subject), first_ranks(job)
+    try:
+        subject = subject.piped_for(job)
+    except JobError as error:
+        raise CommandError(f"pp={size(job, 'pp')}: {subject.name} cannot be cut so: {error.problem}") from error
+    stages = tuple(step_shape(subject, job, rank=rank, device=kind) for rank in ranks)
     worst = max(stages, key=lambda each: each.peak)
     most = limit or (machine.memory if machine is not None else 0)
-    return Forecast(candidate, worst, machine, most, stages if len(ranks) > 1 else (), line)
+    return Forecast(job, worst, machine, most, stages if len(ranks) > 1 else (), line)

@@ -17,11 +17,13 @@ from functional_ds.comm.worlds.shapes import ShapesWorld, rank_on_shapes
 from functional_ds.dry_run.dry_run import dry_run, kernels_of, loss_of_all
 from functional_ds.dry_run.events import Events
 from functional_ds.dry_run.operations import SizedOperation
+from functional_ds.jobs.job import Job
+from functional_ds.jobs.job_subject import Subject
+from functional_ds.jobs.strategy import rows_of_rank
 from functional_ds.memory.account import Memory
 from functional_ds.memory.predict import predicted
 
-from .candidate import Candidate
-from .subject import Subject
+from .candidate import name_of
 
 __all__ = ["StepShape", "sent_by_all", "step_shape"]
 
@@ -52,7 +54,7 @@ class StepShape:
         return max(0, self.peak - self.memory.total)
 
 
-def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device: str = "cpu") -> StepShape:
+def step_shape(subject: Subject, candidate: Job, *, rank: int = 0, device: str = "cpu") -> StepShape:
     """Runs a candidate's step without values, as one rank of ``candidate.world_size`` whose other ranks do the same.
 
     Law 20: the bytes of the state are those that ``fds.memory.measured`` finds in a run. Law 21: so are those sent.
@@ -81,7 +83,7 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
     return StepShape(memory, events.peak(), tuple(events.sent), events.flops, events.work, complete)
 
 
-def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
+def sent_by_all(subject: Subject, candidate: Job) -> list[Ledger]:
     """The ledger of every rank for one step, each of which runs without values.
 
     Args:
@@ -101,9 +103,9 @@ def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
         return comm.simulate(program, world_size=candidate.world_size, shapes_only=True)
 
 
-def _with_batch(subject: Subject, candidate: Candidate) -> tuple[Subject, Any, bool]:
+def _with_batch(subject: Subject, candidate: Job) -> tuple[Subject, Any, bool]:
     """The model with what it minimises, a rank's batch, and whether that is the model's own loss."""
-    rows = candidate.plan.batch.rows
+    rows = rows_of_rank(candidate)
     subject = subject.piped_for(candidate)
     if subject.loss is None or subject.batch is None:
         return attrs.evolve(subject, loss=loss_of_all(subject.params)), torch.empty(rows, device="meta"), False
@@ -119,7 +121,7 @@ def _with_batch(subject: Subject, candidate: Candidate) -> tuple[Subject, Any, b
 
 
 @contextmanager
-def _named(candidate: Candidate) -> Iterator[None]:
+def _named(candidate: Job) -> Iterator[None]:
     try:
         yield
     except CommandError:
@@ -127,4 +129,4 @@ def _named(candidate: Candidate) -> Iterator[None]:
     except NotImplementedError as error:
         raise CommandError(f"MODEL: its loss reads values, which shapes do not have: {error}") from error
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-        raise CommandError(f"{candidate.name}: {type(error).__name__}: {error}") from error
+        raise CommandError(f"{name_of(candidate)}: {type(error).__name__}: {error}") from error

@@ -12,59 +12,40 @@ import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import attrs
 import torch
 
 from functional_ds import comm
 from functional_ds.base.device import resident_peak_bytes, synchronize
-from functional_ds.cli.planning.candidate import Candidate
-from functional_ds.cli.planning.subject import subject_of
+from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.jobs.job import Job
+from functional_ds.jobs.job_subject import subject_of
+from functional_ds.jobs.resolve import Surroundings
+from functional_ds.jobs.strategy import rows_of_rank, strategy_of
 from functional_ds.memory.account import measured
+from functional_ds.step.train_step import train_step
+from functional_ds.transforms.zero.zero import zero
 
 from .halving import Measurement
 
-__all__ = ["ProcessMemory", "TrialSpec", "measure", "run_rank"]
+__all__ = ["ProcessMemory", "measure", "run_rank"]
 
 _STATUS = Path("/proc/self/status")
 
 
-@attrs.frozen
-class TrialSpec:
-    """What a trial runs: a model's name, a candidate, and on how many ranks of which device, those of all axes together."""
+def measure(job: Job, *, timeout: float) -> Measurement:
+    """Runs a job's steps in a process group of its own, which is ended after ``timeout`` seconds.
 
-    model: str
-    config: dict[str, Any]
-    ranks: int
-    recompute: bool = False
-    seq: int = 1024
-    device: str = "cpu"
-    steps: int = 4
-    tp: int = 1
-    sp: int = 1
-    pp: int = 1
-    ep: int = 1
-    schedule: str = "one_f_one_b"
-
-    @staticmethod
-    def of(candidate: Candidate, model: str, *, seq: int, device: str, steps: int) -> "TrialSpec":
-        """A trial of a candidate."""
-        beside = {name: getattr(candidate, name) for name in ("recompute", "tp", "sp", "pp", "ep", "schedule")}
-        return TrialSpec(model, dict(candidate.config), candidate.world_size, seq=seq, device=device, steps=steps, **beside)
-
-    @property
-    def candidate(self) -> Candidate:
-        """The candidate that is tried."""
-        dp = self.ranks // (self.tp * self.sp * self.pp)
-        return Candidate(self.config, dp, self.recompute, self.tp, self.sp, self.pp, self.ep, self.schedule)
-
-
-def measure(spec: TrialSpec, *, timeout: float) -> Measurement:
-    """Runs a trial in a process group of its own, which is ended after ``timeout`` seconds."""
+    Raises:
+        CommandError: the job cannot be written.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        given, out = Path(folder, "spec.json"), Path(folder, "out.json")
-        given.write_text(json.dumps(attrs.asdict(spec)), encoding="utf-8")
+        given, out = Path(folder, "job.json"), Path(folder, "out.json")
+        try:
+            given.write_text(json.dumps([job.to_dict(), job.file, job.allow_import]), encoding="utf-8")
+        except TypeError as error:
+            raise CommandError(f"a trial needs a job that can be written: {error}") from error
         words = [sys.executable, "-m", "functional_ds.cli.tuning.trial", str(given), str(out)]
         with Path(folder, "errors").open("w+", encoding="utf-8", errors="replace") as errors:
             process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
@@ -94,28 +75,27 @@ def _why(code: int, errors: str) -> str:
     return f"{how}: {last[:200]}" if last else how
 
 
-def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
-    """A rank's part: seconds of a step, its peak in bytes, its state's bytes."""
-    device = torch.device(spec.device, comm.get_local_rank()) if spec.device == "cuda" else torch.device("cpu")
+def run_rank(job: Job) -> tuple[float, int, int]:
+    """A rank's part: seconds of a step, its peak in bytes, its state's bytes. The values of the rows are any."""
+    device = torch.device("cuda", comm.get_local_rank()) if job.device == "cuda" else torch.device("cpu")
     if device.type == "cpu":
-        _warm_up(spec)
+        _warm_up(job)
     process = ProcessMemory(device)
     before = process.now()
     torch.manual_seed(0)
-    candidate = spec.candidate
-    subject = subject_of(spec.model, seq=spec.seq, device=str(device), axes=candidate.axes.several)
+    subject = subject_of(job, device=str(device))
     make_batch = subject.batch
-    if subject.loss is None or make_batch is None:
+    if make_batch is None:
         raise ValueError("the model has no loss and no batch, so nothing can be measured")
-    subject = subject.piped_for(candidate)
-    step = subject.step(candidate)
+    subject = subject.piped_for(job)
+    step = subject.step(job)
     state = step.init(subject.params)
-    batch, held = make_batch(candidate.plan.batch.rows), measured(state).state
+    batch, held = make_batch(rows_of_rank(job)), measured(state).state
     del subject, make_batch
     state, _ = step(state, batch)  # kernels are chosen and caches filled
     process.forget_peak()
     times = []
-    for _ in range(spec.steps):
+    for _ in range(job.steps):
         start = perf_counter()
         state, _ = step(state, batch)
         synchronize([device])
@@ -123,11 +103,11 @@ def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
     return statistics.median(times), max(0, process.peak() - before), held
 
 
-def _warm_up(spec: TrialSpec) -> None:
+def _warm_up(job: Job) -> None:
     """A step of a small product, so that what libraries take once is no part of the peak."""
-    candidate, side = Candidate(spec.config, spec.ranks), 256
-    step = candidate.step(lambda params, x: (x @ params["w"]).square().mean())
-    step(step.init({"w": torch.ones(side, side)}), torch.ones(candidate.plan.batch.rows, side))
+    optimizer, side = strategy_of(job, Surroundings(comm.mesh(**job.mesh) if job.mesh else None))[1], 256
+    step = zero(1)(train_step(lambda params, x: (x @ params["w"]).square().mean(), optimizer))
+    step(step.init({"w": torch.ones(side, side)}), torch.ones(rows_of_rank(job), side))
 
 
 @attrs.frozen
@@ -171,11 +151,12 @@ def _resident(word: str) -> int:
 
 def main(given: str, out: str) -> None:
     """Runs a trial and writes what it found."""
-    spec = TrialSpec(**json.loads(Path(given).read_text(encoding="utf-8")))
-    if spec.ranks == 1:
-        ranks = [run_rank(spec)]
+    entries, file, allowed = json.loads(Path(given).read_text(encoding="utf-8"))
+    job = Job(**entries, file=file, allow_import=allowed)
+    if job.world_size == 1:
+        ranks = [run_rank(job)]
     else:
-        ranks = comm.spawn(run_rank, spec, world_size=spec.ranks, backend=None if spec.device == "cuda" else "gloo")
+        ranks = comm.spawn(run_rank, job, world_size=job.world_size, backend=None if job.device == "cuda" else "gloo")
     seconds, peaks, states = zip(*ranks, strict=True)
     found = Measurement(max(seconds), max(peaks), max(states))
     Path(out).write_text(json.dumps(attrs.asdict(found)), encoding="utf-8")

@@ -53,18 +53,14 @@ def choices(text: str, known: tuple[str, ...], *, option: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def mesh_sizes(text: str, **given: int | None) -> dict[str, int]:
+def mesh_sizes(text: str) -> dict[str, int]:
     """The ranks of each axis in a mesh ``dp=8,tp=2``; a plain number is dp's.
-
-    Args:
-        text: the axes and their sizes.
-        given: sizes from options of their own; None where there is none.
 
     Raises:
         CommandError: another axis, a size that is no number from 1 on, or an axis with two sizes.
 
-    >>> mesh_sizes("dp=8,tp=2", pp=2), mesh_sizes("4")["dp"]
-    ({'dp': 8, 'pp': 2, 'sp': 1, 'tp': 2, 'ep': 1}, 4)
+    >>> mesh_sizes("dp=8,tp=2"), mesh_sizes("4")["dp"]
+    ({'dp': 8, 'pp': 1, 'sp': 1, 'tp': 2, 'ep': 1}, 4)
     """
     found: dict[str, int] = {}
     for part in text.split(","):
@@ -77,12 +73,4 @@ def mesh_sizes(text: str, **given: int | None) -> dict[str, int]:
         if name in found:
             raise CommandError(f"--mesh: the axis {name!r} has two sizes, {found[name]} and {count}; give one")
         found[name] = int(count)
-    for name, size in given.items():
-        if size is None:
-            continue
-        if size < 1:
-            raise CommandError(f"--{name} {size} should be at least 1")
-        if name in found:
-            raise CommandError(f"--{name} {size}: --mesh gives this axis {found[name]} ranks already; leave out one of the two")
-        found[name] = size
     return {name: found.get(name, 1) for name in _AXES}

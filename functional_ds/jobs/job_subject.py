@@ -1,0 +1,296 @@
+"""``Subject``: what a job trains, made of the model that it names: params, the loss of a batch, and batches."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.modules.deferred_init import deferred
+from functional_ds.modules.functional import Apply, functional
+from functional_ds.step.step import Step
+from functional_ds.step.train_step import train_step
+
+from .call_entry import CallEntry, parameters_of
+from .job import Job
+from .job_errors import JobError, within
+from .job_model import pipeline_schedule
+from .resolve import Surroundings, function_and_arguments, made
+from .strategy import group_size, strategy_of
+
+__all__ = ["OwnBatches", "Subject", "known_tokens", "loss_function", "subject_of"]
+
+LossFn = Callable[[Any, Any], Any]  # of a model, which is called as a module is, and a batch
+
+
+@attrs.frozen(eq=False)
+class OwnBatches:
+    """The batches of a model that brings them, in the place of a text."""
+
+    make: Callable[[int], Any]
+    whole: int  # rows of a global batch
+
+    def batch(self, split: str, step: int, *, rows: int, context: int, seed: int = 0, first_row: int = 0) -> Any:
+        """Rows of a global batch, which is the same on any number of ranks."""
+        with _seeded((1_000_003 * seed + 2 * step + (split == "validation")) % 2**63):
+            made = self.make(self.whole)
+        return tree.map(lambda x: x[first_row : first_row + rows] if isinstance(x, Tensor) and x.dim() else x, made)
+
+
+@attrs.frozen(eq=False)
+class Subject:
+    """A model, and what a step of it needs.
+
+    Attributes:
+        name: as the job has it.
+        params: by name; without values on the meta device.
+        loss: ``loss(params, batch)``; None where only shapes are known.
+        batch: ``batch(rows)``, as what a step gets, of any values; None where only shapes are known.
+        apply: the model as a function of its params; None where only shapes are known.
+        own: the model's batches; None where they come from the job's text.
+        tokens: of a row; None where rows have none.
+        tp_plan: how layers are cut over the axis tp, as ``T.tensor_parallel`` takes it; None where the model's config says.
+        sequence: how sequences are cut over sp: arguments of ``T.sequence``; None where nobody said.
+        experts: a pattern for the paths of experts, as ``T.experts`` takes it; None where there are none.
+        stages: of a pipeline, once the model is cut.
+    """
+
+    name: str
+    params: dict[str, Tensor]
+    loss: LossFn | None = None
+    batch: Callable[[int], Any] | None = None
+    apply: Any = None
+    own: OwnBatches | None = None
+    tokens: int | None = None
+    tp_plan: Mapping[str, Any] | None = None
+    sequence: Mapping[str, Any] | None = None
+    experts: str | None = None
+    stages: Any = None
+    _cut: Callable[[int, Mapping[str, Any], Any], tuple[Any, dict[str, Tensor]]] | None = attrs.field(default=None, alias="cut")
+
+    @property
+    def numel(self) -> int:
+        """How many parameters."""
+        return sum(leaf.numel() for leaf in self.params.values())
+
+    @property
+    def config(self) -> Any:
+        """Hugging Face's config of the model, or None."""
+        found = getattr(getattr(self.apply, "module", None), "config", None)
+        return found if hasattr(found, "get_text_config") else None
+
+    def layer_plan(self) -> Mapping[str, Any]:
+        """How layers are cut over tp.
+
+        Raises:
+            ValueError: nobody says how.
+        """
+        if self.tp_plan is not None:
+            return self.tp_plan
+        module = getattr(self.apply, "module", None)
+        if module is None:
+            raise ValueError("nobody says how layers are cut")
+        found: Mapping[str, Any] = import_module("functional_ds.parallel.tensor").plan_of(module)
+        return found
+
+    def piped_for(self, job: Job) -> "Subject":
+        """The same, cut into as many stages as a pipeline's schedule has, where the job has one.
+
+        Raises:
+            JobError: the model cannot be cut so.
+        """
+        call = job.transform("pipeline")
+        if call is None or self.stages is not None:
+            return self
+        if job.deferred:
+            problem = "a pipeline's stages are cut from a whole model; leave one of the two out"
+            raise JobError(problem, entry="deferred", value=True)
+        with within("strategy.pipeline"):
+            found = call.arguments
+            ranks = group_size(job, found["group"]) if "group" in found else max(comm.world().size, job.world_size)
+            schedule = pipeline_schedule(
+                found["schedule"], found["micro_batches"], ranks=ranks, stages_per_rank=found.get("stages_per_rank")
+            )
+            options: dict[str, Any] = {name: found[name] for name in ("by", "blocks") if name in found}
+            if self._cut is None:
+                raise JobError("only shapes are known, and a pipeline needs the model", value=found)
+            try:
+                stages, params = self._cut(schedule.stages, options, job)
+            except (TypeError, ValueError) as error:
+                raise JobError(str(error), value=found) from error
+        return attrs.evolve(self, loss=stages, params=params, apply=stages.apply, stages=stages)
+
+    def step(self, job: Job) -> Step:
+        """The job's step, on a rank of its mesh; of a pipeline's, as ``piped_for`` gives it."""
+        around = Surroundings(comm.mesh(**job.mesh) if job.mesh else None, self)
+        strategy, optimizer = strategy_of(job, around)
+        return strategy(train_step(self.loss, optimizer, seed=job.seed))  # type: ignore[arg-type]
+
+
+def subject_of(job: Job, *, device: str) -> Subject:
+    """What a job trains, on a device; ``"meta"`` is for shapes alone.
+
+    Raises:
+        JobError: the job's model or loss is refused.
+    """
+    parts: dict[str, Any] = {}
+
+    def build() -> nn.Module:
+        parts.update(_parts(job, device))
+        module: nn.Module = parts["module"]
+        return module
+
+    shapes = device == "meta"
+    with _seeded(job.seed):
+        if job.deferred and not shapes:
+            apply, params = deferred(build, device=device)
+        else:
+            with torch.device("meta") if shapes else nullcontext():
+                module = build()
+            apply, params = functional(module.to(device))
+    bare = import_module("functional_ds.memory.predict").without_values if shapes else lambda held: held
+    params = bare(params)
+    name, own = job.model.name, None
+    if "loss" in parts:
+        loss, own = parts["loss"], OwnBatches(parts["batch"], job.data.rows)
+    else:
+        loss = TokenLoss(apply.module, loss_function(job))
+
+    def batch(rows: int) -> Any:
+        if own is None:
+            tokens = torch.randint(0, known_tokens(apply.module) or 2, (rows, job.data.context), device=device)
+            return {"input_ids": tokens, "shift_labels": tokens}
+        with torch.device("cpu"):
+            found = parts["batch"](rows)
+        return tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, found)
+
+    def cut(count: int, options: Mapping[str, Any], job: Job) -> tuple[Any, dict[str, Tensor]]:
+        module, whole = parts["module"], import_module("functional_ds.pipelining").cut
+        if own is not None:
+            found = whole(LossOfBatch(module, loss), count, example=batch(2), inputs=lambda x: {"batch": x}, **options)
+        else:
+            example = batch(2)
+            if job.transform("sequence") is not None:
+                example |= {"position_ids": example["input_ids"]}
+            found = whole(module, count, example=example, inputs=loss.inputs, loss=loss.of_output, **options)
+        return found[0], bare(found[1])
+
+    given = Subject(name, params, lambda held, rows: loss(_bound(apply, held), rows), batch, apply, own, cut=cut)
+    known: dict[str, Any] = {key: parts.get(key) for key in ("tp_plan", "sequence", "experts")}
+    if given.config is not None:
+        known = {"tp_plan": None, "sequence": {}, "experts": _experts_of(apply.module)}
+    return attrs.evolve(given, tokens=job.data.context if own is None else parts.get("tokens"), **known)
+
+
+def _bound(apply: Apply, params: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: apply(params, *args, **kwargs)
+
+
+def known_tokens(module: nn.Module) -> int:
+    """The rows of the largest embedding."""
+    return max((each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)), default=0)
+
+
+def _experts_of(module: nn.Module) -> str | None:
+    """A pattern for the experts' paths, where a model has stacks of them."""
+    stacks = [path for path, leaf in module.named_parameters() if ".experts." in path and leaf.dim() == 3]
+    return r"\.experts\." if stacks else None
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "module": (nn.Module, "a torch.nn.Module"),
+    "loss": (Callable, "loss(model, batch)"),
+    "batch": (Callable, "batch(rows)"),
+    "tokens": (int, "the tokens of a row"),
+    "tp_plan": (Mapping, "a dict from paths to words, such as {'0': 'colwise'}"),
+    "sequence": (Mapping, "a dict of arguments of T.sequence, such as {'layout': 'zigzag'}"),
+    "experts": (str, "a regular expression for their paths, such as 'experts'"),
+}
+
+
+def _parts(job: Job, device: str) -> Mapping[str, Any]:
+    """What the job's model is made of: a module, and perhaps what else a model brings."""
+    call = job.model
+    if call.arguments.get("weights") and device == "meta":
+        call = CallEntry(call.name, {**call.arguments, "weights": False})
+    if job.deferred and call.arguments.get("weights"):
+        raise JobError("weights are loaded at once; leave one of the two out", entry="deferred", value=True)
+    found = made(call, "model", job, entry="model", seed=job.seed, folder=job.folder)
+    parts: Mapping[str, Any] = found if isinstance(found, Mapping) else {"module": found}
+    with within(f"model.{call.name}"):
+        if not isinstance(parts.get("module"), nn.Module):
+            kind = type(parts.get("module", found)).__name__
+            raise JobError(f"it made a {kind}, and must make a torch.nn.Module, or a dict of {', '.join(_KINDS)}")
+        for name, value in parts.items():
+            if name not in _KINDS:
+                raise JobError(f"it made a dict with the unknown key {name!r}; it should have {', '.join(_KINDS)}")
+            if not isinstance(value, _KINDS[name][0]):
+                raise JobError(f"its {name} should be {_KINDS[name][1]}")
+        if ("loss" in parts) != ("batch" in parts):
+            raise JobError("it made one of loss and batch; a step needs both: loss(model, batch), batch(rows)")
+    return parts
+
+
+def loss_function(job: Job) -> Any:
+    """A function of logits and targets."""
+    with within(f"loss.{job.loss.name}"):
+        function, arguments = function_and_arguments(job.loss, "loss", job, Surroundings())
+    return lambda logits, targets: function(logits, targets, **arguments)
+
+
+@attrs.frozen(eq=False)
+class TokenLoss:
+    """The loss of a model that gives logits for tokens.
+
+    Attributes:
+        module: for the names of its inputs.
+        function: from logits and targets to a loss.
+    """
+
+    module: nn.Module
+    function: Callable[[Any, Tensor], Any]
+
+    def __call__(self, model: Callable[..., Any], batch: dict[str, Tensor]) -> Any:
+        """Of a batch."""
+        given = self.inputs(batch)
+        return self.of_output(model(**given) if isinstance(given, dict) else model(given), batch)
+
+    def inputs(self, batch: dict[str, Tensor]) -> Any:
+        """Keyword arguments for a model that has ``input_ids``, else the tokens alone."""
+        names = parameters_of(self.module.forward)
+        found = {name: leaf for name, leaf in batch.items() if name in names and name != "shift_labels"}
+        return found if "input_ids" in names else batch["input_ids"]
+
+    def of_output(self, output: Any, batch: dict[str, Tensor]) -> Any:
+        """The loss; logits are the output, or an attribute of it."""
+        return self.function(getattr(output, "logits", output), batch["shift_labels"])
+
+
+class LossOfBatch(nn.Module):
+    """A module that returns the loss of a batch, for a pipeline's last stage.
+
+    Args:
+        module: the model.
+        loss: ``loss(model, batch)``.
+    """
+
+    def __init__(self, module: nn.Module, loss: LossFn) -> None:
+        super().__init__()
+        self.module, self._loss = module, loss
+
+    def forward(self, batch: Any) -> Any:
+        """The loss."""
+        return self._loss(self.module, batch)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Torch's default generator begins with this seed, and is as it was afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
