@@ -264,7 +264,8 @@ class Step:
         weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, unagreed(after), names))
         refuse_other_names(metrics, names)
         after = self.sync_buffers(agreed_anew(after, news))
-        weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
+        empty = torch.where(metrics["loss"].sum.detach() == 0, 1.0, float("nan")).to(weight.dtype)  # or sum / 0, as in torch
+        weight = torch.where(weight == 0, empty, weight)
         after, before = tree.replace(after, unused=unused), tree.replace(state)
         own = state.donate(after) if donate else after.clone()
         try:
