@@ -1,5 +1,7 @@
 """Data parallelism whose gradients travel through a biased codec, with error feedback."""
 
+import functools
+
 from functional_ds import comm
 from functional_ds.step.step import Transform
 
@@ -54,7 +56,7 @@ def compressed_gradients(codec: comm.codecs.Codec, group: comm.Group | None = No
     sums = comm.codecs.ErrorFeedback(codec)
     return replicated(
         group,
-        reduce=lambda means, owed, ranks: sums.all_reduce(means, owed, ranks, op="avg"),
+        reduce=functools.partial(sums.all_reduce, op="avg"),
         init=sums.init,
         slot="compressed_gradients",
         name=f"compressed_gradients({codec}, {Replicas(group)})",

@@ -107,6 +107,7 @@ def replicated(
         check=lambda step: replicas.alone(step, title),
         slot=slot,
         traits=[Trait.REDUCES_GRADIENTS, Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
+        options={"reduce": reduce, "init": init},
         groups=[group],
         init=begin,
         sync_buffers=replicas.sync_buffers,

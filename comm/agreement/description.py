@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functional_ds.comm.record.group import Group
 
@@ -25,7 +25,7 @@ def described(value: Any) -> str:
     """A value as text that is the same on all ranks that run one program, and differs where a number in it does.
 
     Functions are named, with what they compute by: their code, the numbers of their module that they read, defaults and closure
-    variables. Groups are sizes, devices are types, tensors of more than one number are dtypes. Objects that are none of these,
+    variables; objects that are called as functions are their types with their numbers. Groups are sizes, devices are types, tensors of more than one number are dtypes. Objects that are none of these,
     nor frozen attrs records, are their types: sets of paths, files, modules and loaders may be a rank's own.
 
     >>> def optimizer(lr):
@@ -84,7 +84,12 @@ def _called(value: Any, known: _Known) -> str:
     if isinstance(value, types.FunctionType):
         return _function(value, known)
     name = getattr(value, "__qualname__", None)  # of classes and builtins
-    return name if isinstance(name, str) else type(value).__qualname__
+    if isinstance(name, str):
+        return name
+    is_function = isinstance(getattr(type(value), "__call__", None), types.FunctionType) and not isinstance(value, nn.Module)
+    held = getattr(value, "__dict__", {}) if is_function else {}
+    numbers = {name: number for name, number in held.items() if isinstance(number, int | float)}
+    return f"{type(value).__qualname__}{_described(numbers, known) if numbers else ''}"
 
 
 def _function(function: types.FunctionType, known: _Known) -> str:

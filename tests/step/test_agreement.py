@@ -47,6 +47,20 @@ def down(to: float) -> Callable[[Tensor], float]:
     return lambda count: to
 
 
+class Constant:
+    """A schedule that is an object."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, count: Tensor) -> float:
+        return self.factor
+
+
+def scaled(by: float) -> Callable[..., Any]:
+    return lambda grads, memory, group: ([by * grad for grad in comm.all_reduce(grads, group, op="avg")], memory)
+
+
 ADAM = fds.adamw(0.01)
 # What the others have, what the odd rank has, and what the error says of it.
 OTHERS: dict[str, tuple[Strategy, Strategy, str]] = {
@@ -77,11 +91,30 @@ OTHERS: dict[str, tuple[Strategy, Strategy, str]] = {
         (ADAM, (T.schedule(down(0.25)), T.zero(1))),
         r"transforms: .*'to': 0.5.*'to': 0.25",
     ),
+<<<<<<< HEAD
     "way": (
         (ADAM, (T.zero(0),)),
         (ADAM, (T.compressed_gradients(comm.codecs.OneBit()),)),
         r"zero\(0, world\).*compressed_gradients",
     ),
+=======
+    "schedule that is an object": (
+        (ADAM, (T.schedule(Constant(0.5)), T.zero(1))),
+        (ADAM, (T.schedule(Constant(0.25)), T.zero(1))),
+        r"transforms: .*Constant\{'factor': 0.5\}.*Constant\{'factor': 0.25\}",
+    ),
+    "combination": (
+        (ADAM, (T.replicated(reduce=scaled(1.0)),)),
+        (ADAM, (T.replicated(reduce=scaled(2.0)),)),
+        r"transforms: .*'by': 1.0.*'by': 2.0",
+    ),
+    "codec": (
+        (ADAM, (T.compressed_gradients(comm.TopK(0.5)),)),
+        (ADAM, (T.compressed_gradients(comm.TopK(0.25)),)),
+        r"transforms: .*TopK\(fraction=0.5.*TopK\(fraction=0.25",
+    ),
+    "way": ((ADAM, (T.zero(0),)), (ADAM, (T.compressed_gradients(comm.OneBit()),)), r"zero\(0, world\).*compressed_gradients"),
+>>>>>>> h_leftovers
     "options": (
         (ADAM, (T.zero(1), fds.wrap("half(gradients)", options={"by": 2.0}))),
         (ADAM, (T.zero(1), fds.wrap("half(gradients)", options={"by": 3.0}))),

@@ -387,3 +387,20 @@ def test_apply_keeps_ties_modes_and_buffers() -> None:
     apply.module.eval()
     assert torch.equal(apply(params, x), apply(params, x))
     assert F.mse_loss(apply(params, x), x).isfinite()
+
+
+@pytest.mark.parametrize("strategy", [[], [transforms.zero(1)], [transforms.zero(3), transforms.clip(1.0)]], ids=len)
+@pytest.mark.parametrize("sums", [0.0, 1.0])
+def test_a_sum_that_weighs_nothing(sums: float, strategy: list[fds.Transform]) -> None:
+    """Nothing over nothing moves nothing; something over nothing is infinite, as in plain PyTorch, and the params say so."""
+
+    def program() -> tuple[Tensor, Tensor]:
+        step = fds.compose(*strategy)(
+            fds.train_step(lambda params, x: fds.Weighted((params["w"] * x).sum() * sums, 0), fds.sgd(0.1))
+        )
+        state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        return step.params(state)["w"], metrics["loss"]
+
+    for moved, loss in comm.simulate(program, world_size=2 if strategy else 1):
+        assert not loss.isfinite()
+        assert moved.isnan().all() if sums else moved.tolist() == [1.0, 1.0]

@@ -24,7 +24,10 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 
 class OnesReadMode(FakeTensorMode):
-    """Tensors without values, where a number read on the host (``.item()``) is one: enough to know a loss's dtypes."""
+    """Tensors without values, of which a loss may read some: enough to know its dtypes.
+
+    A number that is read on the host (``.item()``) is one, and a mask takes every element.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -33,6 +36,12 @@ class OnesReadMode(FakeTensorMode):
             if func is not READ_NUMBER:
                 raise
             return torch.ones((), dtype=args[0].dtype, device="cpu").tolist()
+        except DynamicOutputShapeException:
+            if func is torch.ops.aten.nonzero.default:
+                return args[0].new_zeros((args[0].numel(), args[0].dim()), dtype=torch.int64)
+            if func is torch.ops.aten.masked_select.default:
+                return torch.add(*args[:2]).flatten().to(args[0].dtype)
+            raise
 
 
 def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[str, Tensor], batch: Any) -> tuple[Any, ...]:

@@ -351,6 +351,37 @@ def test_a_loss_may_read_values() -> None:
     assert read == comm.simulate(lambda: losses_of_read_values(reads=False), world_size=2)
 
 
+CHOICES: dict[str, Any] = {
+    "mask": lambda x, chosen: x[chosen],
+    "rows": lambda x, chosen: x[torch.where(chosen[:, 0])[0]],
+    "masked_select": torch.masked_select,
+    "nonzero": lambda x, chosen: x[tuple(chosen.nonzero().T)],
+    "argwhere": lambda x, chosen: x.flatten()[torch.argwhere(chosen.flatten())[:, 0]],
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_loss_may_choose_elements(choice: str) -> None:
+    """As labels of -100 are left out: how many there are is known with the values alone."""
+
+    def loss(y: Tensor, batch: Any) -> fds.Weighted:
+        some = CHOICES[choice](y, batch[0] > 0)
+        return fds.Weighted(some.square().sum(), some.numel())
+
+    params = [{"w": torch.arange(9.0).view(3, 3).sin()}, {"w": torch.arange(9.0).view(3, 3).cos()}]
+    batch = (torch.randn(4, 3, generator=torch.Generator().manual_seed(0)),)
+    model = pp.stages([lambda p, x: x @ p["w"]] * 2, params, loss=loss)
+
+    def trained(*strategy: fds.Transform) -> Any:
+        step = fds.compose(*strategy)(fds.train_step(model, fds.sgd(0.01)))
+        state, metrics = step(step.init(params), batch)
+        return metrics["loss"], step.params(state)
+
+    expected = trained()
+    for found in comm.simulate(lambda: trained(transforms.pipeline(pp.one_f_one_b(2, 2), model)), world_size=2):
+        torch.testing.assert_close(found, expected)
+
+
 def test_another_loss_function_than_the_stages() -> None:
     case = Staged.of(2, 4)
     step = transforms.pipeline(pp.gpipe(2, 2), case.stages)(fds.train_step(lambda params, batch: batch[0].sum(), fds.sgd(0.1)))
