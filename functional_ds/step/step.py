@@ -234,14 +234,9 @@ class Step(Phases):
         news = unagreed(after) if BUFFERS in after.slots else None
         weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, news, names))
         refuse_other_names(metrics, names)
-<<<<<<< HEAD
         after = self.sync_buffers(agreed_anew(after, news)) if BUFFERS in after.slots else after
-        weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
-=======
-        after = self.sync_buffers(agreed_anew(after, news))
         empty = torch.where(metrics["loss"].sum.detach() == 0, 1.0, float("nan")).to(weight.dtype)  # or sum / 0, as in torch
         weight = torch.where(weight == 0, empty, weight)
->>>>>>> h_leftovers
         after, before = tree.replace(after, unused=unused), tree.replace(state)
         own = state.donate(after) if donate else after.clone()
         try:

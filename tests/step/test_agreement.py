@@ -91,13 +91,6 @@ OTHERS: dict[str, tuple[Strategy, Strategy, str]] = {
         (ADAM, (T.schedule(down(0.25)), T.zero(1))),
         r"transforms: .*'to': 0.5.*'to': 0.25",
     ),
-<<<<<<< HEAD
-    "way": (
-        (ADAM, (T.zero(0),)),
-        (ADAM, (T.compressed_gradients(comm.codecs.OneBit()),)),
-        r"zero\(0, world\).*compressed_gradients",
-    ),
-=======
     "schedule that is an object": (
         (ADAM, (T.schedule(Constant(0.5)), T.zero(1))),
         (ADAM, (T.schedule(Constant(0.25)), T.zero(1))),
@@ -113,8 +106,11 @@ OTHERS: dict[str, tuple[Strategy, Strategy, str]] = {
         (ADAM, (T.compressed_gradients(comm.TopK(0.25)),)),
         r"transforms: .*TopK\(fraction=0.5.*TopK\(fraction=0.25",
     ),
-    "way": ((ADAM, (T.zero(0),)), (ADAM, (T.compressed_gradients(comm.OneBit()),)), r"zero\(0, world\).*compressed_gradients"),
->>>>>>> h_leftovers
+    "way": (
+        (ADAM, (T.zero(0),)),
+        (ADAM, (T.compressed_gradients(comm.codecs.OneBit()),)),
+        r"zero\(0, world\).*compressed_gradients",
+    ),
     "options": (
         (ADAM, (T.zero(1), fds.wrap("half(gradients)", options={"by": 2.0}))),
         (ADAM, (T.zero(1), fds.wrap("half(gradients)", options={"by": 3.0}))),
