@@ -27,7 +27,8 @@ def described(value: Any) -> str:
 
     Functions are named, with what they compute by: their code, the numbers of their module that they read, defaults and closure
     variables; objects that are called as functions are their types with their numbers. Groups are sizes, devices are types,
-    tensors of more than one number are dtypes. Objects that are none of these, nor frozen attrs records, are their types: sets of paths, files, modules and loaders may be a rank's own.
+    tensors of more than one number are dtypes. Objects that are none of these, nor frozen attrs records, are their types:
+    sets of paths, files, modules and loaders may be a rank's own.
 
     >>> def optimizer(lr):
     ...     return lambda params, grads: [p - lr * g for p, g in zip(params, grads)]
