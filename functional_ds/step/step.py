@@ -235,7 +235,8 @@ class Step(Phases):
         weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, news, names))
         refuse_other_names(metrics, names)
         after = self.sync_buffers(agreed_anew(after, news)) if BUFFERS in after.slots else after
-        empty = torch.where(metrics["loss"].sum.detach() == 0, 1.0, float("nan")).to(weight.dtype)  # or sum / 0, as in torch
+        total = metrics["loss"].sum.detach() if "loss" in metrics else weight.new_zeros(())
+        empty = torch.where(total == 0, 1.0, float("nan")).to(weight.dtype)  # or sum / 0, as in torch
         weight = torch.where(weight == 0, empty, weight)
         after, before = tree.replace(after, unused=unused), tree.replace(state)
         own = state.donate(after) if donate else after.clone()
