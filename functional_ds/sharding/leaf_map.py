@@ -194,7 +194,10 @@ class LeafMap:
             else:
                 found.append([shard.start, stop])
         parts = [[x.reshape(-1)[start:stop] for start, stop in found] for x, found in zip(tensors, runs, strict=True)]
-        return [torch.cat(each) if len(each) > 1 else each[0] if each else x.new_empty(0) for x, each in zip(tensors, parts)]
+        return [
+            torch.cat(each) if len(each) > 1 else each[0] if each else x.new_empty(0)
+            for x, each in zip(tensors, parts, strict=True)
+        ]
 
     def refuse_slices(self, what: str) -> None:
         """Refuses slices, for the optimizer ``what``, which needs whole leaves.

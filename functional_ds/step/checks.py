@@ -33,6 +33,7 @@ __all__ = [
     "check_batch",
     "check_graph",
     "check_params",
+    "check_same_leaves",
     "check_same_step",
     "check_state",
     "entries",
@@ -267,6 +268,17 @@ def _groups(step: Strategy) -> list[comm.Group]:
     """The groups of its transforms that have this rank and others, each once, in the order of the transforms."""
     given = [comm.world() if group is None else group for layer in step.layers for group in layer.groups]
     return list({group.ranks: group for group in given if group.size > 1 and group.rank >= 0}.values())
+
+
+def check_same_leaves(params: Any, group: comm.Group) -> None:
+    """Refuses params that differ between the ranks in more than their values.
+
+    Raises:
+        ValueError: on all ranks: paths, shapes, dtypes, or which leaves are trained.
+    """
+    shapes = [(path, tuple(leaf.shape), str(leaf.dtype), is_trainable(leaf)) for path, leaf in tree.named(params)]
+    differ, mend = "other leaves, shapes, dtypes or frozen leaves", "build the same model on every rank"
+    comm.agree(shapes, group, what="params", differ=differ, mend=mend)
 
 
 def check_same_step(step: Strategy) -> None:

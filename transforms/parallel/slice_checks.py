@@ -141,8 +141,8 @@ def check_partial_gradients(parts: LeafMap, grads: Sequence[Tensor], cuts: Cuts,
         if path in cuts.by_word and equal[path] and rows[0][0]:
             raise ValueError(
                 f"tensor_parallel: the plan says 'replicated_with_grad_allreduce' for {path!r}, and all ranks of "
-                f"{group.name!r} have the same gradients of it: it is used on what is whole, and their sum would be {group.size} "
-                "times too large; say 'replicated' for it, or leave it out of the plan"
+                f"{group.name!r} have the same gradients of it: it is used on what is whole, and their sum would be "
+                f"{group.size} times too large; say 'replicated' for it, or leave it out of the plan"
             )
 
 

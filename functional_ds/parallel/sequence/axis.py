@@ -164,6 +164,10 @@ def _of_the_step(known: Any, group: Group, layout: SequenceLayout | str | None) 
     if isinstance(known, SequenceAxis):
         if group.ranks == known.group.ranks and how == known.layout:
             return known.layout
-        if known.ring_group is not None and group.ranks == known.ring_group.ranks and how == attrs.evolve(known.layout, inner=1):
+        if (
+            known.ring_group is not None
+            and group.ranks == known.ring_group.ranks
+            and how == attrs.evolve(known.layout, inner=1)
+        ):
             return how
     return None

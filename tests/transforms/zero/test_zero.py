@@ -454,7 +454,9 @@ def test_a_world_of_one_on_nccl(stage: int) -> None:
     threshold=st.sampled_from([0, 5]),
     tp=st.booleans(),
 )
-def test_what_a_transform_adds_to_padding_does_not_count(sizes: list[int], stage: int, n: int, threshold: int, tp: bool) -> None:
+def test_what_a_transform_adds_to_padding_does_not_count(
+    sizes: list[int], stage: int, n: int, threshold: int, tp: bool
+) -> None:
     """A norm of gradients to which a number was added: flat tensors end in padding, and have some between leaves."""
 
     def noisy(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
