@@ -6,23 +6,13 @@ import attrs
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable, like_marked, sharers_of
+from functional_ds.base.marks import like_marked, sharers_of
 from functional_ds.step.buffer_sync import synced
+from functional_ds.step.checks import check_same_leaves
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
-__all__ = ["Replicas", "check_same_leaves"]
-
-
-def check_same_leaves(params: Any, group: comm.Group) -> None:
-    """Refuses params that differ between the ranks in more than their values.
-
-    Raises:
-        ValueError: on all ranks: paths, shapes, dtypes, or which leaves are trained.
-    """
-    shapes = [(path, tuple(leaf.shape), str(leaf.dtype), is_trainable(leaf)) for path, leaf in tree.named(params)]
-    differ, mend = "other leaves, shapes, dtypes or frozen leaves", "build the same model on every rank"
-    comm.agree(shapes, group, what="params", differ=differ, mend=mend)
+__all__ = ["Replicas"]
 
 
 @attrs.frozen(eq=False)

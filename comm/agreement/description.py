@@ -5,7 +5,6 @@ import types
 import zlib
 from collections.abc import Iterable
 from enum import Enum
-from inspect import getattr_static
 from typing import Any
 
 import attrs
@@ -26,9 +25,9 @@ def described(value: Any) -> str:
     """A value as text that is the same on all ranks that run one program, and differs where a number in it does.
 
     Functions are named, with what they compute by: their code, the numbers of their module that they read, defaults and closure
-    variables; objects that are called as functions are their types with their numbers. Groups are sizes, devices are types,
-    tensors of more than one number are dtypes. Objects that are none of these, nor frozen attrs records, are their types:
-    sets of paths, files, modules and loaders may be a rank's own.
+    variables; objects that are called as functions are their types with their numbers. Groups are sizes, devices are types, and
+    tensors of more than one number are dtypes. Objects that are none of these, nor frozen attrs records, are their types: sets
+    of paths, files, modules and loaders may be a rank's own.
 
     >>> def optimizer(lr):
     ...     return lambda params, grads: [p - lr * g for p, g in zip(params, grads)]
@@ -88,9 +87,7 @@ def _called(value: Any, known: _Known) -> str:
     name = getattr(value, "__qualname__", None)  # of classes and builtins
     if isinstance(name, str):
         return name
-    is_function = isinstance(getattr_static(type(value), "__call__", None), types.FunctionType) and not isinstance(
-        value, nn.Module
-    )
+    is_function = callable(value) and not isinstance(value, nn.Module)
     held = getattr(value, "__dict__", {}) if is_function else {}
     numbers = {name: number for name, number in held.items() if isinstance(number, int | float)}
     return f"{type(value).__qualname__}{_described(numbers, known) if numbers else ''}"

@@ -33,6 +33,7 @@ from .state import State, refuse_donated
 __all__ = [
     "GUARDS",
     "check_graph",
+    "check_same_leaves",
     "entries",
     "name_sum",
     "refuse_inference",

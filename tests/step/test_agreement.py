@@ -102,8 +102,8 @@ OTHERS: dict[str, tuple[Strategy, Strategy, str]] = {
         r"transforms: .*'by': 1.0.*'by': 2.0",
     ),
     "codec": (
-        (ADAM, (T.compressed_gradients(comm.TopK(0.5)),)),
-        (ADAM, (T.compressed_gradients(comm.TopK(0.25)),)),
+        (ADAM, (T.compressed_gradients(comm.codecs.TopK(0.5)),)),
+        (ADAM, (T.compressed_gradients(comm.codecs.TopK(0.25)),)),
         r"transforms: .*TopK\(fraction=0.5.*TopK\(fraction=0.25",
     ),
     "way": (
