@@ -273,6 +273,17 @@ def _groups(step: Strategy) -> list[comm.Group]:
     return list({group.ranks: group for group in given if group.size > 1 and group.rank >= 0}.values())
 
 
+def check_same_leaves(params: Any, group: comm.Group) -> None:
+    """Refuses params that differ between the ranks in more than their values.
+
+    Raises:
+        ValueError: on all ranks: paths, shapes, dtypes, or which leaves are trained.
+    """
+    shapes = [(path, tuple(leaf.shape), str(leaf.dtype), is_trainable(leaf)) for path, leaf in tree.named(params)]
+    differ, mend = "other leaves, shapes, dtypes or frozen leaves", "build the same model on every rank"
+    comm.agree(shapes, group, what="params", differ=differ, mend=mend)
+
+
 def check_same_step(step: Strategy, *args: Any) -> None:
     """Refuses steps that differ among the ranks that train together: those of the groups of the transforms, along all axes.
 
