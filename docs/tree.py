@@ -23,7 +23,8 @@ READING = {
     "a step on one device": """functional_ds/step/phase_signatures.py functional_ds/step/phases.py
         functional_ds/step/compose.py functional_ds/step/step.py functional_ds/step/train_step.py
         functional_ds/step/view.py functional_ds/step/pass_scope.py
-        functional_ds/step/backward.py functional_ds/step/state.py functional_ds/step/buffers.py functional_ds/step/unused.py
+        functional_ds/step/backward.py functional_ds/step/state/state.py functional_ds/step/state/buffers.py
+        functional_ds/step/state/unused.py
         functional_ds/optim/bind.py functional_ds/optim/adam.py functional_ds/optim/kernels.py""",
     "three transforms": """transforms/clip.py transforms/accumulate.py
         transforms/precision/mixed_precision.py""",

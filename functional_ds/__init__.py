@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from functional_ds.step.compose import compose, wrap
     from functional_ds.step.open_pass import Gradients, OpenPass
     from functional_ds.step.phases import innermost, outermost
-    from functional_ds.step.state import DonatedStateError, State, UpdateError
+    from functional_ds.step.state.state import DonatedStateError, State, UpdateError
     from functional_ds.step.step import Step, Transform
     from functional_ds.step.train_step import train_step
     from functional_ds.step.view import View

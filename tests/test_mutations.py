@@ -1439,7 +1439,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (buffers_are_state, 2): [
         Bug(
             "a pass writes into the state",
-            "step.buffers:Held.of",
+            "step.state.buffers:Held.of",
             "_plain(b)",
             "b",
             RuntimeError,  # it is noticed
@@ -1458,16 +1458,16 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (ranks_keep_the_first_ranks_buffers,): [
-        Bug("each rank keeps its own", "step.buffer_sync:synchronized", "group.size == 1 or policy == 'own'", "True"),
+        Bug("each rank keeps its own", "step.state.buffer_sync:synchronized", "group.size == 1 or policy == 'own'", "True"),
         Bug(
             "the second rank's count",
-            "step.buffer_sync:_agree",
+            "step.state.buffer_sync:_agree",
             "(rank if by_writer else 0, shape, dtype)",
             "(1, shape, dtype)",
         ),
         Bug(
             "what kept its bits is not sent",
-            "step.buffers:_with_siblings",
+            "step.state.buffers:_with_siblings",
             "name in written or name.rpartition('.')[0] in owners",
             "name in () and name.rpartition('.')[0] in owners",
         ),
@@ -1475,7 +1475,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (ranks_agree_when_one_begins_to_write,): [
         Bug(
             "others are not told",
-            "step.buffer_sync:agreed_anew",
+            "step.state.buffer_sync:agreed_anew",
             "state.slots[BUFFERS].known.agreed.clear()",
             "state.slots[BUFFERS].known.agreed",
             comm.errors.DeadlockError,
@@ -1584,7 +1584,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("updates are not counted", "step.train_step:train_step.update", "state.step + count", "state.step"),
     ],
     (donation_changes_nothing_but_memory,): [
-        Bug("a kept state shares memory", "step.state:State.clone", "x.detach().clone", "x.detach"),
+        Bug("a kept state shares memory", "step.state.state:State.clone", "x.detach().clone", "x.detach"),
     ],
     # weights, clipping, draws
     (tokens_weigh_the_same, None): [
@@ -2035,7 +2035,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (unused_leaves_stay, 2): [
-        Bug("a rank's own leaves are taken for all ranks'", "step.unused:summed_over_ranks", "not count", "True"),
+        Bug("a rank's own leaves are taken for all ranks'", "step.state.unused:summed_over_ranks", "not count", "True"),
         Bug(
             "updates that left a leaf alone count",
             "optim.bind:BoundOptimizer.update",

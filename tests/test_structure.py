@@ -33,6 +33,7 @@ LAYERS = (
     ("sharding",),
     ("optim",),
     ("step",),
+    ("step.state",),
     ("remat", "state_dict"),
     ("modules",),
     ("dry_run",),

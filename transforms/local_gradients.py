@@ -9,7 +9,7 @@ from functional_ds import comm
 from functional_ds.optim.param_groups import GroupStates
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.compose import wrap
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
 

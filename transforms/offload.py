@@ -12,7 +12,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.sources import home
 from functional_ds.step.compose import wrap
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
 from functional_ds.transforms.offloading.files import check_folder

@@ -22,9 +22,9 @@ from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.schedules.validate import validate
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.sharding.leaf_map import LeafMap
-from functional_ds.step.buffer_sync import synced
 from functional_ds.step.compose import wrap
-from functional_ds.step.state import State
+from functional_ds.step.state.buffer_sync import synced
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
 

@@ -18,8 +18,8 @@ from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
 from functional_ds.state_dict.describe import TensorShard, as_before, as_tensors, dense, describe
 from functional_ds.state_dict.errors import DamagedError, NoCheckpointError
 from functional_ds.state_dict.matching import Choice, Differences, match, per_rank_name, without_rank
-from functional_ds.step.slots import with_room
-from functional_ds.step.state import State
+from functional_ds.step.state.slots import with_room
+from functional_ds.step.state.state import State
 
 from . import storage
 from .directory import candidates, check_pointer, check_tag, open_manifest, read_pointer, written

@@ -18,8 +18,8 @@ from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
 from functional_ds.state_dict.describe import TensorShard, describe_in_place
 from functional_ds.state_dict.errors import CheckpointError
 from functional_ds.state_dict.fingerprint import fingerprints
-from functional_ds.step.buffers import BUFFERS, Buffers
-from functional_ds.step.state import State
+from functional_ds.step.state.buffers import BUFFERS, Buffers
+from functional_ds.step.state.state import State
 
 from .directory import Retention, check_free, check_pointer, check_tag, clean, make_folder, staging
 from .lock import take_lock

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from functional_ds.base import tree
 from functional_ds.base.torch_private import CPU_ATTENTION, CUDA_ATTENTION, instead_of_engine
 from functional_ds.base.weighted import Weighted, weigh
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .events import Events, recorded

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from functional_ds.state_dict.errors import NoCheckpointError
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 from .checks import positive_steps
 from .positions import gathered

@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any, Never
 
 from functional_ds import comm
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .checkpoints import CheckpointManager, Checkpoints

@@ -13,7 +13,7 @@ import attrs
 
 from functional_ds.base.files import read_regular, write_atomically
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .checks import check_steps

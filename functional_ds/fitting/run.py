@@ -11,7 +11,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .checkpoints import CheckpointManager, Progress

@@ -15,8 +15,8 @@ from functional_ds.sharding.leaf_region import grouped
 from functional_ds.state_dict.all_or_none import all_or_none
 from functional_ds.state_dict.describe import TensorShard, as_before, as_tensors, dense, describe
 from functional_ds.state_dict.matching import Choice, Differences, fits
-from functional_ds.step.slots import Role, fields_of_role
-from functional_ds.step.state import State
+from functional_ds.step.state.slots import Role, fields_of_role
+from functional_ds.step.state.state import State
 
 from .deepspeed_files import ZeroFiles
 from .deepspeed_layout import MASTER, Param

@@ -19,8 +19,8 @@ from functional_ds.modules.functional import Apply
 from functional_ds.sharding.leaf_region import LeafRegion, grouped
 from functional_ds.state_dict.describe import as_tensors, describe
 from functional_ds.state_dict.fingerprint import fingerprints
-from functional_ds.step.slots import Role, fields_of_role
-from functional_ds.step.state import State
+from functional_ds.step.state.slots import Role, fields_of_role
+from functional_ds.step.state.state import State
 
 from .format import INDEX, SINGLE, SafetensorsFile, TensorSpec, split_files
 from .gather_stream import LeafInfo, LeafSend, LocalShard, chunk_bytes, plan_sends, stream

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.modules.functional import Apply
-from functional_ds.step.buffers import BUFFERS, Buffers
-from functional_ds.step.state import State
+from functional_ds.step.state.buffers import BUFFERS, Buffers
+from functional_ds.step.state.state import State
 
 from .format import CODES, TensorSpec
 from .gather_stream import LeafInfo

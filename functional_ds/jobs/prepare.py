@@ -21,7 +21,7 @@ from functional_ds.fitting.non_finite import OnNonFinite, RollBack, Stop
 from functional_ds.fitting.run import Evaluation
 from functional_ds.fitting.signals import Flag
 from functional_ds.modules.functional import Apply
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
 from .job import Job

@@ -7,8 +7,8 @@ import attrs
 import torch
 
 from functional_ds import comm
-from functional_ds.step.slots import Role, fields_of_role
-from functional_ds.step.state import State
+from functional_ds.step.state.slots import Role, fields_of_role
+from functional_ds.step.state.state import State
 
 from .counting import holdings
 

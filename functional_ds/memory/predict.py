@@ -12,8 +12,8 @@ from functional_ds.base.marks import is_trainable, without_values
 from functional_ds.dry_run.dry_run import loss_of_all
 from functional_ds.dry_run.events import recorded
 from functional_ds.step.compose import wrap
-from functional_ds.step.slots import stored_layout
-from functional_ds.step.state import State
+from functional_ds.step.state.slots import stored_layout
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .account import Memory, measured

@@ -5,7 +5,7 @@ from typing import Any
 from functional_ds.base.device import peak_bytes, resident_peak_bytes
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
 from .counting import stored

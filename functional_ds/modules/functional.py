@@ -21,8 +21,8 @@ from functional_ds.base.torch_private import (
 )
 from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.remat.region import called, current_region
-from functional_ds.step.buffers import BufferScope, Held
 from functional_ds.step.pass_scope import Pass, current_pass
+from functional_ds.step.state.buffers import BufferScope, Held
 
 from .attributes import is_mutable
 from .deep_copy import TensorPlace, deep_copy, reached

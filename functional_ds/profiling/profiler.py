@@ -15,7 +15,7 @@ from functional_ds.base.batch import rows_of
 from functional_ds.comm.debug.trace import Slice, opened
 from functional_ds.comm.record.ledger import Event, RowsBySize, add_by_size
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .module_flops import Flops, ModuleFlops

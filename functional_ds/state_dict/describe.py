@@ -17,8 +17,8 @@ from functional_ds.optim.param_groups import GroupStates
 from functional_ds.optim.per_matrix import MatrixStates
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_region import LeafRegion
-from functional_ds.step.slots import Role
-from functional_ds.step.state import State
+from functional_ds.step.state.slots import Role
+from functional_ds.step.state.state import State
 
 from .leaf_places import Frame, StateLayout, of_extents
 from .stored_view import PieceReader, StoredView

@@ -12,8 +12,8 @@ from functional_ds.base.marks import is_trainable, slices_of
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap, TensorRange
 from functional_ds.sharding.leaf_region import LeafRegion
-from functional_ds.step.slots import stored_layout
-from functional_ds.step.state import State
+from functional_ds.step.state.slots import stored_layout
+from functional_ds.step.state.state import State
 
 __all__ = ["Cut", "Frame", "StateLayout", "TensorForm", "TensorLayout"]
 

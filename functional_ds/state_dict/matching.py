@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from functional_ds.sharding.leaf_region import LeafRegion
-from functional_ds.step.slots import Role
+from functional_ds.step.state.slots import Role
 
 from .describe import TensorShard
 from .errors import StructureError

@@ -7,11 +7,11 @@ import torch
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-from .buffers import BUFFERS, BufferScope
 from .checks import check_graph
 from .pass_scope import Pass
-from .state import State
-from .unused import Summing, with_unused
+from .state.buffers import BUFFERS, BufferScope
+from .state.state import State
+from .state.unused import Summing, with_unused
 from .view import Pulling
 
 __all__ = ["detached", "differentiated", "with_buffers"]

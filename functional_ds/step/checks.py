@@ -25,10 +25,10 @@ from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.comm.worlds.process import ProcessWorld
 from functional_ds.sharding.leaf_map import LeafMap
 
-from .buffers import BUFFERS
 from .pass_scope import Pass
 from .phases import Layer
-from .state import State, refuse_donated
+from .state.buffers import BUFFERS
+from .state.state import State, refuse_donated
 
 __all__ = [
     "GUARDS",

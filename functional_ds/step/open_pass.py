@@ -19,13 +19,13 @@ from functional_ds.base.prng import Key
 from functional_ds.base.weighted import Weighted
 
 from .backward import detached, differentiated, with_buffers
-from .buffers import BUFFERS, BufferScope
 from .pass_scope import Pass, current_pass
 from .phase_signatures import Phase
 from .phases import Layer
-from .state import State, refuse_open
+from .state.buffers import BUFFERS, BufferScope
+from .state.state import State, refuse_open
+from .state.unused import Summing
 from .traits import Trait
-from .unused import Summing
 from .view import NeedsWhole, Pulling, View, wide
 
 __all__ = ["Gradients", "OpenPass"]
@@ -33,7 +33,7 @@ __all__ = ["Gradients", "OpenPass"]
 Found = tuple[State, Weighted, dict[str, Weighted]]
 
 
-class Phases(Summing, Protocol):
+class RunsPasses(Summing, Protocol):
     """The part of a step that a pass runs."""
 
     @property
@@ -129,7 +129,7 @@ class Gradients:
             self._after, self.last_pass = self.last_pass.written(), None
         return self.state if self._after is None else self._after
 
-    def key_at(self, step: Phases, state: State, rows: int) -> Key | None:
+    def key_at(self, step: RunsPasses, state: State, rows: int) -> Key | None:
         """The key for the next pass, of so many rows."""
         if state.key is None:
             return None
@@ -137,7 +137,7 @@ class Gradients:
             self._key = step.at_rows(state, rows * step.micro_batches(state)).key
         return self._key.at(step=state.step, rows=self._rows) if self._key is not None and self._rows else self._key
 
-    def total(self, step: Phases, state: State, *, donate: bool) -> Found:
+    def total(self, step: RunsPasses, state: State, *, donate: bool) -> Found:
         """The gradients of all passes, reduced as the step wants them, with the state that they leave and their metrics."""
         self.check(state)
         after, carry, final = tree.replace(self.after(), key=state.key), self.carry, self.final
@@ -151,7 +151,7 @@ class Gradients:
         return after, final, self.metrics  # type: ignore[return-value]
 
 
-def _flushed(step: Phases, state: State, carry: Weighted, count: int) -> Weighted:
+def _flushed(step: RunsPasses, state: State, carry: Weighted, count: int) -> Weighted:
     """The sums of passes of which none was the last, reduced over the ranks if that was put off."""
     if not step.has(Trait.SUMS_LAST):
         return carry
@@ -191,7 +191,7 @@ class OpenPass:
             pass was the last, ``finish`` sums.
     """
 
-    def __init__(self, step: Phases, so_far: Gradients, batch: Any, *, trains: bool) -> None:
+    def __init__(self, step: RunsPasses, so_far: Gradients, batch: Any, *, trains: bool) -> None:
         self._step, self._grads, self.batch, self._trains = step, so_far, batch, trains
         self._state = state = so_far.after()
         self._rows = 0 if batch is None else rows_of(batch)
@@ -206,7 +206,9 @@ class OpenPass:
         self.last = True
 
     @staticmethod
-    def opened(step: Phases, state: State, batch: Any, so_far: Gradients | None, structure: Any, *, trains: bool) -> "OpenPass":
+    def opened(
+        step: RunsPasses, state: State, batch: Any, so_far: Gradients | None, structure: Any, *, trains: bool
+    ) -> "OpenPass":
         """A pass of a step.
 
         Raises:

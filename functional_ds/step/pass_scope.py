@@ -12,9 +12,9 @@ from torch import Tensor
 
 from functional_ds.base.torch_private import at_backward_end, graph_number
 
-from .buffers import BufferScope
 from .graph_checks import inspect_graph
-from .state import SeenGraphs
+from .state.buffers import BufferScope
+from .state.state import SeenGraphs
 from .view import Pulling, View
 
 __all__ = ["Moment", "Pass", "current_pass"]

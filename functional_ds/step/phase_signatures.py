@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 
-from .state import State
+from .state.state import State
 from .view import View
 
 __all__ = ["PHASES", "RESULTS", "Metrics", "Phase", "PhaseFunctions", "Phases", "Wraps"]

@@ -14,7 +14,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.comm.record.group import Group
 
 from .phase_signatures import PHASES, RESULTS, Phase
-from .state import State
+from .state.state import State
 from .traits import Trait
 
 __all__ = [

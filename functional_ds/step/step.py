@@ -18,15 +18,15 @@ from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted, check_constant
 
-from .buffer_sync import agreed_anew, unagreed
-from .buffers import BUFFERS, Buffers, Modules
 from .checks import GUARDS, name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
 from .open_pass import Gradients, OpenPass
 from .phase_signatures import Metrics, Phase, Phases
 from .phases import Layer, check_phases, compose_phase, kept_slots, unaware
-from .state import State, UpdateError, mark_donated, refuse_open
+from .state.buffer_sync import agreed_anew, unagreed
+from .state.buffers import BUFFERS, Buffers, Modules
+from .state.state import State, UpdateError, mark_donated, refuse_open
+from .state.unused import summed_over_ranks, with_idle
 from .traits import Trait
-from .unused import summed_over_ranks, with_idle
 
 __all__ = ["Step", "Transform"]
 

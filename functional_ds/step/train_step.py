@@ -24,13 +24,13 @@ from functional_ds.sharding.leaf_selection import IndivisibleStateError
 from functional_ds.sharding.sources import values_of
 
 from .backward import detached, differentiated, with_buffers
-from .buffers import BUFFERS, POLICIES, BufferScope
 from .pass_scope import Pass, current_pass
 from .phase_signatures import Metrics, Phase
-from .state import State, UpdateError
+from .state.buffers import BUFFERS, POLICIES, BufferScope
+from .state.state import State, UpdateError
+from .state.unused import unused_leaves
 from .step import Step
 from .traits import Trait
-from .unused import unused_leaves
 from .view import NeedsWhole, stored_view
 
 __all__ = ["train_step"]

@@ -17,7 +17,7 @@ from functional_ds.base import tree
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.compiling import JitStep, JitWarning, PredictedStep, StepGraph, UntraceableError
 from functional_ds.scaling import Machine
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 CPU = Machine("m", 2e9, 1e9, 1e9, link_bandwidth=1e8, link_latency=1e-6, operation_latency=1e-6, device="cpu")
 

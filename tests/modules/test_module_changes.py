@@ -349,7 +349,7 @@ def test_stages_that_were_cut_follow_changes() -> None:
         assert losses == pytest.approx(expected)
 
 
-CHANGES, BUFFERS = "modules.module_changes", "step.buffers"
+CHANGES, BUFFERS = "modules.module_changes", "step.state.buffers"
 BUGS: list[tuple[Callable[[], Any], Bug]] = [
     (
         lambda: check({2: [HOLD["dict"]]}, "plain"),
@@ -416,7 +416,7 @@ BUGS: list[tuple[Callable[[], Any], Bug]] = [
         test_a_changed_buffer_counts_for_states_that_are_made_later,
         Bug(
             "a state takes what it does not have",
-            "step.buffers:BufferScope.of",
+            "step.state.buffers:BufferScope.of",
             "self.buffers.check_changes(module)",
             "pass",
             pytest.fail.Exception,

@@ -11,7 +11,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
-from functional_ds.step.state import UpdateError
+from functional_ds.step.state.state import UpdateError
 from tests.refusals.refusal import Refusal, made, rows, weights
 
 

@@ -171,25 +171,28 @@ def test_processes_keep_the_same() -> None:
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
 
 
-SYNC = "step.buffer_sync"
+SYNC = "step.state.buffer_sync"
 BUGS: list[tuple[str, Bug]] = [
     (
         "first",
         Bug(
             "ranks keep their own",
-            "step.buffer_sync:synchronized",
+            f"{SYNC}:synchronized",
             "tree.replace(buffers, values=values, attributes=_exchanged_attributes(buffers, agreed, group, policy))",
             "tree.replace(buffers, values=values)",
         ),
     ),
     (
         "mean",
-        Bug("the mean is the first rank's", "step.buffer_sync:_exchanged_attributes.is_mean", "policy == 'mean'", "False"),
+        Bug("the mean is the first rank's", f"{SYNC}:_exchanged_attributes.is_mean", "policy == 'mean'", "False"),
     ),
     (
         "first",
         Bug(
-            "numbers are not sent", "step.buffer_sync:_exchanged_attributes", "numbers and current_recorder() is None", "False"
+            "numbers are not sent",
+            f"{SYNC}:_exchanged_attributes",
+            "numbers and current_recorder() is None",
+            "False",
         ),
     ),
 ]

@@ -14,7 +14,7 @@ from tests.step import test_agreement
 
 pytestmark = pytest.mark.timeout(60)
 
-STEPS, RANKS, TEXTS = "step.checks", "comm.agree", "comm.description"
+STEPS, RANKS, TEXTS = "step.checks", "comm.agreement.agree", "comm.agreement.description"
 
 
 def first(case: str) -> None:

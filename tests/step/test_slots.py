@@ -13,7 +13,7 @@ import functional_ds as fds
 from functional_ds import comm, memory, tree
 from functional_ds import transforms as T
 from functional_ds.base.marks import is_trainable
-from functional_ds.step.slots import Role
+from functional_ds.step.state.slots import Role
 from functional_ds.testing import assert_same
 from tests.planting import Bug, planted
 

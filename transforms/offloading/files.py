@@ -13,7 +13,7 @@ import attrs
 
 from functional_ds.base.direct_io import DirectFile, padded
 from functional_ds.base.files import FileLock, lock_folder, open_regular, process_note, reserve
-from functional_ds.step.state import UpdateError
+from functional_ds.step.state.state import UpdateError
 
 __all__ = ["Extent", "OffloadError", "ScratchFolder", "VersionedFile", "check_folder"]
 

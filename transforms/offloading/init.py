@@ -10,7 +10,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import ORIGIN, is_trainable, like_marked
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred, values_of
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .buffers import GRAD_BYTES, PARAM

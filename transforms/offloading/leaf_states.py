@@ -14,7 +14,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.device import is_pinned, overlaps
 from functional_ds.base.tree import NAMESPACE
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 from .handles import is_handle
 

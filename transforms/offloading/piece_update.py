@@ -11,7 +11,7 @@ from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .leaf_states import assembled, beside_params, content, flat, on_device, without_leaves

@@ -12,7 +12,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.direct_io import padded
 from functional_ds.sharding.leaf_map import LeafMap, LeafShard, LeafSpec
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 from .leaf_states import beside_params, content, shared
 

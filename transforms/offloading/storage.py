@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.device_streams import CopyStream
 from functional_ds.base.direct_io import aligned
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 from .buffers import Buffer, regions_of
 from .disk import Disk, DiskTraffic

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import storage_id
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 from .buffers import PARAM, Buffer
 from .files import OffloadError

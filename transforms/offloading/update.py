@@ -15,7 +15,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .buffers import GRAD, PARAM, Buffer

@@ -18,7 +18,7 @@ from functional_ds.sharding.path_patterns import check_expression, nearest
 from functional_ds.sharding.sources import sliced
 from functional_ds.step.axes import asked, with_axis
 from functional_ds.step.compose import wrap
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.traits import Trait
 from functional_ds.step.view import View

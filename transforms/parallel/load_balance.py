@@ -15,10 +15,10 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.experts.router_bias import Demands, RouterBiases
 from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.step.axes import with_axis
-from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.compose import wrap
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State
+from functional_ds.step.state.buffers import BUFFERS, Buffers
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
 

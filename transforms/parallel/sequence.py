@@ -19,7 +19,7 @@ from functional_ds.step.axes import IN_ORDER, asked
 from functional_ds.step.compose import wrap
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phases import outermost
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
 

@@ -26,7 +26,7 @@ from functional_ds.step.checks import check_same_leaves
 from functional_ds.step.compose import wrap
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phases import innermost, outermost
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
 

@@ -19,7 +19,7 @@ from functional_ds.optim.sgd import sgd
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.step.compose import wrap
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import train_step
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
-from functional_ds.step.slots import Role
+from functional_ds.step.state.slots import Role
 
 from .prefetch import FetchTrace
 from .reduce import ReduceOrder

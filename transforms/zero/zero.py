@@ -15,10 +15,10 @@ from functional_ds.comm.record.call_recorder import UnitGathering, current_recor
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred
-from functional_ds.step.buffer_sync import synced
 from functional_ds.step.compose import wrap
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State
+from functional_ds.step.state.buffer_sync import synced
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.traits import Trait
 from functional_ds.step.view import View

@@ -20,7 +20,7 @@ from functional_ds.dry_run.operations import WORK_KINDS, OperationCounter
 from functional_ds.modules.functional import functional
 from functional_ds.optim.adam import AdamState, adam_optimizer, adamw
 from functional_ds.scaling.machine import FACTORS, Machine
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import train_step
 

@@ -14,7 +14,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.call_recorder import TraceNotes
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 from .eager_calls import RUN, eager_site
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of

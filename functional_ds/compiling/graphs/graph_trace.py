@@ -17,8 +17,8 @@ from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import FakeTensorMode, buffers_of, schema_of
 from functional_ds.comm.record.call_recorder import recording
 from functional_ds.comm.record.group import Group
-from functional_ds.step.buffers import BUFFERS, Buffers
-from functional_ds.step.state import State
+from functional_ds.step.state.buffers import BUFFERS, Buffers
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.traits import Trait
 

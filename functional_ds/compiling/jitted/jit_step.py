@@ -17,9 +17,9 @@ from functional_ds.compiling.compile_log import BlockClass, Compiles
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
-from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State, mark_donated, refuse_open
+from functional_ds.step.state.buffers import BUFFERS, Buffers
+from functional_ds.step.state.state import State, mark_donated, refuse_open
 from functional_ds.step.step import Step
 from functional_ds.step.traits import Trait
 

@@ -12,7 +12,7 @@ from functional_ds.base import tree
 from functional_ds.base.device import synchronize
 from functional_ds.comm.worlds.current import simulated_world
 from functional_ds.compiling.graphs.graph_cost import GraphCost
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 __all__ = ["PredictedStep", "seconds_of_steps"]
 

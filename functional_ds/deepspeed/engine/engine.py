@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from functional_ds.deepspeed.api_names import ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.deepspeed.config.explain import UsageError
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 from .common.engine_counts import EngineCounts
 from .common.engine_files import EngineFiles

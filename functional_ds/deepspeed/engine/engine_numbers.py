@@ -4,7 +4,7 @@ from typing import Any
 
 from functional_ds.modules.functional import Apply
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .common.engine_counts import CountedEngine

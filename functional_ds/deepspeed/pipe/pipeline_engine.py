@@ -21,7 +21,7 @@ from functional_ds.deepspeed.utils.loaders import EngineLoader, RepeatingLoader,
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.train_step import train_step
 
 from .pipeline_module import PipelineModule

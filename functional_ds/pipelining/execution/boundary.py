@@ -15,7 +15,7 @@ from functional_ds.base.torch_private import FakeTensorMode, disable_torch_funct
 from functional_ds.pipelining.stages.shape_check import OnesReadMode, mapped, standing_for
 from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.pass_scope import Pass
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 __all__ = ["Boundary", "Crossing", "ShapeRun", "TensorMeta", "on_shapes", "signature", "view_metas"]

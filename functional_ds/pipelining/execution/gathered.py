@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import storage_id
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.view import NeedsWhole, Pulling, View
 

@@ -16,11 +16,11 @@ from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.backward import with_buffers
-from functional_ds.step.buffers import BUFFERS, BufferScope
 from functional_ds.step.pass_scope import Pass
-from functional_ds.step.state import State
+from functional_ds.step.state.buffers import BUFFERS, BufferScope
+from functional_ds.step.state.state import State
+from functional_ds.step.state.unused import without
 from functional_ds.step.step import Step
-from functional_ds.step.unused import without
 from functional_ds.step.view import wide
 
 from .boundary import Crossing, ShapeRun, TensorMeta, on_shapes, signature, view_metas

@@ -13,7 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining.schedules.action import ALL, MESSAGES, Action, Kind
 from functional_ds.pipelining.stages.stages import LossInput, Stages
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.view import wide_dtype
 

@@ -117,10 +117,10 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     functools.partial(one_device, "right"): [
         Bug(
             "the loss is a mean of the ranks' means",
-            "transforms.parallel.sequence:_SequenceParallel.loss",
-            "found, pass_ = (inner(step, state, params, batch), current_pass())",
+            "transforms.parallel.sequence:_SequenceParallel.guard_loss",
+            "total, pass_ = (inner(step, state, params, batch), current_pass())",
             "(sums, more), pass_ = (inner(step, state, params, batch), current_pass())\n"
-            "found = (Weighted(sums.sum / sums.weight, torch.tensor(1.0)), more)",
+            "total = (Weighted(sums.sum / sums.weight, torch.tensor(1.0)), more)",
         ),
     ],
     functools.partial(one_device, None, 0.3): [
@@ -270,8 +270,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     functools.partial(refused, {"tokenwise": False}, test_sequence.alike, "asked for the sequence axis"): [
         Bug(
             "attention within a rank goes unnoticed",
-            "transforms.parallel.sequence:_SequenceParallel.forward",
-            "first and pass_ is not None and (not self.tokenwise)",
+            "transforms.parallel.sequence:_SequenceParallel.guard_forward",
+            "first and current_pass() is not None and (not self.tokenwise)",
             "False",
         ),
     ],
@@ -280,7 +280,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     ): [
         Bug(
             "a mean of means goes unnoticed",
-            "transforms.parallel.sequence:_SequenceParallel.loss",
+            "transforms.parallel.sequence:_SequenceParallel.guard_loss",
             "pass_.slots.get('mean')",
             "False",
         ),

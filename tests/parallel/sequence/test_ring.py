@@ -85,7 +85,7 @@ def test_a_message_travels_while_the_block_before_is_computed_with() -> None:
                 return call
 
             if comm.world().rank == 0:
-                patch.setattr(comm, "permute", watched(comm.permute, "start"))
+                patch.setattr(comm, "start", watched(comm.start, "start"))
                 patch.setattr(comm.Pending, "wait", watched(comm.Pending.wait, "wait"))
                 patch.setattr(blockwise, "attend", watched(blockwise.attend, "compute"))
             x = torch.ones(1, 1, 2, 8)

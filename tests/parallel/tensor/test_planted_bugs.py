@@ -206,7 +206,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (draws_are_refused,): [
         Bug(
             "ranks draw masks of their own",
-            "transforms.parallel.tensor_parallel:_TensorParallel.forward",
+            "transforms.parallel.tensor_parallel:_TensorParallel.guard_forward",
             "pass_.trains and group.size > 1",
             "False",
         ),
@@ -214,8 +214,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (draws_for_zeros_are_looked_at_again,): [
         Bug(
             "draws for slices are not compared",
-            "transforms.parallel.tensor_parallel:_TensorParallel.forward",
-            "draws.known.update(check_draws(drawn_for or [], group))",
+            "transforms.parallel.tensor_parallel:_TensorParallel.guard_forward",
+            "draws.known.update(check_draws(keyed or [], group))",
             "pass",
         ),
         Bug(

@@ -20,7 +20,7 @@ from functional_ds.deepspeed.engine.loop.saved_beside import (
     saved_buffers,
     saved_values,
 )
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 from .config_scheduler import ConfigScheduler
 from .engine_counts import EngineCounts

@@ -16,7 +16,7 @@ from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.step.compose import wrap
 from functional_ds.step.open_pass import Gradients, OpenPass
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.state_dict.describe import TensorShard, as_tensors, describe
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 __all__ = ["PARAMS", "gathered", "has_role", "own_shards", "refuse_disk", "written"]
 

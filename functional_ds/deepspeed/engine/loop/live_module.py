@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from functional_ds.base import tree
 from functional_ds.modules.functional import Apply
 from functional_ds.state_dict.leaf_places import StateLayout
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 __all__ = ["LiveModule"]
 
 
 @attrs.frozen(eq=False)
-class _View:
+class _LiveParameters:
     """Where a parameter's values are in a stored tensor."""
 
     start: int
@@ -44,7 +44,7 @@ class LiveModule:
     apply: Apply
     params: Mapping[str, nn.Parameter]
     shows: bool
-    _views: list[list[_View]] | None = None
+    _views: list[list[_LiveParameters]] | None = None
     _seen: list[Any] = attrs.field(factory=list)  # the stored tensors that the parameters are views of
     _owners: list[nn.Module] = attrs.field(init=False)
     _bare: list[nn.Module] = attrs.field(init=False)
@@ -129,9 +129,9 @@ class LiveModule:
             if name not in own:
                 self.clear(parameter)
 
-    def _places(self, state: State) -> list[list[_View]]:
+    def _places(self, state: State) -> list[list[_LiveParameters]]:
         frame = StateLayout.of(state).stored
-        found: list[list[_View]] = []
+        found: list[list[_LiveParameters]] = []
         for tensor, place in zip(tree.leaves(state.params), frame.places, strict=True):
             form = place.form_of(tensor)
             cuts = () if form is None else form[0].cuts
@@ -140,7 +140,7 @@ class LiveModule:
                 parameter = self.params[frame.leaves[cut.leaf][0]]
                 shape = parameter.shape
                 stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-                rows.append(_View(cut.start, shape, stride, parameter))
+                rows.append(_LiveParameters(cut.start, shape, stride, parameter))
             found.append(rows)
         return found
 

@@ -11,7 +11,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.sharding.layout import Layout
 from functional_ds.state_dict.describe import TensorShard, as_tensors, describe
-from functional_ds.step.state import State
+from functional_ds.step.state.state import State
 
 from .engine_loop import EngineLoop
 from .gathered_parameters import owner_of, safe_get_full_grad, safe_set_full_grad, state_roles, writing

@@ -11,8 +11,8 @@ from functional_ds import comm
 from functional_ds.state_dict.all_or_none import gather_or_none
 from functional_ds.state_dict.describe import describe
 from functional_ds.state_dict.latest_file import latest_tag
-from functional_ds.step.slots import Role
-from functional_ds.step.state import State
+from functional_ds.step.state.slots import Role
+from functional_ds.step.state.state import State
 
 from .plain_values import decoded, encoded, pickled_paths, unpickled
 
