@@ -303,7 +303,7 @@ SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
         {"": {"CompileReport", "compile_report", "compiling", "jit"}, "transforms": {"compiled"}},
     ),
     "deepspeed": ((), {"": {"deepspeed", "from_ds_config"}}),
-    "fitting": ((), {"": {"Checkpoints", "Evaluation", "Logging", "fit", "run_job"}}),
+    "fitting": ((), {"": {"Checkpoints", "Evaluation", "Logging", "fit", "fitting", "run_job"}}),
     "interchange": ((), {"": {"export", "from_deepspeed", "interchange", "load_params"}}),
     "jobs": ((), {"": {"Job", "jobs", "load_job", "run_job"}}),
     "memory": ((), {"": {"memory", "scaling"}}),
