@@ -118,7 +118,7 @@ KINDS = {
     "schedule": CallKind(
         "schedule", "functional_ds.transforms", ("one_cycle", "range_test", "warmup", "warmup_cosine", "warmup_decay")
     ),
-    "codec": CallKind("codec", "functional_ds.comm", ("Blocks", "Cast", "OneBit", "TopK")),
+    "codec": CallKind("codec", "functional_ds.comm.codecs", ("Blocks", "Cast", "OneBit", "TopK")),
     "unit partition": CallKind(
         "unit partition", "functional_ds.sharding.grouping", ("by_block", "by_bytes", "by_leaf", "single_unit")
     ),

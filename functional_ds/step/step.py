@@ -326,7 +326,7 @@ class Step(Phases):
 
         >>> import functional_ds as fds
         >>> fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)).guards()["params"]
-        ['Refuses what is no state, and a state whose slots are not those of the step's transforms.']
+        ["Refuses what is no state, and a state whose slots are not those of the step's transforms."]
         """
         found = {call: [_summary(guard) for guard in guards] for call, guards in GUARDS.items()}
         for layer in self.layers:

@@ -136,7 +136,7 @@ def test_a_file_cannot_allow_itself_more(tmp_path: Path) -> None:
         "functional_ds:adamw",
         "functional_ds:optim.sgd.sgd",
         "functional_ds.transforms:clip",
-        "functional_ds.comm:Cast",
+        "functional_ds.comm.codecs:Cast",
         "functional_ds.sharding.grouping:by_leaf",
         "models:model",
         "package.inner:made",
