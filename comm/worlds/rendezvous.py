@@ -15,7 +15,7 @@ from typing import TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import attrs
-from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks them
+from torch.distributed import DistNetworkError, FileStore, TCPStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks them
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from functional_ds.comm.table.errors import CommError, TimedOutError
@@ -124,7 +124,9 @@ def open_store(init_method: str, *, rank: int, size: int, deadline: Deadline) ->
     make = partial(TCPStore, host, port, is_master=makes, wait_for_workers=False, timeout=deadline.left, use_libuv=libuv)
     try:
         return within(deadline.grace, partial(make, multi_tenant=makes))
-    except TimeoutError:
+    except (TimeoutError, DistNetworkError) as error:  # the process that listened may have ended since
+        if makes and isinstance(error, DistNetworkError):
+            raise
         silent = f"what listens at {host}:{port} does not answer"
         raise TimedOutError(f"{_waited(rank, size, deadline)}; {_HOLDER_MISSING[_agents_store()]}: {silent}") from None
 
