@@ -1624,8 +1624,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "stage 0 counts replicas",
             "transforms.zero.zero:Zero.parts",
-            "not layout.has_sharers",
-            "False",
+            "return None",
+            "return GradientParts()",
         ),
     ],
     (norms_are_of_the_whole_gradient, 2): [
@@ -2283,8 +2283,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "each piece has a norm of its own",
             "transforms.offloading.piece_update:PieceUpdate.run",
-            "lambda inner, *_: self._ask('norm', inner).to(device)",
-            "lambda inner, step, state, grads: inner(step, state, grads)",
+            "self._ask(name).to(device)",
+            "self.step.over_ranks[name](*_)",
         ),
     ],
     (checkpoints_come_back,): [
