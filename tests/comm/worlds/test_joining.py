@@ -197,7 +197,7 @@ class EndedStore(HashStore):
 def test_a_store_that_ends_while_ranks_connect(requests: int) -> None:
     """The first request asks for the rest of the time, the second says that this rank is connected."""
     with pytest.raises(
-        TimedOutError, match="rank 1 of 2 connects to the others, and the store that .* has ended: Failed to recv"
+        TimedOutError, match=r"rank 1 of 2 connects to the others, and the store that .* has ended: Failed to recv"
     ):
         connect(EndedStore(requests), rank=1, size=2, timeout=timedelta(seconds=2), make=lambda: None)
 
