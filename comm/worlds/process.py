@@ -435,7 +435,8 @@ def process_world(timeout: timedelta = DEFAULT_TIMEOUT) -> Group | None:
     pg = dist.group.WORLD
     everyone = None if pg is None else _WORLDS.get(pg)
     if everyone is None:
-        leave_process_world()  # one that torch's own destroy_process_group has ended
+        if _WORLDS:  # one that torch's own destroy_process_group has ended
+            leave_process_world()
         if pg is None:
             return None
         world = ProcessWorld(dist.get_rank(), pg.get_group_store(), pg, timeout)
