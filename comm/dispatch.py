@@ -130,6 +130,7 @@ def start_call(
             return start_call(call, leaves, group, beside=beside, early=early, transposed=transposed)
     if group.rank < 0:
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
+    call = call.on_nodes(group.ranks_per_node)
     here, watch = check_call(call, leaves, group), group.world.watch
     if watch is None:
         return _StartedCall(call, leaves, _begin(call, leaves, group, here, beside, early))
