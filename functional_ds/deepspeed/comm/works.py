@@ -11,7 +11,7 @@ from functional_ds import comm
 
 from .comms_log import logged
 
-__all__ = ["InPlace", "Work", "in_place"]
+__all__ = ["Work"]
 
 P = ParamSpec("P")
 

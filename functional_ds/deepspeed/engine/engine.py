@@ -13,7 +13,6 @@ from functional_ds.step.state.state import State
 
 from .common.engine_counts import EngineCounts
 from .common.engine_files import EngineFiles
-from .config_values import ConfigValues
 from .ds_optimizer import EngineOptimizer
 from .engine_numbers import EngineNumbers
 from .engine_reports import Reports
@@ -24,7 +23,7 @@ from .whole_batches import WholeBatches
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, ConfigValues, nn.Module):
+class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, nn.Module):
     """What ``initialize`` returns: DeepSpeed's engine, as a thin shell over ``step.open``, ``backward`` and ``finish``.
 
     ```

@@ -13,7 +13,6 @@ from functional_ds.deepspeed.api_names import ENGINE, PIPELINE_ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.deepspeed.engine.common.engine_counts import CountedEngine, EngineCounts
 from functional_ds.deepspeed.engine.common.engine_files import EngineFiles
-from functional_ds.deepspeed.engine.loop.config_questions import ConfigQuestions
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
 from functional_ds.deepspeed.engine.loop.monitors import Monitors
@@ -38,17 +37,17 @@ class GivenOptimizer:
     """What takes the place of a config's optimizer and scheduler in a pipeline; by default nothing does.
 
     Attributes:
+        counts: of the engine, with the scheduler that moves the groups' rates.
         rule: the optimizer.
         groups: its param groups, whose numbers the rule follows.
-        counts: of the engine, with the scheduler that moves their rates.
     """
 
+    counts: EngineCounts
     rule: Optimizer | PerParameter | None = None
     groups: list[dict[str, Any]] = attrs.field(factory=list)
-    counts: EngineCounts = attrs.field(factory=lambda: EngineCounts(1))
 
 
-class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
+class PipelineEngine(CountedEngine, EngineFiles):
     """An engine whose update takes ``gradient_accumulation_steps()`` micro-batches from an iterator.
 
     Law: its losses and params are those of the module on one device, on the micro-batches of all data-parallel ranks.
@@ -196,18 +195,6 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
 
     # -- numbers
 
-    def train_batch_size(self) -> int:
-        """Rows of an update, on all ranks."""
-        return self.plan.batch.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Rows of a micro-batch."""
-        return self.plan.batch.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of an update."""
-        return self.plan.batch.gradient_accumulation_steps
-
     @property
     def micro_batches(self) -> int:
         """Micro-batches of an update."""
@@ -312,7 +299,7 @@ def pipeline_engine(
     module: PipelineModule,
     config: Any,
     *,
-    make: Callable[[ConfigPlan], GivenOptimizer] | None = None,
+    make: Callable[[ConfigPlan, EngineCounts], GivenOptimizer] | None = None,
     lr: float | None = None,
     training_data: Dataset[Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
@@ -322,7 +309,7 @@ def pipeline_engine(
     Args:
         module: the layers; of each parameter the first rank's count that has its stage, of those given whole rank 0's.
         config: as ``from_ds_config`` takes it. Its batch's sizes are per data-parallel rank, as there.
-        make: from the config's plan to what takes the place of its optimizer and scheduler.
+        make: from the config's plan and the engine's counts to what takes the place of its optimizer and scheduler.
         lr: the rate of an optimizer that the config does not have, for a scheduler in it.
         training_data: each data-parallel rank reads its part; ``train_batch`` without an iterator in order, as DeepSpeed's,
             and ``engine.training_dataloader`` shuffled, as torch's DistributedSampler does.
@@ -349,7 +336,8 @@ def pipeline_engine(
     plan = from_ds_config(config, parts.data.size, group=parts.data, lr=lr, warn=True)
     whole = plan.to_ds_config()  # the pipeline cuts the batch into micro-batches, so nothing else accumulates
     whole.update(gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=plan.batch.rows)
-    given = GivenOptimizer() if make is None else make(plan)
+    counts = EngineCounts(plan.batch.gradient_accumulation_steps)
+    given = GivenOptimizer(counts) if make is None else make(plan, counts)
     if given.counts.scheduler is not None:
         whole.pop("scheduler", None)
     plain = from_ds_config(whole, parts.data.size, group=parts.data, lr=lr, warn=True)
