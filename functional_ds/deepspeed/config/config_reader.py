@@ -20,11 +20,11 @@ from .explain import ConfigError, ExplainedKey, Explanation
 from .keys.config_key import ConfigKey, Fate
 from .keys.config_table import BLOCKS, DEAD, SECTIONS, key_of, nearest
 
-__all__ = ["Config", "Settings", "read", "source", "unique", "value_of"]
+__all__ = ["ABSENT", "Config", "Settings", "read", "source", "unique", "value_of"]
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
-_ABSENT = object()
+ABSENT = object()  # what "auto" stands for where nothing takes its place
 _OPEN = ("optimizer.params", "scheduler.params")
 
 
@@ -82,6 +82,27 @@ class Settings:
         if key in SECTIONS["ZeRO stage 3"] and stage < 3:
             return f"It is for stage 3, and the stage is {stage}."
         return None
+
+    def put(self, key: ConfigKey, path: str, value: Any) -> None:
+        """Parses a key's value and takes it; notes what is refused, or off."""
+        if value is ABSENT:
+            if key.auto:
+                self.note(path, key.fate, f"DeepSpeed reads auto as its default, {key.default!r}. {key.text}")
+            elif key.default == "auto":
+                self.values[path] = "auto"
+            else:
+                self.refuse(path, f"auto needs a value: from_ds_config(..., auto={{{path!r}: ...}})")
+            return
+        try:
+            self.values[path] = key.parse(value)
+        except ValueError as error:
+            self.refuse(path, str(error))
+            return
+        if key.fate is Fate.REFUSED:
+            if key.is_harmless(self.values[path]):
+                self.note(path, Fate.IGNORED, "It is off." + " DeepSpeed 0.19.8 raises even so." * key.removed)
+            else:
+                self.refuse(path, key.text)
 
     def note(self, path: str, fate: Fate, reason: str) -> None:
         """Says what became of a key. What is refused stays so."""
@@ -176,7 +197,7 @@ def read(config: Mapping[str, Any], *, auto: Mapping[str, Any], warn: bool) -> S
             continue
         settings.spelled.setdefault(canonical, path)
         settings.given[canonical] = value
-        _put(settings, key, canonical, _closed(canonical, value, auto))
+        settings.put(key, canonical, _closed(canonical, value, auto))
     return settings
 
 
@@ -200,29 +221,7 @@ def _closed(path: str, value: Any, auto: Mapping[str, Any]) -> Any:
     """The value with what takes the place of "auto"."""
     if path in _OPEN and isinstance(value, dict):
         return {name: auto.get(f"{path}.{name}", each) if each == "auto" else each for name, each in value.items()}
-    return auto.get(path, _ABSENT) if value == "auto" else value
-
-
-def _put(settings: Settings, key: ConfigKey, path: str, value: Any) -> None:
-    if value is _ABSENT:
-        if key.auto:
-            settings.note(path, key.fate, f"DeepSpeed reads auto as its default, {key.default!r}. {key.text}")
-        elif key.default == "auto":
-            settings.values[path] = "auto"
-        else:
-            settings.refuse(path, f"auto needs a value: from_ds_config(..., auto={{{path!r}: ...}})")
-        return
-    try:
-        found = key.parse(value)
-    except ValueError as error:
-        settings.refuse(path, str(error))
-        return
-    settings.values[path] = found
-    if key.fate is Fate.REFUSED:
-        if key.is_harmless(found):
-            settings.note(path, Fate.IGNORED, "It is off." + " DeepSpeed 0.19.8 raises even so." * key.removed)
-        else:
-            settings.refuse(path, key.text)
+    return auto.get(path, ABSENT) if value == "auto" else value
 
 
 def _renamed(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
