@@ -6,11 +6,11 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -22,6 +22,7 @@ from .keys.config_table import BLOCKS, DEAD, SECTIONS, key_of, nearest
 
 __all__ = ["ABSENT", "Config", "Settings", "read", "source", "unique", "value_of"]
 
+T = TypeVar("T")
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
 ABSENT = object()  # what "auto" stands for where nothing takes its place
@@ -57,6 +58,14 @@ class Settings:
     def refuse(self, path: str, reason: str) -> None:
         """Marks a key as refused, whether the config has it or not."""
         self.note(path, Fate.REFUSED, reason)
+
+    def attempt(self, path: str, make: Callable[[], T]) -> T | None:
+        """What ``make`` makes; a ValueError refuses the key."""
+        try:
+            return make()
+        except ValueError as error:
+            self.refuse(path, str(error))
+            return None
 
     def explanation(self) -> Explanation:
         """What is noted of each key, or else what the table says of it; the config's keys first, in its order."""

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from functional_ds.deepspeed.api_names import ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.deepspeed.config.explain import UsageError
-from functional_ds.step.state.state import State
 
 from .common.engine_counts import EngineCounts
 from .common.engine_files import EngineFiles
@@ -250,18 +249,8 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
 
     _reads_deepspeed = True
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def _settled(self) -> State:
-        return self.state
-
-    def _begin_load(self) -> State:
+    def _discard(self) -> None:
         self._loop.discard()
-        return self._loop.state  # type: ignore[no-any-return]
-
-    def _replace(self, state: State) -> None:
-        self._loop.replace(state)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

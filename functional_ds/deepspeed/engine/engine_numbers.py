@@ -27,11 +27,11 @@ class EngineNumbers(CountedEngine):
 
     _loop: Any
     collate_fn: Any
+    optimizer: Any
     _reports: Reports
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The param groups, as they are now."""
-        raise NotImplementedError
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     @property
     def micro_steps(self) -> int:
@@ -76,6 +76,10 @@ class EngineNumbers(CountedEngine):
     def state(self) -> State:
         """Its state. An update takes the state's memory, so keep none of them."""
         return self._loop.settled()  # type: ignore[no-any-return]
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._loop.replace(state)
 
     @property
     def monitor(self) -> Monitors:

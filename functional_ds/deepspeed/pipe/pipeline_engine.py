@@ -55,7 +55,6 @@ class PipelineEngine(CountedEngine, EngineFiles):
     Attributes:
         module: the ``PipelineModule``. The params of this rank's stage are those of the state, as they are now; those of other
             stages are empty. ``module_state_dict()`` has all.
-        state: of the step.
         training_dataloader: the loader of ``training_data``; None without it.
         lr_scheduler: is moved after each update that was made, where one was given.
         plan: of the config.
@@ -65,7 +64,6 @@ class PipelineEngine(CountedEngine, EngineFiles):
     """
 
     module: PipelineModule
-    state: State
 
     def __init__(
         self,
@@ -81,18 +79,15 @@ class PipelineEngine(CountedEngine, EngineFiles):
         self.plan, self._parts, self._step = plan, parts, step
         self.monitor = Monitors.of(plan)
         self.grid = PipelineParallelGrid(module.topology())
-        self.state = step.init(parts.params, modules=parts.modules)
+        state = step.init(parts.params, modules=parts.modules)
         stage = plan.value("zero_optimization.stage")
         module.empty_bare()
         self._live = LiveModule(module, parts.modules["stage 0"], dict(module.named_parameters()), stage < 3)  # modes are ours
-        self._show()
-        self._live.clear_others(self.state)
+        self.state = state
+        self._live.clear_others(state)
         self._metrics: Metrics = {}
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
-
-    def _show(self) -> None:
-        self._live.show(self._step, self.state)
 
     # -- data
 
@@ -127,7 +122,6 @@ class PipelineEngine(CountedEngine, EngineFiles):
             self.set_dataiterator(data_iter)
         batch = self._next(self.gradient_accumulation_steps())
         self.state, metrics = self._step(self.state, batch)
-        self._show()
         self._metrics = metrics
         self._counts.updated(metrics, self.train_batch_size(), None)
         loss: Tensor = metrics["loss"]
@@ -272,14 +266,15 @@ class PipelineEngine(CountedEngine, EngineFiles):
     def _groups(self) -> list[dict[str, Any]]:
         return self.param_groups
 
-    def _settled(self) -> State:
-        return self.state
+    @property
+    def state(self) -> State:
+        """Of the step. An update takes its memory, so keep none of them."""
+        return self._state
 
-    _begin_load = _settled
-
-    def _replace(self, state: State) -> None:
-        self.state = state
-        self._show()
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        self._live.show(self._step, state)
 
 
 def _share(module: PipelineModule) -> None:
