@@ -24,14 +24,13 @@ from functional_ds.remat.region import called, current_region
 from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state.buffers import BufferScope, Held
 
-from .attributes import is_mutable
+from .attributes import HiddenAttributes, is_mutable
 from .deep_copy import TensorPlace, deep_copy, reached
 from .module_changes import BareParameter, ModuleChanges
 from .parameter_marks import ParameterMarks, attributes_on
 from .refusals import check_elsewhere, check_module, refuse_flags, refuse_loading, refuse_placeholders
 from .shared_memory import SharedMemory
 from .skeleton import Place, Skeleton, joined
-from .stale import HiddenAttributes
 from .write_watch import refuse_aliases, refuse_write, watched
 
 __all__ = ["Apply", "functional"]

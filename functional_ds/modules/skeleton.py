@@ -13,11 +13,10 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
 from functional_ds.step.state.buffers import Held, OtherAttribute, bit_equal
 
-from .attributes import ABSENT, copied, has_graph, is_state, kept, put_attribute, usable
+from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import TensorPlace
 from .module_changes import ModuleChanges
 from .refusals import refuse_flags
-from .stale import Stale
 
 __all__ = ["Place", "RunBy", "Skeleton", "joined"]
 
@@ -181,7 +180,7 @@ class Skeleton:
             touched.add(path)
             value = held.attributes.get(name, vars(owner).get(key))
             if name in held.others:
-                if self._is_set_anew(name, held.others[name].version):
+                if name in self.changes.since(held.others[name].version):  # the user has set it since
                     continue
                 value = held.others[name].value
             if id(value) not in memo:
@@ -193,10 +192,6 @@ class Skeleton:
             dict(vars(owner)) if path in touched else before
             for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True)
         ]
-
-    def _is_set_anew(self, name: str, version: int) -> bool:
-        """Whether the user has set an attribute of ``Apply.module`` since a forward pass did."""
-        return name in self.changes.since(version)
 
     def _has_written(self, name: str, value: Any, before: Any, held: Held) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""
