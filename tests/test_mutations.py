@@ -2108,7 +2108,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (an_overflow_skips_the_step, 1, plain_momentum): [
-        Bug("what is kept for a skip is written to", "optim.kernels:_copy", "leaf.clone()", "leaf"),
+        Bug("what is kept for a skip is written to", "optim.kernels:guarded", "leaf.clone()", "leaf"),
         Bug("good steps are skipped", "optim.kernels:_choose", "torch.where(skip, old, new)", "old"),
     ],
     (scaling_by_a_power_of_two_changes_nothing,): [
@@ -2279,7 +2279,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "0",
             shows=transforms.OffloadError,
         ),
-        Bug("nobody looks at checksums", "transforms.offloading.disk:Disk._read", "found != checksum", "False"),
+        Bug("nobody looks at checksums", "transforms.offloading.files:Disk._read", "found != checksum", "False"),
         Bug(
             "each piece has a norm of its own",
             "transforms.offloading.piece_update:PieceUpdate.run",
@@ -2314,8 +2314,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a checkpoint is a step late",
             "fitting.checkpoints:CheckpointManager.save",
-            "Progress(done, gathered(data), rollbacks, generators.kept())",
-            "Progress(done + 1, gathered(data), rollbacks, generators.kept())",
+            "Progress(done, gathered(data), rollbacks, gathered_generators())",
+            "Progress(done + 1, gathered(data), rollbacks, gathered_generators())",
         ),
         Bug(
             "a loss that is not finite counts as one",

@@ -9,7 +9,7 @@ from torch import nn
 
 from functional_ds import comm
 from functional_ds.remat.block_paths import check_blocks, check_pattern, find_blocks, no_such_block
-from functional_ds.remat.policy import RematPolicy, everything
+from functional_ds.remat.policy import Keep, RematPolicy
 from functional_ds.remat.region import called, run
 from functional_ds.remat.remat import check_group, check_names
 from functional_ds.remat.report import open_report
@@ -90,7 +90,7 @@ class _Remat:
         store.log.compares_values |= not self._looked
         self._looked = True
         if open_report() is not None:
-            function = self._part(function, "elsewhere", everything, _ignore)
+            function = self._part(function, "elsewhere", RematPolicy(Keep.SAVE), _ignore)
         found = self._run(inner, step, state, function, batch, pass_)
         store.compare()  # on every rank, also where nothing was partitioned
         return found

@@ -201,7 +201,10 @@ def _look(value: Any, found: dict[int, tuple[Any, dict[str, Any]]], seen: set[in
     if attrs.has(type(value)):
         fields = {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
         if not _is_frozen(type(value)):
-            found[id(value)] = value, {name: _apart(held) for name, held in fields.items()}
+            found[id(value)] = (
+                value,
+                {name: held.copy() if type(held) in (dict, list, set) else held for name, held in fields.items()},
+            )
         for held in fields.values():
             _look(held, found, seen)
     elif type(value) in (dict, list, tuple):
@@ -211,7 +214,3 @@ def _look(value: Any, found: dict[int, tuple[Any, dict[str, Any]]], seen: set[in
 
 def _is_frozen(kind: type) -> bool:
     return getattr(kind.__setattr__, "__name__", "") == "_frozen_setattrs"
-
-
-def _apart(held: Any) -> Any:
-    return held.copy() if type(held) in (dict, list, set) else held
