@@ -85,6 +85,12 @@ class Axis:
         return self.group or comm.world()
 
     @property
+    def compares(self) -> bool:
+        """Whether there are other ranks with values of their own, with which this one's can be compared."""
+        group = self.ranks()
+        return group.size > 1 and not comm.is_symmetric(group)
+
+    @property
     def sums(self) -> bool:
         """Whether metrics and weights are sums over its ranks."""
         return self.role in (AxisRole.BATCH, AxisRole.STAGES)

@@ -211,7 +211,7 @@ class _SequenceParallel:
             ValueError: ranks have other layouts, lengths or leaves, or, where they get whole batches, other values.
         """
         kind = (group, layout, tuple((path, tuple(leaf.shape)) for path, leaf in pieces.items()))
-        if kind in self.agreed or group.size == 1 or comm.is_symmetric(group) or any(x.is_meta for x in pieces.values()):
+        if kind in self.agreed or not self.mesh_axis.compares or any(x.is_meta for x in pieces.values()):
             return
         prints = fingerprints([leaf.contiguous().flatten() for leaf in pieces.values()]) if self.rules.whole else None
         shapes = {path: list(leaf.shape) for path, leaf in pieces.items()}
@@ -300,12 +300,7 @@ class _SequenceParallel:
 
     def checks(self, step: Step, state: State) -> bool:
         """Whether the first step computes more than one loss: the same on all ranks, whatever the lengths of their batches."""
-        return not (
-            comm.is_symmetric(self.mesh_axis.ranks())
-            or self.mesh_axis.ranks().size == 1
-            or step.has(AxisRole.STAGES)
-            or state.step.is_meta
-        )
+        return self.mesh_axis.compares and not (step.has(AxisRole.STAGES) or state.step.is_meta)
 
     def check_order(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
         """Refuses a loss to which the order of a rank's positions matters beside attention, by two passes without gradients.
@@ -374,8 +369,8 @@ class _SequenceParallel:
         Raises:
             ValueError: on all ranks.
         """
-        known = step.has(AxisRole.STAGES) and self.mesh_axis.ranks().size > 1 and not (self.tokenwise or state.step.is_meta)
-        if known and not comm.is_symmetric(self.mesh_axis.ranks()) and state.graphs.is_new("stages of a sequence"):
+        known = step.has(AxisRole.STAGES) and self.mesh_axis.compares and not (self.tokenwise or state.step.is_meta)
+        if known and state.graphs.is_new("stages of a sequence"):
             asks = torch.tensor([float(AXIS in state.graphs.kinds)], device=device)
             if not step.sum_over_ranks(state, asks).item():
                 raise ValueError(self._unasked())

@@ -279,7 +279,7 @@ class _TensorParallel:
         if pass_ is None:
             return inner(step, state, function, batch)
         draws: DrawLog = state.slots[_SLOT].known.draws
-        draws.found = [] if pass_.trains and not comm.is_symmetric(group) else None
+        draws.found = [] if pass_.trains and self.axis.compares else None
         drawn = generator_states() if pass_.trains and group.size > 1 else []
         try:
             with named_errors(cuts.slices, group):
