@@ -1593,7 +1593,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (tokens_weigh_the_same, 0): [
         Bug(
             "metrics are each rank's own",
-            "step.over_ranks:sum_over_ranks",
+            "step.mesh_axes:sum_over_ranks",
             "comm.all_reduce(scalars, axis.ranks())",
             "scalars",
         ),
@@ -1631,7 +1631,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (norms_are_of_the_whole_gradient, 2): [
         Bug(
             "each rank clips by its own shards",
-            "step.over_ranks:_norm_over",
+            "step.mesh_axes:_norm_over",
             "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
             "functools.reduce(operator.add, divided)",
         ),
@@ -1639,14 +1639,14 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (everybody_hears_of_an_overflow, 2): [
         Bug(
             "one rank's finite gradients suffice",
-            "step.over_ranks:finite",
+            "step.mesh_axes:finite",
             "comm.all_reduce(everywhere, axis.ranks(), op='min')",
             "comm.all_reduce(everywhere, axis.ranks(), op='max')",
         ),
     ],
     (draws_depend_on_the_position,): [
         Bug(
-            "every rank draws as rank 0", "step.over_ranks:batch_shard", "index * group.size + group.rank", "index * group.size"
+            "every rank draws as rank 0", "step.mesh_axes:batch_shard", "index * group.size + group.rank", "index * group.size"
         ),
         Bug(
             "micro-batches draw alike",
@@ -2099,7 +2099,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "1 if state.skip is None else state.skip.logical_not()",
             "1",
         ),
-        Bug("NaN is finite", "step.over_ranks:_finite", "overflow[0] == 0", "~torch.cat(grads).isinf().any()"),
+        Bug("NaN is finite", "step.mesh_axes:_finite", "overflow[0] == 0", "~torch.cat(grads).isinf().any()"),
         Bug(
             "a scale is never adjusted",
             "transforms.precision.mixed_precision:_MixedPrecision.update",

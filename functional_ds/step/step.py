@@ -20,9 +20,8 @@ from functional_ds.base.weighted import Weighted, check_constant
 
 from .axes import with_axis
 from .checks import GUARDS, name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
-from .mesh_axes import Axis, AxisRole
+from .mesh_axes import OVER_RANKS, Axis, AxisRole, axes_of
 from .open_pass import Gradients, OpenPass
-from .over_ranks import OVER_RANKS, axes_of
 from .phase_signatures import Metrics, Phase, Phases
 from .phases import Layer, check_phases, compose_phase, kept_slots, unaware
 from .state.buffer_sync import agreed_anew, unagreed

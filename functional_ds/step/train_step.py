@@ -22,7 +22,7 @@ from functional_ds.sharding.leaf_selection import IndivisibleStateError
 from functional_ds.sharding.sources import values_of
 
 from .backward import detached, differentiated, with_buffers
-from .over_ranks import axes_of
+from .mesh_axes import axes_of
 from .pass_scope import Pass, current_pass
 from .phase_signatures import Metrics, Phase
 from .state.buffers import BUFFERS, POLICIES, BufferScope

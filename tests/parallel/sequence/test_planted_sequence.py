@@ -134,7 +134,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     rows_of_two_data_ranks: [
         Bug(
             "a key's rows are counted over sp, too",
-            "step.over_ranks:batch_shard",
+            "step.mesh_axes:batch_shard",
             "_row(layer.name, axis, index, count)",
             "(index, count)",
         ),
@@ -288,7 +288,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     functools.partial(refused, {"zero": False}, test_sequence.alike, "they must be an axis of them"): [
         Bug(
             "gradients that nobody sums go unnoticed",
-            "step.over_ranks:_row",
+            "step.mesh_axes:_row",
             "_without(name, comm.all_gather(mine, control).tolist(), count, group)",
             "(index, count)",
         ),

@@ -122,7 +122,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "the norm misses other ranks' slices",
-            "step.over_ranks:_norm_over",
+            "step.mesh_axes:_norm_over",
             "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
             "functools.reduce(operator.add, divided)",
         ),
@@ -136,7 +136,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "the norm counts shared heads on each rank",
-            "step.over_ranks:_norm_over",
+            "step.mesh_axes:_norm_over",
             "norm**2 / count if count > 1 else norm**2",
             "norm**2",
         ),
