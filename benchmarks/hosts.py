@@ -40,7 +40,6 @@ Batch = tuple[Tensor, Tensor]
 Train = Callable[[Batch], Any]
 
 PORT = 29731
-UNLIMITED = "unlimited"
 SETTLE = 3  # steps before the rounds: connections, buckets, traces, optimizer states, 1-bit Adam's warm-up
 TOLERANCE = 1e-4  # of losses, relative
 PATIENCE = 1800.0  # seconds
@@ -173,11 +172,7 @@ def sent() -> int:
 
 def limit(rate: str) -> None:
     """Gives the host's end of the link this speed."""
-    if rate == UNLIMITED:
-        words = ["del", "dev", "cable", "root"]
-    else:  # a bucket for 4 ms at 10 Gbit
-        words = ["replace", "dev", "cable", "root", "tbf", "rate", rate, "burst", "5mb", "latency", "50ms"]
-    subprocess.run(["tc", "qdisc", *words], check=rate != UNLIMITED, capture_output=True)
+    subprocess.run(hosts.shaping(rate), check=True, capture_output=True)
 
 
 def measured(train: Train, batch: Batch) -> tuple[float, float, float, int]:
@@ -298,7 +293,9 @@ def main() -> int:
     for name, default in {"layers": 4, "width": 256, "heads": 4, "batch": 2, "context": 64, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=peers.positive, default=default)
     parser.add_argument("--ranks-per-host", type=peers.positive, nargs="+", default=[1, 2])
-    parser.add_argument("--rates", nargs="+", default=["10gbit", "1gbit", "100mbit"], help=f"as tc writes them, or {UNLIMITED}")
+    parser.add_argument(
+        "--rates", nargs="+", default=["10gbit", "1gbit", "100mbit"], help=f"as tc writes them, or {hosts.UNLIMITED}"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names, or their first words")
     parser.add_argument("--json", type=Path, default=peers.RESULTS / "hosts.json")
     parser.add_argument("--rank-file", help=argparse.SUPPRESS)
