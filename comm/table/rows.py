@@ -44,7 +44,8 @@ __all__ = [
 
 
 def _copies(value: Tensor, n: int) -> list[Tensor]:
-    return [value.clone() for _ in range(n)]
+    """A new tensor, and copies of it."""
+    return [value, *(value.clone() for _ in range(n - 1))]
 
 
 def as_sent(shape: Sequence[int], here: Here) -> Sequence[int]:
@@ -159,7 +160,7 @@ REDUCE: Collective = Collective(
 
 BROADCAST: Collective = Collective(
     name="broadcast",
-    denotation=lambda xs, options: _copies(xs[options["src"]], len(xs)),
+    denotation=lambda xs, options: _copies(xs[options["src"]].clone(), len(xs)),
     adjoint=lambda options: Call(REDUCE, {"dst": options["src"], "op": "sum"}),
     volume=lambda leaf, here: (here.n - 1) * leaf.numel() if here.rank == here["src"] else 0,
     reads=lambda here: here.rank == here["src"],
