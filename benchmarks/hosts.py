@@ -65,7 +65,9 @@ def ddp(model: nn.Module, *, power_sgd: bool = False) -> nn.Module:
     """PyTorch's data parallelism."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # One bucket for PowerSGD: over Gloo, hooks of several buckets call collectives in orders that differ between ranks.
+    cap = 10_000 if power_sgd else None
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
     if power_sgd:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
