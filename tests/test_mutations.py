@@ -2216,7 +2216,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     # compression
     (compressed_values_stay_near,): [
-        Bug("int8 rounds towards zero", "comm.codecs.codec:Blocks.encode", "steps.round_", "steps.trunc_"),
+        Bug("int8 rounds towards zero", "comm.codecs.codec:Blocks.encode", "(x * inverse).round_", "(x * inverse).trunc_"),
         Bug(
             "a block's scale is its largest value's",
             "comm.codecs.codec:Blocks.encode",
@@ -2226,8 +2226,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "an inf is held to what is finite",
             "comm.codecs.codec:Blocks.encode",
-            "scale.isfinite()",
-            "scale > 0",
+            "factor.isfinite()",
+            "factor > 0",
         ),
         Bug("top-k keeps the largest with their sign", "comm.codecs.codec:TopK.encode", "rows.abs()", "rows"),
     ],
