@@ -15,10 +15,10 @@ from functional_ds.remat.remat import check_group, check_names
 from functional_ds.remat.report import open_report
 from functional_ds.remat.saved_tensors import TensorStore
 from functional_ds.step.compose import wrap
+from functional_ds.step.mesh_axes import AxisRole
 from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 __all__ = ["remat"]
 
@@ -102,7 +102,7 @@ class _Remat:
         # Whoever is composed later runs first, and is outside.
         with pass_.run_by(self._calls):
             found = inner(step, state, function, batch)
-        self._calls.check(whole=not step.has(Trait.PIPELINES))
+        self._calls.check(whole=not step.has(AxisRole.STAGES))
         return found
 
     def _part(self, function: Callable[[Any], Any], part: str, policy: RematPolicy, seen: Any) -> Callable[[Any], Any]:

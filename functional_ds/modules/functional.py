@@ -99,6 +99,8 @@ class Apply:
     def _find_buffers(self, memory: SharedMemory) -> None:
         """Where the module has its buffers now."""
         self._names = _buffer_names(self.module)
+        owners = dict(self.module.named_modules()) if self._names else {}
+        self._homes = [(name, owners[path], key) for (path, key), name in self._names.items() if name == joined(path, key)]
         self._by_name: dict[str, list[Place]] = {}
         for place, name in self._names.items():
             self._by_name.setdefault(name, []).append(place)
@@ -229,8 +231,9 @@ class Apply:
         if not found.complete:
             recorder = current_recorder()
             traced = {} if recorder is None else recorder.notes.buffers
-            for name, buffer in self.module.named_buffers():  # what ``state_dict`` leaves out
-                found.add(name, traced.get((self, name), buffer))
+            for name, owner, key in self._homes:  # what ``state_dict`` leaves out
+                if (buffer := buffers_of(owner)[key]) is not None:
+                    found.add(name, traced.get((self, name), buffer))
             found.complete = True
         return found, True
 

@@ -92,6 +92,15 @@ class Skeleton:
     _stores: dict[str, dict[str, Any]] = attrs.field(init=False)  # where each module has its buffers
     _shared: list[dict[str, Any]] = attrs.field(init=False)  # what it had there by itself
 
+    _homes: list[tuple[str, str, dict[str, Any], str]] = attrs.field(init=False)  # of each parameter: name, place, dict and key
+
+    @_homes.default
+    def _homes_of_parameters(self) -> list[tuple[str, str, dict[str, Any], str]]:
+        places = [(name, path, key) for name, places in self.owned.items() for path, key in places]
+        stores: dict[str, Any] = {path: parameters_of(self.owners[path]) for _, path, _ in places}
+        # scripted modules have a dict of another kind, and keep theirs
+        return [(name, joined(path, key), stores[path], key) for name, path, key in places if isinstance(stores[path], dict)]
+
     @_stores.default
     def _stores_of_owners(self) -> dict[str, dict[str, Any]]:
         return {path: buffers_of(owner) for path, owner in self.owners.items()}
@@ -241,14 +250,12 @@ class Skeleton:
             aliases: attributes that shared memory, each with the name of what; a call may write into neither.
             held: what the module has in this pass.
         """
-        for name, parameter in self.bound.items():
-            for path, key in self.owned[name]:
-                own: Any = parameters_of(self.owners[path])  # scripted modules have a dict of another kind, and keep theirs
-                if isinstance(own, dict) and own.get(key) is not parameter:
-                    raise RuntimeError(
-                        f"the module {kind} set its parameter {joined(path, key)!r} to another tensor in forward, and a step's "
-                        "params keep their places: choose between parameters by an attribute that is a number"
-                    )
+        for name, place, own, key in self._homes:
+            if name in self.bound and own.get(key) is not self.bound[name]:
+                raise RuntimeError(
+                    f"the module {kind} set its parameter {place!r} to another tensor in forward, and a step's params keep "
+                    "their places: choose between parameters by an attribute that is a number"
+                )
         if self.flags and self.flags != [p.requires_grad for p in self.bound.values()]:
             refuse_flags(kind)
         if aliases:

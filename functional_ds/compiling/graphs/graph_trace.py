@@ -34,15 +34,21 @@ _PHASES = {
     "loss": "forward",
     "gradients": "backward",
     "reduce": "reduce",
-    "norm": "norm",
-    "finite": "finite",
-    "sync_buffers": "sync_buffers",
     "update": "update",
 }
+_OVER_RANKS = ("norm", "finite", "sync_buffers")
 
 
 class UntraceableError(RuntimeError):
     """A step cannot be one graph; the text says why."""
+
+
+def _marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(step: Step, *args: Any) -> Any:
+        with tagged(PHASE, name):
+            return function(step, *args)
+
+    return run
 
 
 def _marking(phase: str) -> Callable[..., Any]:
@@ -71,6 +77,8 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     leaves, takes = tree.flatten((state, batch))
     marks: dict[str, Any] = {phase: _marking(phase) for phase in _PHASES}
     marked = step.wrapped("jit", traits=[Trait.HEEDS_SKIPS], **marks)  # they change nothing
+    over_ranks = {name: _marked(name, step.over_ranks[name]) for name in _OVER_RANKS}
+    marked = attrs.evolve(marked, over_ranks={**step.over_ranks, **over_ranks})
     recorder, gives, outputs = StepRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
 
     passing = _passing_buffers(state)
