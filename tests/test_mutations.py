@@ -1488,15 +1488,13 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "closures keep placeholders",
             "modules.deep_copy:_PlaceSearch.visit",
-            "self.visit(cell.cell_contents, _ClosureCell(cell), None)",
+            "self.visit(cell.cell_contents, functools.partial(setattr, cell, 'cell_contents'))",
             "pass",
             ValueError,
         ),
     ],
     (buffers_have_several_names,): [
-        Bug(
-            "one name is forgotten", "modules.skeleton:Skeleton.put", "holder[where] = held.values[name]", "pass", RuntimeError
-        ),
+        Bug("one name is forgotten", "modules.skeleton:Skeleton.put", "put(held.values[name])", "pass", RuntimeError),
     ],
     (what_training_would_part_is_refused, "whole: data.copy_"): [
         Bug(
