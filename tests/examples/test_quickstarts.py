@@ -32,7 +32,9 @@ def without_numbers(text: str) -> list[str]:
 def sessions(page: Path) -> list[list[tuple[str, str]]]:
     """The commands of each console block, with what the page shows of their outputs."""
     blocks = CONSOLE.findall(page.read_text(encoding="utf-8"))
-    return [[(line, shown) for line, _, shown in (part.partition("\n") for part in block[2:].split("\n$ "))] for block in blocks]
+    return [
+        [(line, shown) for line, _, shown in (part.partition("\n") for part in block[2:].split("\n$ "))] for block in blocks
+    ]
 
 
 def run(commands: list[str], folder: Path) -> list[str]:
