@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -163,14 +162,14 @@ def files(patch: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library's folders, linked so that they are one import package."""
     place = tmp_path_factory.mktemp("library")
     for layer in ("functional_ds", "comm", "transforms"):
         shutil.copytree(TOP / layer, place / layer, ignore=shutil.ignore_patterns("*.pyc.*"))
     for layer in ("comm", "transforms"):
         (place / "functional_ds" / layer).symlink_to(place / layer)
-    yield place
+    return place
 
 
 def apply(place: Path, patch: str, *options: str) -> None:
