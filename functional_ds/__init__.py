@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         pipelining,
         profiling,
         scaling,
+        testing,
         transforms,
     )
 
@@ -144,6 +145,7 @@ __all__ = [
     "seq",
     "sgd",
     "shard",
+    "testing",
     "tiled",
     "tp",
     "train_step",
