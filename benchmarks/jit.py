@@ -26,7 +26,7 @@ import torch
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.cli.planning.microbenchmarks import measured_here
+from functional_ds.cli.planning.known_machines import measured_here
 from functional_ds.compiling import GraphCost
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.cli.planning.candidate import candidate, name_of
 from functional_ds.cli.planning.forecast import Forecast, forecast
-from functional_ds.cli.planning.microbenchmarks import measured_here
+from functional_ds.cli.planning.known_machines import measured_here
 from functional_ds.cli.planning.subject import job_of, planned
 from functional_ds.cli.tuning.calibration import fitted
 from functional_ds.cli.tuning.trial import ProcessMemory

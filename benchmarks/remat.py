@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_ds as fds
 from functional_ds import transforms as T
+from functional_ds.remat.policy import Keep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import gpt
@@ -172,7 +173,7 @@ def _said(contender: Contender, report: fds.RematReport) -> dict[str, Any]:
         return {}
     blocks: dict[str, int] = {}
     for row in report.rows:
-        if row.keep is fds.remat_policies.Keep.RECOMPUTE:
+        if row.keep is Keep.RECOMPUTE:
             blocks[row.part] = blocks.get(row.part, 0) + row.whole
     totals = {name: getattr(report, name) for name in ("saved", "recomputed", "offloaded", "partitioned")}
     return {**totals, "largest block again": max(blocks.values(), default=0)}

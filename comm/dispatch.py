@@ -97,7 +97,7 @@ def check_avg(leaves: Sequence[Tensor], op: str) -> None:
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _StartedCall:
     """A call under way: its leaves and its handle; its line, where somebody follows values."""
 
@@ -105,10 +105,6 @@ class _StartedCall:
     leaves: Sequence[Tensor]
     handle: Handle
     site: str | None = None
-
-    @property
-    def differentiable(self) -> bool:
-        return any(leaf.requires_grad for leaf in self.leaves)
 
 
 def _in_inference_mode() -> bool:
@@ -134,6 +130,7 @@ def start_call(
             return start_call(call, leaves, group, beside=beside, early=early, transposed=transposed)
     if group.rank < 0:
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
+    call = call.on_nodes(group.ranks_per_node)
     here, watch = check_call(call, leaves, group), group.world.watch
     if watch is None:
         return _StartedCall(call, leaves, _begin(call, leaves, group, here, beside, early))
@@ -164,9 +161,10 @@ def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: Here, besid
         return recorder.start(call, leaves, group, beside=beside, early=early)
     if any(map(is_fake, leaves)):
         return Ready([outline(call, leaf, here) for leaf in leaves])
-    began = begin(group.world.ledgers, leaves)
+    ledgers = group.world.ledgers
+    began = begin(ledgers, leaves) if ledgers else 0.0
     handle = group.world.start(call, leaves, group, beside=beside)
-    for ledger in group.world.ledgers:
+    for ledger in ledgers:
         handle = ledger.record(call, leaves, here, group.name, group.ranks, handle, began, early=early)
     return handle
 
@@ -185,7 +183,7 @@ def _finish(started: Sequence[_StartedCall], group: Group) -> list[list[Tensor]]
     if _in_inference_mode():
         with torch.inference_mode(False), torch.no_grad():
             return _finish(started, group)
-    smooth = [one for one in started if one.differentiable] if torch.is_grad_enabled() else []
+    smooth = [one for one in started if any(leaf.requires_grad for leaf in one.leaves)] if torch.is_grad_enabled() else []
     if not smooth:
         return [one.handle.wait() for one in started]
     outputs = iter(_Differentiable.apply(smooth, group, *(leaf for one in smooth for leaf in one.leaves)))
@@ -215,37 +213,43 @@ def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 
 def request(call: Call, tree: T, group: Group | None = None) -> Request[T]:
     """The call on every leaf of a tree, on the ranks of a group; None for the whole world."""
-    return _requested([(call, tree)], group, itemgetter(0))
+    return _requested([(call, tree)], resolve_group(group), itemgetter(0))
 
 
 def request_all(calls: Sequence[tuple[Call, Any]], group: Group | None = None) -> Request[list[Any]]:
     """Calls, each on its tree, which start as one batch; the results are in order."""
-    return _requested(calls, group, list)
+    return _requested(calls, resolve_group(group), list)
 
 
-def _requested(calls: Sequence[tuple[Call, Any]], group: Group | None, given: Callable[[list[Any]], R]) -> Request[R]:
-    group = resolve_group(group)
-    several = len(calls) > 1
+def _requested(calls: Sequence[tuple[Call, Any]], group: Group, given: Callable[[list[Any]], R]) -> Request[R]:
+    return Request(partial(_carry_out, calls, group, given), partial(_start, calls, group, given))
 
-    def begin(early: bool) -> tuple[list[_StartedCall], Callable[[], R]]:
-        started, specs = [], []
-        with group.world.batch() if several else _NOTHING:
-            for call, tree in calls:
-                leaves, spec = flatten(call.title(group.rank)[0], tree)
-                started.append(start_call(call, leaves, group, beside=early or several, early=early))
-                specs.append(spec)
-        return started, lambda: given([*map(pytree.unflatten, specs, _finish(started, group))])
 
-    def start() -> Pending[R]:
-        started, finish = begin(True)
-        shown = lambda: f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}"  # noqa: E731
-        return Pending(finish, partial(poll_all, [one.handle for one in started]), shown)
+def _carry_out(calls: Sequence[tuple[Call, Any]], group: Group, given: Callable[[list[Any]], R]) -> R:
+    started, specs = _start_calls(calls, group, early=False)
+    return given([*map(pytree.unflatten, specs, _finish(started, group))])
 
-    def run() -> R:
-        _, finish = begin(False)
-        return finish()
 
-    return Request(run, start)
+def _start(calls: Sequence[tuple[Call, Any]], group: Group, given: Callable[[list[Any]], R]) -> Pending[R]:
+    started, specs = _start_calls(calls, group, early=True)
+    return Pending(
+        lambda: given([*map(pytree.unflatten, specs, _finish(started, group))]),
+        partial(poll_all, [one.handle for one in started]),
+        lambda: f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}",
+    )
+
+
+def _start_calls(
+    calls: Sequence[tuple[Call, Any]], group: Group, *, early: bool
+) -> tuple[list[_StartedCall], list[optree.PyTreeSpec]]:
+    """The calls, each on the leaves of its tree, and the trees' structures."""
+    several, started, specs = len(calls) > 1, [], []
+    with group.world.batch() if several else _NOTHING:
+        for call, tree in calls:
+            leaves, spec = flatten(call.title(group.rank)[0], tree)
+            started.append(start_call(call, leaves, group, beside=early or several, early=early))
+            specs.append(spec)
+    return started, specs
 
 
 def collective(describe: Callable[P, Request[R]]) -> Callable[P, R]:

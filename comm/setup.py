@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
 from torch.distributed.distributed_c10d import Store
 
-from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.group import Group, check_ranks_per_node, neighbours
 from functional_ds.comm.worlds.current import simulated_world, world
 from functional_ds.comm.worlds.process import DEFAULT_TIMEOUT, leave_process_world, process_world
 from functional_ds.comm.worlds.rendezvous import Deadline, connect, meet, open_store
@@ -49,6 +50,7 @@ def keep_freed_memory() -> None:
         mallopt(_TOP_PAD, _CHUNK)
 
 
+_PER_NODE = "functional_ds/ranks_per_node"
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
 
@@ -123,6 +125,7 @@ def init_distributed(
     timeout: timedelta = DEFAULT_TIMEOUT,
     *,
     store: Store | None = None,
+    ranks_per_node: int | None = None,
 ) -> Group:
     """Joins a world of processes, described by the arguments or by torchrun's environment variables, and returns it.
 
@@ -138,6 +141,9 @@ def init_distributed(
             the default.
         timeout: for joining, and for each message.
         store: a torch store in which the processes meet, instead of ``init_method``.
+        ranks_per_node: how many neighbours share a node, the same on all ranks; None reads LOCAL_WORLD_SIZE, or compares the
+            hosts' names without it. All-reduces, reduce-scatters and all-gathers over Gloo go node by node
+            (``Group.ranks_per_node``); 1 stands for no nodes.
 
     Raises:
         ValueError: a rank out of range; world_size without rank; an unknown backend; no address to meet at; an environment
@@ -148,7 +154,9 @@ def init_distributed(
     if simulated_world() is None and not dist.is_initialized():
         place = _place(world_size, rank)
         if place is not None:
-            _join(backend, *place, init_method, timeout, store)
+            per_node = _join(backend, *place, init_method, timeout, store, ranks_per_node)
+            joined = process_world(timeout) or world()
+            joined.world.ranks_per_node = per_node
     here = simulated_world() or process_world(timeout) or world()
     for name, given, actual in (("world_size", world_size, here.size), ("rank", rank, here.rank)):
         if given is not None and given != actual:
@@ -159,9 +167,20 @@ def init_distributed(
     return here
 
 
-def _join(backend: str | None, rank: int, size: int, init_method: str | None, timeout: timedelta, store: Store | None) -> None:
+def _join(
+    backend: str | None,
+    rank: int,
+    size: int,
+    init_method: str | None,
+    timeout: timedelta,
+    store: Store | None,
+    ranks_per_node: int | None,
+) -> int:
     deadline = Deadline(timeout)
     local_rank, ranks_here = _from_environment("LOCAL_RANK"), _from_environment("LOCAL_WORLD_SIZE")
+    per_node = ranks_here if ranks_per_node is None else ranks_per_node
+    if ranks_per_node is not None:
+        check_ranks_per_node(ranks_per_node, size)
     ranks_here = size if ranks_here is None else ranks_here
     chosen, device = _local_device(backend, rank if local_rank is None else local_rank, ranks_here)
     if init_method is not None and not init_method.startswith(("tcp://", "file://", "env://")):
@@ -185,16 +204,25 @@ def _join(backend: str | None, rank: int, size: int, init_method: str | None, ti
     if store is None:
         whole.set_timeout(timeout)  # it was made with what was left of the time for joining
 
+    found = 1
+
     def make() -> None:
+        nonlocal found
         if device is not None:
             torch.cuda.set_device(device)  # of this thread
             part.set(f"functional_ds/gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
             if ranks_here > torch.cuda.device_count():
                 _check_own_gpu(part, rank, size)
+        part.set(f"functional_ds/node/{rank}", str(rank // per_node) if per_node else socket.gethostname())
         # With a device, NCCL connects all ranks here, not at a first call that some of them may have no part in.
         dist.init_process_group(chosen, store=part, rank=rank, world_size=size, timeout=timeout, device_id=device)
 
+        if rank == 0:  # one rank asks for all names
+            part.set(_PER_NODE, str(neighbours([part.get(f"functional_ds/node/{other}") for other in range(size)])))
+        found = int(part.get(_PER_NODE))
+
     connect(part, rank=rank, size=size, timeout=timeout, make=make)
+    return found
 
 
 def destroy_process_group() -> None:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
 
+from functional_ds.comm.record.group import check_ranks_per_node
 from functional_ds.comm.table.errors import RankFailedError
 
 from .setup import destroy_process_group, init_distributed
@@ -75,14 +76,16 @@ def _carry(error: BaseException, rank: int, world_size: int) -> tuple[BaseExcept
     return copy, story
 
 
-def _become(rank: int, world_size: int, port: int, backend: str | None, threads: int, timeout: timedelta) -> None:
+def _become(
+    rank: int, world_size: int, port: int, backend: str | None, threads: int, timeout: timedelta, ranks_per_node: int
+) -> None:
     """Makes this process rank ``rank``, as torchrun would."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # loopback, whatever the host's name resolves to
     torch.set_num_threads(threads)
     store = TCPStore(_HOST, port, is_master=False, timeout=timeout)
-    init_distributed(backend, store=store, timeout=timeout)
+    init_distributed(backend, store=store, timeout=timeout, ranks_per_node=ranks_per_node)
 
 
 def _end_with_the_parent(rank: int) -> None:
@@ -182,6 +185,7 @@ def spawn(
     world_size: int,
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
+    ranks_per_node: int = 1,
 ) -> list[T]:
     """Runs ``program(*args)`` on ``world_size`` local processes and returns their results in rank order.
 
@@ -197,6 +201,7 @@ def spawn(
         world_size: the number of processes.
         backend: as for ``init_distributed``; None chooses Gloo, and NCCL as well where there are GPUs.
         timeout: for joining, for each message, and for the processes to end after they have returned.
+        ranks_per_node: how many neighbours count as one node, as for ``init_distributed``.
 
     Raises:
         ValueError: ``program`` cannot be imported by other processes: it is a lambda, a closure, or from a notebook or stdin.
@@ -207,11 +212,12 @@ def spawn(
     """
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
+    check_ranks_per_node(ranks_per_node, world_size)
     _check_importable(program)
     context = multiprocessing.get_context("spawn")
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     threads = max(1, (os.cpu_count() or 1) // world_size)
-    setting = (world_size, store.port, backend, threads, timeout)
+    setting = (world_size, store.port, backend, threads, timeout, ranks_per_node)
     pipes, processes = [], []
     try:
         for rank in range(world_size):

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from functional_ds.jobs import JobError, TokenText
-from functional_ds.jobs.token_text import MAX_BYTES, read_files, read_standard_library
+from functional_ds.jobs.job_data import MAX_BYTES, read_files, read_standard_library
 
 VALIDATION_SHARE = 0.1  # the last of the bytes
 

@@ -34,7 +34,7 @@ slow = pp.Costs(link=Link(latency=1.0, bandwidth=float("inf")))  # a message tak
 for name, schedule in {"1F1B": pp.one_f_one_b(RANKS, MICROBATCHES), "patient 1F1B": mine}.items():
     line = pp.timeline(schedule, slow)
     print(f"{name}: makespan {line.makespan:g}, bubble {line.bubble:.0%}, in flight {pp.in_flight(schedule)}")
-print(pp.text(pp.timeline(mine, slow)))
+print(pp.timeline(mine, slow))
 
 
 def train() -> list[float]:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from functional_ds.parallel import tensor as tp
     from functional_ds.parallel.sequence.tiled import tiled
     from functional_ds.profiling.profiler import profile
-    from functional_ds.remat import policy as remat_policies
     from functional_ds.remat.policy import RematPolicy
     from functional_ds.remat.remat import checkpoint_name, remat
     from functional_ds.remat.report import RematReport, remat_report
@@ -137,7 +136,6 @@ __all__ = [
     "profile",
     "profiling",
     "remat",
-    "remat_policies",
     "remat_report",
     "run_job",
     "save",

@@ -1,11 +1,20 @@
-"""The generated parts of docs/index.md, the table of contents, and the pins of what builds the site."""
+"""The generated parts of docs/index.md, the contents, names and keys in pages, and the pins of what builds the site."""
 
 import importlib.util
+import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
+
+import functional_ds as fds
+from functional_ds import comm, fitting
+from functional_ds import pipelining as pp
+from functional_ds import transforms as T
 
 TOP = Path(__file__).parents[1]
 DOCS = TOP / "docs"
@@ -59,3 +68,73 @@ def test_the_site_is_built_with_pinned_versions() -> None:
     extras = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     pinned = set(re.findall(r"^([\w-]+)==", (TOP / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
     assert {re.split("[<>=]", name)[0] for name in extras["docs"]} <= pinned
+
+
+# -- sentences that code can check ---------------------------------------------------------------------------------------
+
+README = TOP / "README.md"
+NAMESPACES: dict[str, Any] = {"fds": fds, "comm": comm, "T": T, "pp": pp, "fitting": fitting}
+
+
+def _lacks(dotted: str) -> bool:
+    """Whether a name such as ``fds.memory.predicted`` is neither an attribute nor a field of a class."""
+    first, *rest = dotted.split(".")
+    value = NAMESPACES[first]
+    for name in rest:
+        if not hasattr(value, name):
+            return name not in getattr(value, "__annotations__", {})
+        value = getattr(value, name)
+    return False
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_names_in_sentences_exist(page: Path) -> None:
+    """What a page's sentences and tables call ``fds.``, ``T.``, ``comm.``, ``pp.`` or ``fitting.`` something is there."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", prose)
+    names = {name for span in spans for name in re.findall(rf"(?<![\w./])((?:{'|'.join(NAMESPACES)})(?:\.\w+)+)", span)}
+    assert [name for name in sorted(names) if _lacks(name)] == []
+
+
+def test_a_name_that_is_gone_is_noticed() -> None:
+    assert _lacks("fds.route")
+    assert _lacks("fds.memory.Tracked")
+    assert not _lacks("fds.moe.route")
+
+
+def test_keys_that_the_engine_reads_have_a_meaning() -> None:
+    """No key that the code of the DeepSpeed engine asks its config for is said to have no meaning."""
+    page = (DOCS / "deepspeed-config.md").read_text(encoding="utf-8")
+    fates = dict(re.findall(r"^\| `([\w.]+)` \| [^|]* \| ([\w ]+?) \|", page, re.MULTILINE))
+    assert len(fates) > 300
+    sources = [path.read_text(encoding="utf-8") for path in (TOP / "functional_ds/deepspeed/engine").rglob("*.py")]
+    read = {key for source in sources for key in re.findall(r'\bvalue\("([\w.]+)"\)', source)}
+    assert {"steps_per_print", "flops_profiler.output_file"} <= read
+    assert [key for key in sorted(read) if fates.get(key) == "no meaning here"] == []
+
+
+def test_what_ran_on_gpus_is_said() -> None:
+    """The README says that nothing has run on a GPU, as long as no result of a benchmark names one."""
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in (TOP / "benchmarks/results").glob("*.json")]
+    assert len(results) > 10
+    gpus = [result for result in results if re.search(r"cuda|nvidia", json.dumps(result.get("machine", {})), re.IGNORECASE)]
+    assert not gpus, "a benchmark has run on a GPU: say so in README.md, and here"
+    assert "Nothing has been run on a GPU" in " ".join(README.read_text(encoding="utf-8").split())
+
+
+def test_the_readme_installs_what_type_checkers_see() -> None:
+    """A plain editable install hides the package from type checkers (docs/typing.md)."""
+    assert "pip install ." in README.read_text(encoding="utf-8")
+    assert "pip install -e" not in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("stage", [None, 1, 3])
+def test_compiled_losses_raise(stage: int | None) -> None:
+    """docs/zero.md: torch.compile around ``apply`` raises, in every stage and without ZeRO."""
+    apply, params = fds.functional(torch.nn.Linear(4, 2))
+    loss = torch.compile(lambda p, x: apply(p, x).square().mean(), backend="eager")
+    step = fds.train_step(loss, fds.sgd(0.1))
+    step = step if stage is None else T.zero(stage)(step)
+    state = step.init(params)
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError):
+        step(state, torch.ones(2, 4))

@@ -1593,9 +1593,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (tokens_weigh_the_same, 0): [
         Bug(
             "metrics are each rank's own",
-            "transforms.zero.zero:Zero.sum_over_ranks",
-            "self.process_groups().all_reduce(inner(step, state, scalars))",
-            "inner(step, state, scalars)",
+            "step.over_ranks:sum_over_ranks",
+            "comm.all_reduce(scalars, axis.ranks())",
+            "scalars",
         ),
     ],
     (tokens_weigh_the_same, 2): [
@@ -1623,29 +1623,31 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (norms_are_of_the_whole_gradient, 0): [
         Bug(
             "stage 0 counts replicas",
-            "transforms.zero.zero:Zero.norm",
-            "self.stage == 0",
+            "transforms.zero.zero:Zero.parts",
+            "not layout.has_sharers",
             "False",
         ),
     ],
     (norms_are_of_the_whole_gradient, 2): [
         Bug(
             "each rank clips by its own shards",
-            "transforms.zero.zero:Zero.norm",
-            "comm.all_reduce(inner(step, state, grads) ** 2, groups.group)",
-            "inner(step, state, grads) ** 2",
+            "step.over_ranks:_norm_over",
+            "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
+            "functools.reduce(operator.add, divided)",
         ),
     ],
     (everybody_hears_of_an_overflow, 2): [
         Bug(
             "one rank's finite gradients suffice",
-            "transforms.zero.zero:Zero.finite",
-            "comm.all_reduce(found, self.process_groups().group, op='min')",
-            "comm.all_reduce(found, self.process_groups().group, op='max')",
+            "step.over_ranks:finite",
+            "comm.all_reduce(everywhere, axis.ranks(), op='min')",
+            "comm.all_reduce(everywhere, axis.ranks(), op='max')",
         ),
     ],
     (draws_depend_on_the_position,): [
-        Bug("every rank draws as rank 0", "transforms.zero.zero:Zero.batch_shard", "index * places + place", "index * places"),
+        Bug(
+            "every rank draws as rank 0", "step.over_ranks:batch_shard", "index * group.size + group.rank", "index * group.size"
+        ),
         Bug(
             "micro-batches draw alike",
             "transforms.accumulate:accumulate.gradients",
@@ -2097,7 +2099,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "1 if state.skip is None else state.skip.logical_not()",
             "1",
         ),
-        Bug("NaN is finite", "step.train_step:_finite", "overflow[0] == 0", "~torch.cat(grads).isinf().any()"),
+        Bug("NaN is finite", "step.over_ranks:_finite", "overflow[0] == 0", "~torch.cat(grads).isinf().any()"),
         Bug(
             "a scale is never adjusted",
             "transforms.precision.mixed_precision:_MixedPrecision.update",
@@ -2106,7 +2108,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (an_overflow_skips_the_step, 1, plain_momentum): [
-        Bug("what is kept for a skip is written to", "optim.kernels:_copy", "leaf.clone()", "leaf"),
+        Bug("what is kept for a skip is written to", "optim.kernels:guarded", "leaf.clone()", "leaf"),
         Bug("good steps are skipped", "optim.kernels:_choose", "torch.where(skip, old, new)", "old"),
     ],
     (scaling_by_a_power_of_two_changes_nothing,): [
@@ -2277,7 +2279,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "0",
             shows=transforms.OffloadError,
         ),
-        Bug("nobody looks at checksums", "transforms.offloading.disk:Disk._read", "found != checksum", "False"),
+        Bug("nobody looks at checksums", "transforms.offloading.files:Disk._read", "found != checksum", "False"),
         Bug(
             "each piece has a norm of its own",
             "transforms.offloading.piece_update:PieceUpdate.run",
@@ -2312,8 +2314,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a checkpoint is a step late",
             "fitting.checkpoints:CheckpointManager.save",
-            "Progress(done, gathered(data), rollbacks, generators.kept())",
-            "Progress(done + 1, gathered(data), rollbacks, generators.kept())",
+            "Progress(done, gathered(data), rollbacks, gathered_generators())",
+            "Progress(done + 1, gathered(data), rollbacks, gathered_generators())",
         ),
         Bug(
             "a loss that is not finite counts as one",

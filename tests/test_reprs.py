@@ -62,7 +62,7 @@ def _records(folder: Path) -> list[Any]:
     live = [
         (step.leaf_map(state), fds.Layout.of(params, 2), fds.Key.of(0), step.view(state)),
         (fds.Weighted(list(params.values()), 1.0),),
-        (fds.adamw(0.1), fds.lamb(0.1), fds.remat_policies.RematPolicy(), report, apply, step, state, offloaded, mixed),
+        (fds.adamw(0.1), fds.lamb(0.1), fds.RematPolicy(), report, apply, step, state, offloaded, mixed),
         (step.open(state), fds.Gradients(state, None)),
         (fds.Checkpoints(folder), fds.Evaluation(lambda state: {}, every=3), fds.Logging(), checkpointing.Saver(folder)),
         (*state.slots.values(), state.optimizer, *step.layers, offloaded.optimizer, *offloaded.slots.values()),

@@ -49,8 +49,4 @@ def accumulate(k: int) -> Transform:
             metrics = tree.map(torch.add, metrics, found) if metrics else found
         return tree.replace(state, key=first), carry, metrics  # type: ignore[return-value]
 
-    def micro_batches(inner: Any, step: Step, state: State) -> int:
-        return k * inner(step, state)  # type: ignore[no-any-return]
-
-    name, traits = f"accumulate({k})", [Trait.SPLITS_BATCHES]
-    return wrap(name, traits=traits, gradients=gradients, micro_batches=micro_batches)
+    return wrap(f"accumulate({k})", traits=[Trait.SPLITS_BATCHES], micro_batches=k, gradients=gradients)

@@ -13,6 +13,7 @@ from functional_ds.compiling.compile_options import CompileOptions
 from functional_ds.compiling.errors import backward_refusal
 from functional_ds.remat.block_paths import check_blocks, check_pattern
 from functional_ds.step.compose import wrap
+from functional_ds.step.mesh_axes import AxisRole
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
@@ -133,6 +134,6 @@ class _Compiled(Compiles):
         calls = self._of(step)
         with pass_.run_by(calls):
             found = inner(step, state, function, batch)
-        if not step.has(Trait.PIPELINES):
+        if not step.has(AxisRole.STAGES):
             calls.check()
         return found

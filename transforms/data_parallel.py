@@ -8,8 +8,6 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked, sharers_of
 from functional_ds.step.checks import check_same_leaves
-from functional_ds.step.state.buffer_sync import synced
-from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 __all__ = ["Replicas"]
@@ -59,17 +57,3 @@ class Replicas:
                 )
         check_same_leaves(params, group)
         return tree.map(lambda x: like_marked(comm.broadcast(x.detach(), 0, group), x), params)
-
-    def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
-        """Sums over the group."""
-        return comm.all_reduce(inner(step, state, scalars), self.ranks())
-
-    def sync_buffers(self, inner: Any, step: Step, state: State) -> State:
-        """The buffers that the ranks agree on."""
-        return synced(inner(step, state), self.ranks())
-
-    def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
-        """The group's ranks share what the rank would have had."""
-        index, count = inner(step, state)
-        group = self.ranks()
-        return index * group.size + group.rank, count * group.size

@@ -2,16 +2,12 @@
 
 from typing import Any
 
-import attrs
-from torch import Tensor
-
 from functional_ds import comm
 from functional_ds.optim.param_groups import GroupStates
-from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.compose import wrap
+from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 from .data_parallel import Replicas
 
@@ -50,29 +46,11 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
             raise ValueError(f"{name}: another transform of this step sums gradients, too ({step}); use either")
         return state
 
-    def finite(inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        comm.varying(grads, replicas.ranks())
-        return comm.all_reduce(inner(step, state, grads), replicas.ranks(), op="min")  # type: ignore[no-any-return]
-
-    def norm(inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        raise ValueError(f"{name}: no rank has the whole gradient, so it has no norm, and clip cannot be used ({step})")
-
-    def leaf_map(inner: Any, step: Step, state: State) -> LeafMap:
-        found: LeafMap = inner(step, state)
-        return attrs.evolve(found, reduce_group=replicas.ranks())
-
     return wrap(
         name,
         check=lambda step: replicas.alone(step, name),
-        traits=[Trait.REDUCES_GRADIENTS],
-        groups=[group],
+        axes=[Axis(group, AxisRole.BATCH, summed_in="update")],
         init=init,
-        sync_buffers=replicas.sync_buffers,
-        sum_over_ranks=replicas.sum_over_ranks,
-        batch_shard=replicas.batch_shard,
-        finite=finite,
-        norm=norm,
-        leaf_map=leaf_map,
     )
 
 

@@ -65,8 +65,8 @@ def offload(
         ratio: the fraction of the trained elements, the first leaves, whose optimizer state is offloaded; the others are
             updated on the device.
         buffers: how many; with one, nothing overlaps.
-        buffer_bytes: bytes of each buffer. An optimizer that sees leaves (``lamb``, ``muon``, ``route``, ``decay=``) takes
-            whole leaves (in ZeRO segments), and buffers are then as large as the largest.
+        buffer_bytes: bytes of each buffer. An optimizer that sees leaves (``lamb``, ``muon``, ``param_groups``, ``decay=``)
+            takes whole leaves (in ZeRO segments), and buffers are then as large as the largest.
         threads: how many read and write.
         direct: whether reads and writes go past the page cache, where the file system supports it.
 

@@ -1,11 +1,9 @@
 """``pipeline``: a model's stages on several ranks, micro-batches going through them as a schedule says."""
 
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
-from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
@@ -23,7 +21,7 @@ from functional_ds.pipelining.schedules.validate import validate
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.compose import wrap
-from functional_ds.step.state.buffer_sync import synced
+from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
@@ -125,17 +123,13 @@ class _Pipeline:
             str(self),
             check=self.check,
             slot="pipeline",
-            traits=[Trait.PIPELINES, Trait.HEEDS_SKIPS],
+            traits=[Trait.HEEDS_SKIPS],
             options=self.options(),
-            groups=[self.group],
+            axes=[Axis(self.group, AxisRole.STAGES, parts=self.parts)],
+            micro_batches=self.schedule.microbatches,
             init=self.init,
             gradients=self.gradients,
-            sync_buffers=self.sync_buffers,
-            micro_batches=self.micro_batches,
             measure=self.measure,
-            sum_over_ranks=self.sum_over_ranks,
-            norm=self.norm,
-            finite=self.finite,
             params=self.params,
             leaf_map=self.leaf_map,
         )
@@ -208,34 +202,9 @@ class _Pipeline:
     def _spec(self, schedule: Schedule, recorder: Recorder | None = None) -> PipelineSpec:
         return PipelineSpec(schedule, self.stages, self.ranks(), self.schedule.microbatches, recorder)
 
-    def sync_buffers(self, inner: Any, step: Step, state: State) -> State:
-        """Every rank has the buffers of all stages, each from the first rank that ran it."""
-        return synced(inner(step, state), self.ranks(), policy="writer")
-
-    def micro_batches(self, inner: Any, step: Step, state: State) -> int:
-        """As many as the schedule has."""
-        return self.schedule.microbatches * inner(step, state)  # type: ignore[no-any-return]
-
-    # -- what is summed over the ranks ---------------------------------------------------------------------------------
-
-    def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
-        """Sums over the group, where only the rank of the last stage has values that are not zero."""
-        return comm.all_reduce(inner(step, state, scalars), self.ranks())
-
-    def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """‖g‖² = AR Σ ‖g of own leaves‖², shared leaves counted once (law 27)."""
-        group = self.ranks()
-        own = inner(step, state, self._counted(step, state, grads, group))
-        total: Tensor = comm.all_reduce(own.double() ** 2, group).sqrt()  # stages may differ in their widest dtype
-        return total.to(own.dtype)
-
-    def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """Whether all stages' gradients are finite."""
-        return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
-
-    def _counted(self, step: Step, state: State, grads: Sequence[Tensor], group: comm.Group) -> list[Tensor]:
-        copies = _placement(state).copies(step.leaf_map(state), group.rank)
-        return [grad.new_empty(0) if place in copies else grad for place, grad in enumerate(grads)]
+    def parts(self, step: Step, state: State) -> GradientParts:
+        """This rank's leaves; those of which an earlier rank of the pipeline has a copy count there."""
+        return GradientParts(dict.fromkeys(_placement(state).copies(step.leaf_map(state), self.ranks().rank), 0))
 
 
 def _placement(state: State) -> Placement:

@@ -9,16 +9,16 @@ from torch import nn
 
 from functional_ds import comm
 from functional_ds.remat.block_paths import check_blocks, check_pattern, find_blocks, no_such_block
-from functional_ds.remat.policy import RematPolicy, everything
+from functional_ds.remat.policy import Keep, RematPolicy
 from functional_ds.remat.region import called, run
 from functional_ds.remat.remat import check_group, check_names
 from functional_ds.remat.report import open_report
 from functional_ds.remat.saved_tensors import TensorStore
 from functional_ds.step.compose import wrap
+from functional_ds.step.mesh_axes import AxisRole
 from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 __all__ = ["remat"]
 
@@ -90,7 +90,7 @@ class _Remat:
         store.log.compares_values |= not self._looked
         self._looked = True
         if open_report() is not None:
-            function = self._part(function, "elsewhere", everything, _ignore)
+            function = self._part(function, "elsewhere", RematPolicy(Keep.SAVE), _ignore)
         found = self._run(inner, step, state, function, batch, pass_)
         store.compare()  # on every rank, also where nothing was partitioned
         return found
@@ -102,7 +102,7 @@ class _Remat:
         # Whoever is composed later runs first, and is outside.
         with pass_.run_by(self._calls):
             found = inner(step, state, function, batch)
-        self._calls.check(whole=not step.has(Trait.PIPELINES))
+        self._calls.check(whole=not step.has(AxisRole.STAGES))
         return found
 
     def _part(self, function: Callable[[Any], Any], part: str, policy: RematPolicy, seen: Any) -> Callable[[Any], Any]:

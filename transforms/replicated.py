@@ -12,6 +12,7 @@ from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.optim.kernels import reals
 from functional_ds.step.compose import wrap
+from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
@@ -93,28 +94,15 @@ def replicated(
         state = state if init is None else tree.replace(state, unused=frozenset())  # what is owed comes in any step
         return state.put(**{slot: memory}), tree.replace(grads, sum=shaped)
 
-    def guard_norm(inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """Refuses a norm of gradients that are not reduced yet."""
-        if state.reduced is False:
-            raise ValueError(
-                f"{title}: step.norm is asked within the phase gradients, where each rank has gradients of its rows alone; use "
-                "reduced, grads = step.reduce(state, grads) first, and step.norm(reduced, grads.sum)"
-            )
-        return inner(step, state, grads)  # type: ignore[no-any-return]
-
     return wrap(
         title,
         check=lambda step: replicas.alone(step, title),
         slot=slot,
-        traits=[Trait.REDUCES_GRADIENTS, Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
+        traits=[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
         options={"reduce": reduce, "init": init},
-        groups=[group],
+        axes=[Axis(group, AxisRole.BATCH, summed_in="reduce")],
         init=begin,
-        sync_buffers=replicas.sync_buffers,
         reduce=combine,
-        sum_over_ranks=replicas.sum_over_ranks,
-        batch_shard=replicas.batch_shard,
-        guards={"norm": guard_norm},
     )
 
 

@@ -5,8 +5,11 @@ in an order of their own. Direct messages read from and write into the caller's 
 the bits are those of the denotation.
 
 Every rank posts all its messages at once. A message is the raw bytes of a contiguous tensor, so every dtype is supported. A
-rank copies its own part while the messages are under way. Only an all-reduce has two rounds; that of two ranks has
+rank copies its own part while the messages are under way. An all-reduce has two rounds; that of two ranks has
 one up to some size, in which they swap their values, as many bytes, and both reduce all of it.
+
+Where a group's ranks lie in whole nodes (``Group.ranks_per_node``), reductions add up within each node first, and gathers
+cross between nodes first. A node's ranks then send as many bytes in all, and 1/m of them to other nodes where m share a node.
 
 A primitive takes its memory where it is called, on the caller's thread, and another may post its messages. For an allocator
 keeps what a thread has freed for that thread: memory that workers took would not serve the caller.
@@ -85,19 +88,42 @@ def all_gather(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
         whole = options["out"].view(comm.size, -1) if "out" in options else piece.new_empty(comm.size, piece.numel())
         rows = whole.unbind(0)
 
+    per_node = options.get("ranks_per_node", 1)
+    inner, outer = comm.nodes(per_node) if per_node > 1 else (None, comm)
+
     def post() -> list[Work]:
-        works = _all_gather_into(comm, piece, rows)
+        works = _all_gather_into(outer, piece, rows if inner is None else rows[inner.rank :: per_node])
         if rows[comm.rank].data_ptr() != piece.data_ptr():
             rows[comm.rank].copy_(piece)
         return works
 
-    return Prepared(post, lambda: whole)
+    def share() -> Tensor:
+        if inner is not None:
+            nodes = [rows[first : first + per_node] for first in range(0, comm.size, per_node)]
+            works = [work for node in nodes for work in _all_gather_into(inner, node[inner.rank], node)]
+            Started(works, lambda: whole).wait()
+        return whole
+
+    return Prepared(post, share)
 
 
 def reduce_scatter(comm: Communicator, rows: Tensor, options: Options) -> Prepared:
     """[n, m] -> [m]; uneven, [all rows, m] -> [rows, m]."""
     pieces = rows.contiguous().split(list(options["sizes"])) if "sizes" in options else rows.contiguous().unbind(0)
-    return _reduce_rows(comm, pieces, options["op"])
+    per_node = options.get("ranks_per_node", 1)
+    if per_node == 1:
+        return _reduce_rows(comm, pieces, options["op"])
+    inner, outer = comm.nodes(per_node)
+    columns = [torch.cat(pieces[place::per_node]) for place in range(per_node)]  # for each place, what goes there on all nodes
+    own = columns[inner.rank]
+    within = _reduce_rows(inner, columns, options["op"], out=own)  # into the copy
+    across = _reduce_rows(outer, own.split([len(piece) for piece in pieces[inner.rank :: per_node]]), options["op"])
+
+    def finish() -> Tensor:
+        within.finish()
+        return across.run()
+
+    return Prepared(within.post, finish)
 
 
 def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
@@ -105,15 +131,23 @@ def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     in_place = "out" in options and begin_together(options["out"], piece)
     if comm.size == 2 and piece.numel() * piece.element_size() <= _SWAPPED:
         return _reduce_rows(comm, [piece, piece], options["op"], out=piece if in_place else None)
-    total = piece if in_place else torch.empty_like(piece)
+    total, across = piece if in_place else torch.empty_like(piece), None
+    per_node = options.get("ranks_per_node", 1)
+    if per_node > 1:
+        comm, outer = comm.nodes(per_node)
     bounds = list(pairwise(chunk_bounds(piece.numel(), comm.size)))
     rows = [total[a:b] for a, b in bounds]
     sent = rows if in_place else [piece[a:b] for a, b in bounds]
-    scattered = _reduce_rows(comm, sent, options["op"], out=rows[comm.rank])
+    own = rows[comm.rank]
+    scattered = _reduce_rows(comm, sent, options["op"], out=own)
+    if per_node > 1:
+        across = all_reduce(outer, own, {"op": options["op"], "out": own})
 
     def gather() -> Tensor:
         scattered.finish()
-        return Started(_all_gather_into(comm, rows[comm.rank], rows), lambda: total).wait()
+        if across is not None:
+            across.run()
+        return Started(_all_gather_into(comm, own, rows), lambda: total).wait()
 
     return Prepared(scattered.post, gather)
 

@@ -76,6 +76,14 @@ class Communicator:
         """The other ranks, from this one's successor on, so that the ranks do not all send to one rank first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
+    def nodes(self, ranks_per_node: int) -> "tuple[Communicator, Communicator]":
+        """This rank's node, and the ranks in its place on all nodes."""
+        node, place = divmod(self.rank, ranks_per_node)
+        mine = self.ranks[node * ranks_per_node : (node + 1) * ranks_per_node]
+        return attrs.evolve(self, ranks=mine, rank=place), attrs.evolve(
+            self, ranks=self.ranks[place::ranks_per_node], rank=node
+        )
+
     def send(self, tensor: Tensor, peer: int) -> list[Work]:
         """Starts to send a contiguous tensor's bytes."""
         return [self.pg.send([tensor], self.ranks[peer], self.tag)] if tensor.numel() else []

@@ -6,7 +6,7 @@ from functools import reduce as left_fold
 import torch
 from torch import Tensor
 
-__all__ = ["OPS", "chunk_bounds", "combine", "fold"]
+__all__ = ["OPS", "chunk_bounds", "combine", "fold", "fold_by_node"]
 
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -49,6 +49,13 @@ def fold(pieces: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Ten
     else:
         total = left_fold(binary, [piece.to(wide) for piece in pieces]).to(dtype)
     return total.clone() if out is None else out.copy_(total)
+
+
+def fold_by_node(pieces: Sequence[Tensor], op: str, ranks_per_node: int) -> Tensor:
+    """Combines the pieces of each node's ranks, then those results, each rounded to the pieces' dtype."""
+    if ranks_per_node > 1:
+        pieces = [fold(pieces[i : i + ranks_per_node], op) for i in range(0, len(pieces), ranks_per_node)]
+    return fold(pieces, op)
 
 
 def chunk_bounds(numel: int, n: int) -> list[int]:

@@ -106,9 +106,13 @@ class FailedSteps:
 
     def _agree(self, mine: _FailedStep) -> None:
         if not self._refused:
-            self._refused = self._difference(
-                mine, sorted({rank for ranks in mine.members.values() for rank in ranks} - {self.rank})
-            )
+            others = sorted({rank for ranks in mine.members.values() for rank in ranks} - {self.rank})
+            try:
+                self._refused = self._difference(mine, others)
+            except RuntimeError as error:  # torch's: the process that held the store has ended
+                self._refused = (
+                    f"the last step of rank {self.rank} failed ({mine.error}), and rank 0 or its parent ended: {error}"
+                )
             if self._refused:
                 self.break_off()
         if self._refused:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from time import monotonic
 from typing import Any, NoReturn, Protocol
 
@@ -20,7 +20,19 @@ from functional_ds.comm.table.variance import Variance
 
 from .ledger import Ledger
 
-__all__ = ["Beside", "Group", "Ready", "Solo", "ValueWatch", "World", "at_site", "call_site", "last", "poll_all"]
+__all__ = [
+    "Beside",
+    "Group",
+    "Ready",
+    "Solo",
+    "ValueWatch",
+    "World",
+    "at_site",
+    "call_site",
+    "check_ranks_per_node",
+    "last",
+    "poll_all",
+]
 
 
 class Beside(Protocol):
@@ -60,12 +72,14 @@ class World(ABC):
         ledgers: those that are open on this rank; each records every call.
         watch: follows the rank's values, in a simulation with ``variance=True``.
         made_for: what the calls on a group are made for, which all its ranks must have alike, by the group's ranks and name.
+        ranks_per_node: how many ranks each node has, in the order of the ranks; 1 where that is unknown or differs.
     """
 
     rank: int
     ledgers: list[Ledger] = attrs.field(factory=list, init=False)
     watch: ValueWatch | None = attrs.field(default=None, init=False)
     made_for: dict[tuple[tuple[int, ...], str], str] = attrs.field(factory=dict, init=False)
+    ranks_per_node: int = attrs.field(default=1, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -160,6 +174,20 @@ class Group:
         """The number of ranks in the group."""
         return len(self.ranks)
 
+    @property
+    def ranks_per_node(self) -> int:
+        """How many neighbours in the group share a node, where they are as many on each of several nodes; else 1.
+
+        >>> from functional_ds import comm
+        >>> def program():
+        ...     mesh = comm.mesh(dp=2, tp=2)
+        ...     return [group.ranks_per_node for group in (comm.world(), mesh["tp"], mesh["dp"])]
+        >>> comm.simulate(program, world_size=4, ranks_per_node=2)[0]
+        [2, 1, 1]
+        """
+        per_node = self.world.ranks_per_node
+        return 1 if per_node == 1 else _per_node(self.ranks, per_node)
+
     def channel(self, name: str) -> "Group":
         """A group of the same ranks whose collectives are ordered among themselves only.
 
@@ -176,6 +204,28 @@ class Group:
     def __repr__(self) -> str:
         place = f"rank {self.rank} of {self.size}" if self.rank >= 0 else "not a member"
         return f"Group({self.name!r}, {place}, ranks {list(self.ranks)})"
+
+
+def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:
+    """Raises ValueError where the ranks do not fill nodes of this size."""
+    if type(ranks_per_node) is not int or ranks_per_node < 1 or world_size % ranks_per_node:
+        raise ValueError(f"ranks_per_node={ranks_per_node!r}: {world_size} ranks do not fill nodes of as many; pass a divisor")
+
+
+@lru_cache(maxsize=1024)
+def _per_node(ranks: tuple[int, ...], per_node: int) -> int:
+    return neighbours([rank // per_node for rank in ranks])
+
+
+def neighbours(nodes: Sequence[Any]) -> int:
+    """How many neighbours share a node, where they are as many on each of several nodes; else 1.
+
+    >>> neighbours("aabb"), neighbours("abab"), neighbours("aab"), neighbours("aaaa")
+    (2, 1, 1, 1)
+    """
+    count = nodes.count(nodes[0])
+    whole = [node for node in nodes[::count] for _ in range(count)]
+    return count if [*nodes] == whole and len({*nodes}) * count == len(nodes) > count else 1
 
 
 def last(steps: Iterator[Any]) -> Any:

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.group import Beside, Group, World, call_site
+from functional_ds.comm.record.group import Beside, Group, World, call_site, check_ranks_per_node
 from functional_ds.comm.record.watched import WatchedInputs
 from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.comm.table.errors import CommError, DeadlockError, UnmatchedError
@@ -114,6 +114,7 @@ def simulate(
     shapes_only: bool = False,
     rules: Literal["nccl"] | None = None,
     variance: bool = False,
+    ranks_per_node: int = 1,
 ) -> list[T]:
     """Runs ``program(*args)`` on ``world_size`` simulated ranks and returns their results in rank order.
 
@@ -133,6 +134,7 @@ def simulate(
         rules: "nccl" also reports programs that run here and would hang on NCCL, as if all tensors were on GPUs.
         variance: compares what ranks declare of their values (``replicated`` and its kin), and follows values through the
             program. Each operation then takes some hundred microseconds of the host, and a pass over its result.
+        ranks_per_node: how many neighbours share a node, as for ``init_distributed``.
 
     Raises:
         MismatchError: ranks of one group called different collectives; names both call sites.
@@ -150,8 +152,9 @@ def simulate(
     [6, 6, 6, 6]
     """
     _check_options(world_size, shapes_only, rules, variance)
+    check_ranks_per_node(ranks_per_node, world_size)
     if shapes_only:
-        return run_on_shapes(program, args, world_size)
+        return run_on_shapes(program, args, world_size, ranks_per_node)
     simulator, ranks = Simulator(world_size, seed), tuple(range(world_size))
     device_rules, watches = NcclRules.of(world_size) if rules else None, Watches() if variance else None
     results: list[T | None] = [None] * world_size
@@ -163,6 +166,7 @@ def simulate(
             # Autograd without threads: a backward pass stays on its rank's thread.
             own_rules = None if device_rules is None else RankRules(rank, device_rules)
             world = SimulatedWorld(rank, simulator, threads={threading.get_ident(): rank}, rules=own_rules)
+            world.ranks_per_node = ranks_per_node
             followed: AbstractContextManager[Any] = nullcontext()
             if watches is not None:
                 world.watch = own_watch = watches.of(rank)

@@ -136,6 +136,7 @@ class Collective:
         gloo, nccl: the exchange of a payload by that back end.
         joins: whether calls may become one call of all their tensors: no result depends on its place in a message.
         shares: what of its volume this rank sends to which ranks of the group, as weights; None for equal parts to all others.
+        by_node: whether its messages go through nodes (``Group.ranks_per_node``), so that links between them carry less.
         pack: a leaf as the payload of an exchange; payloads of several leaves concatenate along the last dim.
         unpack: the leaf's result from its slice of the exchange's result.
         check: raises ValueError where this rank alone can tell that the call is wrong.
@@ -162,6 +163,7 @@ class Collective:
     nccl: NcclPrimitive = _no_exchange
     joins: bool = False
     shares: Callable[[Here], Mapping[int, int] | None] = _to_all_alike
+    by_node: bool = False
     pack: Callable[[Tensor, Here], Tensor] = _flat
     unpack: Callable[[Tensor, Tensor, Here], Tensor] = _same_shape
     check: Callable[[Tensor, Here], None] = _no_check
@@ -220,6 +222,12 @@ class Call:
     collective: Collective
     options: Options = attrs.field(factory=dict)
     out: Sequence[Tensor] | None = None
+
+    def on_nodes(self, ranks_per_node: int) -> "Call":
+        """The call in a group with so many ranks a node."""
+        if ranks_per_node == 1 or not self.collective.by_node:
+            return self
+        return attrs.evolve(self, options={**self.options, "ranks_per_node": ranks_per_node})
 
     def options_for(self, places: Sequence[int], payload: Tensor) -> Options:
         """The options of a primitive that carries these leaves; with "out" where its result can lie in the leaf's own."""

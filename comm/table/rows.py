@@ -4,7 +4,8 @@ The rows are in the order of the docs: reductions, gathers and scatters, exchang
 transposes depend on whether a value is replicated, varying or a partial sum along the group.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import attrs
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from functional_ds.comm.backends import gloo, nccl
 from functional_ds.comm.backends.primitives import Options
-from functional_ds.comm.backends.reduction import OPS, chunk_bounds, fold
+from functional_ds.comm.backends.reduction import OPS, chunk_bounds, fold, fold_by_node
 
 from .collective import Call, Collective, Here, Traffic
 from .errors import MismatchError
@@ -43,7 +44,8 @@ __all__ = [
 
 
 def _copies(value: Tensor, n: int) -> list[Tensor]:
-    return [value.clone() for _ in range(n)]
+    """A new tensor, and copies of it."""
+    return [value, *(value.clone() for _ in range(n - 1))]
 
 
 def as_sent(shape: Sequence[int], here: Here) -> Sequence[int]:
@@ -87,10 +89,33 @@ def _check_rank(name: str, here: Here) -> None:
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 
+def _fold(xs: Sequence[Tensor], options: Options) -> Tensor:
+    return fold_by_node(xs, options["op"], options.get("ranks_per_node", 1))
+
+
+def _own_chunk(numel: int, rank: int, n: int) -> int:
+    bounds = chunk_bounds(numel, n)
+    return bounds[rank + 1] - bounds[rank]
+
+
 def _all_reduce_volume(leaf: Tensor, here: Here) -> int:
-    bounds = chunk_bounds(leaf.numel(), here.n)
-    own = bounds[here.rank + 1] - bounds[here.rank]
-    return (leaf.numel() - own) + (here.n - 1) * own
+    (node, place), inside = divmod(here.rank, per_node := here.options.get("ranks_per_node", 1)), leaf.numel()
+    nodes, sent = here.n // per_node, 0
+    if per_node > 1:
+        inside = _own_chunk(leaf.numel(), place, per_node)
+        sent = (leaf.numel() - inside) + (per_node - 1) * inside
+    own = _own_chunk(inside, node, nodes)
+    return sent + (inside - own) + (nodes - 1) * own
+
+
+def _by_node(here: Here) -> Mapping[int, int] | None:
+    """A rank sends to the others of its node what is for all nodes, and to one rank of each other node what is for that."""
+    per_node = here.options.get("ranks_per_node", 1)
+    if per_node == 1:
+        return None
+    node, place = divmod(here.rank, per_node)
+    nodes = {other * per_node + place: 1 for other in range(here.n // per_node) if other != node}
+    return nodes | {node * per_node + other: here.n // per_node for other in range(per_node) if other != place}
 
 
 def _reduce(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
@@ -105,9 +130,11 @@ def _check_reduce(leaf: Tensor, here: Here) -> None:
 
 ALL_REDUCE: Collective = Collective(
     name="all_reduce",
-    denotation=lambda xs, options: _copies(fold(xs, options["op"]), len(xs)),
+    denotation=lambda xs, options: _copies(_fold(xs, options), len(xs)),
     adjoint=lambda options: Call(ALL_REDUCE, options) if options["op"] == "sum" else None,
     volume=_all_reduce_volume,
+    shares=_by_node,
+    by_node=True,
     gloo=gloo.all_reduce,
     nccl=nccl.all_reduce,
     result=as_sent,
@@ -133,7 +160,7 @@ REDUCE: Collective = Collective(
 
 BROADCAST: Collective = Collective(
     name="broadcast",
-    denotation=lambda xs, options: _copies(xs[options["src"]], len(xs)),
+    denotation=lambda xs, options: _copies(xs[options["src"]].clone(), len(xs)),
     adjoint=lambda options: Call(REDUCE, {"dst": options["src"], "op": "sum"}),
     volume=lambda leaf, here: (here.n - 1) * leaf.numel() if here.rank == here["src"] else 0,
     reads=lambda here: here.rank == here["src"],
@@ -159,7 +186,7 @@ def _uneven(options: Options) -> bool:
 
 
 def _reduce_scatter(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
-    return [piece.clone() for piece in cut(fold(xs, options["op"]), len(xs), options)]
+    return [piece.clone() for piece in cut(_fold(xs, options), len(xs), options)]
 
 
 def _gather(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
@@ -195,6 +222,15 @@ def _check_reduce_scatter(leaf: Tensor, here: Here) -> None:
     check_cut(leaf, here)
 
 
+def _all_gather_volume(leaf: Tensor, here: Here) -> int:
+    per_node, sizes = here.options.get("ranks_per_node", 1), here.options.get("sizes")
+    if per_node == 1 or sizes is None:
+        return (here.n - 1) * leaf.numel()
+    rows, column = leaf.shape[here["dim"]], sizes[here.rank % per_node :: per_node]  # what it has from the ranks in its place
+    width = math.prod(leaf.shape[: here["dim"]] + leaf.shape[here["dim"] + 1 :])
+    return ((here.n // per_node - 1) * rows + (per_node - 1) * sum(column)) * width
+
+
 def _scattered(leaf: Tensor, here: Here) -> int:
     if not _uneven(here.options):
         return (here.n - 1) * (leaf.numel() // here.n)
@@ -222,7 +258,9 @@ ALL_GATHER: Collective = Collective(
     name="all_gather",
     denotation=lambda xs, options: _copies(join(xs, options), len(xs)),
     adjoint=lambda options: Call(REDUCE_SCATTER, {**options, "op": "sum"}),
-    volume=lambda leaf, here: (here.n - 1) * leaf.numel(),
+    volume=_all_gather_volume,
+    shares=_by_node,
+    by_node=True,
     gloo=gloo.all_gather,
     nccl=nccl.all_gather,
     result=_gathered,
@@ -240,6 +278,8 @@ REDUCE_SCATTER: Collective = Collective(
     denotation=_reduce_scatter,
     adjoint=lambda options: Call(ALL_GATHER, _but(options, "op")) if options["op"] == "sum" else None,
     volume=_scattered,
+    shares=_by_node,
+    by_node=True,
     gloo=gloo.reduce_scatter,
     nccl=nccl.reduce_scatter,
     result=_reduced,

@@ -28,6 +28,7 @@ from functional_ds.comm.table.errors import CommError
 from .call_log import CallLog
 from .communicator_key import CommunicatorKey
 from .leaving import GRACE, ending_error, finish, follows_another_rank
+from .rendezvous import answering
 from .worker import Performed, Posted, Queued, Worker
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessHandle", "ProcessWorld", "leave_process_world", "process_world"]
@@ -386,8 +387,9 @@ class ProcessWorld(World):
 
     def _tag(self, name: str) -> int:
         """A number for the name. The first rank that asks sets it, and all others get the same; no rank waits."""
-        mine = _TAGS + self.store.add("functional_ds/tags", 1)
-        return int(self.store.compare_set(f"functional_ds/tag/{name}", "", str(mine)))
+        with answering(self.store, f"rank {self.rank} begins to call on ranks {name}"):
+            mine = _TAGS + self.store.add("functional_ds/tags", 1)
+            return int(self.store.compare_set(f"functional_ds/tag/{name}", "", str(mine)))
 
     @cached_property
     def _supported(self) -> set[str]:
@@ -433,7 +435,8 @@ def process_world(timeout: timedelta = DEFAULT_TIMEOUT) -> Group | None:
     pg = dist.group.WORLD
     everyone = None if pg is None else _WORLDS.get(pg)
     if everyone is None:
-        leave_process_world()  # one that torch's own destroy_process_group has ended
+        if _WORLDS:  # one that torch's own destroy_process_group has ended
+            leave_process_world()
         if pg is None:
             return None
         world = ProcessWorld(dist.get_rank(), pg.get_group_store(), pg, timeout)

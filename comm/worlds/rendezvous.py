@@ -4,8 +4,9 @@ import hashlib
 import os
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from functional_ds.comm.table.errors import CommError, TimedOutError
 
-__all__ = ["Deadline", "connect", "holder", "meet", "open_store", "reconnect", "within"]
+__all__ = ["Deadline", "answering", "connect", "holder", "meet", "open_store", "reconnect", "within"]
 
 _PAUSE = 2e-3  # seconds between two requests to the store
 _KNOCKS = 0.1  # seconds between two attempts to reach the process that holds the store
@@ -90,6 +91,21 @@ def holder(store: Store) -> str:
     who = "torchrun holds" if _agents_store() else "rank 0 or its parent holds"
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     return who if host is None else f"{who} at {host}:{port}"
+
+
+@contextmanager
+def answering(store: Store, who: str) -> Iterator[None]:
+    """Within it a store whose process has ended is named, where torch says that a connection was reset.
+
+    Raises:
+        TimedOutError: the process that holds the store has ended.
+    """
+    try:
+        yield
+    except CommError:
+        raise
+    except RuntimeError as error:
+        raise TimedOutError(f"{who}, and the store that {holder(store)} has ended: {_first_line(error)}") from error
 
 
 def _agents_store() -> bool:
@@ -173,14 +189,10 @@ def meet(store: Store, *, rank: int, size: int, deadline: Deadline) -> Store:
     'PrefixStore'
     """
     try:
-        return within(deadline.grace, lambda: _meet(store, rank, size, deadline))
+        with answering(store, f"rank {rank} of {size} waits for the others to join"):
+            return within(deadline.grace, lambda: _meet(store, rank, size, deadline))
     except TimeoutError:
         raise TimedOutError(f"{_waited(rank, size, deadline)}; the store that {holder(store)} does not answer") from None
-    except RuntimeError as error:
-        if isinstance(error, CommError):
-            raise
-        gone = f"the store that {holder(store)} has ended: {_first_line(error)}"
-        raise TimedOutError(f"rank {rank} of {size} waits for the others to join, and {gone}") from error
 
 
 def _meet(store: Store, rank: int, size: int, deadline: Deadline) -> Store:
@@ -243,9 +255,12 @@ def connect(store: Store, *, rank: int, size: int, timeout: timedelta, make: Cal
         make: connects; it may wait longer, in a thread.
 
     Raises:
-        TimedOutError: a rank has come, and ended before all were connected; names it.
+        TimedOutError: a rank has come, and ended before all were connected; names it. The process that holds the store has
+            ended.
     """
-    left = float(store.get(_LEFT))
+    who = f"rank {rank} of {size} connects to the others"
+    with answering(store, who):
+        left = float(store.get(_LEFT))
     try:
         within(left, make)
     except (RuntimeError, TimeoutError) as error:
@@ -257,7 +272,8 @@ def connect(store: Store, *, rank: int, size: int, timeout: timedelta, make: Cal
         if early:
             raise
         raise TimedOutError(f"rank {rank} of {size} did not connect to the others within {timeout}; {others}") from error
-    store.set(_DONE.format(rank), "")
+    with answering(store, who):
+        store.set(_DONE.format(rank), "")
 
 
 def _others(store: Store, rank: int, size: int, early: str) -> str:

@@ -178,14 +178,16 @@ class _ControlWorld(SymmetricWorld):
         self.whole.agreed(text, group)
 
 
-def run_on_shapes(program: Callable[[*Ts], T], args: tuple[*Ts], world_size: int) -> list[T]:
+def run_on_shapes(program: Callable[[*Ts], T], args: tuple[*Ts], world_size: int, ranks_per_node: int = 1) -> list[T]:
     """Runs the ranks one after another on the caller's thread; returns their results in rank order."""
     shared, results, ranks = _SharedLog(), [], tuple(range(world_size))
     with exclusive_simulation(), kept_rng() as rng, torch.inference_mode(False), torch.enable_grad():  # as in a new thread
         for rank in ranks:
             rng.copies(1)[0].restore()
             try:
-                with enter(ShapesWorld(rank, shared), ranks):
+                world = ShapesWorld(rank, shared)
+                world.ranks_per_node = ranks_per_node
+                with enter(world, ranks):
                     results.append(program(*args))
             except BaseException as error:
                 error.add_note(f"raised on rank {rank} of {world_size}, on shapes only")

@@ -7,6 +7,7 @@ times: ``--measure`` draws it anew, everything else leaves it as it is.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ def phases() -> Figure:
     spans: list[list[Any]] = []  # name, first event, last event, depth
     clock, depth, on = [0], [0], [False]
 
-    def observed(name: str) -> Callable[..., Any]:
+    def observing(name: str) -> Callable[..., Any]:
         def phase(inner: Callable[..., Any], step: Any, *args: Any) -> Any:
             if not on[0] or comm.world().rank:
                 return inner(step, *args)
@@ -176,10 +177,14 @@ def phases() -> Figure:
                 clock[0] = max(clock[0], first + 1)
                 span[2] = clock[0]
 
-        return _with_arguments(phase, PHASES[name])
+        return phase
 
-    shown = [name for name in PHASES if name not in ("comm_dtype", "leaf_map", "batch_shard", "micro_batches")]
-    watch = fds.wrap("watch", **{name: fds.outermost(observed(name)) for name in shown})
+    def watch(step: fds.Step) -> fds.Step:
+        shown = [name for name in PHASES if name not in ("comm_dtype", "leaf_map")]
+        seen = {name: fds.outermost(_with_arguments(observing(name), PHASES[name])) for name in shown}
+        sums = [name for name in step.over_ranks if name not in ("batch_shard", "micro_batches")]
+        over_ranks = {name: partial(observing(name), step.over_ranks[name]) for name in sums}
+        return attrs.evolve(fds.wrap("watch", **seen)(step), over_ranks={**step.over_ranks, **over_ranks})
 
     @contextmanager
     def recording() -> Iterator[None]:

@@ -6,8 +6,10 @@ complete when a call returns.
 
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ __all__ = [
     "redrawn",
     "resident_peak_bytes",
     "rng_state",
+    "seconds_of",
     "set_rng_state",
     "synchronize",
 ]
@@ -43,6 +46,16 @@ def synchronize(devices: Iterable[torch.device]) -> None:
     for device in set(devices):
         if overlaps(device):
             torch.get_device_module(device).synchronize(device)
+
+
+def seconds_of(run: Callable[[], Any], devices: Iterable[torch.device]) -> float:
+    """How long a call takes, with the work that it gives to devices."""
+    devices = set(devices)
+    synchronize(devices)
+    start = perf_counter()
+    run()
+    synchronize(devices)
+    return perf_counter() - start
 
 
 def in_use() -> torch.device | None:

@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +13,8 @@ from torch import Tensor
 from functional_ds.checkpointing.load import verify as verified
 from functional_ds.state_dict.errors import CheckpointError
 
-from .stored.kinds import NamedTensors, TensorHeader, open_checkpoint
-from .stored.state_names import state_names
-from .stored.writing import WRITTEN, written_as
+from .stored.kinds import NamedTensors, open_checkpoint
+from .stored.writing import WRITTEN, state_names, written_as
 from .words.errors_in_one_line import CommandError
 from .words.options import size
 from .words.pages import OutputTable, bytes_of, count_of, emit
@@ -44,28 +43,28 @@ def inspect(
     """
     found = open_checkpoint(path, tag=tag)
     damage = _damage(found) if verify else None
-    groups: dict[str, list[TensorHeader]] = {}
-    for name, header in found.tensors.items():
-        groups.setdefault(_group(name, found.kind), []).append(header)
+    groups: dict[str, list[Tensor]] = {}
+    for name, tensor in found.tensors.items():
+        groups.setdefault(_group(name, found.kind), []).append(tensor)
+    sizes = {name: {"tensors": len(group), **_size(group)} for name, group in groups.items()}
     rows = [
-        (name, str(len(g)), count_of(sum(h.numel for h in g)), bytes_of(sum(h.nbytes for h in g)), _dtypes(g))
-        for name, g in groups.items()
+        (
+            name,
+            str(of["tensors"]),
+            count_of(of["elements"]),
+            bytes_of(of["bytes"]),
+            ", ".join(sorted(set(map(_dtype, groups[name])))),
+        )
+        for name, of in sizes.items()
     ]
     data: dict[str, Any] = {
         "path": path,
         "kind": found.kind,
         **{key: found.notes.get(key) for key in ("tag", "tags", "step", "ranks", "stage", "extra")},
-        "elements": sum(header.numel for header in found.tensors.values()),
-        "bytes": sum(header.nbytes for header in found.tensors.values()),
-        "groups": {
-            name: {"tensors": len(g), "elements": sum(h.numel for h in g), "bytes": sum(h.nbytes for h in g)}
-            for name, g in groups.items()
-        },
+        **_size(found.tensors.values()),
+        "groups": sizes,
         "params": len(found.params),
-        "tensors": [
-            {"name": name, "shape": list(header.shape), "dtype": str(header.dtype).removeprefix("torch.")}
-            for name, header in found.tensors.items()
-        ],
+        "tensors": [{"name": name, "shape": list(x.shape), "dtype": _dtype(x)} for name, x in found.tensors.items()],
         "left_out": list(found.left_out),
         "verified": None if not verify else damage == "",
         "damage": damage or None,
@@ -144,8 +143,7 @@ def convert(
         "target": target,
         "to": kind,
         "tensors": len(values),
-        "elements": sum(x.numel() for x in values.values()),
-        "bytes": sum(x.nbytes for x in values.values()),
+        **_size(values.values()),
         "left_out": left_out,
     }
     page = [f"{source} ({found.kind}) -> {target} ({kind}): {len(values)} tensors, {bytes_of(data['bytes'])}"]
@@ -207,14 +205,14 @@ def _damage(found: NamedTensors) -> str | None:
 
 
 def _group(name: str, kind: str) -> str:
-    return (
-        name.partition("/")[0]
-        if kind in ("functional-ds", "deepspeed") and "/" in name
-        else "others"
-        if kind in ("functional-ds", "deepspeed")
-        else "tensors"
-    )
+    if kind not in ("functional-ds", "deepspeed"):
+        return "tensors"
+    return name.partition("/")[0] if "/" in name else "others"
 
 
-def _dtypes(headers: Iterable[TensorHeader]) -> str:
-    return ", ".join(sorted({str(header.dtype).removeprefix("torch.") for header in headers}))
+def _size(tensors: Collection[Tensor]) -> dict[str, int]:
+    return {"elements": sum(x.numel() for x in tensors), "bytes": sum(x.nbytes for x in tensors)}
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

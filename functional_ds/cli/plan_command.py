@@ -7,13 +7,12 @@ import attrs
 import typer
 
 from functional_ds.jobs.job_subject import Subject
-from functional_ds.jobs.strategy import deepspeed_plan
+from functional_ds.jobs.strategy import deepspeed_plan, schedule_of
 from functional_ds.memory.account import KINDS
 from functional_ds.pipelining.schedules.published import PUBLISHED
 from functional_ds.scaling.machine import FACTORS
-from functional_ds.sharding.path_patterns import nearest
 
-from .planning.candidate import PRECISIONS, candidate, check_out, name_of, schedule_of, with_config, write_out
+from .planning.candidate import PRECISIONS, candidate, check_out, name_of, with_config, write_out
 from .planning.forecast import Forecast, forecast
 from .planning.known_machines import machine_of
 from .planning.subject import job_of, planned
@@ -71,8 +70,7 @@ def plan(
     base = job_of(model, seq=seq, allow_import=allow_import or ())
     known = base.file is not None or config is not None  # what is not said is as it is there
     base, sizes = with_config(base, config), None if mesh is None and base.file is not None else mesh_sizes(mesh or "dp=1")
-    if schedule not in PUBLISHED:
-        raise CommandError(f"--schedule: there is no schedule {schedule!r}; {nearest(schedule, PUBLISHED)}")
+    choices(schedule, PUBLISHED, option="--schedule")
     if sizes is not None and sizes["pp"] > 1 and accumulate is None and not known:
         accumulate = 2 * sizes["pp"]
     for name, value in (("--micro-batch", micro_batch), ("--accumulate", accumulate), ("--seq", seq)):

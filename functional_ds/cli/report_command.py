@@ -6,7 +6,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,29 +18,14 @@ from .words.pages import OutputTable, bytes_of, emit
 
 __all__ = ["environment", "report", "warnings_of"]
 
-_PACKAGES: tuple[str, ...] = (
-    "torch",
-    "numpy",
-    "attrs",
-    "optree",
-    "safetensors",
-    "transformers",
-    "tensorboard",
-    "wandb",
-    "matplotlib",
-    "hjson",
+_PACKAGES = (
+    *("torch", "numpy", "attrs", "optree", "safetensors", "transformers"),
+    *("tensorboard", "wandb", "matplotlib", "hjson", "deepspeed", "triton"),
 )
-_PACKAGES += ("deepspeed", "triton")
-_READ: tuple[str, ...] = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
+_READ = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_LAUNCH_BLOCKING", "DEEPSPEED_LOG_LEVEL", "FUNCTIONAL_DS_TRACEBACK"),
 )
-_READ += ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "MKL_NUM_THREADS", "DEEPSPEED_LOG_LEVEL", "FUNCTIONAL_DS_TRACEBACK")
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "UCX_", "FI_")
 _IGNORED = ("DS_", "DEEPSPEED_", "ACCELERATE_", "NVTE_")  # read by other libraries, and by nothing here
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
@@ -85,19 +70,17 @@ def warnings_of(found: Mapping[str, Any]) -> list[str]:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"functional-ds": version("functional-ds"), "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    found |= {"cuda": torch.version.cuda, "platform": _platform()}
+    installed = {str(each.name).lower(): each.version for each in distributions()}
+    where = platform.system(), platform.release().partition("-")[0], platform.machine(), *platform.libc_ver()
     nccl = torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()
-    return found | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None}
-
-
-def _platform() -> str:
-    return " ".join((platform.system(), platform.release().partition("-")[0], platform.machine(), *platform.libc_ver())).strip()
+    return {
+        "functional-ds": version("functional-ds"),
+        "python": platform.python_version(),
+        **{name: installed.get(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "platform": " ".join(where).strip(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
+    }
 
 
 def _devices() -> list[dict[str, Any]]:

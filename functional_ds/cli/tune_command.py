@@ -15,7 +15,6 @@ from functional_ds.jobs.job import Job
 from functional_ds.jobs.job_subject import Subject
 from functional_ds.pipelining.schedules.published import PUBLISHED
 from functional_ds.scaling.machine import Machine
-from functional_ds.sharding.path_patterns import nearest
 
 from .planning.admission import not_admitted
 from .planning.candidate import PRECISIONS, as_dict, candidate, check_out, mesh_line, name_of, with_config, write_out
@@ -23,8 +22,7 @@ from .planning.forecast import Forecast, forecast
 from .planning.known_machines import machine_of
 from .planning.subject import job_of, planned
 from .tuning.calibration import fitted
-from .tuning.halving import Measurement, TrialRun, halve
-from .tuning.trial import measure
+from .tuning.trial import Measurement, TrialRun, halve, measure
 from .words.errors_in_one_line import CommandError
 from .words.options import choices, numbers, size
 from .words.pages import OutputTable, bytes_of, emit, seconds_of
@@ -97,10 +95,7 @@ def tune(
     subject = planned(base)
     if subject.loss is None:
         raise CommandError(f"MODEL: {model} has no loss and no batch, so nothing can be measured")
-    schedules = tuple(schedule.split(","))
-    for name in schedules:
-        if name not in PUBLISHED:
-            raise CommandError(f"--schedule {name}: there is no such schedule; {nearest(name, PUBLISHED)}")
+    schedules = choices(schedule, PUBLISHED, option="--schedule")
     axes, refused = _axes_of(subject, count, axis or [])
     made = candidates_of(base, count, rows, SearchSpace(stages, words, micro, again, schedules, axes))
     most = size(limit, option="--limit") if limit else 0

@@ -1,11 +1,12 @@
 """How blocks are compiled: the arguments of torch.compile, checked."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
+
+from functional_ds.sharding.path_patterns import nearest
 
 from .torch_compiler import compiler_backend
 
@@ -43,9 +44,9 @@ class CompileOptions:
         if isinstance(backend, str):
             known = torch.compiler.list_backends(exclude_tags=())
             if backend not in known:
-                near = difflib.get_close_matches(backend, known, n=1)
-                meant = f"did you mean {near[0]!r}? " if near else ""
-                raise ValueError(f"compiled: there is no back end {backend!r} here; {meant}torch knows {', '.join(known)}")
+                raise ValueError(
+                    f"compiled: there is no back end {backend!r} here; {nearest(backend, known)}, of {', '.join(known)}"
+                )
         elif not callable(backend):
             raise TypeError(f"compiled: backend={backend!r} is neither a name nor a function of a graph and its inputs")
         if mode is not None and backend != "inductor":

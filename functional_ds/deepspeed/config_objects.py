@@ -75,6 +75,9 @@ class ConfigBlock:
 
     path: str
 
+    def __init_subclass__(cls, path: str) -> None:
+        cls.path = path
+
     def __init__(self, **keys: Any) -> None:
         self._keys = keys
         config: dict[str, Any] = keys
@@ -95,16 +98,12 @@ class ConfigBlock:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._keys.items())})"
 
 
-class DeepSpeedZeroOffloadParamConfig(ConfigBlock):
+class DeepSpeedZeroOffloadParamConfig(ConfigBlock, path="zero_optimization.offload_param"):
     """``offload_param``."""
 
-    path = "zero_optimization.offload_param"
 
-
-class DeepSpeedZeroOffloadOptimizerConfig(ConfigBlock):
+class DeepSpeedZeroOffloadOptimizerConfig(ConfigBlock, path="zero_optimization.offload_optimizer"):
     """``offload_optimizer``."""
-
-    path = "zero_optimization.offload_optimizer"
 
     @property
     def pipeline(self) -> bool:
@@ -112,10 +111,8 @@ class DeepSpeedZeroOffloadOptimizerConfig(ConfigBlock):
         return bool(self.pipeline_read or self.pipeline_write)
 
 
-class DeepSpeedZeroConfig(ConfigBlock):
+class DeepSpeedZeroConfig(ConfigBlock, path="zero_optimization"):
     """``zero_optimization``."""
-
-    path = "zero_optimization"
 
     @property
     def overlap_comm(self) -> bool:
@@ -146,16 +143,12 @@ class DeepSpeedZeroConfig(ConfigBlock):
         return None if given is None else make(**given)
 
 
-class DeepSpeedFP16Config(ConfigBlock):
+class DeepSpeedFP16Config(ConfigBlock, path="fp16"):
     """``fp16``."""
 
-    path = "fp16"
 
-
-class DeepSpeedBF16Config(ConfigBlock):
+class DeepSpeedBF16Config(ConfigBlock, path="bf16"):
     """``bf16``."""
-
-    path = "bf16"
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:

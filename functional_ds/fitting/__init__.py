@@ -5,8 +5,7 @@ finite; and ``watchdog``, for loops of your own.
 """
 
 from .checkpoints import Checkpoints
-from .data import BatchReader, BatchSource, Indexed, Replayed, Stateful
-from .epochs import Epochs
+from .data import BatchReader, BatchSource, Epochs, Indexed, Replayed, Stateful
 from .fit import fit
 from .loggers import Comet, CsvLog, Logger, Logging, MeasuredStep, StepMeasure, TensorBoard, WandB
 from .non_finite import NonFiniteLossError, RollBack, Stop

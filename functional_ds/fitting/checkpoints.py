@@ -10,8 +10,7 @@ from functional_ds.state_dict.errors import NoCheckpointError
 from functional_ds.step.state.state import State
 
 from .checks import positive_steps
-from .positions import gathered
-from .rng import Generators
+from .positions import gathered, gathered_generators
 
 __all__ = ["CheckpointManager", "Checkpoints", "Progress"]
 
@@ -64,7 +63,7 @@ class Progress:
         done: steps made; those that were rolled back do not count.
         data: the next batch's position on all ranks, as ``gathered`` gives it; None is the beginning.
         rollbacks: how often the run was rolled back.
-        generators: torch's default generators, as ``Generators.kept`` gives them.
+        generators: torch's default generators, as ``gathered_generators`` gives them.
     """
 
     done: int = 0
@@ -110,12 +109,11 @@ class CheckpointManager:
         minutes = None if self.policy is None else self.policy.minutes
         return minutes is not None and time.monotonic() - self._last >= 60 * minutes
 
-    def save(self, state: State, generators: Generators, *, done: int, data: Any, rollbacks: int) -> None:
+    def save(self, state: State, *, done: int, data: Any, rollbacks: int) -> None:
         """Starts to save; waits for the checkpoint before. Collective.
 
         Args:
             state: the run's.
-            generators: torch's default generators.
             done: the number of steps made.
             data: the next batch's position on this rank.
             rollbacks: how often the run was rolled back.
@@ -123,7 +121,7 @@ class CheckpointManager:
         self._last = time.monotonic()
         if self._saver is None or self.saved == done:
             return
-        progress = Progress(done, gathered(data), rollbacks, generators.kept())
+        progress = Progress(done, gathered(data), rollbacks, gathered_generators())
         self._saver.save(state, tag=f"step-{done:08}", extra={"fit": attrs.asdict(progress)})
         self.saved = done
 

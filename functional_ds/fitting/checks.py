@@ -2,27 +2,7 @@
 
 from typing import Any
 
-__all__ = ["check_steps", "positive_steps", "refuse_removed"]
-
-# What took the place of the keywords that ``fit`` had before 1.0.
-_CHECKPOINTS, _EVALUATION, _LOGGING = (
-    "pass checkpoints=fds.Checkpoints(path, every=..., minutes=..., keep_last=..., keep_every=..., resume=...)",
-    "pass evaluation=fds.Evaluation(function, every=...)",
-    "pass logging=fds.Logging(loggers, every=..., progress=...)",
-)
-_REMOVED = {
-    **dict.fromkeys(("path", "every", "minutes", "keep_last", "keep_every", "resume"), _CHECKPOINTS),
-    **dict.fromkeys(("evaluate", "evaluate_every"), _EVALUATION),
-    **dict.fromkeys(("loggers", "log_every", "progress"), _LOGGING),
-    "buffers": "modules' buffers are part of the state, and saved with it",
-}
-
-
-def refuse_removed(given: dict[str, Any]) -> None:
-    """Raises TypeError for keywords that ``fit`` does not have; it says what took a removed keyword's place."""
-    for name in given:
-        instead = f"; {_REMOVED[name]}" if name in _REMOVED else ""
-        raise TypeError(f"fit() got an unexpected keyword argument {name!r}{instead}")
+__all__ = ["check_steps", "positive_steps"]
 
 
 def check_steps(name: str, value: Any, *, least: int = 1, optional: bool = True) -> None:

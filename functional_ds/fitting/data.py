@@ -2,11 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
+import torch
+from torch import Tensor
 
-__all__ = ["BatchReader", "BatchSource", "Indexed", "Replayed", "Stateful", "as_source"]
+__all__ = ["BatchReader", "BatchSource", "Epochs", "Indexed", "Replayed", "Stateful", "as_source"]
 
 
 class BatchReader(Protocol):
@@ -155,3 +158,147 @@ def as_source(batches: Any) -> BatchSource:
         f"batches={batches!r}: pass a function from an index to a batch, a sequence of batches, an iterable, "
         "or a source (an object with at(position))"
     )
+
+
+@attrs.define
+class _Aside:
+    """A state of torch's default generator that is used aside from the program's."""
+
+    state: Tensor
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Within the block the default generator has this state; afterwards the program's again."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+
+@attrs.define
+class _EpochReader:
+    """A reader of one epoch after the other.
+
+    Attributes:
+        epochs: what it reads.
+        epoch: the current epoch.
+        drawn: the number of batches that it has given in this epoch.
+        aside: the generator's state for draws of this epoch.
+        reader: of this epoch.
+        replayed: whether resuming draws earlier batches again, so that all draws of the epoch use ``aside``.
+    """
+
+    epochs: "Epochs"
+    epoch: int
+    drawn: int
+    aside: _Aside
+    reader: BatchReader
+    replayed: bool
+
+    @staticmethod
+    def begin(epochs: "Epochs", epoch: int, drawn: int = 0, within: Any | None = None) -> "_EpochReader":
+        """A reader from a position in an epoch on; without batches if that is after the last epoch."""
+        source = as_source(epochs.batches)
+        if epochs.over(epoch):
+            drawn, within, source = 0, None, Indexed(lambda index: None, 0)
+        else:
+            epochs.begin_epoch(epoch)
+        aside = _Aside(torch.Generator().manual_seed(_mixed(epochs.seed, epoch)).get_state())
+        with aside.drawing():
+            reader = source.at(within)
+        return _EpochReader(epochs, epoch, drawn, aside, reader, isinstance(source, Replayed))
+
+    def __next__(self) -> Any:
+        with suppress(StopIteration):
+            return self._next()
+        if self.epochs.over(self.epoch):
+            raise StopIteration
+        following = _EpochReader.begin(self.epochs, self.epoch + 1)
+        self.epoch, self.drawn, self.aside, self.reader = following.epoch, 0, following.aside, following.reader
+        if self.epochs.over(self.epoch):
+            raise StopIteration
+        try:
+            return self._next()
+        except StopIteration:
+            raise ValueError(f"batches: epoch {self.epoch} of {self.epochs.batches!r} has no batch") from None
+
+    def _next(self) -> Any:
+        first = not self.drawn  # many loaders draw their shuffle with the first batch
+        with self.aside.drawing() if first or self.replayed else nullcontext():
+            found = next(self.reader)
+        self.drawn += 1
+        return found
+
+    @property
+    def position(self) -> Any:
+        return {"epoch": self.epoch, "drawn": self.drawn, "within": self.reader.position}
+
+
+@attrs.frozen
+class Epochs:
+    """The same batches again and again, as a ``DataLoader`` gives them. The position is the epoch, and the position within it.
+
+    Each epoch begins with ``set_epoch(epoch)`` on the batches, their ``dataset``, ``sampler`` and ``batch_sampler``, where they
+    have this method. Draws from torch's default generator up to the first batch depend on ``seed`` and the epoch alone, and so
+    do draws from a generator that the batches have. So a ``DataLoader`` shuffles after a resume as it would have without,
+    whatever the step draws. If batches are replayed to resume, this holds for all draws.
+
+    >>> reader = Epochs([1, 2]).at({"epoch": 4, "drawn": 1, "within": 1})
+    >>> [next(reader) for _ in range(4)], reader.position
+    ([2, 1, 2, 1], {'epoch': 6, 'drawn': 1, 'within': 1})
+
+    Attributes:
+        batches: whatever ``fit`` takes as batches, except an iterator, which gives its batches once.
+        count: the number of epochs; None for no end.
+        seed: of the shuffles; None for the seed that the program gave torch on this rank, which must be the same to resume.
+    """
+
+    batches: Any
+    count: int | None = None
+    seed: int | None = None
+    _seeds: dict[int, int] = attrs.field(factory=dict, init=False, repr=False, eq=False)  # of other generators, by id
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.batches, Iterator):
+            raise TypeError(f"batches={self.batches!r} is an iterator, which cannot begin again; pass what it iterates over")
+        if self.count is not None and self.count < 1:
+            raise ValueError(f"count={self.count}: there is at least one epoch")
+
+    def at(self, position: Any | None) -> BatchReader:
+        """The batches from that epoch and position on."""
+        epoch, drawn, within = (0, 0, None) if position is None else (position[k] for k in ("epoch", "drawn", "within"))
+        stateful = isinstance(as_source(self.batches), Stateful)
+        if stateful and drawn and drawn == self._length():  # many loaders cannot resume at an epoch's end
+            epoch, drawn, within = epoch + 1, 0, None
+        return _EpochReader.begin(self, epoch, drawn, within if drawn else None)
+
+    def over(self, epoch: int) -> bool:
+        """Whether this epoch comes after the last one."""
+        return self.count is not None and epoch >= self.count
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Calls ``set_epoch``, and seeds the generators that the batches have."""
+        batch_sampler = getattr(self.batches, "batch_sampler", None)
+        parts = [getattr(self.batches, name, None) for name in ("dataset", "sampler")]
+        holders = (self.batches, *parts, batch_sampler, getattr(batch_sampler, "sampler", None))
+        for holder in {id(each): each for each in holders}.values():
+            set_epoch = getattr(holder, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(_mixed(self._seeds.setdefault(id(generator), generator.initial_seed()), epoch))
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.batches)
+        except TypeError:
+            return None
+
+
+def _mixed(seed: int | None, epoch: int) -> int:
+    """A seed for an epoch; None stands for the default generator's seed."""
+    return ((torch.initial_seed() if seed is None else seed) * 0x9E3779B1 + epoch) % 2**32

@@ -2,18 +2,17 @@
 
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, Never
+from typing import Any
 
 from functional_ds import comm
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .checkpoints import CheckpointManager, Checkpoints
-from .checks import check_steps, refuse_removed
+from .checks import check_steps
 from .data import as_source
 from .loggers import Logging, MeasuredStep, MetricLogger
 from .non_finite import OnNonFinite, RollBack, Stop
-from .rng import Generators
 from .run import Evaluation, Interrupted, TrainingRun
 from .signals import Flag, stop_on_signals
 from .watchdog import watchdog
@@ -33,7 +32,6 @@ def fit(
     on_non_finite: OnNonFinite = Stop(after=3),  # noqa: B008
     timeout: timedelta | None = timedelta(minutes=10),
     stop: Flag | None = None,
-    **removed: Never,
 ) -> State:
     """Makes steps until ``steps`` are made in all, and returns the state. Called again with the same folder, it resumes.
 
@@ -73,7 +71,6 @@ def fit(
     >>> step.params(state)["w"].tolist()
     [-0.5, -0.5]
     """
-    refuse_removed(removed)
     if not isinstance(state, State):
         raise TypeError(f"state={type(state).__name__}: fit takes a state that the step made, as from step.init(params)")
     _check(steps, checkpoints=checkpoints, evaluation=evaluation, logging=logging, timeout=timeout)
@@ -98,7 +95,6 @@ def fit(
             metrics=metrics,
             watch=watch,
             flag=flag,
-            generators=Generators(),
         )
         del state
         watch.at(0, "loading a checkpoint")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.device import forked_rng
 from functional_ds.base.marks import is_trainable
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state.state import State
@@ -19,8 +20,7 @@ from .checks import positive_steps
 from .data import BatchReader, BatchSource
 from .loggers import MetricLogger
 from .non_finite import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict
-from .positions import own
-from .rng import Generators
+from .positions import own, restore_generators
 from .signals import Flag
 from .watchdog import Watch
 
@@ -80,7 +80,6 @@ class TrainingRun:
         metrics: logs.
         watch: tells the watchdog what this rank is doing.
         flag: asks the run to end.
-        generators: torch's default generators.
         progress: the number of steps made, and what belongs to it.
         health: which losses were not finite.
         evaluated: the number of steps at the last evaluation.
@@ -96,7 +95,6 @@ class TrainingRun:
     metrics: MetricLogger = attrs.field(kw_only=True)
     watch: Watch = attrs.field(kw_only=True)
     flag: Flag = attrs.field(kw_only=True)
-    generators: Generators = attrs.field(kw_only=True)
     progress: Progress = attrs.field(factory=Progress, kw_only=True)
     health: Health = attrs.field(factory=Health, kw_only=True)
     evaluated: int | None = attrs.field(default=None, kw_only=True)
@@ -114,7 +112,7 @@ class TrainingRun:
         """Makes the remaining steps, and returns the state."""
         self.watch.at(self.done, "finding the next batch")
         reader = self.source.at(None if self.progress.data is None else own(self.progress.data))
-        self.generators.restore(self.progress.generators)  # replaying batches may have used the generators
+        restore_generators(self.progress.generators)  # replaying batches may have used the generators
         self.metrics.begin(self.done)
         began = self.done
         if began == 0:
@@ -187,7 +185,7 @@ class TrainingRun:
         if self.evaluation is not None and self.evaluated != self.done:
             self.watch.at(self.done, "evaluating")
             with self.metrics.apart():
-                with self.generators.apart():
+                with forked_rng():  # it is no part of the training
                     numbers = self.evaluation.function(self.state)
                 self.metrics.evaluated(self.done, numbers)
             self.evaluated = self.done
@@ -204,9 +202,7 @@ class TrainingRun:
             if verdict.streak or verdict.spoiled or verdict.worst >= self.on_non_finite.after:
                 return
         with self.metrics.apart():
-            self.checkpoints.save(
-                self.state, self.generators, done=self.done, data=reader.position, rollbacks=self.progress.rollbacks
-            )
+            self.checkpoints.save(self.state, done=self.done, data=reader.position, rollbacks=self.progress.rollbacks)
 
     def _finite(self) -> Tensor:
         """Whether all trained params are finite. Offloaded ones are fetched one at a time. One collective."""

@@ -22,53 +22,12 @@ from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.state.slots import Role, fields_of_role
 from functional_ds.step.state.state import State
 
-from .format import INDEX, SINGLE, SafetensorsFile, TensorSpec, split_files
+from .format import SafetensorsFile, TensorSpec, split_files
 from .gather_stream import LeafInfo, LeafSend, LocalShard, chunk_bytes, plan_sends, stream
 from .naming import NamedLeaf, Naming, checked_dtype
-from .safetensors_writer import SafetensorsWriter, refuse_existing
+from .safetensors_writer import SafetensorsWriter
 
-__all__ = ["Destination", "Transfer", "export"]
-
-
-@attrs.frozen
-class Destination:
-    """Which files an export writes.
-
-    Attributes:
-        folder: where.
-        files: what they will contain.
-        overwrite: whether existing files are replaced.
-    """
-
-    folder: Path
-    files: tuple[SafetensorsFile, ...]
-    overwrite: bool
-
-    @staticmethod
-    def of(
-        path: Path, *, specs: Sequence[TensorSpec], limit: int | None, metadata: Mapping[str, str], overwrite: bool
-    ) -> "Destination":
-        """One file if the path ends with ``.safetensors``, else a folder.
-
-        Args:
-            path: of the file or the folder.
-            specs: the tensors.
-            limit: bytes of a file's tensors; None for one file.
-            metadata: strings for each header.
-            overwrite: whether existing files are replaced.
-        """
-        if path.suffix != ".safetensors":
-            return Destination(path, split_files(specs, limit=limit, metadata=metadata), overwrite)
-        if limit is not None:
-            raise ValueError(f"shard_bytes={limit}: path={str(path)!r} is a single file; name a folder")
-        return Destination(path.parent, (SafetensorsFile.of(path.name, specs, metadata),), overwrite)
-
-    def check(self) -> None:
-        """Raises FileExistsError if a file or a model exists that must not be replaced."""
-        names = [file.name for file in self.files]
-        model = len(names) > 1 or names == [SINGLE]
-        if not self.overwrite:
-            refuse_existing([self.folder / name for name in (dict.fromkeys([SINGLE, INDEX, *names]) if model else names)])
+__all__ = ["Transfer", "export"]
 
 
 @attrs.frozen(eq=False)
@@ -76,13 +35,13 @@ class Transfer:
     """Leaves and buffers on their way into files.
 
     Attributes:
-        destination: the files.
+        writer: of the files.
         named: the leaves, with their names in the files.
         buffers: tensors that rank 0 writes beside them.
         ranks: the group that has the leaves.
     """
 
-    destination: Destination
+    writer: SafetensorsWriter
     named: Mapping[LeafInfo, NamedLeaf]
     buffers: Mapping[str, Tensor]
     ranks: comm.Group
@@ -91,11 +50,10 @@ class Transfer:
         """Carries it out. Collective. All ranks raise an error of the writing, once no rank waits for another."""
         sends = [send for send in sends if send.leaf in self.named]
         with ExitStack() as stack:
-            writer = SafetensorsWriter(self.destination.folder, self.destination.files, self.destination.overwrite)
-            writes = self.ranks.rank == 0
+            writer, writes = self.writer, self.ranks.rank == 0
 
             def begin() -> None:
-                self.destination.check()
+                writer.check()
                 stack.enter_context(writer)
 
             self._on_rank_0(begin if writes else None)
@@ -252,14 +210,21 @@ def export(
     naming = Naming.of(module, params)
     naming = attrs.evolve(naming, buffers={**naming.buffers, **(buffers or {})})
     named = naming.name(leaves, rename=rename, dtype=checked_dtype(dtype), every=tied == "all")
-    destination = Destination.of(
-        checked_path(path),
-        specs=[spec for one in named for spec in one.specs] + naming.buffer_specs,
-        limit=shard_bytes,
-        metadata={**naming.metadata(every=tied == "all"), **(metadata or {})},
-        overwrite=overwrite,
-    )
-    Transfer(destination, {one.leaf: one for one in named}, naming.buffers, ranks).run(shards, sends)
+    specs = [spec for one in named for spec in one.specs] + naming.buffer_specs
+    texts = {**naming.metadata(every=tied == "all"), **(metadata or {})}
+    writer = SafetensorsWriter(*_files(checked_path(path), specs, shard_bytes, texts), overwrite)
+    Transfer(writer, {one.leaf: one for one in named}, naming.buffers, ranks).run(shards, sends)
+
+
+def _files(
+    path: Path, specs: Sequence[TensorSpec], limit: int | None, metadata: Mapping[str, str]
+) -> tuple[Path, tuple[SafetensorsFile, ...]]:
+    """The folder, and the files in it: one if the path ends with ``.safetensors``."""
+    if path.suffix != ".safetensors":
+        return path, split_files(specs, limit=limit, metadata=metadata)
+    if limit is not None:
+        raise ValueError(f"shard_bytes={limit}: path={str(path)!r} is a single file; name a folder")
+    return path.parent, (SafetensorsFile.of(path.name, specs, metadata),)
 
 
 def _alone() -> comm.Group:

@@ -15,7 +15,7 @@ from functional_ds.base.files import lock_folder, reserve, sync_folder, write_at
 
 from .format import INDEX, SINGLE, HeaderEntry, SafetensorsFile, index_of
 
-__all__ = ["SafetensorsWriter", "refuse_existing"]
+__all__ = ["SafetensorsWriter"]
 
 _BLOCK = 16 * 2**20  # bytes of a tensor that are converted or copied to the host at once
 
@@ -56,6 +56,19 @@ class SafetensorsWriter:
     _made: bool = False
     _open: list[_Open] = attrs.field(factory=list)
     _entries: dict[str, tuple[int, HeaderEntry]] = attrs.field(factory=dict)
+
+    @property
+    def is_model(self) -> bool:
+        """Whether the files are the model of their folder, and not one file beside others."""
+        return len(self.files) > 1 or self.files[0].name == SINGLE
+
+    def check(self) -> None:
+        """Raises FileExistsError if a file or a model exists that must not be replaced."""
+        if not self.overwrite:
+            names = [file.name for file in self.files]
+            _refuse_existing(
+                [self.folder / name for name in dict.fromkeys([SINGLE, INDEX, *names] if self.is_model else names)]
+            )
 
     def __enter__(self) -> "SafetensorsWriter":
         self._made = not self.folder.exists()
@@ -99,20 +112,19 @@ class SafetensorsWriter:
             os.fsync(file.descriptor)
             os.close(file.descriptor)
             file.descriptor = -1
-        if len(self.files) == 1 and self.files[0].name not in (SINGLE, INDEX):
-            self._publish(self._open[0].temporary, self.files[0].name)
-        else:
+        if self.is_model:
             with lock_folder(self.folder):
                 self._commit_model()
+        else:
+            self._publish(self._open[0].temporary, self.files[0].name)
         sync_folder(self.folder)
         self._open.clear()
 
     def _commit_model(self) -> None:
         before = _shards(self.folder)
         several = len(self.files) > 1
-        if not self.overwrite:
-            refuse_existing([self.folder / name for name in (SINGLE, INDEX, *(file.name for file in self.files))])
-        else:
+        self.check()
+        if self.overwrite:
             for name in (INDEX, SINGLE) if several else (INDEX,):
                 (self.folder / name).unlink(missing_ok=True)
             sync_folder(self.folder)
@@ -140,7 +152,7 @@ class SafetensorsWriter:
         except FileExistsError:
             raise FileExistsError(f"path: {final} is there now; another export was faster") from None
         except OSError:  # a file system without hard links
-            refuse_existing([final])
+            _refuse_existing([final])
             temporary.replace(final)
         else:
             temporary.unlink()
@@ -156,8 +168,7 @@ class SafetensorsWriter:
                 self.folder.rmdir()
 
 
-def refuse_existing(paths: Sequence[Path]) -> None:
-    """Raises FileExistsError if one of the files exists."""
+def _refuse_existing(paths: Sequence[Path]) -> None:
     there = [str(path) for path in paths if path.exists() or path.is_symlink()]
     if there:
         raise FileExistsError(f"path: {', '.join(there)} exists; pass overwrite=True to replace it")

@@ -147,7 +147,7 @@ def call_entry(value: Any, kind: str) -> CallEntry:
             raise JobError("give its arguments by name, in a table", entry=name, value=given)
         return CallEntry(name, dict(given))
     function = KINDS[kind].function(name)
-    arguments = dict(given) if isinstance(given, Mapping) else {_first(function): given}
+    arguments = dict(given) if isinstance(given, Mapping) else {next(iter(parameters_of(function))): given}
     try:
         check_arguments(function, arguments, partial=kind in ("loss", "unit partition"))  # these get more when they are called
     except JobError as error:
@@ -164,10 +164,6 @@ def _named(value: Any, kind: str) -> tuple[str, Any]:
         name, given = next(iter(value.items()))
         return str(name), given
     raise JobError(f"it must name one {KINDS[kind].what} with its arguments, as {{name = {{argument = value}}}}", value=value)
-
-
-def _first(function: Any) -> str:
-    return next(iter(parameters_of(function)))
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:

@@ -1,11 +1,12 @@
 """``JobError``: which entry of which file is wrong, and what would do."""
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import attrs
+
+from functional_ds.sharding import path_patterns
 
 __all__ = ["JobError", "first_key", "joined", "nearest", "within"]
 
@@ -72,10 +73,7 @@ def first_key(table: Iterable[str], path: str) -> str | None:
 
 def nearest(name: str, known: Collection[str]) -> str:
     """What to say of an unknown name: the nearest known one, and all of them."""
-    if not known:
-        return "it takes none"
-    close = difflib.get_close_matches(name, known, 1, 0.0)[0]
-    return f"the nearest is {close!r}, of {', '.join(known)}"
+    return f"{path_patterns.nearest(name, known)}, of {', '.join(known)}" if known else "it takes none"
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Transform
 
-from .job_errors import JobError, nearest
+from .job_errors import JobError
 
 __all__ = ["huggingface", "next_token", "pipeline", "pipeline_schedule", "vocab_parallel"]
 
@@ -77,13 +77,10 @@ def pipeline_schedule(schedule: str, micro_batches: int, *, ranks: int, stages_p
         ValueError: too few micro-batches.
     """
     table = import_module("functional_ds.pipelining.schedules.published")
-    if schedule not in table.PUBLISHED:
-        words = nearest(schedule, table.PUBLISHED)
-        raise JobError(f"there is no schedule {schedule!r}; {words}", entry="schedule", value=schedule)
-    known = table.PUBLISHED[schedule].chunks
-    if None not in (stages_per_rank, known) and stages_per_rank != known:
-        raise JobError(f"{schedule} has {known} a rank; leave it out", entry="stages_per_rank", value=stages_per_rank)
-    return table.published(schedule, ranks, micro_batches, v=stages_per_rank)
+    try:
+        return table.published(schedule, ranks, micro_batches, v=stages_per_rank)
+    except ValueError as error:
+        raise JobError(str(error), entry="schedule", value=schedule) from error
 
 
 def pipeline(

@@ -1,5 +1,6 @@
 """``Subject``: what a job trains, made of the model that it names: params, the loss of a batch, and batches."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
@@ -12,16 +13,15 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.modules.deferred_init import deferred
-from functional_ds.modules.functional import Apply, functional
+from functional_ds.modules.functional import functional
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import train_step
 
 from .call_entry import CallEntry, parameters_of
 from .job import Job
 from .job_errors import JobError, within
-from .job_model import pipeline_schedule
 from .resolve import Surroundings, function_and_arguments, made
-from .strategy import group_size, strategy_of
+from .strategy import schedule_of, strategy_of
 
 __all__ = ["OwnBatches", "Subject", "known_tokens", "loss_function", "subject_of"]
 
@@ -110,12 +110,8 @@ class Subject:
         if job.deferred:
             problem = "a pipeline's stages are cut from a whole model; leave one of the two out"
             raise JobError(problem, entry="deferred", value=True)
+        schedule, found = schedule_of(job), call.arguments
         with within("strategy.pipeline"):
-            found = call.arguments
-            ranks = group_size(job, found["group"]) if "group" in found else max(comm.world().size, job.world_size)
-            schedule = pipeline_schedule(
-                found["schedule"], found["micro_batches"], ranks=ranks, stages_per_rank=found.get("stages_per_rank")
-            )
             options: dict[str, Any] = {name: found[name] for name in ("by", "blocks") if name in found}
             if self._cut is None:
                 raise JobError("only shapes are known, and a pipeline needs the model", value=found)
@@ -180,15 +176,11 @@ def subject_of(job: Job, *, device: str) -> Subject:
             found = whole(module, count, example=example, inputs=loss.inputs, loss=loss.of_output, **options)
         return found[0], bare(found[1])
 
-    given = Subject(name, params, lambda held, rows: loss(_bound(apply, held), rows), batch, apply, own, cut=cut)
+    given = Subject(name, params, lambda held, rows: loss(functools.partial(apply, held), rows), batch, apply, own, cut=cut)
     known: dict[str, Any] = {key: parts.get(key) for key in ("tp_plan", "sequence", "experts")}
     if given.config is not None:
         known = {"tp_plan": None, "sequence": {}, "experts": _experts_of(apply.module)}
     return attrs.evolve(given, tokens=job.data.context if own is None else parts.get("tokens"), **known)
-
-
-def _bound(apply: Apply, params: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: apply(params, *args, **kwargs)
 
 
 def known_tokens(module: nn.Module) -> int:

@@ -1,11 +1,10 @@
 """``prepare``: what a rank trains with, made of a job."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -25,11 +24,10 @@ from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
 from .job import Job
-from .job_data import text_of
+from .job_data import TokenText, text_of
 from .job_errors import JobError
 from .job_subject import OwnBatches, known_tokens, subject_of
 from .job_text import located
-from .token_text import TokenText
 
 __all__ = ["PreparedJob", "device_of", "prepare"]
 
@@ -86,17 +84,8 @@ class PreparedJob:
     @property
     def checkpoints(self) -> Checkpoints | None:
         """Where and when ``fit`` saves."""
-        saved = self.job.checkpoints
-        if saved is None:
-            return None
-        return Checkpoints(
-            Path(saved.folder),
-            every=saved.every,
-            minutes=saved.minutes,
-            keep_last=saved.keep_last or None,
-            keep_every=saved.keep_every,
-            resume=saved.resume,
-        )
+        saved = dict(self.job.checkpoints or {})  # the entries are the record's fields
+        return Checkpoints(saved.pop("folder"), **saved | {"keep_last": saved["keep_last"] or None}) if saved else None
 
     def validation(self, state: State) -> dict[str, Tensor]:
         """The mean loss of the held-out batches, each token counted once."""
@@ -148,7 +137,7 @@ def _prepared(job: Job, after: Transform | None) -> PreparedJob:
     world = comm.world()
     if job.mesh and world.size != job.world_size:
         raise JobError(f"the mesh has {job.world_size} ranks, and there are {world.size}", entry="mesh", value=job.mesh)
-    device = device_of(job)
+    device = device_of(job, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     subject = subject_of(job, device=device)
     text = subject.own or text_of(job)
     module: nn.Module = subject.apply.module
@@ -176,38 +165,21 @@ def _explained(job: Job, model: nn.Module, text: Any) -> Iterator[None]:
         raise JobError(problem, entry=f"model.{job.model.name}", value=job.model.arguments) from error
 
 
-def device_of(job: Job) -> str:
-    """Where ranks compute: GPUs if there is one for each rank of a host."""
-    if job.device != "auto":
-        return job.device
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", comm.world().size))
-    return "cuda" if torch.cuda.device_count() >= here else "cpu"
+def device_of(job: Job, ranks: int) -> str:
+    """Where ranks compute: GPUs if a host has one for each of its ranks."""
+    return job.device if job.device != "auto" else "cuda" if torch.cuda.device_count() >= ranks else "cpu"
 
 
 def _loggers(job: Job) -> list[Logger]:
-    logs, found = job.logs, list[Logger]()
-    if logs.csv is not None:
-        found.append(CsvLog(Path(logs.csv)))
-    if logs.tensorboard is not None:
-        found.append(TensorBoard(Path(logs.tensorboard)))
-    if logs.wandb is not None:
-        found.append(WandB(logs.wandb))
-    return found
+    loggers: dict[str, Callable[[Any], Logger]] = {"csv": CsvLog, "tensorboard": TensorBoard, "wandb": WandB}
+    return [make(place) for name, make in loggers.items() if (place := getattr(job.logs, name)) is not None]
 
 
 def _profiling(job: Job, device: str) -> StepMeasure | None:
-    settings = job.profile
-    if settings is None:
+    if job.profile is None:
         return None
-    profiling = import_module("functional_ds.profiling")
-    peak = profiling.peak_flops(torch.float32, device) if settings.peak == "measured" else settings.peak
-    found: StepMeasure = profiling.Profiling(
-        skip=settings.skip,
-        every=settings.every,
-        keep=settings.keep,
-        flops=settings.flops,
-        tokens=lambda batch: batch["input_ids"].numel(),
-        peak=peak,
-        folder=Path(settings.folder),
-    )
+    profiling, settings = import_module("functional_ds.profiling"), dict(job.profile)  # the entries are the record's fields
+    if settings["peak"] == "measured":
+        settings["peak"] = profiling.peak_flops(torch.float32, device)
+    found: StepMeasure = profiling.Profiling(tokens=lambda batch: batch["input_ids"].numel(), **settings)
     return found

@@ -18,7 +18,7 @@ from .job_data import text_of
 from .job_errors import JobError, within
 from .job_subject import loss_function
 from .job_text import located
-from .prepare import prepare
+from .prepare import device_of, prepare
 from .resolve import Surroundings, function_and_arguments
 from .strategy import strategy_of
 
@@ -187,10 +187,7 @@ def _under_torchrun(job: Job, program: Callable[..., Found], *args: Any) -> Foun
 
 
 def _placed(job: Job, ranks: int) -> Job:
-    """The job with its device chosen: GPUs if this host has one for each of its ranks."""
-    if job.device != "auto":
-        return job
-    return job.changed({"device": "cuda" if torch.cuda.device_count() >= ranks else "cpu"})
+    return job.changed({"device": device_of(job, ranks)})
 
 
 def _backend(job: Job) -> str | None:
@@ -211,6 +208,10 @@ def check_job(job: Job, ranks: int | None = None) -> None:
         ...
     functional_ds.jobs.job_errors.JobError: model.nowhere:MLP: there is no module 'nowhere', neither in . nor installed
     """
+
+    def tried() -> None:
+        strategy_of(job, Surroundings(comm.mesh(**job.mesh) if job.mesh else None))
+
     with located(job.file):
         for entry, kind, call in (("model", "model", job.model), ("data.text", "text", job.data.text)):
             if call is not None:
@@ -220,10 +221,6 @@ def check_job(job: Job, ranks: int | None = None) -> None:
         size = job.world_size if ranks is None else ranks
         if job.mesh and job.world_size != size:
             raise JobError(f"the mesh has {job.world_size} ranks, and there are {size}", entry="mesh", value=job.mesh)
-        comm.simulate(_try_strategy, job, world_size=size, shapes_only=True)
+        comm.simulate(tried, world_size=size, shapes_only=True)
         if not (job.data.dataset or job.data.tokenizer or job.data.text):
             text_of(job)
-
-
-def _try_strategy(job: Job) -> None:
-    strategy_of(job, Surroundings(comm.mesh(**job.mesh) if job.mesh else None))

@@ -10,10 +10,21 @@ from functional_ds.step.compose import compose
 from functional_ds.step.step import Transform
 
 from .job import Job
-from .job_errors import JobError
+from .job_errors import JobError, within
+from .job_model import pipeline_schedule
 from .resolve import Surroundings, made
 
-__all__ = ["AXES", "data_axes", "deepspeed_plan", "group_size", "micro_batches", "rows_of_rank", "size", "strategy_of"]
+__all__ = [
+    "AXES",
+    "data_axes",
+    "deepspeed_plan",
+    "group_size",
+    "micro_batches",
+    "rows_of_rank",
+    "schedule_of",
+    "size",
+    "strategy_of",
+]
 
 AXES = ("dp", "pp", "sp", "tp", "ep")  # ep is within dp, whose other ranks are edp
 _BESIDE = ("pipeline", "sequence", "experts", "tensor_parallel")  # transforms of the axes beside dp
@@ -55,6 +66,23 @@ def micro_batches(job: Job) -> int:
 def rows_of_rank(job: Job) -> int:
     """What a rank passes to a step: the rows of all its micro-batches."""
     return job.data.rows // size(job, "dp")
+
+
+def schedule_of(job: Job) -> Any:
+    """The schedule of a job's pipeline; None without one.
+
+    Raises:
+        JobError: none has this name, so many stages a rank, or so few micro-batches.
+    """
+    call = job.transform("pipeline")
+    if call is None:
+        return None
+    given = call.arguments
+    ranks = group_size(job, given["group"]) if "group" in given else max(comm.world().size, job.world_size)
+    with within("strategy.pipeline"):
+        return pipeline_schedule(
+            given["schedule"], given["micro_batches"], ranks=ranks, stages_per_rank=given.get("stages_per_rank")
+        )
 
 
 def strategy_of(job: Job, around: Surroundings) -> tuple[Transform, Any]:

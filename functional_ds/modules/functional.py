@@ -24,14 +24,13 @@ from functional_ds.remat.region import called, current_region
 from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state.buffers import BufferScope, Held
 
-from .attributes import is_mutable
+from .attributes import HiddenAttributes, is_mutable
 from .deep_copy import TensorPlace, deep_copy, reached
 from .module_changes import BareParameter, ModuleChanges
 from .parameter_marks import ParameterMarks, attributes_on
 from .refusals import check_elsewhere, check_module, refuse_flags, refuse_loading, refuse_placeholders
 from .shared_memory import SharedMemory
 from .skeleton import Place, Skeleton, joined
-from .stale import HiddenAttributes
 from .write_watch import refuse_aliases, refuse_write, watched
 
 __all__ = ["Apply", "functional"]
@@ -99,6 +98,8 @@ class Apply:
     def _find_buffers(self, memory: SharedMemory) -> None:
         """Where the module has its buffers now."""
         self._names = _buffer_names(self.module)
+        owners = dict(self.module.named_modules()) if self._names else {}
+        self._homes = [(name, owners[path], key) for (path, key), name in self._names.items() if name == joined(path, key)]
         self._by_name: dict[str, list[Place]] = {}
         for place, name in self._names.items():
             self._by_name.setdefault(name, []).append(place)
@@ -229,8 +230,9 @@ class Apply:
         if not found.complete:
             recorder = current_recorder()
             traced = {} if recorder is None else recorder.notes.buffers
-            for name, buffer in self.module.named_buffers():  # what ``state_dict`` leaves out
-                found.add(name, traced.get((self, name), buffer))
+            for name, owner, key in self._homes:  # what ``state_dict`` leaves out
+                if (buffer := buffers_of(owner)[key]) is not None:
+                    found.add(name, traced.get((self, name), buffer))
             found.complete = True
         return found, True
 

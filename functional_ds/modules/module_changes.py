@@ -248,7 +248,10 @@ class _Snapshot:
                 self._sequences.append(value)
             yield from map(self._mark, [*(value.values() if isinstance(value, dict) else value)])
         elif isinstance(value, (types.MethodType, functools.partial)):
-            yield from map(self._mark, value.__reduce__()[1] if isinstance(value, types.MethodType) else _parts(value))
+            yield from map(
+                self._mark,
+                value.__reduce__()[1] if isinstance(value, types.MethodType) else (value.func, value.args, value.keywords),
+            )
         elif not isinstance(value, _ATOMS) and not _is_shared(value):
             self._objects.append(value)
             yield id(type(value))
@@ -281,10 +284,6 @@ class _SlotValues:
 
 def _checksum(value: Any) -> int:
     return zlib.crc32(value if isinstance(value, bytearray) else value.tobytes())
-
-
-def _parts(value: functools.partial[Any]) -> tuple[Any, ...]:
-    return value.func, value.args, value.keywords
 
 
 def _is_shared(value: Any) -> bool:

@@ -9,8 +9,8 @@ from functional_ds.base import tree
 from functional_ds.base.byte_ranges import overlapping
 from functional_ds.base.torch_private import buffers_of
 
+from .attributes import Stale
 from .skeleton import Place, joined
-from .stale import Stale
 
 __all__ = ["SharedMemory", "attributes_of"]
 

@@ -13,11 +13,10 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
 from functional_ds.step.state.buffers import Held, OtherAttribute, bit_equal
 
-from .attributes import ABSENT, copied, has_graph, is_state, kept, put_attribute, usable
+from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import TensorPlace
 from .module_changes import ModuleChanges
 from .refusals import refuse_flags
-from .stale import Stale
 
 __all__ = ["Place", "RunBy", "Skeleton", "joined"]
 
@@ -92,6 +91,15 @@ class Skeleton:
     _copies: dict[str, tuple[Any, Any, list[Any]]] = attrs.field(factory=dict)  # with their structure, leaves and versions
     _stores: dict[str, dict[str, Any]] = attrs.field(init=False)  # where each module has its buffers
     _shared: list[dict[str, Any]] = attrs.field(init=False)  # what it had there by itself
+
+    _homes: list[tuple[str, str, dict[str, Any], str]] = attrs.field(init=False)  # of each parameter: name, place, dict and key
+
+    @_homes.default
+    def _homes_of_parameters(self) -> list[tuple[str, str, dict[str, Any], str]]:
+        places = [(name, path, key) for name, places in self.owned.items() for path, key in places]
+        stores: dict[str, Any] = {path: parameters_of(self.owners[path]) for _, path, _ in places}
+        # scripted modules have a dict of another kind, and keep theirs
+        return [(name, joined(path, key), stores[path], key) for name, path, key in places if isinstance(stores[path], dict)]
 
     @_stores.default
     def _stores_of_owners(self) -> dict[str, dict[str, Any]]:
@@ -172,7 +180,7 @@ class Skeleton:
             touched.add(path)
             value = held.attributes.get(name, vars(owner).get(key))
             if name in held.others:
-                if self._is_set_anew(name, held.others[name].version):
+                if name in self.changes.since(held.others[name].version):  # the user has set it since
                     continue
                 value = held.others[name].value
             if id(value) not in memo:
@@ -184,10 +192,6 @@ class Skeleton:
             dict(vars(owner)) if path in touched else before
             for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True)
         ]
-
-    def _is_set_anew(self, name: str, version: int) -> bool:
-        """Whether the user has set an attribute of ``Apply.module`` since a forward pass did."""
-        return name in self.changes.since(version)
 
     def _has_written(self, name: str, value: Any, before: Any, held: Held) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""
@@ -246,14 +250,12 @@ class Skeleton:
             aliases: attributes that shared memory, each with the name of what; a call may write into neither.
             held: what the module has in this pass.
         """
-        for name, parameter in self.bound.items():
-            for path, key in self.owned[name]:
-                own: Any = parameters_of(self.owners[path])  # scripted modules have a dict of another kind, and keep theirs
-                if isinstance(own, dict) and own.get(key) is not parameter:
-                    raise RuntimeError(
-                        f"the module {kind} set its parameter {joined(path, key)!r} to another tensor in forward, and a step's "
-                        "params keep their places: choose between parameters by an attribute that is a number"
-                    )
+        for name, place, own, key in self._homes:
+            if name in self.bound and own.get(key) is not self.bound[name]:
+                raise RuntimeError(
+                    f"the module {kind} set its parameter {place!r} to another tensor in forward, and a step's params keep "
+                    "their places: choose between parameters by an attribute that is a number"
+                )
         if self.flags and self.flags != [p.requires_grad for p in self.bound.values()]:
             refuse_flags(kind)
         if aliases:

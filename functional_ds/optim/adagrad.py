@@ -54,7 +54,7 @@ def adagrad(
     """
     check(lr=lr, initial=initial, eps=eps, weight_decay=weight_decay)
     if decay is not None:
-        return by_decay(lambda part: adagrad(lr, initial=initial, eps=eps, weight_decay=part), weight_decay, decay)
+        return by_decay(adagrad, lr, weight_decay, decay, initial=initial, eps=eps)
 
     def init(params: list[Tensor]) -> AdagradState:
         return AdagradState(counts(params), [total.fill_(initial) for total in zeros(params)])

@@ -57,8 +57,7 @@ def adamw(
         ValueError: a negative number, or betas outside [0, 1).
     """
     if decay is not None:
-        rest: dict[str, Any] = {"betas": betas, "eps": eps, "bias_correction": bias_correction}
-        return by_decay(lambda part: adamw(lr, weight_decay=part, **rest), weight_decay, decay)
+        return by_decay(adamw, lr, weight_decay, decay, betas=betas, eps=eps, bias_correction=bias_correction)
     return adam_optimizer(
         "adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=True, corrects=bias_correction
     )
@@ -93,8 +92,7 @@ def adam(
     [0.5, 1.5]
     """
     if decay is not None:
-        rest: dict[str, Any] = {"betas": betas, "eps": eps, "bias_correction": bias_correction}
-        return by_decay(lambda part: adam(lr, weight_decay=part, **rest), weight_decay, decay)
+        return by_decay(adam, lr, weight_decay, decay, betas=betas, eps=eps, bias_correction=bias_correction)
     return adam_optimizer(
         "adam", lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=False, corrects=bias_correction
     )

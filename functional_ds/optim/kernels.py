@@ -152,14 +152,10 @@ def guarded(rule: Any, params: list[Tensor], grads: Weighted, state: Any, rate: 
     """
     if grads.skip is None or getattr(rule, "skips", False):
         return rule.update(params, grads, state, rate)  # type: ignore[no-any-return]
-    before = tree.map(_copy, (params, state))
+    before = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (params, state))
     after = tuple(rule.update(params, grads, state, rate))
     chosen: tuple[list[Tensor], Any] = tree.map(lambda old, new: _choose(grads.skip, old, new), before, after)
     return chosen
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _choose(skip: Tensor, old: Any, new: Any) -> Any:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -68,8 +68,7 @@ def lamb(
     if correction not in ("moments", "rate", None):
         raise ValueError(f"correction={correction!r} is unknown; use 'moments', 'rate' or None")
     if decay is not None:
-        rest: dict[str, Any] = {"betas": betas, "eps": eps, "trust": trust, "correction": correction}
-        return by_decay(lambda part: lamb(lr, weight_decay=part, **rest), weight_decay, decay)
+        return by_decay(lamb, lr, weight_decay, decay, betas=betas, eps=eps, trust=trust, correction=correction)
 
     def direction(p: Tensor, grad: Tensor, count: Tensor, mean: Tensor, square: Tensor) -> Tensor:
         count.add_(1)

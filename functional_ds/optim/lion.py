@@ -52,7 +52,7 @@ def lion(
     check(lr=lr, weight_decay=weight_decay)
     check_betas(betas)
     if decay is not None:
-        return by_decay(lambda part: lion(lr, betas=betas, weight_decay=part), weight_decay, decay)
+        return by_decay(lion, lr, weight_decay, decay, betas=betas)
 
     def init(params: list[Tensor]) -> LionState:
         return LionState(zeros(params))

@@ -160,8 +160,7 @@ def one_bit_adam(
     [[0.5, 1.5], [0.5, 1.5]]
     """
     if decay is not None:
-        rest: dict[str, Any] = {"warmup": warmup, "betas": betas, "eps": eps, "codec": codec}
-        return by_decay(lambda part: one_bit_adam(lr, weight_decay=part, **rest), weight_decay, decay)
+        return by_decay(one_bit_adam, lr, weight_decay, decay, warmup=warmup, betas=betas, eps=eps, codec=codec)
     _at_least_one(warmup=warmup)
     rule = _Rule(lr, betas, eps, weight_decay, codec, UpdateIntervals((range(warmup),)), ALWAYS, weighs=False)
     return rule.optimizer_for_leaves(
@@ -218,9 +217,8 @@ def zero_one_adam(
     'zero_one_adam(lr=0.1, freeze=100, each=16, local=32, longest=16, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0)'
     """
     if decay is not None:
-        rest: dict[str, Any] = {"freeze": freeze, "each": each, "local": local, "longest": longest}
-        rest |= {"betas": betas, "eps": eps, "codec": codec}
-        return by_decay(lambda part: zero_one_adam(lr, weight_decay=part, **rest), weight_decay, decay)
+        further: dict[str, Any] = {"freeze": freeze, "each": each, "local": local, "longest": longest}
+        return by_decay(zero_one_adam, lr, weight_decay, decay, betas=betas, eps=eps, codec=codec, **further)
     _at_least_one(freeze=freeze, each=each, longest=longest)
     if local is not None and (longest & (longest - 1) or local < 1 or local % longest):
         raise ValueError(f"local={local}, longest={longest}: longest must be a power of two, and local a multiple of it")

@@ -65,14 +65,25 @@ def param_groups(rules: Mapping[PathFilter, Any], others: Any) -> PerParameter:
     return grouped(f"param_groups({{{', '.join(names)}}}, {rest})", choose, (*own, rest))
 
 
-def by_decay(rule: Callable[[float], Optimizer | PerParameter], weight_decay: float, decay: PathFilter) -> PerParameter:
-    """``rule(weight_decay)`` for the leaves that ``decay`` matches, ``rule(0.0)`` for the others."""
+def by_decay(
+    rule: Callable[..., Optimizer | PerParameter], lr: float, weight_decay: float, decay: PathFilter, **options: Any
+) -> PerParameter:
+    """``rule(lr, weight_decay=weight_decay, **options)`` for leaves that ``decay`` matches, without decay for the others.
+
+    Args:
+        rule: the optimizer.
+        lr: of both.
+        weight_decay: of the leaves that match.
+        decay: which do.
+        options: of both.
+    """
+    rules = [rule(lr, weight_decay=part, **options) for part in (weight_decay, 0.0)]
 
     def choose(leaf_map: LeafMap) -> list[int]:
         hits = match_leaves(leaf_map, decay, "decay")
         return [0 if leaf in hits else 1 for leaf in range(len(leaf_map.leaves))]
 
-    return grouped(f"{rule(weight_decay)} where {shown_filter(decay)}", choose, (rule(weight_decay), rule(0.0)))
+    return grouped(f"{rules[0]} where {shown_filter(decay)}", choose, rules)
 
 
 def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequence[Optimizer | PerParameter]) -> PerParameter:

@@ -46,7 +46,7 @@ def sgd(
     if nesterov and not momentum:
         raise ValueError("nesterov=True needs momentum > 0")
     if decay is not None:
-        return by_decay(lambda part: sgd(lr, momentum=momentum, nesterov=nesterov, weight_decay=part), weight_decay, decay)
+        return by_decay(sgd, lr, weight_decay, decay, momentum=momentum, nesterov=nesterov)
 
     def init(params: list[Tensor]) -> SGDState:
         return SGDState(zeros(params) if momentum else [])

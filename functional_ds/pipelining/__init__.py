@@ -3,7 +3,7 @@
 from functional_ds.pipelining.execution.estimate import estimated
 from functional_ds.pipelining.execution.recorder import Recorder
 from functional_ds.pipelining.planning.costs import Costs
-from functional_ds.pipelining.planning.draw import draw, text
+from functional_ds.pipelining.planning.draw import draw
 from functional_ds.pipelining.planning.observed import measured, observed
 from functional_ds.pipelining.planning.search import optimize
 from functional_ds.pipelining.planning.timeline import Span, Timeline, WaitSpan, timeline
@@ -64,7 +64,6 @@ __all__ = [
     "published",
     "stage_to_rank",
     "stages",
-    "text",
     "timeline",
     "to_csv",
     "uniformly",

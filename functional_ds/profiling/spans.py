@@ -224,7 +224,12 @@ def timed(step: Step, now: Callable[[], SpanClock | None], *, around: Callable[.
         return watched(step.name, phase, function if around is None else partial(around, phase, function), stage)
 
     layers = tuple(mapped(layer, partial(watched, layer.name)) for layer in step.layers)
-    return attrs.evolve(step, base={phase: base(phase, function) for phase, function in step.base.items()}, layers=layers)
+    return attrs.evolve(
+        step,
+        base={phase: base(phase, function) for phase, function in step.base.items()},
+        layers=layers,
+        over_ranks={name: watched(step.name, name, function) for name, function in step.over_ranks.items()},
+    )
 
 
 def _telling(view: View, spans: SpanClock) -> View:

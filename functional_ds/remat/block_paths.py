@@ -1,6 +1,5 @@
 """Which modules inside of a module a pattern means: blocks that transforms run in ways of their own."""
 
-import difflib
 import fnmatch
 from collections.abc import Iterable
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from functional_ds.base import tree
+from functional_ds.sharding.path_patterns import nearest
 
 __all__ = ["check_blocks", "check_pattern", "find_blocks", "fits", "no_such_block"]
 
@@ -50,9 +50,7 @@ def no_such_block(transform: str, blocks: str | None, paths: Iterable[str]) -> V
         return ValueError(
             f"{transform}: no path has a number, so there are no repeated blocks; name some: {', '.join(known[:20])}"
         )
-    near = difflib.get_close_matches(blocks, known, n=1, cutoff=0.0)
-    nearest = f"; the nearest path is {near[0]!r}" if near else ""
-    return ValueError(f"blocks={blocks!r} matches no module{nearest}")
+    return ValueError(f"blocks={blocks!r} matches no module; {nearest(blocks, known)}")
 
 
 def _above(path: str) -> list[str]:

@@ -1,23 +1,15 @@
 """Rematerialisation policies as data: which of the tensors that a backward pass needs are saved, and where."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 
-__all__ = [
-    "Keep",
-    "RematPolicy",
-    "everything",
-    "nothing",
-    "offload_names",
-    "partition_names",
-    "save_matmuls",
-    "save_only_names",
-]
+from functional_ds.sharding.path_patterns import nearest
+
+__all__ = ["Keep", "RematPolicy"]
 
 
 class Keep(Enum):
@@ -37,7 +29,6 @@ class Keep(Enum):
     PARTITION = "partition"
 
 
-_DEFAULTS = {"nothing": Keep.RECOMPUTE, "everything": Keep.SAVE, **{keep.value: keep for keep in Keep}}
 _INPUTS, _MATMULS = "inputs", "matmuls"
 
 
@@ -82,7 +73,7 @@ class RematPolicy:
                     f"{what}=recompute where the rest is {self.default.value}: nothing is run again there; let the rest be "
                     "recompute, and say what is to be kept"
                 )
-        for reserved in (_INPUTS, _MATMULS, *_DEFAULTS):
+        for reserved in (_INPUTS, _MATMULS, *(keep.value for keep in Keep)):
             if reserved in self.names:
                 raise ValueError(f"names: {reserved!r} is a word of policies; choose another name for the value")
 
@@ -102,9 +93,9 @@ class RematPolicy:
         for place, word in enumerate(part.strip() for part in text.split(",")):
             what, equals, value = word.partition("=")
             if equals:
-                exceptions[what.strip()] = _word(value.strip(), {keep.value: keep for keep in Keep}, text)
+                exceptions[what.strip()] = _word(value.strip(), text)
             elif place == 0:
-                default = _word(word, _DEFAULTS, text)
+                default = _word(word, text)
             else:
                 raise ValueError(f"policy={text!r}: {word!r} is not what=word; only the first word stands alone, for the rest")
         inputs, matmuls = exceptions.pop(_INPUTS, None), exceptions.pop(_MATMULS, None)
@@ -146,48 +137,11 @@ class RematPolicy:
         return ",".join([self.default.value, *(f"{what}={keep.value}" for what, keep in given.items() if keep)])
 
 
-def _word(word: str, known: Mapping[str, Keep], text: str) -> Keep:
-    if word in known:
-        return known[word]
-    near = difflib.get_close_matches(word, known, n=1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"policy={text!r}: the word {word!r} is unknown; {meant}the words are {', '.join(known)}")
-
-
-everything = RematPolicy(Keep.SAVE)
-nothing = RematPolicy(Keep.RECOMPUTE)
-save_matmuls = RematPolicy(Keep.RECOMPUTE, matmuls=Keep.SAVE)
-
-
-def save_only_names(*names: str) -> RematPolicy:
-    """Saves the tensors of these names on the device; recomputes all others.
-
-    >>> print(save_only_names("attn_out", "mlp_out"))
-    recompute,attn_out=save,mlp_out=save
-    """
-    return _only(names, Keep.SAVE)
-
-
-def offload_names(*names: str) -> RematPolicy:
-    """Offloads the tensors of these names to the host; recomputes all others.
-
-    >>> print(offload_names("attn_out"))
-    recompute,attn_out=offload
-    """
-    return _only(names, Keep.OFFLOAD)
-
-
-def partition_names(*names: str) -> RematPolicy:
-    """Partitions the tensors of these names over the group; recomputes all others.
-
-    >>> print(partition_names("attn_out"))
-    recompute,attn_out=partition
-    """
-    return _only(names, Keep.PARTITION)
-
-
-def _only(names: Iterable[str], keep: Keep) -> RematPolicy:
-    found = tuple(names)
-    if not found:
-        raise ValueError(f"{keep.value} which names? none is given; to keep nothing, use the policy 'nothing'")
-    return RematPolicy(names=dict.fromkeys(found, keep))
+def _word(word: str, text: str) -> Keep:
+    try:
+        return Keep(word)
+    except ValueError:
+        words = [keep.value for keep in Keep]
+        raise ValueError(
+            f"policy={text!r}: the word {word!r} is unknown; {nearest(word, words)}, of {', '.join(words)}"
+        ) from None

@@ -18,11 +18,10 @@ from functional_ds.base.torch_private import detect_fake_mode, disable_dispatch_
 from functional_ds.comm.record.call_recorder import current_recorder, recomputing
 from functional_ds.step.pass_scope import Moment
 
-from .argument_snapshot import snapshot
 from .op_cache import OpRecorder, Replayer
 from .policy import Keep, RematPolicy
 from .report import Notes, open_report
-from .rerun import ModuleCalls
+from .rerun import ModuleCalls, snapshot
 from .saved_tensors import Offloaded, Resident, SavedTensorHooks, TensorStore, address_of, is_own
 
 __all__ = ["Region", "called", "current_region", "one_operation", "refuse_exceptions", "run"]

@@ -1,6 +1,5 @@
 """Functions whose saved tensors are recomputed, offloaded or partitioned."""
 
-import difflib
 import functools
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from functional_ds import comm
+from functional_ds.sharding.path_patterns import nearest
 
 from .policy import RematPolicy
 from .region import called, current_region, run
@@ -105,7 +105,5 @@ def check_names(policy: RematPolicy, seen: Collection[str]) -> None:
     """Refuses a policy with a name that no value got."""
     for name in policy.names:
         if name not in seen:
-            near = difflib.get_close_matches(name, seen, n=1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            named = ", ".join(sorted(seen)) or "none at all"
-            raise ValueError(f"policy='{policy}': no value is named {name!r}; {meant}the names are: {named}")
+            of = f", of {', '.join(sorted(seen))}" if seen else ""
+            raise ValueError(f"policy='{policy}': no value is named {name!r}; {nearest(name, sorted(seen))}{of}")

@@ -1,9 +1,8 @@
 """Training runs on paper: time, memory, traffic and bubble of a transformer on any mesh, by formulas that tests execute."""
 
 from .machine import MACHINES, Machine
-from .mesh_plan import RECOMPUTE, MeshPlan
+from .mesh_plan import RECOMPUTE, MeshPlan, RankShare, rank_share
 from .predict_run import PredictedRun, predict_run
-from .rank_share import RankShare, rank_share
 from .transformer import Transformer
 
 __all__ = [

@@ -10,8 +10,7 @@ from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.planning.timeline import timeline
 
 from .machine import Machine
-from .mesh_plan import MeshPlan
-from .rank_share import PassWork, RankShare, rank_share, stage_passes
+from .mesh_plan import MeshPlan, PassWork, RankShare, rank_share, stage_passes
 from .transformer import Transformer
 
 __all__ = ["PredictedRun", "predict_run"]

@@ -100,7 +100,7 @@ def started(
     call: Call,
     tensors: Sequence[Tensor],
     group: Group,
-    options: Any,
+    **options: Any,
 ) -> Handle:
     """Starts a simulated world's collective."""
     if not any(map(gpu.holds, tensors)):

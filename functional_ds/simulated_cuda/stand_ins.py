@@ -31,11 +31,16 @@ __all__ = ["simulated_cuda"]
 
 
 def _instead(original: Any, ours: Callable[..., Any]) -> Any:
-    """``ours`` on a thread with a simulated device, else the original."""
+    """``ours(gpu, ...)`` on a thread with a simulated device, else the original."""
+    return _around(original, lambda gpu, _, *args, **kwargs: ours(gpu, *args, **kwargs))
+
+
+def _around(original: Any, ours: Callable[..., Any]) -> Any:
+    """``ours(gpu, original, ...)`` on a thread with a simulated device, else the original."""
 
     def either(*args: Any, **kwargs: Any) -> Any:
         gpu = current_gpu()
-        return original(*args, **kwargs) if gpu is None or not gpu.active else ours(gpu, *args, **kwargs)
+        return original(*args, **kwargs) if gpu is None or not gpu.active else ours(gpu, original, *args, **kwargs)
 
     return either
 
@@ -67,31 +72,28 @@ class _Move(torch.autograd.Function):
         return grads[0].to(ctx.home, ctx.dtype), None
 
 
-def _to(original: Any) -> Callable[..., Tensor]:
-    def to(gpu: SimulatedGpu, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        options = _options(args, kwargs)
-        device = options.pop("device", None)
-        here = gpu.holds(self)
-        there = here if device is None else is_device(device)
-        if not here and not there:
-            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-        if here and there:
-            options.pop("non_blocking", None)
-            copy, dtype = options.pop("copy", False), options.get("dtype")
-            if copy and dtype in (None, self.dtype):
-                return self.clone(memory_format=options.get("memory_format") or torch.preserve_format)
-            return original(self, **{"dtype": self.dtype, **options})  # type: ignore[no-any-return]
+def _to(gpu: SimulatedGpu, original: Callable[..., Tensor], self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    options = _options(args, kwargs)
+    device = options.pop("device", None)
+    here = gpu.holds(self)
+    there = here if device is None else is_device(device)
+    if not here and not there:
+        return original(self, *args, **kwargs)
+    if here and there:
+        options.pop("non_blocking", None)
+        copy, dtype = options.pop("copy", False), options.get("dtype")
+        if copy and dtype in (None, self.dtype):
+            return self.clone(memory_format=options.get("memory_format") or torch.preserve_format)
+        return original(self, **{"dtype": self.dtype, **options})
 
-        def move(x: Tensor) -> Tensor:
-            gpu.moves_to_host = not there
-            try:
-                return original(x, **{**options, "device": DEVICE if there else HOST, "copy": True})  # type: ignore[no-any-return]
-            finally:
-                gpu.moves_to_host = False
+    def move(x: Tensor) -> Tensor:
+        gpu.moves_to_host = not there
+        try:
+            return original(x, **{**options, "device": DEVICE if there else HOST, "copy": True})
+        finally:
+            gpu.moves_to_host = False
 
-        return _Move.apply(self, move) if self.requires_grad and torch.is_grad_enabled() else move(self)
-
-    return _instead(original, to)  # type: ignore[no-any-return]
+    return _Move.apply(self, move) if self.requires_grad and torch.is_grad_enabled() else move(self)
 
 
 def _options(args: Any, kwargs: Any) -> dict[str, Any]:
@@ -119,28 +121,19 @@ def _cuda(
     return self.to(DEVICE, non_blocking=non_blocking, memory_format=memory_format)
 
 
-def _numpy(original: Any) -> Any:
-    def numpy(gpu: SimulatedGpu, self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if gpu.holds(self):
-            raise TypeError(
-                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host first."
-            )
-        gpu.launch("numpy", [self], [], gpu.host)
-        return original(self, *args, **kwargs)
-
-    return _instead(original, numpy)
+def _numpy(gpu: SimulatedGpu, original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if gpu.holds(self):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host first.")
+    gpu.launch("numpy", [self], [], gpu.host)
+    return original(self, *args, **kwargs)
 
 
-def _tolist(original: Any) -> Any:
-    def tolist(gpu: SimulatedGpu, self: Tensor) -> Any:
-        if gpu.holds(self):
-            gpu.launch("tolist", [self], [])
-            gpu.block("tolist", self)
-        else:
-            gpu.launch("tolist", [self], [], gpu.host)
-        return original(self)
-
-    return _instead(original, tolist)
+def _tolist(gpu: SimulatedGpu, original: Any, self: Tensor) -> Any:
+    held = gpu.holds(self)
+    gpu.launch("tolist", [self], [], None if held else gpu.host)
+    if held:
+        gpu.block("tolist", self)
+    return original(self)
 
 
 def _record_stream(gpu: SimulatedGpu, self: Tensor, stream: SimulatedStream) -> None:
@@ -238,24 +231,11 @@ def _backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: 
         return original(outputs, *args, **kwargs)
 
 
-def _start(original: Any) -> Any:
-    def start(world: Any, call: Any, tensors: Any, group: Any, **options: Any) -> Any:
-        gpu = current_gpu()
-        if gpu is None or not gpu.active:
-            return original(world, call, tensors, group, **options)
-        return started(gpu, original, world, call, tensors, group, options)
-
-    return start
-
-
-def _beside(original: Any) -> Any:
-    def beside(gpu: SimulatedGpu, world: Any, steps: Any, lane: Any, device: torch.device) -> Any:
-        """A chain of collectives, launched on a side stream as a world of processes does it."""
-        if device.type != "cuda":
-            return original(world, steps, lane, device)
-        return SideStream.run(steps, gpu.communicator(("lane", lane.ranks, lane.name), f"{lane.name} (chains)"))
-
-    return _instead(original, beside)
+def _beside(gpu: SimulatedGpu, original: Any, world: Any, steps: Any, lane: Any, device: torch.device) -> Any:
+    """A chain of collectives, launched on a side stream as a world of processes does it."""
+    if device.type != "cuda":
+        return original(world, steps, lane, device)
+    return SideStream.run(steps, gpu.communicator(("lane", lane.ranks, lane.name), f"{lane.name} (chains)"))
 
 
 def _patches() -> Iterator[AbstractContextManager[Any]]:
@@ -265,11 +245,11 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
         "is_cuda": _property("is_cuda", lambda gpu, _: True),
         "is_cpu": _property("is_cpu", lambda gpu, _: False),
         "get_device": _instead(Tensor.get_device, lambda gpu, self: 0 if gpu.holds(self) else -1),
-        "to": _to(Tensor.to),
+        "to": _around(Tensor.to, _to),
         "cpu": _instead(Tensor.cpu, _cpu),
         "cuda": _instead(Tensor.cuda, _cuda),
-        "numpy": _numpy(Tensor.numpy),
-        "tolist": _tolist(Tensor.tolist),
+        "numpy": _around(Tensor.numpy, _numpy),
+        "tolist": _around(Tensor.tolist, _tolist),
         "record_stream": _instead(Tensor.record_stream, _record_stream),
     }
     yield from (mock.patch.object(Tensor, name, new) for name, new in tensors.items())
@@ -285,8 +265,8 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     yield mock.patch.multiple(torch.amp, autocast=_Autocast)
     config = _instead(dist.get_backend_config, lambda gpu, group=None: "cpu:gloo,cuda:nccl")
     yield mock.patch.object(dist, "get_backend_config", config)
-    yield mock.patch.object(SimulatedWorld, "start", _start(SimulatedWorld.start))
-    yield mock.patch.object(SimulatedWorld, "beside", _beside(SimulatedWorld.beside))
+    yield mock.patch.object(SimulatedWorld, "start", _around(SimulatedWorld.start, started))
+    yield mock.patch.object(SimulatedWorld, "beside", _around(SimulatedWorld.beside, _beside))
     yield cuda_without_a_driver()
     yield fake_tensors_as_if_on(HOST)
     yield instead_of_grouping(_grouped)

@@ -62,7 +62,8 @@ class Strategy(Protocol):
 
     def leaf_map(self, state: State) -> LeafMap: ...
 
-    def wraps(self, phase: str) -> bool: ...
+    @property
+    def sums(self) -> bool: ...
 
 
 def refuse_inference(step: Strategy, *args: Any) -> None:
@@ -144,7 +145,7 @@ def name_sum(step: Strategy, state: State, metrics: Mapping[str, Any]) -> Tensor
     Sums over ranks match metrics by their places. The numbers are small, so their sum is exact in fp32 for 4,096 ranks.
     """
     names = ("metrics", *metrics)
-    if len(metrics) < 2 or not step.wraps("sum_over_ranks") or state.step.is_meta or not state.graphs.is_new(names):
+    if len(metrics) < 2 or not step.sums or state.step.is_meta or not state.graphs.is_new(names):
         return None
     return torch.tensor([*_two_numbers(metrics), 1.0], device=state.step.device)
 
@@ -269,7 +270,7 @@ def _without_names(text: str, groups: Iterable[comm.Group]) -> str:
 
 def _groups(step: Strategy) -> list[comm.Group]:
     """The groups of its transforms that have this rank and others, each once, in the order of the transforms."""
-    given = [comm.world() if group is None else group for layer in step.layers for group in layer.groups]
+    given = [axis.ranks() for layer in step.layers for axis in layer.axes]
     return list({group.ranks: group for group in given if group.size > 1 and group.rank >= 0}.values())
 
 
@@ -304,6 +305,20 @@ def check_same_step(step: Strategy, *args: Any) -> None:
         )
 
 
+def refuse_unreduced(step: Strategy, state: State, grads: Sequence[Tensor]) -> None:
+    """Refuses a norm of gradients that are not reduced yet.
+
+    Raises:
+        ValueError: they are those of each rank's rows.
+    """
+    for layer in step.layers:
+        if state.reduced is False and any(axis.summed_in == "reduce" for axis in layer.axes):
+            raise ValueError(
+                f"{layer.name}: step.norm is asked within the phase gradients, where each rank has gradients of its rows "
+                "alone; use reduced, grads = step.reduce(state, grads) first, and step.norm(reduced, grads.sum)"
+            )
+
+
 @contextmanager
 def warning_of_lone_ranks(step: Strategy, state: State) -> Iterator[None]:
     """Warns of a first step that has sent nothing, so that each rank trains a model of its own; one rank says so.
@@ -311,7 +326,7 @@ def warning_of_lone_ranks(step: Strategy, state: State) -> Iterator[None]:
     In a simulation ranks often run single-device steps beside each other, to compare with them.
     """
     here = comm.world()
-    counts = state.batch is None and here.size > 1 and here.rank == 0 and not any(layer.groups for layer in step.layers)
+    counts = state.batch is None and here.size > 1 and here.rank == 0 and not any(layer.axes for layer in step.layers)
     if not counts or not isinstance(here.world, ProcessWorld) or current_recorder() is not None:
         yield
         return
@@ -336,5 +351,6 @@ GUARDS: Mapping[str, tuple[Guard, ...]] = MappingProxyType(
         "finish": (refuse_inference, check_state),
         "evaluate": (check_state, check_batch),
         "params": (check_state,),
+        "norm": (refuse_unreduced,),
     }
 )

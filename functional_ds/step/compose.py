@@ -5,8 +5,7 @@ from typing import Any, Unpack, cast
 
 import attrs
 
-from functional_ds.comm.record.group import Group
-
+from .mesh_axes import Axis
 from .phase_signatures import PhaseFunctions
 from .phases import check_phases
 from .step import Step, Transform
@@ -26,7 +25,8 @@ class _Wrap:
     traits: frozenset[Trait]
     check: Callable[[Step], None] | None
     options: Mapping[str, Any] | None
-    groups: Sequence[Group | None]
+    axes: Sequence[Axis]
+    micro_batches: int
     guards: Mapping[str, Callable[..., Any]]
     phases: Mapping[str, Callable[..., Any]]
 
@@ -38,7 +38,8 @@ class _Wrap:
             slot=self.slot,
             traits=self.traits,
             options=self.options,
-            groups=self.groups,
+            axes=self.axes,
+            micro_batches=self.micro_batches,
             guards=self.guards,
             **self.phases,
         )
@@ -71,7 +72,8 @@ def wrap(
     traits: Collection[Trait] = (),
     check: Callable[[Step], None] | None = None,
     options: Mapping[str, Any] | None = None,
-    groups: Sequence[Group | None] = (),
+    axes: Sequence[Axis] = (),
+    micro_batches: int = 1,
     guards: PhaseFunctions = _NONE,
     **phases: Unpack[PhaseFunctions],
 ) -> Transform:
@@ -87,20 +89,24 @@ def wrap(
         check: is called with the step before it is wrapped, and raises an error if this transform must not follow its others.
         options: what all ranks must give the transform alike, by name; None where its name says so. Ranks compare them at
             ``init``: numbers and functions by what they compute with, groups by their sizes, other objects by their types.
-        groups: the groups over which the transform sums or exchanges values, None for the whole world: their ranks compare the
-            whole step at ``init``.
+        axes: the mesh axes over which the transform divides a step, or sums or exchanges values: their ranks compare the whole
+            step at ``init``. Norms, sums over ranks, shards of batches and buffers follow from them.
+        micro_batches: into how many micro-batches it cuts a rank's batch.
         guards: functions of the same form, by phase, that change nothing and refuse what would be wrong. Each runs around the
             transform's own function of the phase; ``step.without_guards()`` leaves them out.
         phases: the functions, by the phase that they wrap.
 
     Raises:
-        ValueError: a name that is no phase; when it is applied: another transform of the step has this slot.
+        ValueError: a name that is no phase; ``micro_batches`` is no positive integer; when it is applied: another transform of
+            the step has this slot.
         TypeError: a function takes other arguments than its phase gives; when it runs: it returns something else.
     """
     functions, looks = cast(dict[str, Any], phases), cast(dict[str, Any], guards)
     check_phases(name, functions)
     check_phases(name, looks)
-    return _Wrap(name, slot, frozenset(traits), check, options, tuple(groups), looks, functions)
+    if type(micro_batches) is not int or micro_batches < 1:
+        raise ValueError(f"{name}: micro_batches={micro_batches!r} must be a positive integer")
+    return _Wrap(name, slot, frozenset(traits), check, options, tuple(axes), micro_batches, looks, functions)
 
 
 def compose(*transforms: Transform) -> Transform:

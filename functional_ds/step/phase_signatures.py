@@ -73,10 +73,6 @@ class Phases:
         """
         return self.phases["gradients"](self, state, batch, carry, last)  # type: ignore[no-any-return]
 
-    def sync_buffers(self, state: State) -> State:
-        """The state with the module buffers that ranks with other rows agree on."""
-        return self.phases["sync_buffers"](self, state)  # type: ignore[no-any-return]
-
     def reduce(self, state: State, grads: Weighted) -> tuple[State, Weighted]:
         """The gradients after the last micro-batch, as the update wants them: over all ranks; and what this leaves behind.
 
@@ -87,10 +83,6 @@ class Phases:
     def comm_dtype(self, state: State, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a dtype travel between ranks."""
         return self.phases["comm_dtype"](self, state, dtype)  # type: ignore[no-any-return]
-
-    def sum_over_ranks(self, state: State, scalars: Any) -> Any:
-        """Scalars, summed over the ranks that share a batch."""
-        return self.phases["sum_over_ranks"](self, state, scalars)
 
     def scatter(self, state: State) -> State:
         """The state with the params that the optimizer holds: shards in ZeRO 1 to 3, masters with mixed precision."""
@@ -104,14 +96,6 @@ class Phases:
         """The inverse of ``scatter``: what is stored, made of what the optimizer holds. Collective in ZeRO 1 and 2."""
         return self.phases["publish"](self, state)  # type: ignore[no-any-return]
 
-    def norm(self, state: State, grads: list[Tensor]) -> Tensor:
-        """The 2-norm of the whole gradient, replicas counted once."""
-        return self.phases["norm"](self, state, grads)  # type: ignore[no-any-return]
-
-    def finite(self, state: State, grads: list[Tensor]) -> Tensor:
-        """Whether the whole gradient is finite, the same on every rank."""
-        return self.phases["finite"](self, state, grads)  # type: ignore[no-any-return]
-
     def rate(self, state: State) -> float | Tensor:
         """What multiplies the learning rate in this step."""
         return self.phases["rate"](self, state)  # type: ignore[no-any-return]
@@ -119,14 +103,6 @@ class Phases:
     def params(self, state: State) -> Any:
         """The user's tree, whole."""
         return self.phases["params"](self, state)
-
-    def batch_shard(self, state: State) -> tuple[int, int]:
-        """Which of how many equal parts of the global batch this rank has."""
-        return self.phases["batch_shard"](self, state)  # type: ignore[no-any-return]
-
-    def micro_batches(self, state: State) -> int:
-        """Into how many micro-batches this step cuts a rank's batch."""
-        return self.phases["micro_batches"](self, state)  # type: ignore[no-any-return]
 
     def leaf_map(self, state: State) -> LeafMap:
         """Which leaf's elements lie where in the tensors that the optimizer gets, on every rank."""
@@ -174,18 +150,12 @@ class PhaseFunctions(TypedDict, total=False):
     forward: Wraps[[State, Callable[[Any], Any], Any], Any]
     measure: Wraps[[State, Any], dict[str, Any]]
     gradients: Wraps[[State, Any, Weighted | None, bool], tuple[State, Weighted, dict[str, Weighted]]]
-    sync_buffers: Wraps[[State], State]
     reduce: Wraps[[State, Weighted], tuple[State, Weighted]]
     comm_dtype: Wraps[[State, torch.dtype], torch.dtype]
-    sum_over_ranks: Wraps[[State, Any], Any]
     scatter: Wraps[[State], State]
     update: Wraps[[State, Weighted], tuple[State, Metrics]]
     publish: Wraps[[State], State]
-    norm: Wraps[[State, list[Tensor]], Tensor]
-    finite: Wraps[[State, list[Tensor]], Tensor]
     rate: Wraps[[State], float | Tensor]
     params: Wraps[[State], Any]
-    batch_shard: Wraps[[State], tuple[int, int]]
-    micro_batches: Wraps[[State], int]
     leaf_map: Wraps[[State], LeafMap]
     select: Wraps[[State, Collection[str]], tuple[State, tuple[int, ...]]]

@@ -11,8 +11,8 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.weighted import Weighted
-from functional_ds.comm.record.group import Group
 
+from .mesh_axes import Axis, AxisRole
 from .phase_signatures import PHASES, RESULTS, Phase
 from .state.state import State
 from .traits import Trait
@@ -42,7 +42,8 @@ class Layer:
         traits: what other transforms may ask the step for.
         slot: the name of what it keeps in the state.
         options: what all ranks must give it alike; None where the name says so.
-        groups: the ranks of each must have the same step; None stands for the whole world.
+        axes: the mesh axes over which it divides a step, or sums and exchanges values.
+        micro_batches: into how many parts it cuts a rank's batch.
     """
 
     name: str
@@ -50,8 +51,13 @@ class Layer:
     traits: frozenset[Trait]
     slot: str | None
     options: Mapping[str, Any] | None = None
-    groups: Sequence[Group | None] = ()
+    axes: Sequence[Axis] = ()
+    micro_batches: int = 1
     guards: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def has(self, what: Trait | AxisRole) -> bool:
+        """Whether it has a trait, or an axis of a role."""
+        return what in self.traits or any(axis.role is what for axis in self.axes)
 
     def __repr__(self) -> str:
         return f"Layer({self.name}: {', '.join(self.phases)})"

@@ -18,8 +18,11 @@ from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted, check_constant
 
+from .axes import with_axis
 from .checks import GUARDS, name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
+from .mesh_axes import Axis, AxisRole
 from .open_pass import Gradients, OpenPass
+from .over_ranks import OVER_RANKS, axes_of
 from .phase_signatures import Metrics, Phase, Phases
 from .phases import Layer, check_phases, compose_phase, kept_slots, unaware
 from .state.buffer_sync import agreed_anew, unagreed
@@ -56,6 +59,8 @@ class Step(Phases):
         skips_unused: whether the optimizer leaves leaves alone that no rank's loss has used; else their gradients are zeros.
         options: what else all ranks must give it alike: the optimizer and the seed.
         guarded: whether what would be wrong is refused; ``without_guards`` gives a step that does not look.
+        over_ranks: what it computes over all its ranks from the axes of its transforms, by the name of the method; no transform
+            wraps it.
     """
 
     base: Mapping[str, Phase]
@@ -66,6 +71,7 @@ class Step(Phases):
     skips_unused: bool = True
     options: Mapping[str, Any] = attrs.field(factory=dict)
     guarded: bool = True
+    over_ranks: Mapping[str, Callable[..., Any]] = attrs.field(factory=OVER_RANKS.copy)
     phases: Mapping[str, Phase] = attrs.field(init=False)
 
     @phases.default
@@ -259,6 +265,13 @@ class Step(Phases):
         check_constant(loss.weight, "the loss")
         return loss, metrics
 
+    def forward(self, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
+        """As ``Phases.forward``; the function finds the axes that have names."""
+        for axis in axes_of(self):
+            if axis.name is not None:
+                function = with_axis(axis.name, axis.value or axis.ranks(), function)
+        return super().forward(state, function, batch)
+
     def gradients(
         self, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
@@ -270,11 +283,37 @@ class Step(Phases):
         after, grads = super().reduce(state, grads)
         return tree.replace(after, reduced=True), grads
 
+    # -- what follows from the axes ------------------------------------------------------------------------------------
+
+    @property
+    def sums(self) -> bool:
+        """Whether ``sum_over_ranks`` sums over any other ranks."""
+        return any(axis.sums for axis in axes_of(self))
+
     def sum_over_ranks(self, state: State, scalars: Any) -> Any:
         """Scalars, summed over the ranks that share a batch."""
-        if self.wraps("sum_over_ranks"):
-            comm.varying(scalars)  # what all ranks have counts n times, and so does its weight
-        return super().sum_over_ranks(state, scalars)
+        return self.over_ranks["sum_over_ranks"](self, state, scalars)
+
+    def norm(self, state: State, grads: list[Tensor]) -> Tensor:
+        """The 2-norm of the whole gradient, replicas counted once."""
+        self._guard("norm", state, grads)
+        return self.over_ranks["norm"](self, state, grads)  # type: ignore[no-any-return]
+
+    def finite(self, state: State, grads: list[Tensor]) -> Tensor:
+        """Whether the whole gradient is finite, the same on every rank."""
+        return self.over_ranks["finite"](self, state, grads)  # type: ignore[no-any-return]
+
+    def sync_buffers(self, state: State) -> State:
+        """The state with the module buffers that ranks with other rows agree on."""
+        return self.over_ranks["sync_buffers"](self, state)  # type: ignore[no-any-return]
+
+    def batch_shard(self, state: State) -> tuple[int, int]:
+        """Which of how many equal parts of the global batch this rank has."""
+        return self.over_ranks["batch_shard"](self, state)  # type: ignore[no-any-return]
+
+    def micro_batches(self, state: State) -> int:
+        """Into how many micro-batches this step cuts a rank's batch."""
+        return self.over_ranks["micro_batches"](self, state)  # type: ignore[no-any-return]
 
     # -- how it is put together ----------------------------------------------------------------------------------------
 
@@ -283,10 +322,10 @@ class Step(Phases):
         """The base step and its transforms, in the order of composition."""
         return (self.name, *(layer.name for layer in self.layers))
 
-    def has(self, trait: Trait, *, after: str | None = None) -> str | None:
-        """The name of the first transform with a trait, or None; ``after``: only of those composed after that one."""
+    def has(self, what: Trait | AxisRole, *, after: str | None = None) -> str | None:
+        """The name of the first transform with a trait or an axis of a role; ``after``: of those composed after that one."""
         layers = self.layers if after is None else self.layers[self.names.index(after) :]
-        return next((layer.name for layer in layers if trait in layer.traits), None)
+        return next((layer.name for layer in layers if layer.has(what)), None)
 
     def wraps(self, phase: str, *, without: Trait | None = None) -> bool:
         """Whether a transform wraps this phase; ``without``: one that does not have this trait."""
@@ -299,7 +338,8 @@ class Step(Phases):
         slot: str | None = None,
         traits: Collection[Trait] = (),
         options: Mapping[str, Any] | None = None,
-        groups: Sequence[comm.Group | None] = (),
+        axes: Sequence[Axis] = (),
+        micro_batches: int = 1,
         guards: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         **phases: Callable[..., Any],
     ) -> "Step":
@@ -311,7 +351,7 @@ class Step(Phases):
                 "two, or give the slot another name"
             )
         check_phases(name, phases)
-        layer = Layer(name, phases, frozenset(traits), slot, options, tuple(groups), guards)
+        layer = Layer(name, phases, frozenset(traits), slot, options, tuple(axes), micro_batches, guards)
         return attrs.evolve(self, layers=(*self.layers, layer))
 
     def without_guards(self) -> "Step":
@@ -353,7 +393,7 @@ class Step(Phases):
             return state
         index, count = self.batch_shard(state)
         before: Tensor | int = index * rows
-        if self.draws and count > 1 and self.wraps("sum_over_ranks"):  # ranks may have different numbers of rows
+        if self.draws and count > 1 and self.sums:  # ranks may have different numbers of rows
             told = torch.zeros(2, count, dtype=torch.int64, device=state.step.device)  # rows of each part, ranks that have it
             told[:, index] = torch.tensor([rows, 1])
             shared, ranks = self.sum_over_ranks(state, told)

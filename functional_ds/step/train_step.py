@@ -1,29 +1,28 @@
 """The single-device training step: what every transform starts from and every law compares with."""
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import attrs
 import torch
 from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.batch import rows_of
 from functional_ds.base.marks import is_trainable, like_marked, trainable
-from functional_ds.base.torch_private import unscale_
 from functional_ds.base.weighted import Weighted, weigh
 from functional_ds.comm.worlds.rng_state import RngState
 from functional_ds.optim.bind import BoundOptimizer
-from functional_ds.optim.kernels import reals
 from functional_ds.optim.optimizer import as_optimizer
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_selection import IndivisibleStateError
 from functional_ds.sharding.sources import values_of
 
 from .backward import detached, differentiated, with_buffers
+from .over_ranks import axes_of
 from .pass_scope import Pass, current_pass
 from .phase_signatures import Metrics, Phase
 from .state.buffers import BUFFERS, POLICIES, BufferScope
@@ -125,20 +124,14 @@ def train_step(
         "forward": lambda step, state, function, batch: function(batch),
         "measure": _measure,
         "gradients": autograd,
-        "sync_buffers": lambda step, state: state,
         "reduce": lambda step, state, grads: (state, grads),
         "comm_dtype": lambda step, state, dtype: dtype,
-        "sum_over_ranks": lambda step, state, scalars: scalars,
         "scatter": lambda step, state: state,
         "update": update,
         "publish": lambda step, state: state,
-        "norm": _norm,
-        "finite": _finite,
         "rate": lambda step, state: 1.0,
         "params": _params,
-        "batch_shard": lambda step, state: (0, 1),
-        "micro_batches": lambda step, state: 1,
-        "leaf_map": lambda step, state: LeafMap.of(state.params),
+        "leaf_map": _leaf_map,
         "select": _select,
     }
     name = f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})"
@@ -195,6 +188,11 @@ def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
     return _whole_if_needed(run, RngState.now() if step.has(Trait.SHARDS_PARAMS) else None)
 
 
+def _leaf_map(step: Step, state: State) -> LeafMap:
+    partial = next((axis for axis in axes_of(step) if axis.summed_in == "update"), None)
+    return attrs.evolve(LeafMap.of(state.params), reduce_group=None if partial is None else partial.ranks())
+
+
 def _select(step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
     trained = [path for path, leaf in tree.named(state.params) if is_trainable(leaf)]
     chosen = {path: leaf for path, leaf in tree.named(state.params) if path in paths}
@@ -226,24 +224,3 @@ def _whole_if_needed(run: Callable[[bool], T], before: RngState | None = None) -
     if before is not None:  # outside of the handler, which would hold the memory of the first run
         before.restore()
     return run(True)
-
-
-def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:
-    device = grads[0].device if grads else state.step.device
-    overflow, one = torch.zeros(1, device=device), torch.ones(1, device=device)
-    if some := [grad for grad in reals(grads) if grad.numel()]:
-        with torch.no_grad():  # one kernel, which multiplies by one in place: an expanded gradient would overlap itself
-            apart = [grad.contiguous() if 0 in grad.stride() else grad for grad in some]
-            unscale_(apart, overflow, one)
-    return overflow[0] == 0
-
-
-def _norm(step: Step, state: State, grads: list[Tensor]) -> Tensor:
-    """In fp32, or in fp64 where a gradient is."""
-    parts = reals(grads)
-    if not parts:
-        return state.step.new_zeros((), dtype=torch.float32)
-    widest = functools.reduce(torch.promote_types, (g.dtype for g in parts), torch.float32)
-    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in parts]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(widest) for norm in norms]))
-    return total

@@ -14,15 +14,11 @@ class Trait(Enum):
     SHARDS_PARAMS = auto()  # stores params in shards and gathers them while they are used: ZeRO-3
     SHARDS_STATE = auto()  # keeps the optimizer's state in shards: ZeRO 1 to 3
     KEEPS_WHOLE = auto()  # keeps some params whole although it stores the rest in shards
-    REDUCES_GRADIENTS = auto()  # sums gradients over data-parallel ranks
     SUMS_LAST = auto()  # does so after the last micro-batch, in its backward pass
     SPLITS_BATCHES = auto()  # its ``gradients`` only cut the batch: whoever has micro-batches can do without
     COPIES_PARAMS = auto()  # keeps a copy of the params in its slot: masters, averages
     OFFLOADS = auto()  # moves params, slots or the optimizer's state off the device
     RESIDENT_SLOT = auto()  # its slot must stay on the device
     USES_FILES = auto()  # reads and writes files in each step
-    PIPELINES = auto()  # runs stages on several ranks, each with its own leaves
-    CUTS_SEQUENCES = auto()  # gives ranks other positions of the same sequences
     CASTS = auto()  # stores params in another dtype than the optimizer updates
     HEEDS_SKIPS = auto()  # its update and its slot change in a step that a loss scale skips only as they must
-    CUTS_EXPERTS = auto()  # stores slices of experts over some of the data-parallel ranks

@@ -12,12 +12,10 @@ from functional_ds import comm, pipelining
 from functional_ds import transforms as T
 from functional_ds.cli import tune_command
 from functional_ds.cli.planning.candidate import as_dict, first_ranks, mesh_line, several
-from functional_ds.cli.planning.forecast import Forecast, forecast
-from functional_ds.cli.planning.pipeline_times import bubble_seconds
+from functional_ds.cli.planning.forecast import Forecast, bubble_seconds, forecast
 from functional_ds.cli.planning.subject import job_of, planned
 from functional_ds.cli.tune_command import SearchSpace, candidates_of
-from functional_ds.cli.tuning.halving import Measurement
-from functional_ds.cli.tuning.trial import run_rank
+from functional_ds.cli.tuning.trial import Measurement, run_rank
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.jobs.job import Job
 from functional_ds.jobs.job_subject import subject_of
@@ -144,7 +142,7 @@ def test_plan_says_each_rank_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -
         ("llama", ["--mesh", "dp=2,ep=2"], "ep=2: the model has no experts"),
         ("mixtral", ["--mesh", "dp=8,ep=8"], "has 4 experts, which do not divide by 8; use 1, 2, 4"),
         ("mixtral", ["--mesh", "ep=2"], "ep=2 does not divide the 1 ranks of dp, among which experts lie; use 1"),
-        ("llama", ["--mesh", "pp=2", "--schedule", "zb_h9"], "there is no schedule 'zb_h9'"),
+        ("llama", ["--mesh", "pp=2", "--schedule", "zb_h9"], "--schedule: 'zb_h9' is none of gpipe, one_f_one_b"),
         ("llama", ["--mesh", "dp=2,dp=2"], "--mesh: the axis 'dp' has two sizes"),
         ("llama", ["--mesh", "cp=2"], "--mesh: the axis 'cp' is none of dp, pp, sp, tp, ep"),
         ("llama", ["--mesh", "sp=0"], "--mesh: 'sp=0' should be an axis and its size"),
@@ -231,7 +229,7 @@ def built_from(name: str, row: dict[str, Any]) -> int:
         (["--axis", "pp=3"], "--axis pp=3 does not divide 2 ranks; use 1, 2"),
         (["--axis", "sp=1,2"], "sp=2: nobody says how sequences are cut"),
         (["--axis", "dp=2"], "--axis: 'dp=2' should be one of tp, sp, pp, ep with its numbers of ranks"),
-        (["--schedule", "none"], "--schedule none: "),
+        (["--schedule", "none"], "--schedule: 'none' is none of gpipe"),
         (["--axis", "ep=2"], "ep=2: the model has no experts"),
     ],
 )

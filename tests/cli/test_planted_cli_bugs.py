@@ -19,7 +19,7 @@ from tests.dry_run.test_operations import X
 from tests.planting import Bug, planted
 
 SHAPE, COST = "cli.planning.values_free_step", "dry_run.operations"
-FIT, HALVING = "cli.tuning.calibration", "cli.tuning.halving"
+FIT, HALVING = "cli.tuning.calibration", "cli.tuning.trial"
 
 
 def peak(model: str, stage: int) -> Callable[[], None]:
@@ -144,10 +144,10 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     test_tune.test_the_fastest_wins_and_the_dead_are_last: [
-        Bug("the slower half goes on", "cli.tuning.halving:halve", "well[:kept]", "well[len(well) - kept:]"),
+        Bug("the slower half goes on", "cli.tuning.trial:halve", "well[:kept]", "well[len(well) - kept:]"),
         Bug(
             "rounds have equal lengths",
-            "cli.tuning.halving:halve",
+            "cli.tuning.trial:halve",
             "TrialRun(each, round_, steps << round_, measure(each, steps << round_))",
             "TrialRun(each, round_, steps, measure(each, steps << round_))",
         ),
@@ -169,7 +169,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     conversion_of_states: [
-        Bug("params alone", "cli.stored.state_names:state_names", "found.tensors", "found.params.values()", StructureError),
+        Bug("params alone", "cli.stored.writing:state_names", "found.tensors", "found.params.values()", StructureError),
     ],
     test_tune.test_a_trial_of_tensor_parallel_ranks_has_the_predicted_state: [
         Bug(
@@ -188,7 +188,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     partial(test_axes.test_a_bubble_of_equal_ranks, 2, 4): [
         Bug(
             "once a step is once a micro-batch",
-            "cli.planning.pipeline_times:bubble_seconds",
+            "cli.planning.forecast:bubble_seconds",
             "found.makespan + max(beside)",
             "found.makespan",
         ),

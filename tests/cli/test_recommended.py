@@ -10,7 +10,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds.cli import tune_command
 from functional_ds.cli.planning.candidate import first_ranks
-from functional_ds.cli.tuning.halving import Measurement
+from functional_ds.cli.tuning.trial import Measurement
 from functional_ds.dry_run.events import EventRecorder
 from functional_ds.jobs.job import Job
 from functional_ds.jobs.prepare import prepare

@@ -13,8 +13,7 @@ from functional_ds.cli.planning.forecast import forecast
 from functional_ds.cli.planning.subject import job_of, planned
 from functional_ds.cli.tune_command import SearchSpace, candidates_of
 from functional_ds.cli.tuning import trial
-from functional_ds.cli.tuning.halving import Measurement, halve
-from functional_ds.cli.tuning.trial import measure, run_rank
+from functional_ds.cli.tuning.trial import Measurement, halve, measure, run_rank
 from functional_ds.jobs.job import Job
 from functional_ds.jobs.job_file import load_job
 from functional_ds.jobs.strategy import micro_batches, size

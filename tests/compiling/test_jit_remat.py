@@ -17,7 +17,7 @@ from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.compiling import JitWarning, StepGraph
 from functional_ds.compiling.graphs.graph_nodes import PHASE, RECOMPUTED, is_view
-from functional_ds.compiling.jitted.graph_regions import in_regions
+from functional_ds.compiling.jitted.region_compiler import in_regions
 from tests.compiling.test_jit import WIDTH, Run, assert_same, blocks, drawing, own_batch, run, squared
 from tests.planting import Bug, planted
 
@@ -207,7 +207,7 @@ def test_torchs_generator_stays_eager() -> None:
     assert_same(found, expected)
 
 
-REGION, REGIONS, REWIND = "remat.region", "compiling.jitted.graph_regions", "remat.buffer_snapshot"
+REGION, REGIONS, REWIND = "remat.region", "compiling.jitted.region_compiler", "remat.rerun"
 BUGS: list[tuple[Callable[[], Any], Bug]] = [
     (
         partial(test_what_is_recomputed_is_not_kept, 0),
@@ -222,7 +222,7 @@ BUGS: list[tuple[Callable[[], Any], Bug]] = [
         test_no_region_computes_first_and_again,
         Bug(
             "regions go on through recomputation",
-            "compiling.jitted.graph_regions:_Builder.add",
+            "compiling.jitted.region_compiler:_Builder.add",
             "again != self._again",
             "False",
         ),
@@ -231,7 +231,7 @@ BUGS: list[tuple[Callable[[], Any], Bug]] = [
         test_buffers,
         Bug(
             "a second run finds what the first has written",
-            "remat.buffer_snapshot:Rewind.once",
+            "remat.rerun:Rewind.once",
             "traced or _is_small(b) or version_of(b) != versions[key]",
             "False and version_of(b) != versions[key]",
             JitWarning,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from functional_ds.cli.planning.microbenchmarks import measured_here
+from functional_ds.cli.planning.known_machines import measured_here
 from functional_ds.cli.planning.subject import planned
 from functional_ds.cli.planning.values_free_step import step_shape
 from functional_ds.dry_run.operations import WORK_KINDS, OperationCounter, SizedOperation

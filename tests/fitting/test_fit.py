@@ -488,25 +488,6 @@ def test_records_refuse_bad_numbers() -> None:
             make()
 
 
-@pytest.mark.parametrize(
-    ("keyword", "instead"),
-    [
-        ("path", r"pass checkpoints=fds.Checkpoints\(path"),
-        ("every", r"pass checkpoints=fds.Checkpoints\(path"),
-        ("keep_last", r"pass checkpoints=fds.Checkpoints\(path"),
-        ("evaluate", r"pass evaluation=fds.Evaluation\(function"),
-        ("loggers", r"pass logging=fds.Logging\(loggers"),
-        ("log_every", r"pass logging=fds.Logging\(loggers"),
-        ("buffers", "'buffers'; modules' buffers are part of the state"),
-        ("setps", "unexpected keyword argument 'setps'$"),
-    ],
-)
-def test_keywords_of_before_say_what_took_their_place(keyword: str, instead: str) -> None:
-    step, state = models.build()
-    with pytest.raises(TypeError, match=instead):
-        fds.fit(step, state, models.batch, steps=1, **{keyword: 1})
-
-
 def test_what_is_no_record_is_refused() -> None:
     step, state = models.build()
     with pytest.raises(TypeError, match=r"checkpoints='run': pass fds.Checkpoints\(path\)"):

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import functional_ds as fds
 from functional_ds.jobs import Job, JobError, TokenText
-from functional_ds.jobs.job_data import text_of
-from functional_ds.jobs.token_text import read_files
+from functional_ds.jobs.job_data import read_files, text_of
 
 HERE = Path(__file__).parent
 

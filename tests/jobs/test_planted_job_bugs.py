@@ -85,7 +85,7 @@ RUN_BUGS = [
         "self.batch('validation', index)",
         "self.batch('train', index)",
     ),
-    Bug("targets are tokens", "jobs.token_text:TokenText.batch", "windows[:, 1:]", "windows[:, :-1]"),
+    Bug("targets are tokens", "jobs.job_data:TokenText.batch", "windows[:, 1:]", "windows[:, :-1]"),
     Bug(
         "the generator moves",
         "jobs.job_subject:_seeded",
@@ -110,6 +110,8 @@ def test_bugs_of_runs(bug: Bug, job: Any) -> None:
 
 
 def test_a_resume_that_starts_anew_is_seen(job: Any, tmp_path: Path) -> None:
-    bug = Bug("checkpoints are not gone on from", "jobs.prepare:PreparedJob.checkpoints", "saved.resume", "False")
+    keep = "saved['keep_last'] or None"
+    old, new = f"{{'keep_last': {keep}}}", f"{{'keep_last': {keep}, 'resume': False}}"
+    bug = Bug("checkpoints are not gone on from", "jobs.prepare:PreparedJob.checkpoints", old, new)
     with planted(bug), pytest.raises(AssertionError):
         runs.test_a_resumed_job_is_one_that_ran_through(job, tmp_path, 1)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds.jobs import Job, JobError, JobResult, TokenText
+from functional_ds.jobs.job_data import read_files
 from functional_ds.jobs.resolve import user_object
-from functional_ds.jobs.token_text import read_files
 from tests.jobs.tiny_models import plain
 
 HERE = Path(__file__).parent

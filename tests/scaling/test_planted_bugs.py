@@ -11,7 +11,7 @@ from tests.planting import Bug, planted
 from tests.scaling import test_predict_run, test_rank_share
 from tests.scaling.test_rank_share import GPT, LLAMA
 
-SHARE, SIZES, RUN = "scaling.rank_share", "scaling.transformer", "scaling.predict_run"
+SHARE, SIZES, RUN = "scaling.mesh_plan", "scaling.transformer", "scaling.predict_run"
 
 sliced = partial(test_rank_share.test_a_run_sends_holds_and_computes_what_is_counted, GPT, MeshPlan(dp=2, tp=2, stage=1))
 again = partial(
@@ -24,24 +24,24 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     sliced: [
         Bug(
             "the embedding sends nothing",
-            "scaling.rank_share:stage_passes",
+            "scaling.mesh_plan:stage_passes",
             "2 * layers + first",
             "2 * layers",
         ),
-        Bug("a tied head is another table", "scaling.rank_share:rank_share", "table * (not again)", "table"),
-        Bug("norms are cut", "scaling.rank_share:rank_share", "model.layer_whole", "model.layer_whole // tp"),
+        Bug("a tied head is another table", "scaling.mesh_plan:rank_share", "table * (not again)", "table"),
+        Bug("norms are cut", "scaling.mesh_plan:rank_share", "model.layer_whole", "model.layer_whole // tp"),
         Bug("attention is half", "scaling.transformer:Transformer.layer_flops", "4 * self.length", "2 * self.length"),
     ],
     again: [
         Bug(
             "what runs again sends nothing",
-            "scaling.rank_share:stage_passes",
+            "scaling.mesh_plan:stage_passes",
             "_AGAIN[plan.recompute]",
             "_AGAIN['none']",
         ),
         Bug(
             "the last product runs again",
-            "scaling.rank_share:stage_passes",
+            "scaling.mesh_plan:stage_passes",
             "layer.flops - spared",
             "layer.flops",
         ),
@@ -57,7 +57,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     test_rank_share.test_a_pipeline_passes_what_is_counted: [
         Bug(
             "gradients do not come back",
-            "scaling.rank_share:rank_share",
+            "scaling.mesh_plan:rank_share",
             "(stage % plan.pp == place) * (stage + 1 < plan.stages) + ((stage + 1) % plan.pp == place) * (stage "
             "+ 1 < plan.stages)",
             "(stage % plan.pp == place) * (stage + 1 < plan.stages)",
@@ -74,7 +74,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     test_predict_run.test_a_step_takes_its_operations: [
         Bug(
             "a stage has one layer",
-            "scaling.rank_share:stage_passes",
+            "scaling.mesh_plan:stage_passes",
             "{layer: layers, moved: layers, head: last}",
             "{layer: 1, moved: layers, head: last}",
         ),

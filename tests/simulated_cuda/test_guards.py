@@ -91,7 +91,7 @@ class Guard:
     program: Callable[[], list[Finding]]
 
 
-COPIES, UPDATE, BUFFERS = "base.device_streams", "transforms.offloading.update", "transforms.offloading.buffers"
+COPIES, UPDATE, BUFFERS = "base.device_streams", "transforms.offloading.update", "transforms.offloading.storage"
 ACTIVATIONS, PARAMS, OPTIMIZER = chain("activations on the host"), chain("params on the host"), chain("optimizer on the host")
 
 GUARDS = [
@@ -185,7 +185,7 @@ GUARDS = [
     ),
     Guard(
         "an update waits for gradients",
-        "transforms.offloading.buffers:Buffer.wait",
+        "transforms.offloading.storage:Buffer.wait",
         "self._arrived.synchronize()",
         "pass",
         "race",
@@ -193,7 +193,7 @@ GUARDS = [
     ),
     Guard(
         "buffers are emptied first",
-        "transforms.offloading.buffers:Buffer.copy_in",
+        "transforms.offloading.storage:Buffer.copy_in",
         "self.incoming.copy(pairs, after=self._left)",
         "self.incoming.copy(pairs)",
         "race",

@@ -2,7 +2,10 @@
 
 from typing import Any, get_args, get_type_hints
 
+import pytest
+
 import functional_ds as fds
+from functional_ds.step.over_ranks import OVER_RANKS
 from functional_ds.step.phase_signatures import PHASES, PhaseFunctions, Phases
 
 
@@ -23,3 +26,11 @@ def test_what_wrap_takes_is_what_the_methods_take() -> None:
 
 def test_each_phase_says_what_it_means() -> None:
     assert all(getattr(Phases, phase).__doc__ for phase in PHASES)
+
+
+def test_what_follows_from_axes_is_a_method_and_no_phase() -> None:
+    """Nobody wraps it; the error says what the phases are."""
+    for name in OVER_RANKS:
+        assert getattr(fds.Step, name).__doc__
+        with pytest.raises(ValueError, match="must be a positive" if name == "micro_batches" else rf"wraps \['{name}'\]"):
+            fds.wrap("mine", **{name: lambda inner, step, state: inner(step, state)})  # type: ignore[arg-type]

@@ -570,7 +570,7 @@ def test_a_shape_that_changes_every_step() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"backend": "indctor"}, "there is no back end 'indctor' here; did you mean 'inductor'"),
+        ({"backend": "indctor"}, "there is no back end 'indctor' here; the nearest is 'inductor'"),
         ({"backend": 3}, "backend=3 is neither a name nor a function"),
         ({"mode": "max-autotune"}, "mode='max-autotune' is inductor's, and backend='aot_eager' has no modes"),
         ({"backend": "inductor", "mode": "fast"}, "Unrecognized mode=fast"),
@@ -593,7 +593,7 @@ def test_bad_compositions() -> None:
         steps(Bare, T.zero(3), fixed)
     with pytest.raises(ValueError, match="keeps the results of single operations, and compiled code has none"):
         steps(Bare, T.remat("[01]", policy="recompute,matmuls=save"), compiled("[01]"))
-    with pytest.raises(ValueError, match=r"blocks='block' matches no module; the nearest path is"):
+    with pytest.raises(ValueError, match=r"blocks='block' matches no module; the nearest is"):
         steps(Bare, compiled("block"))
     step = compiled("w")(fds.train_step(lambda p, x: p["w"]["a"].sum(), fds.sgd(0.1)))
     with pytest.raises(ValueError, match=r"runs no fds\.functional module"):

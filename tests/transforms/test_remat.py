@@ -612,8 +612,8 @@ def test_the_whole_function_is_a_part() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"policy": "recompte"}, r"'recompte' is unknown; did you mean 'recompute'\?"),
-        ({"policy": "recompute,mid=of"}, r"'of' is unknown; .*the words are save, recompute, offload, partition"),
+        ({"policy": "recompte"}, r"'recompte' is unknown; the nearest is 'recompute'"),
+        ({"policy": "recompute,mid=of"}, r"'of' is unknown; .*, of save, recompute, offload, partition"),
         ({"policy": "recompute,save"}, r"'save' is not what=word"),
         ({"policy": "recompute,inputs=recompute"}, "cannot be computed again without its inputs"),
         ({"policy": "save,mid=recompute"}, "mid=recompute where the rest is save"),
@@ -637,9 +637,9 @@ def test_refuses_groups_and_paths_that_are_none() -> None:
 @pytest.mark.parametrize(
     ("blocks", "error"),
     [
-        ("block", "blocks='block' matches no module; the nearest path is 'blocks'"),
-        ("blocks.*.frist", "the nearest path is 'blocks.[012].first'"),
-        ("blocks.3", "the nearest path is 'blocks"),
+        ("block", "blocks='block' matches no module; the nearest is 'blocks'"),
+        ("blocks.*.frist", "the nearest is 'blocks.[012].first'"),
+        ("blocks.3", "the nearest is 'blocks"),
     ],
 )
 def test_refuses_patterns_that_match_nothing(blocks: str, error: str) -> None:
@@ -649,7 +649,7 @@ def test_refuses_patterns_that_match_nothing(blocks: str, error: str) -> None:
 
 
 def test_refuses_names_that_no_value_has() -> None:
-    with pytest.raises(ValueError, match=r"no value is named 'midd'; did you mean 'mid'\? the names are: mid, out"):
+    with pytest.raises(ValueError, match=r"no value is named 'midd'; the nearest is 'mid', of mid, out"):
         train(("recompute,midd=save", "blocks"), stage=None)
 
 

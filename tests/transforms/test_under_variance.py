@@ -209,9 +209,9 @@ BUGS = (
     (
         Bug(
             "tensor_parallel counts what all ranks have n times",
-            "transforms.parallel.tensor_parallel:_TensorParallel.norm",
-            "total + comm.all_reduce(torch.stack(own).sum(), self.ranks())",
-            "comm.all_reduce(torch.stack(own).sum() + total, self.ranks())",
+            "step.over_ranks:_norm_over",
+            "whole.append(comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks()))",
+            "whole = [comm.all_reduce(functools.reduce(operator.add, [*whole, *divided]), axis.ranks())]",
         ),
         {"dp": 1, "pp": 1, "tp": 2},
         "clip",

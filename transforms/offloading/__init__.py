@@ -1,7 +1,6 @@
 """Optimizer states and params on the host or a disk: plans, files, buffers, and updates in pieces."""
 
-from .disk import DiskTraffic
-from .files import OffloadError
+from .files import DiskTraffic, OffloadError
 from .handles import OnDisk, OnHost, fetched, restored
 from .storage import traffic
 

@@ -15,8 +15,7 @@ from functional_ds.base.device_streams import Arrival
 from functional_ds.base.direct_io import aligned, padded
 from functional_ds.base.tree import NAMESPACE
 
-from .disk import Disk
-from .files import Extent, OffloadError, VersionedFile
+from .files import Disk, Extent, OffloadError, VersionedFile
 from .prefetch import Prefetcher
 
 __all__ = ["OnDisk", "OnHost", "OnPaper", "Version", "fetched", "is_handle", "restored", "typed"]

@@ -13,11 +13,10 @@ from functional_ds.sharding.sources import is_deferred, values_of
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
-from .buffers import GRAD_BYTES, PARAM
 from .handles import OnPaper, Version
 from .leaf_states import assembled, beside_params, content, flat, joined, list_lengths, shared
 from .plan import LeafPiece, OffloadedLeaf, OffloadPlan, Place, StateTensor, chunk_of, cut, tensor_specs
-from .storage import OffloadSlot, Storage
+from .storage import GRAD_BYTES, PARAM, OffloadSlot, Storage
 
 __all__ = ["Options", "initial_state", "plan_of"]
 

@@ -42,12 +42,9 @@ class PieceUpdate:
         self, piece: Any, grads: list[Tensor], *, device: torch.device, leaf_map: Callable[[LeafMap], LeafMap]
     ) -> list[Any]:
         """Updates a piece's content on a device and returns its leaves; ``leaf_map`` restricts a leaf map to the piece."""
-        step = self.step.wrapped(
-            "piece",
-            leaf_map=lambda *_: leaf_map(self.step.leaf_map(self.state)),
-            norm=lambda inner, *_: self._ask("norm", inner).to(device),
-            finite=lambda inner, *_: self._ask("finite", inner).to(device),
-        )
+        answers = {name: lambda *_, name=name: self._ask(name).to(device) for name in ("norm", "finite")}
+        step = attrs.evolve(self.step, over_ranks={**self.step.over_ranks, **answers})
+        step = step.wrapped("piece", leaf_map=lambda *_: leaf_map(self.step.leaf_map(self.state)))
         rest = on_device(piece["rest"], device)
         state = tree.replace(
             self.state,
@@ -77,8 +74,8 @@ class PieceUpdate:
         state = assembled(self.state, first, contents, params=spec, slots=self.plan.slots, device=self.device)
         return state, on_device(metrics, self.device)
 
-    def _ask(self, phase: str, inner: Any) -> Tensor:
+    def _ask(self, name: str) -> Tensor:
         """The step's answer for all gradients: asked by the first piece, before any gradient is written over."""
-        if phase not in self._answers:
-            self._answers[phase] = inner(self.step, self.state, self.grads.sum)
-        return self._answers[phase]
+        if name not in self._answers:
+            self._answers[name] = self.step.over_ranks[name](self.step, self.state, self.grads.sum)
+        return self._answers[name]

@@ -16,11 +16,11 @@ from functional_ds.parallel.experts.stacked import StackedExperts
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.path_patterns import check_expression, nearest
 from functional_ds.sharding.sources import sliced
-from functional_ds.step.axes import asked, with_axis
+from functional_ds.step.axes import asked
 from functional_ds.step.compose import wrap
+from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.traits import Trait
 from functional_ds.step.view import View
 
 from .expert_reads import read_alone
@@ -99,11 +99,12 @@ class Experts:
         """The step with the phases that experts wrap."""
         return wrap(
             str(self),
-            traits=[Trait.CUTS_EXPERTS],
-            groups=[self.ep] if self.edp is None else [self.ep, self.edp],
+            axes=[
+                Axis(self.ep, AxisRole.EXPERTS, name="ep", value=ExpertAxis(self.ep)),
+                *([] if self.edp is None else [Axis(self.edp)]),
+            ],
             check=self.check,
             init=self.init,
-            forward=self.forward,
             guards={"view": self.guard_view, "forward": self.guard_forward},
             params=self.params,
         )(step)
@@ -140,12 +141,12 @@ class Experts:
         Raises:
             ValueError: it is such a step.
         """
-        if self.ep.size > 1 and not step.has(Trait.REDUCES_GRADIENTS):
+        if self.ep.size > 1 and not step.has(AxisRole.BATCH):
             raise ValueError(
                 f"{self}: its ranks have batches of their own, and no transform before it sums their gradients ({step}); put "
                 "zero before it"
             )
-        other = step.has(Trait.CUTS_EXPERTS)
+        other = step.has(AxisRole.EXPERTS)
         if other:
             raise ValueError(f"{self}: this step has {other} already; name all experts in one pattern")
 
@@ -233,12 +234,6 @@ class Experts:
 
         return tree.unflatten(tree.structure(found), [whole(path, leaf) for path, leaf in tree.named(found)])
 
-    # -- what the loss sees --------------------------------------------------------------------------------------------
-
-    def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
-        """The function, inside of which ``axis("ep")`` is the group of the experts."""
-        return inner(step, state, with_axis("ep", ExpertAxis(self.ep), function), batch)
-
     # -- guards --------------------------------------------------------------------------------------------------------
 
     def guard_view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
@@ -248,7 +243,7 @@ class Experts:
             ValueError: a gradient reaches experts without a collective over ``ep``.
         """
         view: View = inner(step, state, trains, whole)
-        if self.ep.size == 1 or step.has(Trait.PIPELINES) or comm.is_symmetric(self.ep):
+        if self.ep.size == 1 or step.has(AxisRole.STAGES) or comm.is_symmetric(self.ep):
             return view
         plain = {id(leaf): path for path, leaf in tree.named(view.params)}
 
@@ -273,7 +268,7 @@ class Experts:
         Raises:
             ValueError: it is such a loss.
         """
-        if state.batch is not None or not self._of_modules or self.ep.size == 1 or step.has(Trait.PIPELINES):
+        if state.batch is not None or not self._of_modules or self.ep.size == 1 or step.has(AxisRole.STAGES):
             return inner(step, state, function, batch)
         alone = ValueError(
             f"{self}: the loss sends nothing among the ranks of {self.ep.name!r}, so each rank would use its own experts "

@@ -16,6 +16,7 @@ from functional_ds.parallel.experts.router_bias import Demands, RouterBiases
 from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.step.axes import with_axis
 from functional_ds.step.compose import wrap
+from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State
@@ -106,7 +107,7 @@ class _Balance:
             str(self),
             slot="balance",
             traits=[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
-            groups=[] if self.over is None else [self.over],
+            axes=[] if self.over is None else [Axis(self.over)],
             init=self.init,
             forward=self.forward,
             gradients=self.gradients,
@@ -144,7 +145,7 @@ class _Balance:
         found = Demands(dict(slot.demand))
         state, grads, metrics = inner(step, state.put(balance=tree.replace(slot, counting=found)), batch, carry, last)
         biases = self._biases(state)
-        if state.batch is None and not state.step.is_meta and not step.has(Trait.PIPELINES):
+        if state.batch is None and not state.step.is_meta and not step.has(AxisRole.STAGES):
             self._check_counted(biases, found.by_router)
         none = {name: torch.zeros_like(bias, dtype=torch.int64) for name, bias in biases.items()}
         return state.put(balance=tree.replace(slot, demand=none | found.by_router)), grads, metrics

@@ -17,11 +17,11 @@ from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
 from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.axes import IN_ORDER, asked
 from functional_ds.step.compose import wrap
+from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phases import outermost
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 from .batch_cut import BatchCut, CutBatch, entered, padded
 from .order_check import in_halves, in_other_orders
@@ -115,7 +115,6 @@ class _SequenceParallel:
         tokenwise: whether the loss has no attention.
         axes: those of the batches so far, by group, layout and length; one for all batches of a kind, so that these are equal.
         agreed: the kinds of batches that ranks have compared.
-        shards: which part of the global batch a rank has, by what the step without this transform says.
     """
 
     group: comm.Group | None
@@ -124,18 +123,15 @@ class _SequenceParallel:
     tokenwise: bool
     axes: dict[Any, SequenceAxis] = attrs.field(factory=dict)
     agreed: set[Any] = attrs.field(factory=set)
-    shards: dict[Any, tuple[int, int]] = attrs.field(factory=dict)
 
     def transform(self) -> Transform:
         """The phases that it wraps."""
         return wrap(
             str(self),
-            traits=[Trait.CUTS_SEQUENCES],
             options={"layout": self.layout, "batch": self.rules, "tokenwise": self.tokenwise},
-            groups=[self.group],
+            axes=[Axis(self.group, AxisRole.SEQUENCE)],
             gradients=outermost(self.gradients),
             measure=outermost(self.measure),
-            batch_shard=outermost(self.batch_shard),
             forward=self.forward,
             check=self.check,
             guards={"gradients": self.guard_gradients, "forward": self.guard_forward, "loss": self.guard_loss},
@@ -147,7 +143,7 @@ class _SequenceParallel:
 
     def check(self, step: Step) -> None:
         """Refuses a second one."""
-        other = step.has(Trait.CUTS_SEQUENCES)
+        other = step.has(AxisRole.SEQUENCE)
         if other is not None:
             raise ValueError(f"{self}: this step cuts sequences already, by {other} ({step})")
 
@@ -245,38 +241,6 @@ class _SequenceParallel:
             self.agreed.clear()
         self.agreed.add(kind)
 
-    def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
-        """The ranks of the group have the same rows.
-
-        Raises:
-            ValueError: gradients are not summed over the group, or over a part of it.
-        """
-        index, count = inner(step, state)
-        group = self.ranks()
-        control = group.channel("control")
-        if group.size == 1:
-            return index, count
-        if comm.is_symmetric(control) and count % group.size == 0:  # which row it is makes no difference without values
-            return index % (count // group.size), count // group.size
-        key = (group, index, count)
-        if key not in self.shards:
-            mine = torch.tensor([index], device=control.world.device)
-            places = comm.all_gather(mine, control).tolist()
-            self.shards[key] = self._without_group(places, count, group)
-        return self.shards[key]
-
-    def _without_group(self, places: list[int], count: int, group: comm.Group) -> tuple[int, int]:
-        """From the ranks' places in the global batch: this rank's row and how many rows there are, if the group is an axis."""
-        stride, size = places[1] - places[0], len(places)
-        even = stride > 0 and places == [places[0] + i * stride for i in range(size)]
-        if not even or count % (stride * size) or places[0] // stride % size:
-            raise ValueError(
-                f"{self}: the step sums gradients over {count} ranks, among which those of group {group.name!r} have the "
-                f"places {places}; they must be an axis of them, so that each token counts once: compose it with zero(k, "
-                f"mesh['dp', 'sp']), or with zero(k, mesh['sp']) where there is no other axis"
-            )
-        return places[0] // (stride * size) * stride + places[0] % stride, count // size
-
     # -- the loss ------------------------------------------------------------------------------------------------------
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
@@ -305,7 +269,7 @@ class _SequenceParallel:
             RuntimeError: the loss drew from torch's generator.
             ValueError: it is None, or none of its functions asked for the axis.
         """
-        first = state.batch is None and self.ranks().size > 1 and not step.has(Trait.PIPELINES)
+        first = state.batch is None and self.ranks().size > 1 and not step.has(AxisRole.STAGES)
         drawn = generator_states() if first else []
         result = inner(step, state, function, batch)
         if first and not all(map(torch.equal, drawn, generator_states())):
@@ -344,7 +308,7 @@ class _SequenceParallel:
     def checks(self, step: Step, state: State) -> bool:
         """Whether the first step computes more than one loss: the same on all ranks, whatever the lengths of their batches."""
         return not (
-            comm.is_symmetric(self.ranks()) or self.ranks().size == 1 or step.has(Trait.PIPELINES) or state.step.is_meta
+            comm.is_symmetric(self.ranks()) or self.ranks().size == 1 or step.has(AxisRole.STAGES) or state.step.is_meta
         )
 
     def check_order(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
@@ -414,7 +378,7 @@ class _SequenceParallel:
         Raises:
             ValueError: on all ranks.
         """
-        known = step.has(Trait.PIPELINES) and self.ranks().size > 1 and not (self.tokenwise or state.step.is_meta)
+        known = step.has(AxisRole.STAGES) and self.ranks().size > 1 and not (self.tokenwise or state.step.is_meta)
         if known and not comm.is_symmetric(self.ranks()) and state.graphs.is_new("stages of a sequence"):
             asks = torch.tensor([float(AXIS in state.graphs.kinds)], device=device)
             if not step.sum_over_ranks(state, asks).item():

@@ -1,6 +1,6 @@
 """Tensor parallelism: leaves that are cut along a dim, a slice on each rank (Shoeybi et al., "Megatron-LM", 2019)."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import attrs
@@ -21,9 +21,10 @@ from functional_ds.sharding.leaf_map import LeafMap, LeafShard
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.sharding.sources import is_deferred, sliced
-from functional_ds.step.axes import asked, with_axis
+from functional_ds.step.axes import asked
 from functional_ds.step.checks import check_same_leaves
 from functional_ds.step.compose import wrap
+from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phases import innermost, outermost
 from functional_ds.step.state.state import State
@@ -166,15 +167,13 @@ class _TensorParallel:
             slot=_SLOT,
             traits=[Trait.HEEDS_SKIPS],
             options={"plan": self.plan, "sequence_dim": self.sequence_dim},
-            groups=[self.group],
+            axes=[Axis(self.group, parts=self.parts, name="tp")],
             init=self.init,
             gradients=outermost(self.gradients),
             forward=innermost(self.forward),
             reduce=self.reduce,
             guards={"forward": self.guard_forward, "reduce": self.guard_reduce},
             params=self.params,
-            norm=self.norm,
-            finite=self.finite,
         )
 
     def ranks(self) -> comm.Group:
@@ -191,7 +190,7 @@ class _TensorParallel:
             cuts = cuts_of(params, self.plan, group)
         except ValueError as error:
             name = next(layer.name for layer in step.layers if layer.slot == _SLOT)
-            after = [step.has(trait, after=name) for trait in (Trait.SHARDS_PARAMS, Trait.REDUCES_GRADIENTS, Trait.PIPELINES)]
+            after = [step.has(trait, after=name) for trait in (Trait.SHARDS_PARAMS, AxisRole.BATCH, AxisRole.STAGES)]
             other = next(filter(None, after), None)
             if other is None:
                 raise
@@ -235,11 +234,10 @@ class _TensorParallel:
         return tree.replace(after, key=key), grads, metrics
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """The inner forward, with the layers that the plan cuts run in their ways, and the group as ``axis("tp")``."""
-        pass_, group, declared = current_pass(), self.ranks(), function
-        if not step.has(Trait.PIPELINES):
-            declared = lambda given: declared_loss(function(declared_batch(given, group)), group)  # noqa: E731
-        run = with_axis("tp", group, declared)
+        """The inner forward, with the layers that the plan cuts run in their ways."""
+        pass_, group, run = current_pass(), self.ranks(), function
+        if not step.has(AxisRole.STAGES):
+            run = lambda given: declared_loss(function(declared_batch(given, group)), group)  # noqa: E731
         if pass_ is None:
             return inner(step, state, run, batch)
         calls = self._calls(state)
@@ -271,19 +269,13 @@ class _TensorParallel:
             _sum_shards(parts, grads.sum, paths, group.world.group(ranks, f"{group.name} sharers"))
         return state, grads
 
-    def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """‖g‖² = AR Σ ‖g of slices‖² / sharers + ‖g of the rest‖²."""
-        slices, parts = _cuts(state).slices, step.leaf_map(state)
-        holders = {path: len(cut.sharers) for path, cut in slices.items()}
-        total = inner(step, state, _only(grads, parts, holders, None)) ** 2
-        if holders:
-            own = [inner(step, state, _only(grads, parts, holders, n)) ** 2 / n for n in sorted(set(holders.values()))]
-            total = total + comm.all_reduce(torch.stack(own).sum(), self.ranks())
-        return total.sqrt()  # type: ignore[no-any-return]
-
-    def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """Finite in every slice."""
-        return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
+    def parts(self, step: Step, state: State) -> GradientParts:
+        """Slices, which several ranks may share, and leaves that are whole; a tensor's leaves are all alike."""
+        sharers = {path: len(cut.sharers) for path, cut in _cuts(state).slices.items()}
+        leaf_map = step.leaf_map(state)
+        held = ((p.tensor, sharers.get(leaf_map.leaves[p.leaf].path)) for shards in leaf_map.shards_by_rank for p in shards)
+        holders = {place: count for place, count in held if count is not None}
+        return GradientParts(holders, others=None, counts=(None, *sorted(set(sharers.values()))))
 
     # -- guards ------------------------------------------------------------------------------------------------------------
 
@@ -295,7 +287,7 @@ class _TensorParallel:
                 the loss calls no module that the plan cuts, or functions of ``fds.tp`` although the plan cuts nothing.
             RuntimeError: the loss drew from torch's generator.
         """
-        pass_, group, cuts, pipelines = current_pass(), self.ranks(), _cuts(state), step.has(Trait.PIPELINES)
+        pass_, group, cuts, pipelines = current_pass(), self.ranks(), _cuts(state), step.has(AxisRole.STAGES)
         if state.batch is None and group.size > 1 and not pipelines:
             check_batch(batch, group)
         if pass_ is None:
@@ -339,7 +331,7 @@ class _TensorParallel:
         if group.size > 1 and state.graphs.is_new("partial gradients over tp"):
             check_partial_gradients(step.leaf_map(state), grads.sum, _cuts(state), group)
         after, grads = inner(step, state, grads)
-        if group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("gradients over tp"):
+        if group.size > 1 and not step.has(AxisRole.STAGES) and state.graphs.is_new("gradients over tp"):
             check_whole_gradients(step.leaf_map(after), grads.sum, _cuts(after).slices.keys(), group)
         return after, grads
 
@@ -388,16 +380,3 @@ def _sum_shards(parts: LeafMap, grads: Sequence[Tensor], paths: Collection[str],
 def _piece(grads: Sequence[Tensor], shard: LeafShard) -> Tensor:
     grad = grads[shard.tensor]
     return grad if shard.numel == grad.numel() else grad.view(-1)[shard.start : shard.start + shard.numel]
-
-
-def _only(grads: Sequence[Tensor], parts: LeafMap, holders: Mapping[str, int], count: int | None) -> list[Tensor]:
-    """The gradients with those of other leaves emptied; a tensor's leaves are all alike.
-
-    Args:
-        grads: in the order of the trained tensors.
-        parts: what lies where in them.
-        holders: how many ranks hold the same slice, by the leaf's path.
-        count: keeps slices that so many ranks hold; None keeps leaves that are no slices.
-    """
-    kinds = {p.tensor: holders.get(parts.leaves[p.leaf].path) for pieces in parts.shards_by_rank for p in pieces}
-    return [grad if kinds.get(place) == count else grad.new_empty(0) for place, grad in enumerate(grads)]

@@ -15,6 +15,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, mark_stored, module_of, stored_in
 from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.step.compose import wrap
+from functional_ds.step.mesh_axes import AxisRole
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import outermost
@@ -232,7 +233,7 @@ class _MixedPrecision:
         found, further = inner(step, state, params, batch)
         pass_, parts = current_pass(), 1
         if pass_ is not None and pass_.trains and pass_.slots["mean"] and self.policy.compute == torch.float16:
-            parts = 1 if step.has(Trait.PIPELINES) else step.batch_shard(state)[1] * step.micro_batches(state)
+            parts = 1 if step.has(AxisRole.STAGES) else step.batch_shard(state)[1] * step.micro_batches(state)
         loss, metrics = self._share(found, parts), {name: self._output(metric) for name, metric in further.items()}
         if torch.is_grad_enabled():
             scale = _slot(state).loss_scale

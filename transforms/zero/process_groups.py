@@ -98,17 +98,6 @@ class ProcessGroups:
         """How many replicas there are of each shard."""
         return 1 if self.replicas is None else self.replicas.size
 
-    @property
-    def batch_shard(self) -> tuple[int, int]:
-        """(index, count): which of how many equal parts of the batch this rank has."""
-        row = 0 if self.replicas is None else self.replicas.rank
-        return row * self.n + self.group.rank, self.n_replicas * self.n
-
-    def all_reduce(self, scalars: Any) -> Any:
-        """Sums over all ranks: ``AR over G × H = AR_G ∘ AR_H`` (law 13)."""
-        found = comm.all_reduce(scalars, self.group)
-        return found if self.replicas is None else comm.all_reduce(found, self.replicas)
-
     def broadcast(self, value: Any, channel: str = "") -> Any:
         """The value of the first rank of the first replica, on every rank."""
         for level in (self.shards, self.replicas):

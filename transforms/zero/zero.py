@@ -16,8 +16,8 @@ from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred
 from functional_ds.step.compose import wrap
+from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.state.buffer_sync import synced
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.traits import Trait
@@ -113,28 +113,37 @@ class Zero(ZeroConfig):
         stage = self.stage
         published = stage in (1, 2) or bool(self.persistence_threshold)
         sharded: dict[str, Any] = {"scatter": self.scatter, "update": self.update, "publish": self.publish} if published else {}
-        scattered: dict[str, Any] = {"norm": self.norm, "finite": self.finite}
         divided: dict[str, Any] = {"reduce": self.reduce} if self.gradient_predivide_factor != 1 else {}
         return wrap(
             str(self),
             slot="zero",
             traits=self._traits(),
-            groups=[self.group] if self.replicate is None else [self.group, self.replicate],
+            axes=self._axes(),
             init=self.init,
             view=self.view,
-            sync_buffers=self.sync_buffers,
-            sum_over_ranks=self.sum_over_ranks,
             params=self.params,
-            batch_shard=self.batch_shard,
             leaf_map=self.leaf_map,
             select=self.select,
             **sharded,
-            **scattered,
             **divided,
         )(step)
 
+    def _axes(self) -> list[Axis]:
+        replicas = [] if self.replicate is None else [Axis(self.replicate, AxisRole.BATCH)]
+        return [*replicas, Axis(self.group, AxisRole.BATCH, self.parts)]
+
+    def parts(self, step: Step, state: State) -> GradientParts | None:
+        """Shards; of whole gradients those of shared leaves, where the first rank that holds a leaf counts it."""
+        if self.stage:
+            return GradientParts()
+        layout: Layout = state.slots["zero"].layout
+        if not layout.has_sharers:
+            return None
+        rank, trained = self.process_groups().shards.rank, [segment for segment in layout.segments if segment.trainable]
+        return GradientParts({place: 0 for place, segment in enumerate(trained) if rank not in segment.holders(0)})
+
     def _traits(self) -> list[Trait]:
-        found = [Trait.REDUCES_GRADIENTS, Trait.HEEDS_SKIPS]
+        found = [Trait.HEEDS_SKIPS]
         found += [Trait.SUMS_LAST] if self.stage < 2 or self.replicate is not None else []
         found += [Trait.SHARDS_STATE] if self.stage else []
         found += [Trait.SHARDS_PARAMS] if self.stage == 3 else []
@@ -299,51 +308,10 @@ class Zero(ZeroConfig):
             sums=carry if each else {},
         )
 
-    # -- what is summed over the ranks ---------------------------------------------------------------------------------
-
     def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
         """The sums were divided by ``gradient_predivide_factor``, so the weight is divided, too."""
         state, grads = inner(step, state, grads)
         return state, tree.replace(grads, weight=grads.weight / self.gradient_predivide_factor)
-
-    def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
-        """Sums over all ranks."""
-        return self.process_groups().all_reduce(inner(step, state, scalars))
-
-    def sync_buffers(self, inner: Any, step: Step, state: State) -> State:
-        """The module buffers that all ranks agree on."""
-        groups, state = self.process_groups(), inner(step, state)
-        for level in (groups.group, groups.replicas):
-            state = state if level is None else synced(state, level)
-        return state
-
-    def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """‖g‖² = AR Σ ‖owned shards‖² (law 27); whole gradients that several ranks have count on the first of them.
-
-        Padding does not count, whatever a transform has added to it.
-        """
-        layout: Layout = state.slots["zero"].layout
-        groups, grads = self.process_groups(), step.leaf_map(state).without_padding(grads)
-        if self.stage == 0:
-            if not layout.has_sharers:
-                return inner(step, state, grads)  # type: ignore[no-any-return]
-            trained, rank = [segment for segment in layout.segments if segment.trainable], groups.shards.rank
-            pairs = zip(trained, grads, strict=True)
-            grads = [grad if rank in segment.holders(0) else grad.new_empty(0) for segment, grad in pairs]
-        return comm.all_reduce(inner(step, state, grads) ** 2, groups.group).sqrt()  # type: ignore[no-any-return]
-
-    def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """Whether the gradients are finite on all ranks."""
-        found = inner(step, state, grads)
-        if self.stage == 0 and not state.slots["zero"].layout.has_sharers:
-            return found  # type: ignore[no-any-return]
-        return comm.all_reduce(found, self.process_groups().group, op="min")  # type: ignore[no-any-return]
-
-    def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
-        """The ranks share the part of the batch that the inner step would have."""
-        index, count = inner(step, state)
-        place, places = self.process_groups().batch_shard
-        return index * places + place, count * places
 
     # -- what lies where -----------------------------------------------------------------------------------------------
 

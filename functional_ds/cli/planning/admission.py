@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from functional_ds.base import tree
 from functional_ds.jobs.job import Job
 from functional_ds.jobs.job_subject import Subject
-from functional_ds.jobs.strategy import size
+from functional_ds.jobs.strategy import schedule_of, size
 
-from .candidate import schedule_of, several
+from .candidate import several
 
 __all__ = ["not_admitted", "why_refused"]
 

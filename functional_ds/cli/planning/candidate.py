@@ -13,11 +13,9 @@ from functional_ds.deepspeed.config.ds_plan import from_ds_config
 from functional_ds.jobs.call_entry import KINDS, CallEntry
 from functional_ds.jobs.job import BESIDE_DEEPSPEED, Job
 from functional_ds.jobs.job_errors import JobError
-from functional_ds.jobs.job_model import pipeline_schedule
 from functional_ds.jobs.job_subject import Subject
 from functional_ds.jobs.job_text import toml
 from functional_ds.jobs.strategy import AXES, data_axes, deepspeed_plan, micro_batches, rows_of_rank, size
-from functional_ds.pipelining.schedules.schedule import Schedule
 
 __all__ = [
     "PRECISIONS",
@@ -29,7 +27,6 @@ __all__ = [
     "line_of",
     "mesh_line",
     "name_of",
-    "schedule_of",
     "several",
     "with_config",
     "write_out",
@@ -230,23 +227,6 @@ def first_ranks(job: Job) -> tuple[int, ...]:
         if axis == "pp":
             found = tuple(place * stride for place in range(count))
         stride *= count
-    return found
-
-
-def schedule_of(job: Job) -> Schedule | None:
-    """The pipeline's; None without one.
-
-    Raises:
-        CommandError: its name is unknown, or it cannot have so few micro-batches.
-    """
-    call = job.transform("pipeline")
-    if call is None:
-        return None
-    name, times, per_rank = (call.arguments.get(key) for key in ("schedule", "micro_batches", "stages_per_rank"))
-    try:
-        found: Schedule = pipeline_schedule(str(name), int(times or 0), ranks=size(job, "pp"), stages_per_rank=per_rank)
-    except ValueError as error:
-        raise CommandError(f"--schedule {name}: {error}") from error
     return found
 
 

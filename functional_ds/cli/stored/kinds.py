@@ -1,5 +1,7 @@
 """What kind of checkpoint a path holds, and its tensors by name."""
 
+import io
+import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 
+from functional_ds.base.files import read_regular
 from functional_ds.checkpointing.dcp import CheckpointReader
 from functional_ds.checkpointing.directory import latest, open_manifest, read_pointer, tags
 from functional_ds.cli.words.errors_in_one_line import CommandError
@@ -22,30 +25,49 @@ from functional_ds.interchange.deepspeed_layout import MASTER
 from functional_ds.interchange.load_params import open_files
 from functional_ds.state_dict.errors import CheckpointError, DamagedError
 
-from .safe_metadata import check_metadata
+__all__ = ["KINDS_OF_FILES", "NamedTensors", "check_metadata", "open_checkpoint"]
 
-__all__ = ["KINDS_OF_FILES", "NamedTensors", "TensorHeader", "open_checkpoint"]
+
+_METADATA = (
+    "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
+)
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {*_METADATA.split(), "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}
+
+
+_LONGEST = 1 << 30  # bytes of metadata
+
+
+class _KnownClasses(pickle.Unpickler):
+    """Makes objects of known classes alone."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name not in _KNOWN.get(module, ()) and not dtype:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")
+        return super().find_class(module, name)
+
+
+def check_metadata(path: Path) -> None:
+    """Refuses a pickle that names anything but the classes of which such metadata are made.
+
+    Raises:
+        CommandError: it names something else, or is damaged.
+    """
+    try:
+        _KnownClasses(io.BytesIO(read_regular(path, limit=_LONGEST))).load()
+    except Exception as error:  # a damaged pickle raises anything
+        raise CommandError(f"{path} is not opened as metadata of torch.distributed.checkpoint: {error}") from error
+
 
 KINDS_OF_FILES = ("functional-ds", "safetensors", "deepspeed", "dcp", "torch")
 _EXACT_FIRST = ("masters/", "exact/", "params/")
-
-
-@attrs.frozen
-class TensorHeader:
-    """A tensor's shape and dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        """How many elements."""
-        return int(torch.Size(self.shape).numel())
-
-    @property
-    def nbytes(self) -> int:
-        """Their bytes."""
-        return self.numel * self.dtype.itemsize
 
 
 @attrs.frozen(eq=False)
@@ -55,7 +77,7 @@ class NamedTensors:
     Attributes:
         kind: one of ``KINDS_OF_FILES``.
         path: its file or folder.
-        tensors: all, by name.
+        tensors: all, by name, without values, on the device "meta".
         params: from a parameter's name to the name in ``tensors`` that has its most exact values; buffers are among them.
         notes: what else is known: tags, the number of updates, ranks.
         left_out: names of what are no tensors.
@@ -64,7 +86,7 @@ class NamedTensors:
 
     kind: str
     path: Path
-    tensors: Mapping[str, TensorHeader]
+    tensors: Mapping[str, Tensor]
     params: Mapping[str, str]
     notes: Mapping[str, Any]
     read: Callable[[Sequence[str]], dict[str, Tensor]] = attrs.field(repr=False)
@@ -108,6 +130,10 @@ def _opener(path: Path) -> Callable[[Path, str | None], NamedTensors]:
     )
 
 
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
 def _is_ours(path: Path) -> bool:
     try:
         return read_pointer(path) is not None
@@ -121,7 +147,7 @@ def _ours(path: Path, tag: str | None) -> NamedTensors:
         raise CommandError(f"{path} has no checkpoint that can be read")
     _, manifest = open_manifest(folder, which)
     whole = {name: stored for name, stored in manifest.tensors.items() if stored.whole}
-    tensors = {name: TensorHeader(stored.shape, stored.dtype) for name, stored in whole.items()}
+    tensors = {name: _meta(stored.shape, stored.dtype) for name, stored in whole.items()}
     params: dict[str, str] = {}
     for prefix in _EXACT_FIRST:
         for name in tensors:
@@ -159,10 +185,10 @@ def _empty(found: Any) -> Tensor:
 
 def _safetensors(path: Path, tag: str | None) -> NamedTensors:
     files = open_files(path)
-    tensors = {name: TensorHeader(found.shape, found.dtype) for name, found in files.tensors.items()}
+    tensors = {name: _meta(found.shape, found.dtype) for name, found in files.tensors.items()}
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
-        return {n: files.tensors[n].read(0, tensors[n].numel).view(tensors[n].shape) for n in names}
+        return {n: files.tensors[n].read(0, tensors[n].numel()).view(tensors[n].shape) for n in names}
 
     return NamedTensors("safetensors", path, tensors, {name: name for name in tensors}, {"aliases": dict(files.aliases)}, read)
 
@@ -170,47 +196,27 @@ def _safetensors(path: Path, tag: str | None) -> NamedTensors:
 def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
     direct = bool(list(path.glob("*model_states.pt")))
     files = ZeroFiles.open(path.parent, path.name) if direct else ZeroFiles.open(path, tag)
-    kinds = sorted(files.kinds() - {MASTER})
-    tensors = {f"masters/{name}": TensorHeader(param.shape, torch.float32) for name, param in files.params.items()}
-    tensors |= {
-        f"optimizer.{kind}/{name}": TensorHeader(param.shape, torch.float32)
-        for kind in kinds
-        for name, param in files.params.items()
-        if not param.frozen
-    }
-    trained = [name for name, param in files.params.items() if not param.frozen and kinds]
-    tensors |= {f"optimizer.steps/{name}": TensorHeader((), torch.float32) for name in trained}
-    updates = files.made()
-    tensors["step"] = TensorHeader((), torch.int64)
-    buffers = {f"buffers.{name}": value for name, value in files.buffers.items()}
-    tensors |= {name: TensorHeader(tuple(value.shape), value.dtype) for name, value in buffers.items()}
+    kinds, trained = sorted(files.kinds() - {MASTER}), [name for name, param in files.params.items() if not param.frozen]
+    stored = {f"masters/{name}": (name, MASTER) for name in files.params}
+    stored |= {f"optimizer.{kind}/{name}": (name, kind) for kind in kinds for name in trained}
+    counts = {f"optimizer.steps/{name}": float(files.updates[files.params[name].group]) for name in trained if kinds}
+    values = {name: torch.tensor(count) for name, count in counts.items()} | {"step": torch.tensor(files.made())}
+    values |= {f"buffers.{name}": value for name, value in files.buffers.items()}
+    tensors = {name: _meta(files.params[leaf].shape, torch.float32) for name, (leaf, _) in stored.items()}
+    tensors |= {name: _meta(value.shape, value.dtype) for name, value in values.items()}
 
-    def read(names: Sequence[str]) -> dict[str, Tensor]:
-        found = {}
-        for name in names:
-            role, _, leaf = name.partition("/")
-            if name in buffers:
-                found[name] = buffers[name].clone()
-                continue
-            if role in ("step", "optimizer.steps"):
-                count = updates if role == "step" else files.updates[files.params[leaf].group]
-                found[name] = torch.tensor(count, dtype=tensors[name].dtype)
-                continue
-            param, header = files.params[leaf], tensors[name]
-            flat = torch.empty(header.numel)
-            kind = MASTER if role == "masters" else role.removeprefix("optimizer.")
-            for offset, values in files.read(param, kind, start=0, stop=header.numel):
-                flat[offset : offset + values.numel()] = values
-            found[name] = flat.view(header.shape)
-        return found
+    def value_of(name: str) -> Tensor:
+        if name in values:
+            return values[name].clone()
+        (leaf, kind), flat = stored[name], torch.empty(tensors[name].numel())
+        for offset, part in files.read(files.params[leaf], kind, start=0, stop=flat.numel()):
+            flat[offset : offset + part.numel()] = part
+        return flat.view(tensors[name].shape)
 
     notes = {"tag": files.path.name, "stage": files.stage, "ranks": len(files.flats), "aliases": dict(files.aliases)}
-    notes |= {
-        "step": updates,
-        "beside": ("loss_scaler", "lr_scheduler", "client_state", "random generators"),
-    }
+    notes |= {"step": files.made(), "beside": ("loss_scaler", "lr_scheduler", "client_state", "random generators")}
     params = {name: f"masters/{name}" for name in files.params} | {name: f"buffers.{name}" for name in files.buffers}
-    return NamedTensors("deepspeed", path, tensors, params, notes, read)
+    return NamedTensors("deepspeed", path, tensors, params, notes, lambda names: {name: value_of(name) for name in names})
 
 
 def _dcp(path: Path, tag: str | None) -> NamedTensors:
@@ -218,7 +224,7 @@ def _dcp(path: Path, tag: str | None) -> NamedTensors:
     reader = FileSystemReader(path)
     metadata: Metadata = reader.read_metadata()
     found = {name: x for name, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
-    tensors = {name: TensorHeader(tuple(x.size), x.properties.dtype) for name, x in found.items()}
+    tensors = {name: _meta(x.size, x.properties.dtype) for name, x in found.items()}
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         values = {name: _empty(found[name]) for name in names}
@@ -239,10 +245,7 @@ def _torch(path: Path, tag: str | None) -> NamedTensors:
     values = {str(name): x for name, x in content.items() if isinstance(x, Tensor)}
     if not values:
         raise CommandError(f"{path} has no tensors by name")
-    tensors = {name: TensorHeader(tuple(x.shape), x.dtype) for name, x in values.items()}
+    tensors = {name: _meta(x.shape, x.dtype) for name, x in values.items()}
     rest = tuple(str(name) for name, x in content.items() if not isinstance(x, Tensor))
-
-    def read(names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: values[name] for name in names}
-
-    return NamedTensors("torch", path, tensors, {name: name for name in tensors}, {}, read, rest)
+    whole = {name: name for name in tensors}
+    return NamedTensors("torch", path, tensors, whole, {}, lambda names: {name: values[name] for name in names}, rest)

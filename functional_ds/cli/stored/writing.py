@@ -1,8 +1,10 @@
-"""Named tensors into a checkpoint of another kind."""
+"""A checkpoint of any kind into another: its tensors under the names of this library's states, and files of every kind."""
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +17,81 @@ from functional_ds.checkpointing.named_tensors import save_named
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.interchange.export import export
 
-__all__ = ["WRITTEN", "written_as"]
+from .kinds import NamedTensors
+
+__all__ = ["WRITTEN", "state_names", "written_as"]
+
+
+_OURS = re.compile(
+    r"(params|masters|exact|averages|optimizer)(\.[\w.#]+)?/.+|(step|skip|key|idle|buffers|attributes|settings)\b.*"
+)
+_PER_RANK = re.compile(r".*@\d+")
+_KINDS = MappingProxyType(
+    {
+        "exp_avg": "exp_avg",
+        "exp_avg_sq": "exp_avg_sq",
+        "momentum_buffer": "momentum",
+        "sum": "sums",
+        "step": "steps",
+    }
+)
+_MOMENT = re.compile(r"(?:\w+\.)?state\.(.+)\.(\w+)")  # torch's get_state_dict: optim.state.<param>.exp_avg
+
+
+def state_names(found: NamedTensors) -> dict[str, str]:
+    """From the names of a state's tensors to a checkpoint's names of them. What is not among them, no state takes.
+
+    This library's checkpoints, and files with its names, keep them. DeepSpeed's masters are the params. Of torch's distributed
+    checkpoints ``<prefix>.<param>`` are params and ``<prefix>.state.<param>.exp_avg`` the optimizer's, as
+    ``torch.distributed.checkpoint.state_dict`` names them; an optimizer's tensors under numbers belong to nobody who is known.
+
+    >>> import torch
+    >>> from pathlib import Path
+    >>> names = ["model.w", "optim.state.w.exp_avg", "optim.state.0.exp_avg"]
+    >>> headers = {name: torch.empty(2, device="meta") for name in names}
+    >>> state_names(NamedTensors("dcp", Path("x"), headers, {name: name for name in names}, {}, read=lambda names: {}))
+    {'params/w': 'model.w', 'optimizer.exp_avg/w': 'optim.state.w.exp_avg'}
+    """
+    names = list(found.tensors)
+    if found.kind == "functional-ds" or _has_our_names(names):
+        return {name: name for name in names if not _PER_RANK.fullmatch(name)}  # of ranks that are no more
+    if found.kind == "deepspeed":
+        return dict(_of_deepspeed(names))
+    return _of_torch(names) if found.kind == "dcp" else {f"params/{name}": place for name, place in found.params.items()}
+
+
+def _has_our_names(names: Iterable[str]) -> bool:
+    found = [_OURS.fullmatch(name) for name in names]
+    return all(found) and any(match and match[1] in ("params", "masters") for match in found)
+
+
+def _of_deepspeed(names: Iterable[str]) -> Iterable[tuple[str, str]]:
+    for name in names:
+        role, slash, leaf = name.partition("/")
+        kind = role.removeprefix("optimizer.")
+        if role == "masters":
+            yield f"params/{leaf}", name
+        elif not slash:
+            yield name, name
+        elif kind in (*_KINDS, "steps"):
+            yield f"optimizer.{_KINDS.get(kind, kind)}/{leaf}", name
+
+
+def _of_torch(names: Iterable[str]) -> dict[str, str]:
+    moments = {name: match for name in names if (match := _MOMENT.fullmatch(name))}
+    rest = [name for name in names if name not in moments]
+    leaves = {match[1] for match in moments.values() if match[2] in _KINDS}
+    prefixes = ["", *dict.fromkeys(f"{name.partition('.')[0]}." for name in rest)]
+    params = max(
+        ({name.removeprefix(p): name for name in rest if name.startswith(p)} for p in prefixes),
+        key=lambda found: len(leaves & found.keys()),
+    )
+    wanted = {f"params/{leaf}": name for leaf, name in params.items()}
+    for name, match in moments.items():
+        if match[1] in params and match[2] in _KINDS:
+            wanted[f"optimizer.{_KINDS[match[2]]}/{match[1]}"] = name
+    return wanted
+
 
 WRITTEN = ("safetensors", "functional-ds", "dcp", "torch")
 

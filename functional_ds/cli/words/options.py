@@ -1,16 +1,17 @@
 """Words of the command line as values: sizes of bytes, lists of numbers, meshes."""
 
-import math
-import re
+from collections.abc import Collection
+
+from pydantic import ByteSize, TypeAdapter
+
+from functional_ds.sharding.path_patterns import nearest
 
 from .errors_in_one_line import CommandError
 
 __all__ = ["choices", "mesh_sizes", "numbers", "size"]
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_BYTES = TypeAdapter(ByteSize)
 _AXES = ("dp", "pp", "sp", "tp", "ep")
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]*)$")
 
 
 def size(text: str, *, option: str) -> int:
@@ -19,10 +20,10 @@ def size(text: str, *, option: str) -> int:
     >>> size("80GB", option="--limit"), size("1 GiB", option="--limit")
     (80000000000, 1073741824)
     """
-    match = _SIZE.match(text.strip())
-    if match is None or match[2].upper() not in _UNITS:
-        raise CommandError(f"{option}: {text!r} is no number of bytes, such as 80GB or 79.1GiB")
-    found = math.floor(float(match[1]) * _UNITS[match[2].upper()])
+    try:
+        found = int(_BYTES.validate_python(text.strip()))
+    except ValueError:
+        raise CommandError(f"{option}: {text!r} is no number of bytes, such as 80GB or 79.1GiB") from None
     if found < 1:
         raise CommandError(f"{option}: {text!r} should be above 0")
     return found
@@ -44,12 +45,16 @@ def numbers(text: str, *, option: str, low: int = 1, high: int | None = None) ->
     return list(dict.fromkeys(found))
 
 
-def choices(text: str, known: tuple[str, ...], *, option: str) -> list[str]:
-    """Words with commas between them, each of which is known."""
+def choices(text: str, known: Collection[str], *, option: str) -> list[str]:
+    """Words with commas between them, each of which is known.
+
+    Raises:
+        CommandError: one is not.
+    """
     found = text.split(",")
     wrong = [each for each in found if each not in known]
     if wrong:
-        raise CommandError(f"{option}: {wrong[0]!r} is none of {', '.join(known)}")
+        raise CommandError(f"{option}: {wrong[0]!r} is none of {', '.join(known)}; {nearest(wrong[0], known)}")
     return list(dict.fromkeys(found))
 
 

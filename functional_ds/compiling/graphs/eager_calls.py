@@ -297,14 +297,6 @@ class _EagerCall(torch.autograd.Function):
         return (None, None, None, *(next(found) if ask else None for ask in ctx.asks))
 
 
-def _run(xs: list[Tensor], site: int) -> list[Tensor]:
-    return site_here(site).run(xs)  # type: ignore[no-any-return]
-
-
-def _run_backward(token: Tensor, xs: list[Tensor], grad: Tensor, site: int) -> list[Tensor]:
-    return site_here(site).run_backward(token, xs, grad)  # type: ignore[no-any-return]
-
-
 def _run_fake(xs: list[Tensor], site: int) -> list[Tensor]:
     output = site_here(site).output
     return [xs[0].new_empty(output.shape, dtype=output.dtype), torch.empty((), dtype=torch.int64)]
@@ -316,8 +308,12 @@ def _run_backward_fake(token: Tensor, xs: list[Tensor], grad: Tensor, site: int)
 
 torch.library.define("functional_ds::run", "(Tensor[] xs, int site) -> Tensor[]")
 torch.library.define("functional_ds::run_backward", "(Tensor token, Tensor[] xs, Tensor grad, int site) -> Tensor[]")
-torch.library.impl("functional_ds::run", "CompositeExplicitAutograd", _run)
-torch.library.impl("functional_ds::run_backward", "CompositeExplicitAutograd", _run_backward)
+torch.library.impl("functional_ds::run", "CompositeExplicitAutograd", lambda xs, site: site_here(site).run(xs))
+torch.library.impl(
+    "functional_ds::run_backward",
+    "CompositeExplicitAutograd",
+    lambda token, xs, grad, site: site_here(site).run_backward(token, xs, grad),
+)
 torch.library.register_fake("functional_ds::run", _run_fake)
 torch.library.register_fake("functional_ds::run_backward", _run_backward_fake)
 RUN = torch.ops.functional_ds.run.default

@@ -158,18 +158,10 @@ def _start(xs: list[Tensor], site: int) -> Tensor:
     return torch.zeros((), dtype=torch.int64)
 
 
-def _wait(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
-    return results_of(_HERE.run[1].pop(site), xs)
-
-
 def _apart(result: Tensor, xs: list[Tensor]) -> Tensor:
     """The result in memory of its own, as operators promise."""
     memory = result.untyped_storage().data_ptr()
     return result.clone() if memory and any(memory == x.untyped_storage().data_ptr() for x in xs) else result
-
-
-def _start_fake(xs: list[Tensor], site: int) -> Tensor:
-    return torch.empty((), dtype=torch.int64)
 
 
 def _wait_fake(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
@@ -182,8 +174,10 @@ def _wait_fake(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
 torch.library.define("functional_ds::start", "(Tensor[] xs, int site) -> Tensor")
 torch.library.define("functional_ds::wait", "(Tensor token, Tensor[] xs, int site) -> Tensor[]")
 torch.library.impl("functional_ds::start", "CompositeExplicitAutograd", _start)
-torch.library.impl("functional_ds::wait", "CompositeExplicitAutograd", _wait)
-torch.library.register_fake("functional_ds::start", _start_fake)
+torch.library.impl(
+    "functional_ds::wait", "CompositeExplicitAutograd", lambda token, xs, site: results_of(_HERE.run[1].pop(site), xs)
+)
+torch.library.register_fake("functional_ds::start", lambda xs, site: torch.empty((), dtype=torch.int64))
 torch.library.register_fake("functional_ds::wait", _wait_fake)
 START = torch.ops.functional_ds.start.default
 WAIT = torch.ops.functional_ds.wait.default

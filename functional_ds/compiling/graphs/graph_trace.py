@@ -34,15 +34,21 @@ _PHASES = {
     "loss": "forward",
     "gradients": "backward",
     "reduce": "reduce",
-    "norm": "norm",
-    "finite": "finite",
-    "sync_buffers": "sync_buffers",
     "update": "update",
 }
+_OVER_RANKS = ("norm", "finite", "sync_buffers")
 
 
 class UntraceableError(RuntimeError):
     """A step cannot be one graph; the text says why."""
+
+
+def _marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(step: Step, *args: Any) -> Any:
+        with tagged(PHASE, name):
+            return function(step, *args)
+
+    return run
 
 
 def _marking(phase: str) -> Callable[..., Any]:
@@ -71,6 +77,8 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     leaves, takes = tree.flatten((state, batch))
     marks: dict[str, Any] = {phase: _marking(phase) for phase in _PHASES}
     marked = step.wrapped("jit", traits=[Trait.HEEDS_SKIPS], **marks)  # they change nothing
+    over_ranks = {name: _marked(name, step.over_ranks[name]) for name in _OVER_RANKS}
+    marked = attrs.evolve(marked, over_ranks={**step.over_ranks, **over_ranks})
     recorder, gives, outputs = StepRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
 
     passing = _passing_buffers(state)
@@ -200,7 +208,10 @@ def _look(value: Any, found: dict[int, tuple[Any, dict[str, Any]]], seen: set[in
     if attrs.has(type(value)):
         fields = {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
         if not _is_frozen(type(value)):
-            found[id(value)] = value, {name: _apart(held) for name, held in fields.items()}
+            found[id(value)] = (
+                value,
+                {name: held.copy() if type(held) in (dict, list, set) else held for name, held in fields.items()},
+            )
         for held in fields.values():
             _look(held, found, seen)
     elif type(value) in (dict, list, tuple):
@@ -210,7 +221,3 @@ def _look(value: Any, found: dict[int, tuple[Any, dict[str, Any]]], seen: set[in
 
 def _is_frozen(kind: type) -> bool:
     return getattr(kind.__setattr__, "__name__", "") == "_frozen_setattrs"
-
-
-def _apart(held: Any) -> Any:
-    return held.copy() if type(held) in (dict, list, set) else held

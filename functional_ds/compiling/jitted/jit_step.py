@@ -17,6 +17,7 @@ from functional_ds.compiling.compile_log import BlockClass, Compiles
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
+from functional_ds.step.mesh_axes import AxisRole
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State, mark_donated, refuse_open
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = ["JitStep", "JitWarning", "jit"]
 
-_NOT_TRACED = {Trait.PIPELINES: "runs stages by messages", Trait.USES_FILES: "reads and writes files while the step runs"}
+_NOT_TRACED: dict[Trait | AxisRole, str] = {
+    AxisRole.STAGES: "runs stages by messages",
+    Trait.USES_FILES: "reads and writes files while the step runs",
+}
 
 
 class JitWarning(UserWarning):

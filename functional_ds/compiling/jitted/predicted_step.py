@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import attrs
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.device import synchronize
+from functional_ds.base.device import seconds_of
 from functional_ds.comm.worlds.current import simulated_world
 from functional_ds.compiling.graphs.graph_cost import GraphCost
 from functional_ds.step.state.state import State
@@ -82,11 +81,10 @@ def seconds_of_steps(step: Callable[[State, Any], tuple[State, Any]], state: Sta
     if simulated_world() is not None:
         raise ValueError(f"steps={steps}: simulated ranks take turns, so their steps have no times; steps=0 predicts alone")
     devices = {x.device for x in tree.leaves((state, batch)) if isinstance(x, Tensor)}
-    times, (state, _) = [], step(state.clone(), batch)
-    for _ in range(steps):
-        synchronize(devices)
-        start = perf_counter()
+    state, _ = step(state.clone(), batch)
+
+    def run() -> None:
+        nonlocal state
         state, _ = step(state, batch)
-        synchronize(devices)
-        times.append(perf_counter() - start)
-    return median(times)
+
+    return median(seconds_of(run, devices) for _ in range(steps))

@@ -1,27 +1,223 @@
-"""Regions of graphs by back ends of torch's compiler. Equal ones share what was compiled, on all ranks of a process."""
+"""Regions of graphs, the kernels between collectives, writes and draws, as functions that a back end of torch's compiles."""
 
 import functools
+import operator
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from functional_ds.base.torch_private import FakeTensorMode
+from functional_ds.base.torch_private import FakeTensorMode, schema_of
 from functional_ds.compiling.compile_log import BlockClass, Compilation
+from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD
+from functional_ds.compiling.graphs.graph_collectives import START, WAIT
+from functional_ds.compiling.graphs.graph_nodes import OPERATOR, PHASE, RECOMPUTED, base_of, is_view, root_of, written_by
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.torch_compiler import compiler_backend
 
 from .graph_code import GraphCode, without_autocast
-from .graph_regions import GraphRegion, in_regions
 
-__all__ = ["RegionCode", "RegionError", "check_backend"]
+__all__ = ["GraphRegion", "RegionCode", "RegionError", "check_backend", "in_regions"]
+
+
+_FEWEST = 2  # kernels that are worth a call of compiled code
+_aten = torch.ops.aten
+_WRITES_UNDECLARED = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default}
+
+
+@attrs.define(eq=False)
+class GraphRegion:
+    """Kernels that write into nothing, as one function of tensors.
+
+    Attributes:
+        module: the kernels, as a graph of their own.
+        inputs: the tensors that it takes, without values.
+        outputs: those that it gives; each has memory of its own.
+        phase: that it begins in.
+        name: the phase and the region's number in its graph.
+    """
+
+    module: fx.GraphModule
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    phase: str
+    name: str
+
+    @property
+    def kernels(self) -> int:
+        """How many it has."""
+        return sum(_is_kernel(node) and not _is_constant(node) for node in self.module.graph.nodes)
+
+    @property
+    def key(self) -> str:
+        """Equal for regions that compute the same from tensors of the same shapes, whichever blocks they belong to."""
+        numbers: dict[fx.Node, int] = {}
+        lines = []
+        for node in self.module.graph.nodes:
+            args, kwargs = (fx.map_arg(each, lambda used: f"%{numbers[used]}") for each in (node.args, node.kwargs))
+            numbers[node] = len(numbers)
+            lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {args} {kwargs}")
+        return "\n".join([*lines, *map(_shown, (*self.inputs, *self.outputs))])
+
+
+def _shown(value: Tensor) -> str:
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
+
+
+def in_regions(graph: fx.Graph, function_of: Callable[[GraphRegion], Callable[..., Any]]) -> tuple[fx.Graph, list[GraphRegion]]:
+    """The graph with regions as calls of functions, and the regions in order.
+
+    Law: collectives, writes, draws and calls of anything but operators stay, in their order; each kernel runs between the same
+    two of them. Each recomputation begins a region, so that no compiler merges it with what it computes again. Results of a
+    region have memory of their own, and what is written somewhere is never computed in one. So what is in place stays in place,
+    and no more gathered units are whole at a collective than in the graph.
+
+    Args:
+        graph: stays as it is.
+        function_of: the function for a region: it gives a tuple or list of the region's outputs.
+    """
+    builder = _Builder(graph, function_of)
+    for node in graph.nodes:
+        builder.add(node)
+    builder.graph.eliminate_dead_code()  # views that regions make inside
+    builder.graph.lint()
+    return builder.graph, builder.regions
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """Whether a node computes, and does nothing else."""
+    if node.op != "call_function" or not isinstance(node.target, OPERATOR) or node.target in (START, WAIT, RUN, RUN_BACKWARD):
+        return False
+    seeded = torch.Tag.nondeterministic_seeded in node.target.tags
+    return not (seeded or schema_of(node.target).is_mutable or node.target in _WRITES_UNDECLARED or is_view(node))
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a node makes a tensor from numbers, so that it can be made twice."""
+    return _is_kernel(node) and not node.all_input_nodes
+
+
+@attrs.define(eq=False)
+class _Builder:
+    """Builds the graph of regions. ``_segment``: the nodes since the last one that must stay where it is."""
+
+    old: fx.Graph
+    function_of: Callable[[GraphRegion], Callable[..., Any]]
+    graph: fx.Graph = attrs.field(factory=fx.Graph)
+    regions: list[GraphRegion] = attrs.field(factory=list)
+    _now: dict[fx.Node, fx.Node] = attrs.field(factory=dict)
+    _segment: dict[fx.Node, None] = attrs.field(factory=dict)
+    _again: int = 0  # which recomputation it has come to
+    _written: set[fx.Node] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._written = {root_of(each) for node in self.old.nodes for each in written_by(node)}
+
+    def add(self, node: fx.Node) -> None:
+        """The next node of the old graph."""
+        again = node.meta.get(RECOMPUTED, self._again)
+        if again != self._again:
+            self._end_segment()
+            self._again = again
+        if is_view(node) or _is_constant(node) or (_is_kernel(node) and node not in self._written):
+            self._segment[node] = None
+            return
+        if node.op not in ("placeholder", "get_attr"):
+            self._end_segment()
+        self._get(node)
+
+    def _get(self, node: fx.Node) -> fx.Node:
+        """The node in the new graph."""
+        if node not in self._now:
+            for each in node.all_input_nodes:
+                self._get(each)
+            self._now[node] = self.graph.node_copy(node, self._now.__getitem__)
+        return self._now[node]
+
+    def _end_segment(self) -> None:
+        own, self._segment = self._segment, {}
+        inside = {node: None for node in own if _is_kernel(node) and not _is_constant(node)}
+        if len(inside) >= _FEWEST:
+            self._call(inside)
+        for node in own:
+            if node not in inside and any(user not in own for user in node.users):
+                self._get(node)
+        for node in inside:
+            if len(inside) < _FEWEST:
+                self._get(node)
+
+    def _call(self, inside: dict[fx.Node, None]) -> None:
+        """One node in the place of kernels, and items for those of their results that others use."""
+        phase = next(iter(inside)).meta.get(PHASE)
+        order, bases = self._needed(inside)
+        part, own = fx.Graph(), dict[fx.Node, fx.Node]()
+        for place, base in enumerate(bases):
+            own[base] = part.placeholder(f"x{place}")
+        for node in order:
+            own[node] = part.node_copy(node, own.__getitem__)
+        results = [node for node in _values(inside) if _is_used(node, inside)]
+        for node in results:
+            if node not in own:  # one of several results, which no kernel inside reads
+                own[node] = part.node_copy(node, own.__getitem__)
+        part.output([own[node] for node in results])
+        module = fx.GraphModule(torch.nn.Module(), part)
+        inputs, outputs = ([node.meta["val"] for node in each] for each in (bases, results))
+        self.regions.append(GraphRegion(module, inputs, outputs, phase or "step", f"{phase or 'step'} {len(self.regions)}"))
+        function, given = self.function_of(self.regions[-1]), tuple(self._get(base) for base in bases)
+        call = self.graph.create_node("call_function", function, given, name=f"region_{len(self.regions)}")
+        call.meta.update({PHASE: phase, "val": outputs})
+        for place, node in enumerate(results):
+            self._now[node] = self.graph.call_function(operator.getitem, (call, place))
+            self._now[node].meta.update(node.meta)
+
+    def _needed(self, inside: dict[fx.Node, None]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The kernels with the views, items and constants that they use, in order; and what all this is computed from."""
+        order, bases, todo = dict[fx.Node, None](), dict[fx.Node, None](), list(reversed(inside))
+        while todo:
+            node = todo[-1]
+            waiting = [] if node in order or node in bases or not self._is_part(node, inside) else node.all_input_nodes
+            waiting = [each for each in waiting if each not in order and each not in bases]
+            todo.extend(reversed(waiting))
+            if not waiting:
+                todo.pop()
+                (order if self._is_part(node, inside) else bases).setdefault(node)
+        return list(order), list(bases)
+
+    def _is_part(self, node: fx.Node, inside: dict[fx.Node, None]) -> bool:
+        """Whether a region that has these kernels makes the node itself."""
+        if node in inside:
+            return True
+        if is_view(node):  # also of what is not inside, but for the items of a collective's or another region's results
+            return base_of(node) is not node or node.all_input_nodes[0] in inside
+        return _is_constant(node) and node not in self._written
+
+
+def _values(inside: dict[fx.Node, None]) -> Iterator[fx.Node]:
+    """The tensors that kernels compute: themselves, or the items of their results."""
+    for node in inside:
+        if isinstance(node.meta.get("val"), Tensor):
+            yield node
+        else:
+            yield from (user for user in node.users if user.target is operator.getitem)
+
+
+def _is_used(node: fx.Node, inside: dict[fx.Node, None]) -> bool:
+    """Whether something outside needs the node's memory."""
+    waiting = list(node.users)
+    for user in waiting:
+        if user not in inside:
+            if not is_view(user):
+                return True
+            waiting.extend(user.users)
+    return False
+
 
 _BACKENDS = ("fx", "aot_eager", "inductor")
 _COMPILING = threading.Lock()  # torch's compiler is at work in one thread at a time

@@ -4,8 +4,7 @@ import difflib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +20,20 @@ _DTYPES = {
     "IntTensor": torch.int32,
     "LongTensor": torch.int64,
 }
-_REFUSED = {
-    "create_op_builder": "kernels are torch's and Triton's; nothing is compiled here",
-    "get_op_builder": "kernels are torch's and Triton's; nothing is compiled here",
-    "build_extension": "kernels are torch's and Triton's; nothing is compiled here",
+# Names of torch's module; functions of a device, by default the current one; other names of some of these.
+_TORCHS = ("Event", "Stream", "current_device", "device_count", "empty_cache", "is_available", "stream")
+_OF_DEVICE = (
+    *("current_stream", "default_stream", "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"),
+    *("memory_stats", "reset_peak_memory_stats", "synchronize"),
+)
+_ALIASES = {
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+_COMPILED = ("create_op_builder", "get_op_builder", "build_extension")
+_REFUSED = dict.fromkeys(_COMPILED, "kernels are torch's and Triton's; nothing is compiled here") | {
     "pin_empty": "use torch.empty(..., pin_memory=True)",
     "pin_empty_like": "use torch.empty_like(..., pin_memory=True)",
     "unpin_memory": "pinned memory is freed with its tensor",
@@ -71,25 +80,9 @@ class DeepSpeedAccelerator(ABC):
         """Makes a device the current one."""
         self.module.set_device(device_index)
 
-    def current_device(self) -> int:
-        """The index of the current device."""
-        return int(self.module.current_device())
-
     def current_device_name(self) -> str:
         """The current device."""
         return self.device_name(self.current_device())
-
-    def device_count(self) -> int:
-        """How many devices this process sees."""
-        return int(self.module.device_count())
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Waits for the device."""
-        self.module.synchronize(device_index)
-
-    def is_available(self) -> bool:
-        """Whether there is one."""
-        return bool(self.module.is_available())
 
     def is_synchronized_device(self) -> bool:
         """Whether all work is complete when a call returns."""
@@ -131,56 +124,7 @@ class DeepSpeedAccelerator(ABC):
         """The seed of the generator."""
         return int(self._random.initial_seed())
 
-    # -- streams
-
-    @property
-    def Stream(self) -> Any:
-        """torch's class of streams."""
-        return self.module.Stream
-
-    @property
-    def Event(self) -> Any:
-        """torch's class of events."""
-        return self.module.Event
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within the block the stream is the current one."""
-        found: AbstractContextManager[Any] = self.module.stream(stream)
-        return found
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        """The stream that gets the device's work on this thread."""
-        return self.module.current_stream(device_index)
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        """The stream that a thread starts with."""
-        return self.module.default_stream(device_index)
-
     # -- memory, in bytes
-
-    def empty_cache(self) -> None:
-        """Gives unused memory back."""
-        self.module.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes in use."""
-        return int(self.module.memory_allocated(device_index))
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes that were in use since the last reset."""
-        return int(self.module.max_memory_allocated(device_index))
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes in use or kept for later."""
-        return int(self.module.memory_reserved(device_index))
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The most of these since the last reset."""
-        return int(self.module.max_memory_reserved(device_index))
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Starts the peaks anew."""
-        self.module.reset_peak_memory_stats(device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device."""
@@ -189,27 +133,6 @@ class DeepSpeedAccelerator(ABC):
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that can still be allocated."""
         return int(self.module.mem_get_info(device_index)[0])
-
-    def memory_cached(self, device_index: int | None = None) -> int:
-        """``memory_reserved``."""
-        return self.memory_reserved(device_index)
-
-    def max_memory_cached(self, device_index: int | None = None) -> int:
-        """``max_memory_reserved``."""
-        return self.max_memory_reserved(device_index)
-
-    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        """``reset_peak_memory_stats``."""
-        self.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_cached = reset_max_memory_allocated
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """Current and peak bytes by torch's names."""
-        return {
-            "allocated_bytes.all.current": self.memory_allocated(device_index),
-            "allocated_bytes.all.peak": self.max_memory_allocated(device_index),
-        }
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
         """A copy in pinned memory; on the CPU the tensor itself."""
@@ -275,14 +198,20 @@ class DeepSpeedAccelerator(ABC):
     def __getattr__(self, name: str) -> Any:
         if name in _DTYPES:
             return functools.partial(torch.tensor, dtype=_DTYPES[name], device=self._name)
-        _refuse(type(self), name)
+        if name in _TORCHS:
+            return getattr(self.module, name)
+        if name in _OF_DEVICE:
+            return lambda device_index=None: getattr(self.module, name)(device_index)
+        if name in _ALIASES:
+            return getattr(self, _ALIASES[name])
+        if name in _REFUSED:
+            raise AttributeError(f"get_accelerator().{name}: {_REFUSED[name]}")
+        near = difflib.get_close_matches(name, dir(self), 1)
+        raise AttributeError(f"get_accelerator() has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+    def __dir__(self) -> list[str]:
+        named = [name for name in super().__dir__() if not name.startswith("_")]
+        return sorted({*named, *_DTYPES, *_TORCHS, *_OF_DEVICE, *_ALIASES})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-
-def _refuse(kind: type, name: str) -> NoReturn:
-    if name in _REFUSED:
-        raise AttributeError(f"get_accelerator().{name}: {_REFUSED[name]}")
-    near = difflib.get_close_matches(name, [each for each in dir(kind) if not each.startswith("_")], 1)
-    raise AttributeError(f"get_accelerator() has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))

@@ -34,9 +34,6 @@ class CUDAAccelerator(DeepSpeedAccelerator):
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
 
-    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        return torch.cuda.memory_stats(device_index)
-
     def is_bf16_supported(self) -> bool:
         return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
 
@@ -104,6 +101,12 @@ class CPUAccelerator(DeepSpeedAccelerator):
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         with suppress(OSError):  # not Linux, or not allowed
             Path("/proc/self/clear_refs").write_text("5")
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        return {
+            "allocated_bytes.all.current": self.memory_allocated(),
+            "allocated_bytes.all.peak": self.max_memory_allocated(),
+        }
 
     def total_memory(self, device_index: int | None = None) -> int:
         return _linux("meminfo", "MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

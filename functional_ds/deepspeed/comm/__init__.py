@@ -1,89 +1,14 @@
 """``deepspeed.comm``: torch.distributed's functions, in place as there, over this library's groups and worlds."""
 
-from .comms_log import configure, has_comm_data, log_summary, reset_log
-from .in_place import (
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_gather_object,
-    all_reduce,
-    all_reduce_coalesced,
-    all_to_all,
-    all_to_all_single,
-    allgather_fn,
-    barrier,
-    broadcast,
-    broadcast_object_list,
-    gather,
-    inference_all_reduce,
-    monitored_barrier,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_fn,
-    reduce_scatter_tensor,
-    scatter,
-)
-from .joining import (
-    destroy_process_group,
-    get_all_ranks_from_group,
-    get_backend,
-    get_global_rank,
-    get_local_rank,
-    get_rank,
-    get_world_group,
-    get_world_size,
-    init_distributed,
-    is_available,
-    is_initialized,
-    new_group,
-)
-from .point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from .reduce_ops import ReduceOp
-from .works import Work
+# ruff: noqa: F403
+from . import comms_log, in_place, joining, point_to_point, reduce_ops, works
+from .comms_log import *
+from .in_place import *
+from .joining import *
+from .point_to_point import *
+from .reduce_ops import *
+from .works import *
 
-__all__ = [
-    "P2POp",
-    "ReduceOp",
-    "Work",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "allgather_fn",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "configure",
-    "destroy_process_group",
-    "gather",
-    "get_all_ranks_from_group",
-    "get_backend",
-    "get_global_rank",
-    "get_local_rank",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "has_comm_data",
-    "inference_all_reduce",
-    "init_distributed",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "log_summary",
-    "monitored_barrier",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_fn",
-    "reduce_scatter_tensor",
-    "reset_log",
-    "scatter",
-    "send",
-]
+__all__: list[str] = []
+__all__ += comms_log.__all__ + in_place.__all__ + joining.__all__
+__all__ += point_to_point.__all__ + reduce_ops.__all__ + works.__all__

@@ -11,7 +11,7 @@ import attrs
 from functional_ds import comm
 from functional_ds.deepspeed.config.config_reader import value_of
 
-__all__ = ["configure", "has_comm_data", "log_summary", "logged", "reset_log"]
+__all__ = ["configure", "has_comm_data", "log_summary", "reset_log"]
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -62,7 +62,7 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_
     >>> comm.simulate(program, world_size=2)
     [[1.0, 1.0], [1.0, 1.0]]
     """
-    return partial(comm.all_reduce, tensor.detach(), group_of(group), op=word_of(op)), [tensor], async_op
+    return partial(comm.all_reduce, tensor.detach(), group, op=word_of(op)), [tensor]
 
 
 inference_all_reduce = all_reduce
@@ -74,39 +74,35 @@ def all_reduce_coalesced(
 ) -> InPlace:
     """``all_reduce`` of several tensors at once."""
     held = list(tensors)
-    return partial(comm.all_reduce, [each.detach() for each in held], group_of(group), op=word_of(op)), held, async_op
+    return partial(comm.all_reduce, [each.detach() for each in held], group, op=word_of(op)), held
 
 
 @in_place
 def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> InPlace:
     """The ranks' tensors combined in that of rank ``dst``; the others stay."""
-    known = group_of(group)
-    place = place_in(known, dst, "dst")
-    targets = [tensor] if known.rank == place else []
-    return partial(comm.reduce, tensor.detach(), place, known, op=word_of(op)), targets, async_op
+    place = place_in(group, dst, "dst")
+    targets = [tensor] if group.rank == place else []
+    return partial(comm.reduce, tensor.detach(), place, group, op=word_of(op)), targets
 
 
 @in_place
 def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> InPlace:
     """Rank ``src``'s tensor, in each rank's."""
-    known = group_of(group)
-    return partial(comm.broadcast, tensor.detach(), place_in(known, src, "src"), known), [tensor], async_op
+    return partial(comm.broadcast, tensor.detach(), place_in(group, src, "src"), group), [tensor]
 
 
 @in_place
 def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> InPlace:
     """The ranks' tensors, each in its place of ``tensor_list``."""
-    known = group_of(group)
-    _need(len(tensor_list), known.size, "tensor_list")
-    return partial(comm.all_gather, tensor.detach(), known, tiled=False), tensor_list, async_op
+    _need(len(tensor_list), group.size, "tensor_list")
+    return partial(comm.all_gather, tensor.detach(), group, tiled=False), tensor_list
 
 
 @in_place
 def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> InPlace:
     """The ranks' tensors one after the other in ``output_tensor``."""
-    known = group_of(group)
-    _need(output_tensor.numel(), known.size * tensor.numel(), "elements of output_tensor")
-    return partial(comm.all_gather, _flat(tensor), known), [output_tensor], async_op
+    _need(output_tensor.numel(), group.size * tensor.numel(), "elements of output_tensor")
+    return partial(comm.all_gather, _flat(tensor), group), [output_tensor]
 
 
 @logged
@@ -120,11 +116,10 @@ def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> InPlace:
     """``all_gather_into_tensor`` of several tensors at once."""
-    known = group_of(group)
     _need(len(output_tensors), len(input_tensors), "output_tensors")
     for output, tensor in zip(output_tensors, input_tensors, strict=True):
-        _need(output.numel(), known.size * tensor.numel(), "elements of output_tensors")
-    return partial(comm.all_gather, [_flat(each) for each in input_tensors], known), output_tensors, async_op
+        _need(output.numel(), group.size * tensor.numel(), "elements of output_tensors")
+    return partial(comm.all_gather, [_flat(each) for each in input_tensors], group), output_tensors
 
 
 @in_place
@@ -132,9 +127,8 @@ def reduce_scatter_tensor(
     output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> InPlace:
     """The ranks' tensors combined and cut into equal pieces; rank r gets the r-th in ``output_tensor``."""
-    known = group_of(group)
-    _need(tensor.numel(), known.size * output_tensor.numel(), "elements of tensor")
-    return partial(comm.reduce_scatter, _flat(tensor), known, op=word_of(op)), [output_tensor], async_op
+    _need(tensor.numel(), group.size * output_tensor.numel(), "elements of tensor")
+    return partial(comm.reduce_scatter, _flat(tensor), group, op=word_of(op)), [output_tensor]
 
 
 @logged
@@ -150,10 +144,9 @@ def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> InPlace:
     """The ranks' r-th tensors combined in rank r's ``output``."""
-    known = group_of(group)
-    _need(len(input_list), known.size, "input_list")
+    _need(len(input_list), group.size, "input_list")
     whole = torch.stack([each.detach() for each in input_list])
-    return partial(comm.reduce_scatter, whole, known, op=word_of(op), tiled=False), [output], async_op
+    return partial(comm.reduce_scatter, whole, group, op=word_of(op), tiled=False), [output]
 
 
 @in_place
@@ -166,10 +159,9 @@ def all_to_all_single(
     async_op: bool = False,
 ) -> InPlace:
     """Each rank cuts its tensor along dim 0, sends piece r to rank r, and joins what arrives in ``output``."""
-    known = group_of(group)
-    sent = list(input_split_sizes) if input_split_sizes else _equal(tensor, known.size, "tensor")
-    arriving = list(output_split_sizes) if output_split_sizes else _equal(output, known.size, "output")
-    return partial(comm.all_to_all, tensor.detach(), known, input_splits=sent, output_splits=arriving), [output], async_op
+    sent = list(input_split_sizes) if input_split_sizes else _equal(tensor, group.size, "tensor")
+    arriving = list(output_split_sizes) if output_split_sizes else _equal(output, group.size, "output")
+    return partial(comm.all_to_all, tensor.detach(), group, input_splits=sent, output_splits=arriving), [output]
 
 
 def _equal(tensor: Tensor, n: int, name: str) -> list[int]:
@@ -183,12 +175,11 @@ def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> InPlace:
     """Sends the r-th tensor to rank r; what rank r sends arrives in the r-th output."""
-    known = group_of(group)
-    _need(len(input_tensor_list), known.size, "input_tensor_list")
-    _need(len(output_tensor_list), known.size, "output_tensor_list")
+    _need(len(input_tensor_list), group.size, "input_tensor_list")
+    _need(len(output_tensor_list), group.size, "output_tensor_list")
     sent, arriving = ([each.numel() for each in held] for held in (input_tensor_list, output_tensor_list))
     whole = torch.cat([_flat(each) for each in input_tensor_list])
-    return partial(comm.all_to_all, whole, known, input_splits=sent, output_splits=arriving), output_tensor_list, async_op
+    return partial(comm.all_to_all, whole, group, input_splits=sent, output_splits=arriving), output_tensor_list
 
 
 @in_place
@@ -196,12 +187,11 @@ def gather(
     tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, group: Any = None, async_op: bool = False
 ) -> InPlace:
     """The ranks' tensors in rank ``dst``'s ``gather_list``; the other ranks have none."""
-    known = group_of(group)
-    place = place_in(known, dst, "dst")
-    if known.rank == place:
-        _need(len(gather_list or ()), known.size, "gather_list")
-    targets = gather_list or () if known.rank == place else ()
-    return partial(comm.gather, tensor.detach(), place, known, tiled=False), targets, async_op
+    place = place_in(group, dst, "dst")
+    if group.rank == place:
+        _need(len(gather_list or ()), group.size, "gather_list")
+    targets = gather_list or () if group.rank == place else ()
+    return partial(comm.gather, tensor.detach(), place, group, tiled=False), targets
 
 
 @in_place
@@ -209,12 +199,11 @@ def scatter(
     tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, group: Any = None, async_op: bool = False
 ) -> InPlace:
     """The r-th tensor of rank ``src``'s ``scatter_list`` in rank r's ``tensor``."""
-    known = group_of(group)
-    place = place_in(known, src, "src")
-    if known.rank == place:
-        _need(len(scatter_list or ()), known.size, "scatter_list")
+    place = place_in(group, src, "src")
+    if group.rank == place:
+        _need(len(scatter_list or ()), group.size, "scatter_list")
     whole = torch.stack([each.detach() for each in scatter_list]) if scatter_list else None
-    return partial(comm.scatter, whole, place, known, tiled=False, like=tensor.detach()), [tensor], async_op
+    return partial(comm.scatter, whole, place, group, tiled=False, like=tensor.detach()), [tensor]
 
 
 @logged

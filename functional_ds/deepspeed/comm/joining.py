@@ -22,12 +22,10 @@ __all__ = [
     "get_rank",
     "get_world_group",
     "get_world_size",
-    "group_of",
     "init_distributed",
     "is_available",
     "is_initialized",
     "new_group",
-    "place_in",
 ]
 
 _MPI = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK"}  # by ours: the rest of OMPI_COMM_WORLD_...

@@ -3,7 +3,7 @@
 from enum import Enum
 from typing import Any
 
-__all__ = ["ReduceOp", "word_of"]
+__all__ = ["ReduceOp"]
 
 
 class ReduceOp(Enum):

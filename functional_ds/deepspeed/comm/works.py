@@ -1,6 +1,7 @@
 """The handle of an operation that is under way and writes into the caller's tensors."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ParamSpec
@@ -10,8 +11,9 @@ from torch import Tensor
 from functional_ds import comm
 
 from .comms_log import logged
+from .joining import group_of
 
-__all__ = ["InPlace", "Work", "in_place"]
+__all__ = ["Work"]
 
 P = ParamSpec("P")
 
@@ -48,17 +50,23 @@ def _write(targets: Sequence[Tensor], result: Any) -> None:
         target.detach().copy_(part.view(target.shape))
 
 
-# A collective with its arguments, the caller's tensors that its result is written into, and whether it is only started.
-InPlace = tuple[partial[Any], Sequence[Tensor], bool]
+# A collective with its arguments, and the caller's tensors that its result is written into.
+InPlace = tuple[partial[Any], Sequence[Tensor]]
 
 
 def in_place(function: Callable[P, InPlace]) -> Callable[P, Work | None]:
-    """The function as a call that carries the collective out and writes its result, or returns the handle that writes it."""
+    """The function as a call that carries the collective out and writes its result, or returns the handle that writes it.
+
+    The function gets this library's group; ``async_op`` is no concern of its own.
+    """
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Work | None:
-        collective, targets, async_op = function(*args, **kwargs)
-        if async_op:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["group"] = group_of(given.arguments.get("group"))
+        collective, targets = function(*given.args, **given.kwargs)
+        if given.arguments.get("async_op"):
             return Work(comm.start(collective.func, *collective.args, **collective.keywords), targets)
         _write(targets, collective())
         return None

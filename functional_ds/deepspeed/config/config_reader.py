@@ -6,11 +6,11 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -20,11 +20,12 @@ from .explain import ConfigError, ExplainedKey, Explanation
 from .keys.config_key import ConfigKey, Fate
 from .keys.config_table import BLOCKS, DEAD, SECTIONS, key_of, nearest
 
-__all__ = ["Config", "Settings", "read", "source", "unique", "value_of"]
+__all__ = ["ABSENT", "Config", "Settings", "read", "source", "unique", "value_of"]
 
+T = TypeVar("T")
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
-_ABSENT = object()
+ABSENT = object()  # what "auto" stands for where nothing takes its place
 _OPEN = ("optimizer.params", "scheduler.params")
 
 
@@ -58,6 +59,14 @@ class Settings:
         """Marks a key as refused, whether the config has it or not."""
         self.note(path, Fate.REFUSED, reason)
 
+    def attempt(self, path: str, make: Callable[[], T]) -> T | None:
+        """What ``make`` makes; a ValueError refuses the key."""
+        try:
+            return make()
+        except ValueError as error:
+            self.refuse(path, str(error))
+            return None
+
     def explanation(self) -> Explanation:
         """What is noted of each key, or else what the table says of it; the config's keys first, in its order."""
         found: dict[str, ExplainedKey] = {}
@@ -82,6 +91,27 @@ class Settings:
         if key in SECTIONS["ZeRO stage 3"] and stage < 3:
             return f"It is for stage 3, and the stage is {stage}."
         return None
+
+    def put(self, key: ConfigKey, path: str, value: Any) -> None:
+        """Parses a key's value and takes it; notes what is refused, or off."""
+        if value is ABSENT:
+            if key.auto:
+                self.note(path, key.fate, f"DeepSpeed reads auto as its default, {key.default!r}. {key.text}")
+            elif key.default == "auto":
+                self.values[path] = "auto"
+            else:
+                self.refuse(path, f"auto needs a value: from_ds_config(..., auto={{{path!r}: ...}})")
+            return
+        try:
+            self.values[path] = key.parse(value)
+        except ValueError as error:
+            self.refuse(path, str(error))
+            return
+        if key.fate is Fate.REFUSED:
+            if key.is_harmless(self.values[path]):
+                self.note(path, Fate.IGNORED, "It is off." + " DeepSpeed 0.19.8 raises even so." * key.removed)
+            else:
+                self.refuse(path, key.text)
 
     def note(self, path: str, fate: Fate, reason: str) -> None:
         """Says what became of a key. What is refused stays so."""
@@ -176,7 +206,7 @@ def read(config: Mapping[str, Any], *, auto: Mapping[str, Any], warn: bool) -> S
             continue
         settings.spelled.setdefault(canonical, path)
         settings.given[canonical] = value
-        _put(settings, key, canonical, _closed(canonical, value, auto))
+        settings.put(key, canonical, _closed(canonical, value, auto))
     return settings
 
 
@@ -200,29 +230,7 @@ def _closed(path: str, value: Any, auto: Mapping[str, Any]) -> Any:
     """The value with what takes the place of "auto"."""
     if path in _OPEN and isinstance(value, dict):
         return {name: auto.get(f"{path}.{name}", each) if each == "auto" else each for name, each in value.items()}
-    return auto.get(path, _ABSENT) if value == "auto" else value
-
-
-def _put(settings: Settings, key: ConfigKey, path: str, value: Any) -> None:
-    if value is _ABSENT:
-        if key.auto:
-            settings.note(path, key.fate, f"DeepSpeed reads auto as its default, {key.default!r}. {key.text}")
-        elif key.default == "auto":
-            settings.values[path] = "auto"
-        else:
-            settings.refuse(path, f"auto needs a value: from_ds_config(..., auto={{{path!r}: ...}})")
-        return
-    try:
-        found = key.parse(value)
-    except ValueError as error:
-        settings.refuse(path, str(error))
-        return
-    settings.values[path] = found
-    if key.fate is Fate.REFUSED:
-        if key.is_harmless(found):
-            settings.note(path, Fate.IGNORED, "It is off." + " DeepSpeed 0.19.8 raises even so." * key.removed)
-        else:
-            settings.refuse(path, key.text)
+    return auto.get(path, ABSENT) if value == "auto" else value
 
 
 def _renamed(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """``fds.from_ds_config``: a DeepSpeed config becomes transforms, an optimizer, a schedule and a batch's sizes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -17,7 +18,7 @@ from .explain import ConfigError, Explanation
 from .keys.config_table import key_of
 from .named_parts import optimizer_of, schedule_of
 from .schedules.lr_scheduler import RateSchedule
-from .transform_parts import TransformParts, transforms_of
+from .transform_parts import transforms_of
 
 __all__ = ["ConfigPlan", "from_ds_config"]
 
@@ -38,7 +39,7 @@ class ConfigPlan:
     schedule: RateSchedule | None
     batch: BatchSizes
     _settings: Settings = attrs.field(alias="settings", repr=False)
-    _transforms: TransformParts = attrs.field(alias="transforms", repr=False)
+    _transforms: Callable[[], Transform] = attrs.field(alias="transforms", repr=False)
 
     @property
     def transform(self) -> Transform:
@@ -47,7 +48,7 @@ class ConfigPlan:
         Raises:
             ConfigError: the folder of ``nvme_path`` is not there.
         """
-        return self._transforms.composed()
+        return self._transforms()
 
     def value(self, path: str) -> Any:
         """The value of any key of DeepSpeed's, as the config gives it or by DeepSpeed's default.
@@ -115,16 +116,12 @@ def from_ds_config(
     batch = batch_sizes(settings, world_size)
     rule, arguments = optimizer_of(settings)
     schedule, arguments = schedule_of(settings, rule, arguments, lr)
-    transforms = transforms_of(
-        settings, world_size, group=group, steps=batch.gradient_accumulation_steps if batch else 1, rule=rule, model=model
-    )
+    steps = batch.gradient_accumulation_steps if batch else 1
+    make = transforms_of(settings, world_size, group=group, steps=steps, rule=rule, model=model, schedule=schedule)
     optimizer = None
     if rule is not None and not settings.explanation().refused:
-        try:
-            optimizer = rule.built(arguments)
-        except ValueError as error:
-            settings.refuse("optimizer.params", str(error))
+        optimizer = settings.attempt("optimizer.params", partial(rule.built, arguments))
     found = settings.explanation()
     if found.refused or batch is None:
         raise ConfigError.of(found)
-    return ConfigPlan(optimizer, schedule, batch, settings, attrs.evolve(transforms, schedule=schedule))
+    return ConfigPlan(optimizer, schedule, batch, settings, make)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .config_reader import Settings
+from .config_reader import ABSENT, Settings
 from .ds_optimizers import OPTIMIZERS, OptimizerRule, muon_rates, rule_of
 from .keys.config_key import ConfigKey, Fate
 from .keys.config_table import NOT_HERE
@@ -146,20 +146,11 @@ def _parameters(s: Settings, block: str, keys: Sequence[ConfigKey]) -> dict[str,
             s.refuse(path, f"there is no such argument; the nearest is {close!r}")
             continue
         key = known[name]
-        if value == "auto":
-            s.refuse(path, f"auto needs a value: from_ds_config(..., auto={{{path!r}: ...}})")
-            continue
-        try:
-            parsed = key.parse(value)
-        except ValueError as error:
-            s.refuse(path, str(error))
-            continue
-        if key.fate is Fate.REFUSED and not key.is_harmless(parsed):
-            s.refuse(path, key.text)
-            continue
-        off = key.fate is Fate.REFUSED
-        s.note(path, Fate.IGNORED if off else key.fate, "It is off." if off else key.text.replace("=`", f"={parsed}`"))
-        found[name] = s.values[path] = parsed
+        s.put(key, path, ABSENT if value == "auto" else value)
+        if path in s and key.fate is not Fate.REFUSED:
+            s.note(path, key.fate, key.text.replace("=`", f"={s[path]}`"))
+        if path in s:
+            found[name] = s[path]
     s.rows.pop(s.spelled.get(block, block), None)
     s.given.pop(block, None)
     return found

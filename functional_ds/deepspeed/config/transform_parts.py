@@ -1,12 +1,10 @@
 """The transforms of a plan, in the order in which they are composed."""
 
+from collections.abc import Callable
 from typing import Any
-
-import attrs
 
 from functional_ds import comm
 from functional_ds.deepspeed.config.model.leaf_modules import leaf_units
-from functional_ds.sharding.grouping import UnitOf
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Transform
 from functional_ds.transforms.accumulate import accumulate
@@ -22,73 +20,49 @@ from .extra_transforms import for_ranks, stop_at_minimum, sum_gradients
 from .keys.config_key import Fate
 from .schedules.lr_scheduler import RateSchedule
 
-__all__ = ["TransformParts", "transforms_of"]
-
-
-@attrs.frozen(eq=False)
-class TransformParts:
-    """What is composed, from the storage to the whole step.
-
-    Attributes:
-        precision: mixed precision, or the check of gradients; None for neither.
-        offload: arguments of ``T.offload``, which looks for its folder when it is called; None for none.
-        sharding: ZeRO, or local gradients.
-        others: accumulation, clipping and the like.
-        schedule: the rates.
-        stops: whether an overflow at the lowest loss scale ends the run.
-        last: what checks the number of ranks.
-    """
-
-    precision: Transform | None
-    offload: dict[str, Any] | None
-    sharding: Transform | None
-    others: tuple[Transform, ...]
-    stops: bool
-    last: Transform
-    schedule: RateSchedule | None = None
-
-    def composed(self) -> Transform:
-        """All of them."""
-        away = None if self.offload is None else build_offload(self.offload)
-        rates = None if self.schedule is None else scheduled(self.schedule)
-        stop = stop_at_minimum() if self.stops else None
-        found = (self.precision, away, self.sharding, *self.others, rates, stop, self.last)
-        return compose(*(each for each in found if each is not None))
+__all__ = ["transforms_of"]
 
 
 def transforms_of(
-    s: Settings, world_size: int, *, group: comm.Group | None, steps: int, rule: OptimizerRule | None, model: Any
-) -> TransformParts:
-    """The transforms; what cannot be made is refused in the settings."""
-    units = None
-    try:
-        units = leaf_units(model, s["zero_optimization.leaf_module"])
-    except ValueError as error:
-        s.refuse("zero_optimization.leaf_module", str(error))
-    try:
-        casts = precision(s)
-    except ValueError as error:
-        s.refuse("fp16.min_loss_scale" if "fp16.min_loss_scale" in s else "fp16.initial_scale_power", str(error))
-        casts = None
+    s: Settings,
+    world_size: int,
+    *,
+    group: comm.Group | None,
+    steps: int,
+    rule: OptimizerRule | None,
+    model: Any,
+    schedule: RateSchedule | None,
+) -> Callable[[], Transform]:
+    """Composes the transforms, from the storage to the whole step; what cannot be made is refused in the settings.
+
+    ``T.offload`` looks for its folder when it is made, and so only when the result is called.
+    """
+    units = s.attempt("zero_optimization.leaf_module", lambda: leaf_units(model, s["zero_optimization.leaf_module"]))
+    exponent = "fp16.min_loss_scale" if "fp16.min_loss_scale" in s else "fp16.initial_scale_power"
+    casts = s.attempt(exponent, lambda: precision(s))
     enabled = [path for path in ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled") if s[path]]
     for path in enabled:
         s.note(path, Fate.BECAME, f"`T.{casts}`.")
     reduces = rule is not None and rule.reduces
-    shards = local_gradients(group) if reduces else _sharding(s, world_size, group, units)
+    shards = (
+        local_gradients(group)
+        if reduces
+        else s.attempt("zero_optimization.stage", lambda: sharding(s, world_size, group, units))
+    )
     if shards is not None and "zero_optimization.stage" in s:
         checks = "" if enabled or casts is None else f" `T.{casts}` leaves out steps whose gradients are not finite, as there."
         s.note("zero_optimization.stage", Fate.BECAME, f"`T.{shards}`.{checks}")
-    last = for_ranks(world_size, group)
-    dynamic = s["fp16.enabled"] and not s["fp16.loss_scale"] and s["zero_optimization.stage"] > 0
-    return TransformParts(casts, offloading(s), shards, tuple(_others(s, world_size, steps, reduces)), bool(dynamic), last)
+    away, others = offloading(s), _others(s, world_size, steps, reduces)
+    stops = s["fp16.enabled"] and not s["fp16.loss_scale"] and s["zero_optimization.stage"] > 0
 
+    def composed() -> Transform:
+        offload = None if away is None else build_offload(away)
+        rates = None if schedule is None else scheduled(schedule)
+        stop = stop_at_minimum() if stops else None
+        found = (casts, offload, shards, *others, rates, stop, for_ranks(world_size, group))
+        return compose(*(each for each in found if each is not None))
 
-def _sharding(s: Settings, world_size: int, group: comm.Group | None, units: UnitOf | None) -> Transform | None:
-    try:
-        return sharding(s, world_size, group, units)
-    except ValueError as error:
-        s.refuse("zero_optimization.stage", str(error))
-        return None
+    return composed
 
 
 def _others(s: Settings, world_size: int, steps: int, reduces: bool) -> list[Transform]:

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from functional_ds.deepspeed.api_names import ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.deepspeed.config.explain import UsageError
-from functional_ds.step.state.state import State
 
 from .common.engine_counts import EngineCounts
 from .common.engine_files import EngineFiles
-from .config_values import ConfigValues
 from .ds_optimizer import EngineOptimizer
 from .engine_numbers import EngineNumbers
 from .engine_reports import Reports
@@ -24,7 +22,7 @@ from .whole_batches import WholeBatches
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, ConfigValues, nn.Module):
+class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, nn.Module):
     """What ``initialize`` returns: DeepSpeed's engine, as a thin shell over ``step.open``, ``backward`` and ``finish``.
 
     ```
@@ -251,18 +249,8 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, C
 
     _reads_deepspeed = True
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def _settled(self) -> State:
-        return self.state
-
-    def _begin_load(self) -> State:
+    def _discard(self) -> None:
         self._loop.discard()
-        return self._loop.state  # type: ignore[no-any-return]
-
-    def _replace(self, state: State) -> None:
-        self._loop.replace(state)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,12 @@
-"""What an engine answers of its last update and its next one, and the step, function and state that it runs."""
+"""What an engine answers of its updates, its batches and its place, and the step, function and state that it runs."""
 
 from typing import Any
 
+import torch
+from torch.utils.data import DistributedSampler
+
+from functional_ds import comm
+from functional_ds.deepspeed.utils.loaders import EngineLoader, data_loader
 from functional_ds.modules.functional import Apply
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state.state import State
@@ -14,16 +19,19 @@ from .loop.monitors import Monitors
 
 __all__ = ["EngineNumbers"]
 
+_ROUTES = ("train", "eval", "predict")
+
 
 class EngineNumbers(CountedEngine):
-    """Questions of an engine whose answers change with each update."""
+    """Questions of an engine whose answers may change, and the calls that change them."""
 
     _loop: Any
+    collate_fn: Any
+    optimizer: Any
     _reports: Reports
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The param groups, as they are now."""
-        raise NotImplementedError
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     @property
     def micro_steps(self) -> int:
@@ -69,6 +77,10 @@ class EngineNumbers(CountedEngine):
         """Its state. An update takes the state's memory, so keep none of them."""
         return self._loop.settled()  # type: ignore[no-any-return]
 
+    @state.setter
+    def state(self, state: State) -> None:
+        self._loop.replace(state)
+
     @property
     def monitor(self) -> Monitors:
         """The config's monitors: ``write_events([(name, value, engine.global_samples)])`` logs numbers of your own."""
@@ -77,3 +89,82 @@ class EngineNumbers(CountedEngine):
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of the last update's "fwd", "bwd" and "step", with ``wall_clock_breakdown``."""
         return dict(self._reports.times)
+
+    @property
+    def device(self) -> torch.device:
+        """Where params are."""
+        return self._loop.state.step.device  # type: ignore[no-any-return]
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among the data-parallel ranks."""
+        return comm.world().rank
+
+    @property
+    def data_parallel_group(self) -> comm.Group:
+        """The data-parallel ranks: all."""
+        return comm.world()
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches; else each ``step`` is a boundary."""
+        return self._counts.managed
+
+    def get_batch_info(self) -> tuple[Any, Any, Any]:
+        """The three methods above that give a batch's sizes."""
+        return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the number of micro-batches.
+
+        Raises:
+            ValueError: it is no whole number of micro-batches.
+        """
+        rows = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size < rows or train_batch_size % rows:
+            raise ValueError(
+                f"train_batch_size={train_batch_size} is no multiple of the {rows} rows of a micro-batch on all ranks"
+            )
+        self._loop.micro_batches = self._counts.micro_batches = train_batch_size // rows
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the rows of a micro-batch, for counts and loaders made later."""
+        self._counts.micro_rows = micro_batch_size
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> EngineLoader:
+        """A loader of this rank's part of a data set, as ``initialize`` makes one of ``training_data``.
+
+        Args:
+            dataset: torch's.
+            batch_size: rows of a micro-batch on this rank; by default the config's.
+            route: "train" for shuffled rows; "eval" and "predict" leave them in order.
+            pin_memory: of no effect: memory is pinned where there is a GPU.
+            data_sampler: another than ``DistributedSampler``.
+            collate_fn: from rows to a batch; by default the one that ``initialize`` was given.
+            num_local_io_workers: of no effect: this process reads.
+
+        Raises:
+            ValueError: the route is another.
+        """
+        del pin_memory, num_local_io_workers
+        if route not in _ROUTES:
+            raise ValueError(f"route={route!r}: one of {', '.join(_ROUTES)}")
+        if data_sampler is None and route != "train":
+            here = comm.world()
+            data_sampler = DistributedSampler(dataset, num_replicas=here.size, rank=here.rank, shuffle=False)
+        return data_loader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            collate_fn=collate_fn or self.collate_fn,
+            drop_last=self.plan.value("dataloader_drop_last"),
+            sampler=data_sampler,
+        )

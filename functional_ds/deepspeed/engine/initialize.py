@@ -186,12 +186,11 @@ def _pipeline(
     if lr_scheduler is not None:
         config = {name: block for name, block in config.items() if name != "scheduler"}
 
-    def make(plan: ConfigPlan) -> GivenOptimizer:
+    def make(plan: ConfigPlan, counts: EngineCounts) -> GivenOptimizer:
         groups = _groups(plan, client, model, dicts, names)
         holder = client or SimpleNamespace(param_groups=[group.given for group in groups])
-        counts = EngineCounts(1)
         counts.scheduler = _scheduler(plan, lr_scheduler, holder, groups, counts, on_host=True)
-        return GivenOptimizer(live_optimizer(groups), [each.given for each in groups], counts)
+        return GivenOptimizer(counts, live_optimizer(groups), [group.given for group in groups])
 
     engine = pipeline_engine(
         model,  # type: ignore[arg-type]

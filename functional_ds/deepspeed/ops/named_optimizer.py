@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.deepspeed.config.ds_optimizers import OPTIMIZERS, OptimizerRule
+from functional_ds.deepspeed.config.keys.class_arguments import bound, sign
 from functional_ds.deepspeed.config.keys.config_key import Fate
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.sharding.leaf_map import LeafMap
@@ -17,7 +18,7 @@ __all__ = ["NamedOptimizer"]
 
 
 class NamedOptimizer(torch.optim.Optimizer):
-    """An optimizer of DeepSpeed's, with torch's interface.
+    """An optimizer of DeepSpeed's, with torch's interface. A class's statement has its arguments with DeepSpeed's defaults.
 
     ``deepspeed.initialize`` takes its groups and their rules, and updates shards of params by these. By itself ``step`` moves
     each param by the same rule. The law: both are the rule of the config's optimizer of that name.
@@ -33,12 +34,17 @@ class NamedOptimizer(torch.optim.Optimizer):
     rule: OptimizerRule
     fixed: Mapping[str, Any]
 
-    def __init_subclass__(cls, rule: str, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
+    def __init_subclass__(cls, rule: str, params: str = "params", **defaults: Any) -> None:
+        super().__init_subclass__()
+        sign(cls, params, defaults)
         cls.rule = next(each for each in OPTIMIZERS if each.name == rule)
 
-    def _begin(self, params: Any, arguments: Mapping[str, Any]) -> None:
-        """Makes the param groups, of the constructor's arguments."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        arguments = bound(type(self), args, kwargs)
+        params = next(iter(arguments.values()))
+        if "adamw_mode" in arguments:
+            arguments["adam_w_mode"] = arguments.pop("adamw_mode")
+        vars(self).update({name: arguments[name] for name in ("adam_w_mode", "set_grad_none") if name in arguments})
         given = {key: arguments[key.name] for key in self.rule.keys if key.name in arguments}
         for key, value in given.items():
             if (key.fate is Fate.REFUSED and value) or (key.name == "fp32_optimizer_states" and not value):

@@ -13,7 +13,6 @@ from functional_ds.deepspeed.api_names import ENGINE, PIPELINE_ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.deepspeed.engine.common.engine_counts import CountedEngine, EngineCounts
 from functional_ds.deepspeed.engine.common.engine_files import EngineFiles
-from functional_ds.deepspeed.engine.loop.config_questions import ConfigQuestions
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
 from functional_ds.deepspeed.engine.loop.monitors import Monitors
@@ -38,17 +37,17 @@ class GivenOptimizer:
     """What takes the place of a config's optimizer and scheduler in a pipeline; by default nothing does.
 
     Attributes:
+        counts: of the engine, with the scheduler that moves the groups' rates.
         rule: the optimizer.
         groups: its param groups, whose numbers the rule follows.
-        counts: of the engine, with the scheduler that moves their rates.
     """
 
+    counts: EngineCounts
     rule: Optimizer | PerParameter | None = None
     groups: list[dict[str, Any]] = attrs.field(factory=list)
-    counts: EngineCounts = attrs.field(factory=lambda: EngineCounts(1))
 
 
-class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
+class PipelineEngine(CountedEngine, EngineFiles):
     """An engine whose update takes ``gradient_accumulation_steps()`` micro-batches from an iterator.
 
     Law: its losses and params are those of the module on one device, on the micro-batches of all data-parallel ranks.
@@ -56,7 +55,6 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
     Attributes:
         module: the ``PipelineModule``. The params of this rank's stage are those of the state, as they are now; those of other
             stages are empty. ``module_state_dict()`` has all.
-        state: of the step.
         training_dataloader: the loader of ``training_data``; None without it.
         lr_scheduler: is moved after each update that was made, where one was given.
         plan: of the config.
@@ -66,7 +64,6 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
     """
 
     module: PipelineModule
-    state: State
 
     def __init__(
         self,
@@ -82,18 +79,15 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
         self.plan, self._parts, self._step = plan, parts, step
         self.monitor = Monitors.of(plan)
         self.grid = PipelineParallelGrid(module.topology())
-        self.state = step.init(parts.params, modules=parts.modules)
+        state = step.init(parts.params, modules=parts.modules)
         stage = plan.value("zero_optimization.stage")
         module.empty_bare()
         self._live = LiveModule(module, parts.modules["stage 0"], dict(module.named_parameters()), stage < 3)  # modes are ours
-        self._show()
-        self._live.clear_others(self.state)
+        self.state = state
+        self._live.clear_others(state)
         self._metrics: Metrics = {}
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
-
-    def _show(self) -> None:
-        self._live.show(self._step, self.state)
 
     # -- data
 
@@ -128,7 +122,6 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
             self.set_dataiterator(data_iter)
         batch = self._next(self.gradient_accumulation_steps())
         self.state, metrics = self._step(self.state, batch)
-        self._show()
         self._metrics = metrics
         self._counts.updated(metrics, self.train_batch_size(), None)
         loss: Tensor = metrics["loss"]
@@ -195,18 +188,6 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
         return self.train(False)
 
     # -- numbers
-
-    def train_batch_size(self) -> int:
-        """Rows of an update, on all ranks."""
-        return self.plan.batch.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Rows of a micro-batch."""
-        return self.plan.batch.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of an update."""
-        return self.plan.batch.gradient_accumulation_steps
 
     @property
     def micro_batches(self) -> int:
@@ -285,14 +266,15 @@ class PipelineEngine(CountedEngine, EngineFiles, ConfigQuestions):
     def _groups(self) -> list[dict[str, Any]]:
         return self.param_groups
 
-    def _settled(self) -> State:
-        return self.state
+    @property
+    def state(self) -> State:
+        """Of the step. An update takes its memory, so keep none of them."""
+        return self._state
 
-    _begin_load = _settled
-
-    def _replace(self, state: State) -> None:
-        self.state = state
-        self._show()
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        self._live.show(self._step, state)
 
 
 def _share(module: PipelineModule) -> None:
@@ -312,7 +294,7 @@ def pipeline_engine(
     module: PipelineModule,
     config: Any,
     *,
-    make: Callable[[ConfigPlan], GivenOptimizer] | None = None,
+    make: Callable[[ConfigPlan, EngineCounts], GivenOptimizer] | None = None,
     lr: float | None = None,
     training_data: Dataset[Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
@@ -322,7 +304,7 @@ def pipeline_engine(
     Args:
         module: the layers; of each parameter the first rank's count that has its stage, of those given whole rank 0's.
         config: as ``from_ds_config`` takes it. Its batch's sizes are per data-parallel rank, as there.
-        make: from the config's plan to what takes the place of its optimizer and scheduler.
+        make: from the config's plan and the engine's counts to what takes the place of its optimizer and scheduler.
         lr: the rate of an optimizer that the config does not have, for a scheduler in it.
         training_data: each data-parallel rank reads its part; ``train_batch`` without an iterator in order, as DeepSpeed's,
             and ``engine.training_dataloader`` shuffled, as torch's DistributedSampler does.
@@ -349,7 +331,8 @@ def pipeline_engine(
     plan = from_ds_config(config, parts.data.size, group=parts.data, lr=lr, warn=True)
     whole = plan.to_ds_config()  # the pipeline cuts the batch into micro-batches, so nothing else accumulates
     whole.update(gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=plan.batch.rows)
-    given = GivenOptimizer() if make is None else make(plan)
+    counts = EngineCounts(plan.batch.gradient_accumulation_steps)
+    given = GivenOptimizer(counts) if make is None else make(plan, counts)
     if given.counts.scheduler is not None:
         whole.pop("scheduler", None)
     plain = from_ds_config(whole, parts.data.size, group=parts.data, lr=lr, warn=True)

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from functional_ds import comm
@@ -92,6 +92,16 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
+def _gives(attribute: str) -> Callable[[Any], Any]:
+    """A method that returns an attribute."""
+
+    def get(self: Any) -> Any:
+        return getattr(self, attribute)
+
+    get.__doc__ = f"``{attribute}``."
+    return get
+
+
 class PipelineParallelGrid:
     """``PipelineEngine.grid``: a topology as seen from this rank, with the groups of ranks that share something.
 
@@ -100,6 +110,9 @@ class PipelineParallelGrid:
         world_size: the number of ranks.
         stage_id: this rank's stage.
         data_parallel_id: which of the pipelines this rank is in.
+        pipe_parallel_size: the number of stages.
+        data_parallel_size: the number of pipelines.
+        slice_parallel_size: the number of slices of a layer.
 
     Args:
         topology: of all ranks; its axes "pipe" and "data", and "model" where layers are cut.
@@ -145,43 +158,21 @@ class PipelineParallelGrid:
         """The rank of a stage in this rank's pipeline, or at other places of other axes."""
         return self._topo.get_rank(**{**self._place, "pipe": stage_id, **places})
 
-    def get_global_rank(self) -> int:
-        """This rank's number."""
-        return self.global_rank
-
-    def get_stage_id(self) -> int:
-        """This rank's stage."""
-        return self.stage_id
-
-    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """The number of stages."""
-        return self.pipe_parallel_size
-
-    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_global_rank = _gives("global_rank")
+    get_stage_id = get_pipe_parallel_rank = get_pipeline_model_parallel_rank = _gives("stage_id")
+    get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size = _gives("pipe_parallel_size")
+    get_data_parallel_id = get_data_parallel_rank = _gives("data_parallel_id")
+    get_data_parallel_world_size = _gives("data_parallel_size")
+    get_data_parallel_group_ranks = _gives("dp_group")
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size = _gives("slice_parallel_size")
 
     def get_pipe_parallel_group(self) -> comm.Group:
         """The ranks of this rank's pipeline."""
         return self._group(self.pp_group, "pipe")
 
-    def get_data_parallel_id(self) -> int:
-        """Which of the pipelines this rank is in."""
-        return self.data_parallel_id
-
-    get_data_parallel_rank = get_data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        """The number of pipelines."""
-        return self.data_parallel_size
-
     def get_data_parallel_group(self) -> comm.Group:
         """The ranks with this rank's stage, one a pipeline."""
         return self._group(self.dp_group, "data")
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Their numbers."""
-        return self.dp_group
 
     def get_model_parallel_rank(self) -> int:
         """This rank's place among the ranks that have one copy of the model: all stages, with all their slices."""
@@ -200,12 +191,6 @@ class PipelineParallelGrid:
         return self._place.get("model", 0)
 
     get_tensor_model_parallel_rank = get_slice_parallel_rank
-
-    def get_slice_parallel_world_size(self) -> int:
-        """The number of slices."""
-        return self.slice_parallel_size
-
-    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
 
     def get_slice_parallel_group(self) -> comm.Group:
         """The ranks with the slices of this rank's layers; this rank alone where they are whole."""

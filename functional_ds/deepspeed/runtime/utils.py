@@ -71,7 +71,7 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 def get_ma_status() -> int:
     """The device's bytes in use; 0 on ranks other than 0."""
-    return 0 if comm.world().rank else get_accelerator().memory_allocated()
+    return 0 if comm.world().rank else int(get_accelerator().memory_allocated())
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:

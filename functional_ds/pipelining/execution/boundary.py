@@ -12,8 +12,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass
-from functional_ds.pipelining.stages.shape_check import OnesReadMode, mapped, standing_for
-from functional_ds.pipelining.stages.stages import LossInput, Stages
+from functional_ds.pipelining.stages.stages import LossInput, OnesReadMode, Stages, mapped, standing_for
 from functional_ds.step.pass_scope import Pass
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step

@@ -22,8 +22,8 @@ from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.step.pass_scope import Pass
 
 from .boundary import Boundary
-from .in_flight import InFlightMicroBatch
 from .recorder import SavedBytes
+from .split_backward import InFlightMicroBatch
 
 __all__ = ["estimated"]
 

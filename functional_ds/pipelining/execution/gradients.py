@@ -27,8 +27,7 @@ from .boundary import Crossing, ShapeRun, TensorMeta, on_shapes, signature, view
 from .gathered import GatheredParams
 from .placement import Placement, StageParams
 from .recorder import Recorder
-from .rehearsal import Rehearsal
-from .runner import MicroBatch, Runner
+from .runner import MicroBatch, Rehearsal, Runner
 
 __all__ = ["PipelineSpec", "gradients", "measure"]
 
@@ -72,12 +71,9 @@ def gradients(
     """
     placement: Placement = state.slots["pipeline"]
     with ExitStack() as stack:
-        gathered = {}
-        for part in placement.here(spec.group.rank):
-            alone, places = step.select(state, frozenset(part.paths))
-            own = None if carry is None else [carry.sum[place] for place in places]
-            gathered[part.name] = GatheredParams(step, alone, places, trains=True, carry=own, last=last)
-            stack.callback(gathered[part.name].close)
+        gathered = _gathered(spec, step, state, stack, trains=True)
+        for held in gathered.values():
+            held.carry, held.last = None if carry is None else [carry.sum[place] for place in held.places], last
         scope = BufferScope(state.slots.get(BUFFERS))
         stack.enter_context(Pass(buffers=scope))
         runner = _runner(spec, step, state, batch, gathered, records=True)
@@ -99,19 +95,24 @@ def gradients(
 
 def measure(spec: PipelineSpec, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
     """The loss of a batch and its metrics, without gradients."""
-    placement: Placement = state.slots["pipeline"]
     with ExitStack() as stack:
-        gathered = {}
-        for part in placement.here(spec.group.rank):
-            alone, places = step.select(state, frozenset(part.paths))
-            gathered[part.name] = GatheredParams(step, alone, places, trains=False)
-            stack.callback(gathered[part.name].close)
+        gathered = _gathered(spec, step, state, stack, trains=False)
         state = tree.replace(state, key=None)
         scope = BufferScope(state.slots.get(BUFFERS), keeps=False)
         stack.enter_context(Pass(trains=False, buffers=scope))
         runner = _runner(spec, step, state, batch, gathered, records=False)
         runner.run(_steps(spec, state))
         return _metrics(runner, state)
+
+
+def _gathered(spec: PipelineSpec, step: Step, state: State, stack: ExitStack, *, trains: bool) -> dict[str, GatheredParams]:
+    """This rank's params, by part; the stack closes them."""
+    placement: Placement = state.slots["pipeline"]
+    found = {}
+    for part in placement.here(spec.group.rank):
+        found[part.name] = GatheredParams(step, *step.select(state, frozenset(part.paths)), trains=trains)
+        stack.callback(found[part.name].close)
+    return found
 
 
 def _steps(spec: PipelineSpec, state: State) -> list[tuple[Action, ...]]:

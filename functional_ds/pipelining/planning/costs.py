@@ -8,7 +8,7 @@ import numpy as np
 
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.pipelining.schedules.action import Kind
-from functional_ds.pipelining.schedules.earliest import Floats
+from functional_ds.pipelining.schedules.graph import Floats
 
 __all__ = ["Costs", "PerStage"]
 

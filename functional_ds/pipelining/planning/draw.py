@@ -1,4 +1,4 @@
-"""``draw``: timelines as Gantt charts with memory under them; ``text``: for a terminal."""
+"""``draw``: timelines as Gantt charts with memory under them."""
 
 import math
 from os import PathLike
@@ -8,7 +8,7 @@ from functional_ds.pipelining.schedules.action import Kind
 
 from .timeline import Timeline
 
-__all__ = ["draw", "text"]
+__all__ = ["draw"]
 
 # The literature's colours: blue forwards, teal and green backwards.
 _COLOURS = {Kind.F: "#4c72b0", Kind.I: "#64b5cd", Kind.W: "#55a868", Kind.B: "#2a8b8b"}
@@ -38,7 +38,7 @@ def draw(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("draw needs matplotlib: pip install 'functional-ds[train]'; text(timeline) does without") from error
+        raise ImportError("draw needs matplotlib: pip install 'functional-ds[train]'; print(timeline) does without") from error
     shown = [timeline] if beside is None else [timeline, beside]
     ranks = max(each.schedule.ranks for each in shown)
     height = 1.6 + min(12.0, 0.32 * ranks) + 1.8
@@ -97,22 +97,3 @@ def _memory(axes: Any, timeline: Timeline) -> None:
         axes.step(times, held, where="post", linewidth=1, label=f"rank {rank}")
     axes.set(ylabel="activations", xlabel="time", ylim=(0, None))
     axes.legend(fontsize=7, ncols=4, loc="lower center")
-
-
-def text(timeline: Timeline, *, width: int = 100) -> str:
-    """A line for each rank, as ``str(timeline)``: time from left to right, dots where the rank is idle.
-
-    Each action shows its kind and, where they fit, its micro-batch and its length. Letters of a rank's later stages are lower
-    case.
-
-    Args:
-        timeline: what is shown.
-        width: the most columns for the makespan.
-
-    >>> from functional_ds.pipelining import one_f_one_b, timeline
-    >>> print(text(timeline(one_f_one_b(2, 3)), width=24))
-    makespan 12, bubble 25.0%, peak memory 2
-    rank 0 |F0F1....B0--F2B1--..B2--|
-    rank 1 |..F0B0--F1B1--F2B2--....|
-    """
-    return timeline.text(width=width)

@@ -7,8 +7,7 @@ import attrs
 import numpy as np
 
 from functional_ds.pipelining.schedules.action import kinds, stages
-from functional_ds.pipelining.schedules.earliest import Floats
-from functional_ds.pipelining.schedules.graph import Graph, build_graph
+from functional_ds.pipelining.schedules.graph import Floats, Graph, build_graph
 from functional_ds.pipelining.schedules.schedule import Schedule
 
 from .costs import Costs

@@ -8,8 +8,7 @@ import attrs
 import numpy as np
 
 from functional_ds.pipelining.schedules.action import Action, Codes, Kind, kinds, stages, unpack
-from functional_ds.pipelining.schedules.earliest import Floats, earliest_times
-from functional_ds.pipelining.schedules.graph import Graph, build_graph, sent_graph, weights_done
+from functional_ds.pipelining.schedules.graph import Floats, Graph, build_graph, earliest_times, sent_graph, weights_done
 from functional_ds.pipelining.schedules.schedule import Schedule
 
 from .costs import Costs
@@ -197,11 +196,20 @@ class Timeline:
         return f"<Timeline: {size}, makespan {self.makespan:g}, bubble {self.bubble:.1%}, peak {max(self.peak):g}>"
 
     def text(self, *, width: int = 100, ranks: int | None = None) -> str:
-        """A line for each rank, time from left to right; see ``pipelining.text``.
+        """A line for each rank: time from left to right, dots where the rank is idle.
+
+        Each action shows its kind and, where they fit, its micro-batch and its length. Letters of a rank's later stages are
+        lower case.
 
         Args:
             width: the most columns for the makespan.
-            ranks: how many ranks are shown; by default all.
+            ranks: how many are shown; None for all.
+
+        >>> from functional_ds.pipelining import one_f_one_b, timeline
+        >>> print(timeline(one_f_one_b(2, 3)).text(width=24))
+        makespan 12, bubble 25.0%, peak memory 2
+        rank 0 |F0F1....B0--F2B1--..B2--|
+        rank 1 |..F0B0--F1B1--F2B2--....|
         """
         durations = self._end - self._start
         shortest = float(durations[durations > 0].min(initial=self.makespan or 1.0))

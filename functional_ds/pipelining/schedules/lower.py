@@ -7,8 +7,7 @@ import attrs
 import numpy as np
 
 from .action import ALL, COMPUTE, MESSAGES, Action, Codes, Kind, kinds, microbatches, pack, stages
-from .earliest import Floats, earliest_times
-from .graph import Graph, build_graph, weights_done
+from .graph import Floats, Graph, build_graph, earliest_times, weights_done
 from .schedule import Schedule
 
 __all__ = ["lower", "receives_early"]

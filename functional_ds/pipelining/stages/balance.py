@@ -1,7 +1,8 @@
 """``balanced``, ``uniformly``: where to cut a row of blocks into stages."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 __all__ = ["balanced", "uniformly"]
 
@@ -25,7 +26,7 @@ def uniformly(blocks: int, stages: int) -> tuple[int, ...]:
 def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """The first block of each stage, such that the most expensive stage costs as little as possible.
 
-    Law: no other cut of the row has a smaller maximum. Cost: O(stages · blocks · log blocks), by dynamic programming.
+    Law: no other cut of the row has a smaller maximum. Cost: O(blocks² · log blocks), by bisection over the sums of stretches.
 
     Args:
         costs: each block's cost, not negative.
@@ -42,32 +43,21 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
         if not 0 <= cost < float("inf"):
             raise ValueError(f"costs[{place}] is {cost}; costs are finite and not negative")
     total = [0.0, *accumulate(costs)]
-    count = len(costs)
-    worst = [total[count] - total[begin] for begin in range(count + 1)]  # the least maximum for the blocks from each on
-    choices: list[list[int]] = []
-    for rest in range(1, stages):  # the number of stages that follow
-        ends = [_first_end(total, worst, begin, count - rest) for begin in range(count - rest)]
-        choices.append(ends)
-        worst = [max(total[end] - total[begin], worst[end]) for begin, end in enumerate(ends)]
-    starts = [0]
-    for ends in reversed(choices):
-        starts.append(ends[starts[-1]])
-    return tuple(starts)
+    dearest = max(end - begin for begin, end in pairwise(total))
+    sums = sorted({total[end] - total[begin] for end in range(len(total)) for begin in range(end)})
 
+    def starts(limit: float) -> list[int]:
+        """Of as few stages as none costs more than a limit."""
+        found = [0]
+        for block in range(len(costs)):
+            if total[block + 1] - total[found[-1]] > limit:
+                found.append(block)
+        return found
 
-def _first_end(total: Sequence[float], worst: Sequence[float], begin: int, latest: int) -> int:
-    """The best end of a stage that begins at ``begin``, by bisection: with the end its cost grows, that of the rest falls."""
-    low, high = begin + 1, latest
-    while low < high:
-        middle = (low + high) // 2
-        if total[middle] - total[begin] >= worst[middle]:
-            high = middle
-        else:
-            low = middle + 1
-    before = low - 1
-    if before > begin and max(total[before] - total[begin], worst[before]) <= max(total[low] - total[begin], worst[low]):
-        return before
-    return low
+    least = bisect_left(sums, True, key=lambda limit: limit >= dearest and len(starts(limit)) <= stages)
+    found = starts(sums[least])
+    spare = [block for block in range(len(costs)) if block not in found]  # more stages than that cost no more
+    return tuple(sorted([*found, *spare[: stages - len(found)]]))
 
 
 def _refuse(blocks: int, stages: int) -> None:

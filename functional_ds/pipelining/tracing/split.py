@@ -1,22 +1,150 @@
-"""Splitting a program into stages: which instructions each stage runs, and which tensors it sends to the next.
+"""Where stages begin, and what each of them runs, takes and sends."""
 
-From the last stage to the first::
-
-    wanted = the tensors that the next stage needs, or the module's result
-    for each instruction before the stage's end, from the last to the first:
-        run it if it lies in the stage, or follows from the inputs alone; and if it makes something wanted, writes into
-        something wanted, or must not be left out; then its arguments are wanted in place of its results
-    arriving = what is still wanted, but for params, buffers and what follows from the inputs alone
-"""
-
-from collections.abc import Iterable, Sequence
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import attrs
+from torch import nn
 
-from .program import Instruction, Program, StageProgram
+from functional_ds.pipelining.stages.balance import balanced, uniformly
 
-__all__ = ["split_program"]
+from .program import Instruction, ModuleCall, Program, StageProgram
+
+__all__ = ["balanced_split", "candidates", "modules_around", "named_split", "split_program"]
+
+
+def candidates(module: nn.Module, at: Any, blocks: str | None) -> list[list[ModuleCall]]:
+    """The calls that each entry of ``at`` may mean; for a number of stages, the first calls of all blocks.
+
+    Args:
+        module: the module that is cut.
+        at: module paths, patterns or (path, n) pairs; or a number of stages.
+        blocks: a pattern of the blocks' paths.
+
+    Raises:
+        ValueError: an entry names no module; the message gives the nearest paths.
+        TypeError: ``at`` is neither a number nor a list.
+    """
+    paths = {path for path, _ in module.named_modules(remove_duplicate=False) if path}
+    if isinstance(at, int):
+        return [_blocks(module, at) if blocks is None else _found(paths, blocks, "blocks")]
+    if isinstance(at, str) or not isinstance(at, Iterable):
+        raise TypeError(f"at={at!r}: give a number of stages, or a list of modules' paths")
+    entries = [(each, 0) if isinstance(each, str) else each for each in at]
+    return [[(path, times) for path, _ in _found(paths, name, "at")] for name, times in entries]
+
+
+def _found(paths: set[str], name: str, argument: str) -> list[ModuleCall]:
+    if name in paths:
+        return [(name, 0)]
+    found = sorted(fnmatch.filter(paths, name)) if "*" in name or "[" in name else []
+    if not found:
+        near = difflib.get_close_matches(name, paths, n=3, cutoff=0.3)
+        raise ValueError(f"{argument}: {name!r} is no module of this one; the nearest are {', '.join(near) or sorted(paths)}")
+    return [(path, 0) for path in found]
+
+
+def _blocks(module: nn.Module, stages: int) -> list[ModuleCall]:
+    """The entries of the ModuleList or Sequential with the most parameters that has enough of them."""
+    rows = [(path, part) for path, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
+    fitting = [(path, part) for path, part in rows if len(part) >= stages]
+    if not fitting:
+        longest = max((len(part) for _, part in rows), default=0)
+        raise ValueError(
+            f"at={stages}: the longest ModuleList or Sequential has {longest} entries; name the blocks: blocks='pattern'"
+        )
+    path, part = max(fitting, key=lambda each: sum(p.numel() for p in each[1].parameters()))
+    return [(f"{path}.{name}" if path else name, 0) for name, _ in part.named_children()]
+
+
+def modules_around(starts: Sequence[Sequence[ModuleCall]]) -> frozenset[str]:
+    """The modules that contain a module that may begin a stage; their forwards are traced call by call."""
+    paths = [path for each in starts for path, _ in each]
+    return frozenset(path[:end] for path in paths for end, letter in enumerate(path) if letter == ".") | {""}
+
+
+def named_split(program: Program, starts: Sequence[Sequence[ModuleCall]]) -> tuple[ModuleCall, ...]:
+    """The calls that begin stages, in order.
+
+    Raises:
+        ValueError: a module is not called (so often), begins the model, or is called before one that is named earlier.
+    """
+    found: list[ModuleCall] = []
+    for several in starts:
+        called = [call for call in several if call in program.calls]
+        if not called:
+            path, times = several[0]
+            raise ValueError(f"at: {path!r} is not called {'' if not times else f'{times + 1} times '}with this example")
+        found.extend(sorted(called, key=lambda call: program.calls[call]))
+    last: ModuleCall = ("", 0)
+    for call in found:
+        if program.calls[call] == 0:
+            raise ValueError(f"at: nothing is computed before {call[0]!r}; leave it out, as the first stage needs no name")
+        if found.count(call) > 1:
+            raise ValueError(f"at: {call[0]!r} is there twice; a call of a module begins one stage")
+        if program.calls[call] < program.calls[last]:
+            raise ValueError(
+                f"at: {last[0]!r} stands before {call[0]!r}, but is called after it; cuts are in the order of calls"
+            )
+        last = call
+    return tuple(found)
+
+
+def balanced_split(
+    program: Program,
+    module: nn.Module,
+    blocks: Sequence[ModuleCall],
+    *,
+    stages: int,
+    by: Any,
+    timed: Callable[[Sequence[ModuleCall]], Sequence[float]],
+) -> tuple[ModuleCall, ...]:
+    """The calls of blocks that begin stages of equal cost; what is computed around the blocks counts with its neighbours.
+
+    Args:
+        program: the traced module.
+        module: the module itself.
+        blocks: the first calls of all blocks.
+        stages: how many.
+        by: what stages share equally, as for ``cut``.
+        timed: seconds of each stretch of the program that begins with one of these calls.
+
+    Raises:
+        ValueError: too few blocks are called, or ``by`` has another number of costs.
+    """
+    paths = {path for path, _ in blocks}
+    rows = sorted((call for call in program.calls if call[0] in paths), key=lambda call: program.calls[call])
+    if len(rows) < stages:
+        raise ValueError(f"at={stages}: only {len(rows)} blocks are called with this example; each stage needs one")
+    if isinstance(by, str) and by == "blocks":
+        return tuple(rows[start] for start in uniformly(len(rows), stages)[1:])
+    costs = _costs(program, module, rows, by, timed)
+    if len(costs) != len(rows):
+        raise ValueError(f"by has {len(costs)} costs for {len(rows)} blocks: {', '.join(path for path, _ in rows)}")
+    return tuple(rows[start] for start in balanced(costs, stages)[1:])
+
+
+def _costs(program: Program, module: nn.Module, rows: Sequence[ModuleCall], by: Any, timed: Callable[..., Any]) -> list[float]:
+    if by == "parameters":
+        sizes = {path: parameter.numel() for path, parameter in module.named_parameters()}
+        return [float(sum(sizes[path] for path in paths)) for paths in _params(program, rows)]
+    if by == "measured":
+        return list(timed(rows))
+    if callable(by):
+        return [float(by(path, module.get_submodule(path))) for path, _ in rows]
+    if isinstance(by, (list, tuple)):
+        return [float(cost) for cost in by]
+    raise ValueError(f"by={by!r} is unknown; use 'blocks', 'parameters', 'measured', a list of costs or a function")
+
+
+def _params(program: Program, rows: Sequence[ModuleCall]) -> list[set[str]]:
+    """The parameters of each block's stretch of the program."""
+    bounds = [0, *(program.calls[call] for call in rows[1:]), len(program.instructions)]
+    stretches = [program.instructions[begin:end] for begin, end in pairwise(bounds)]
+    return [{path for each in stretch for path in program.params(each)} for stretch in stretches]
 
 
 def split_program(program: Program, cuts: Sequence[int]) -> tuple[StageProgram, ...]:

@@ -26,11 +26,22 @@ from torch import Tensor, nn
 
 from functional_ds.base.torch_private import FakeTensor, FakeTensorMode
 from functional_ds.comm.record.group import call_site
-from functional_ds.pipelining.stages.shape_check import NEEDS_VALUES
+from functional_ds.pipelining.stages.stages import NEEDS_VALUES
 
 from .interception import FunctionCalls, OperatorLog, intercept, no_checkpoint, storage_number, under_checkpoint, unobserved
-from .program import Instruction, ModuleCall, Program, TensorSource, TorchModes, torch_modes
-from .templates import Placeholder, Template, make_template, opaque_holder, tensors_in
+from .program import (
+    Instruction,
+    ModuleCall,
+    Placeholder,
+    Program,
+    Template,
+    TensorSource,
+    TorchModes,
+    make_template,
+    opaque_holder,
+    tensors_in,
+    torch_modes,
+)
 
 __all__ = ["NotConstant", "trace_forward"]
 

@@ -26,7 +26,8 @@ class Summing(Protocol):
 
     def sum_over_ranks(self, state: State, scalars: Any) -> Any: ...
 
-    def wraps(self, phase: str) -> bool: ...
+    @property
+    def sums(self) -> bool: ...
 
 
 def with_unused(step: Summing, state: State, places: Iterable[int]) -> State:
@@ -51,7 +52,7 @@ def summed_over_ranks(step: Summing, state: State, scalars: Any) -> tuple[Any, .
     need not: then no leaf of it is unused.
     """
     own = state.unused
-    if not step.skips_unused or own is None or not step.wraps("sum_over_ranks"):
+    if not step.skips_unused or own is None or not step.sums:
         return (*step.sum_over_ranks(state, scalars), own if own and step.skips_unused else None)
     if own and current_recorder() is not None:
         raise RuntimeError(

@@ -16,7 +16,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import DistNetworkError, HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from functional_ds import comm
@@ -171,6 +171,35 @@ def test_torchs_messages_keep_the_whole_time(tmp_path: Path) -> None:
         assert backend.options._timeout == timedelta(seconds=77)
     finally:
         comm.destroy_process_group()
+
+
+class EndedStore(HashStore):
+    """A store whose process ended once ranks had met in it: it answers a few requests more."""
+
+    def __init__(self, requests: int) -> None:
+        super().__init__()
+        self.requests = requests
+
+    def _ask(self) -> None:
+        self.requests -= 1
+        if self.requests < 0:
+            raise DistNetworkError("Failed to recv, got 0 bytes")
+
+    def get(self, key: str) -> bytes:
+        self._ask()
+        return b"2.0"
+
+    def set(self, key: str, value: str) -> None:
+        self._ask()
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+def test_a_store_that_ends_while_ranks_connect(requests: int) -> None:
+    """The first request asks for the rest of the time, the second says that this rank is connected."""
+    with pytest.raises(
+        TimedOutError, match=r"rank 1 of 2 connects to the others, and the store that .* has ended: Failed to recv"
+    ):
+        connect(EndedStore(requests), rank=1, size=2, timeout=timedelta(seconds=2), make=lambda: None)
 
 
 # -- addresses --------------------------------------------------------------------------------------------------------

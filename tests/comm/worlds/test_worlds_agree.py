@@ -26,13 +26,13 @@ def _settled(x: Any, case: cases.Case) -> Any:
 
 
 @pytest.mark.law(18)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gloo_gives_the_bits_of_the_simulator(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 1), (3, 1), (4, 2)])
+def test_gloo_gives_the_bits_of_the_simulator(world_size: int, ranks_per_node: int) -> None:
     """spawn(program) = simulate(program), bit for bit, for every row of the table: dtypes, dims, ops, roots, memory
     layouts, coalesced trees, asynchronous calls, gradients and gradients of gradients, on floats that round."""
     drawn = cases.draw(max(192, settings.default.max_examples), world_size, seed=world_size)
-    spawned = comm.spawn(cases.run, drawn, world_size=world_size)
-    simulated = comm.simulate(cases.run, drawn, world_size=world_size)
+    spawned = comm.spawn(cases.run, drawn, world_size=world_size, ranks_per_node=ranks_per_node)
+    simulated = comm.simulate(cases.run, drawn, world_size=world_size, ranks_per_node=ranks_per_node)
     assert len(spawned) == world_size
     for rank in range(world_size):
         for case, real, model in zip(drawn, spawned[rank], simulated[rank], strict=True):

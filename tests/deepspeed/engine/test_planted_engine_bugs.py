@@ -214,7 +214,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "other ranks' copies are stale",
-                "deepspeed.engine.loop.local_values:_Local.set",
+                "deepspeed.engine.loop.parameter_values:_Local.set",
                 "role == 'params' and self.persists",
                 "False",
             ),

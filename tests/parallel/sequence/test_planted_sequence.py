@@ -134,8 +134,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     rows_of_two_data_ranks: [
         Bug(
             "a key's rows are counted over sp, too",
-            "transforms.parallel.sequence:_SequenceParallel.batch_shard",
-            "self.shards[key]",
+            "step.over_ranks:batch_shard",
+            "_row(layer.name, axis, index, count)",
             "(index, count)",
         ),
     ],
@@ -288,8 +288,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     functools.partial(refused, {"zero": False}, test_sequence.alike, "they must be an axis of them"): [
         Bug(
             "gradients that nobody sums go unnoticed",
-            "transforms.parallel.sequence:_SequenceParallel.batch_shard",
-            "self._without_group(places, count, group)",
+            "step.over_ranks:_row",
+            "_without(name, comm.all_gather(mine, control).tolist(), count, group)",
             "(index, count)",
         ),
     ],

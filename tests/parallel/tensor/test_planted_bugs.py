@@ -122,9 +122,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "the norm misses other ranks' slices",
-            "transforms.parallel.tensor_parallel:_TensorParallel.norm",
-            "comm.all_reduce(torch.stack(own).sum(), self.ranks())",
-            "torch.stack(own).sum()",
+            "step.over_ranks:_norm_over",
+            "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
+            "functools.reduce(operator.add, divided)",
         ),
     ],
     (model, Run("qwen3 kv1")): [
@@ -136,9 +136,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "the norm counts shared heads on each rank",
-            "transforms.parallel.tensor_parallel:_TensorParallel.norm",
-            "inner(step, state, _only(grads, parts, holders, n)) ** 2 / n",
-            "inner(step, state, _only(grads, parts, holders, n)) ** 2",
+            "step.over_ranks:_norm_over",
+            "norm**2 / count if count > 1 else norm**2",
+            "norm**2",
         ),
         Bug("an attention has all heads' groups", "parallel.tensor.module_calls:_local", "heads % n == 0", "False"),
     ],

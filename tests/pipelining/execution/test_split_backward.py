@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from functional_ds.dry_run.operations import OperationCounter
-from functional_ds.pipelining.execution.in_flight import InFlightMicroBatch
-from functional_ds.pipelining.execution.split_backward import accumulate, backward_inputs
+from functional_ds.pipelining.execution.split_backward import InFlightMicroBatch, accumulate, backward_inputs
 
 LAYERS = ("linear", "norm", "tied", "gate", "conv", "attention", "recomputed", "beside", "plain", "hooked", "prehooked")
 

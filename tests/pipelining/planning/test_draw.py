@@ -8,7 +8,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
-from functional_ds.pipelining import Kind, Schedule, draw, inference, lower, observed, one_f_one_b, text, timeline, zb_h1, zbv
+from functional_ds.pipelining import Kind, Schedule, draw, inference, lower, observed, one_f_one_b, timeline, zb_h1, zbv
 from functional_ds.pipelining.planning.draw import _COLOURS
 
 
@@ -70,19 +70,19 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_text() -> None:
     """Each line has one width; what is idle is dots, and what does not fit is its letter."""
-    lines = text(timeline(zbv(2, 3)), width=200).splitlines()
+    lines = timeline(zbv(2, 3)).text(width=200).splitlines()
     assert lines[1:] == [
         "rank 0 |F0F1F2f0i0w0f1i1w1I0W0f2i2w2I1W1I2W2..|",
         "rank 1 |..F0f0F1f1i0w0F2I0W0f2i1w1I1i2I2W1w2W2|",
     ]
-    narrow = text(timeline(one_f_one_b(4, 30)), width=60).splitlines()
+    narrow = timeline(one_f_one_b(4, 30)).text(width=60).splitlines()
     assert {len(line) for line in narrow[1:]} == {60 + len("rank 0 ||")}
 
 
 def test_a_timeline_prints_itself() -> None:
     """print and notebooks show the text, of large timelines the first ranks; the repr is one line."""
     timed = timeline(one_f_one_b(2, 3))
-    assert str(timed) == text(timed)
-    assert timed._repr_html_() == f"<pre>{text(timed)}</pre>"
+    assert str(timed) == timed.text()
+    assert timed._repr_html_() == f"<pre>{timed}</pre>"
     assert "\n" not in repr(timed)
     assert str(timeline(one_f_one_b(40, 40))).endswith("... and 8 more ranks")

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functional_ds.pipelining import Costs, by_name, optimize, stage_to_rank, timeline, validate
-from functional_ds.pipelining.planning.list_scheduling import PriorityRule, list_schedule
+from functional_ds.pipelining.planning.search import PriorityRule, list_schedule
 from tests.pipelining.planning.test_timeline import drawn
 
 

@@ -105,15 +105,15 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "the norm counts what is whole on every rank",
-            "transforms.zero.zero:Zero.norm",
-            "grad if rank in segment.holders(0) else grad.new_empty(0)",
-            "grad",
+            "transforms.zero.zero:Zero.parts",
+            "rank not in segment.holders(0)",
+            "False",
         ),
         Bug(
             "the norm counts the first experts alone",
-            "transforms.zero.zero:Zero.norm",
-            "rank in segment.holders(0)",
-            "rank == 0",
+            "transforms.zero.zero:Zero.parts",
+            "rank not in segment.holders(0)",
+            "rank != 0",
         ),
         Bug(
             "every rank has the first experts",

@@ -10,8 +10,7 @@ import torch
 import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
-from functional_ds.pipelining.execution.in_flight import InFlightMicroBatch
-from functional_ds.pipelining.execution.split_backward import backward_inputs
+from functional_ds.pipelining.execution.split_backward import InFlightMicroBatch, backward_inputs
 from tests.pipelining.execution.test_estimate import test_tracing_a_module_is_no_part_of_its_forward
 from tests.pipelining.execution.test_recorder import (
     test_buffers_are_no_activations,
@@ -116,7 +115,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "only the first micro-batch counts",
-            "pipelining.execution.in_flight:InFlightMicroBatch.backward",
+            "pipelining.execution.split_backward:InFlightMicroBatch.backward",
             "[*self.inputs, *weights]",
             "[*self.inputs, *new]",
         ),
@@ -153,8 +152,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "earlier batches' gradients are lost",
             "pipelining.execution.gradients:gradients",
-            "None if carry is None else [carry.sum[place] for place in places]",
-            "None if True else [carry.sum[place] for place in places]",
+            "None if carry is None else [carry.sum[place] for place in held.places]",
+            "None if True else [carry.sum[place] for place in held.places]",
         ),
     ],
     (means_weigh_by_rows,): [
@@ -168,7 +167,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (sums_have_memory_of_their_own,): [
         Bug(
             "gradients are added into each other's memory",
-            "pipelining.execution.in_flight:InFlightMicroBatch._separate",
+            "pipelining.execution.split_backward:InFlightMicroBatch._separate",
             "storage_id(weight.grad) in taken",
             "False",
         ),
@@ -246,7 +245,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (test_tracing_a_module_is_no_part_of_its_forward,): [
         Bug(
             "tracing is seen by modes around it",
-            "pipelining.tracing.cache:ProgramCache.trace",
+            "pipelining.tracing.cut:ProgramCache.trace",
             "with disable_dispatch_modes(), forked_rng(), for_shapes():\n    ...",
             "with forked_rng(), for_shapes():\n    ...",
         ),

@@ -13,6 +13,7 @@ __all__ = [
     "KEYS",
     "NOT_HERE",
     "OPTIMIZERS",
+    "QUESTIONS",
     "SECTIONS",
     "argument_key",
     "key_of",
@@ -27,6 +28,12 @@ _TUPLES = ("aliases", "choices", "harmless")
 DEAD: dict[str, str] = _TABLE["dead"]
 NOT_HERE: dict[str, dict[str, str]] = _TABLE["not_here"]
 OPTIMIZERS: list[dict[str, Any]] = _TABLE["optimizer"]
+
+# By the name of an engine's method, the key whose value it returns.
+QUESTIONS: dict[str, str] = {
+    key.replace("zero_optimization.", "zero_").replace("zero_zero_", "zero_").replace(".", "_"): key
+    for key in _TABLE["questions"]["asked"]
+} | _TABLE["questions"]["called"]
 
 
 def _key(group: dict[str, Any], name: str, entry: Any) -> ConfigKey:

@@ -9,10 +9,7 @@ from torch import nn
 from functional_ds.sharding.grouping import by_block
 
 __all__ = [
-    "LeafUnits",
     "get_z3_leaf_modules",
-    "leaf_units",
-    "mark_leaf_parameters",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

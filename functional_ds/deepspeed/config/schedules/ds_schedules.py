@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_ds.deepspeed.config.keys.class_arguments import REQUIRED
+
 from .cycled_betas import BetaCycle
 from .lr_scheduler import LRScheduler, Rates, columns_of, groups_of
 
 __all__ = ["SCHEDULERS", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "beta_cycle"]
 
 _logger = logging.getLogger("DeepSpeed")
-
-Each = float | Sequence[float]  # one for all param groups, or one for each
 
 
 def _at(tensor: Tensor, value: float) -> Tensor:
@@ -51,7 +51,7 @@ def _shape(steps: Any, shape: str, total: int | None = None) -> str:
     return shape
 
 
-class WarmupLR(LRScheduler):
+class WarmupLR(LRScheduler, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log"):
     """Rises from ``warmup_min_lr`` to ``warmup_max_lr``, by default the group's own rate, and stays there.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -62,17 +62,9 @@ class WarmupLR(LRScheduler):
 
     shown = "min_lrs=warmup_min_lr max_lrs=warmup_max_lr warmup_num_steps warmup_type"
 
-    def __init__(
-        self,
-        optimizer: Any,
-        warmup_min_lr: Each = 0.0,
-        warmup_max_lr: Each | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        warmup_type = _shape(warmup_num_steps, warmup_type)
-        self._begin(locals())
+    def check(self, a: dict[str, Any]) -> None:
+        """Its shape is "log" or "linear"."""
+        a["warmup_type"] = _shape(a["warmup_num_steps"], a["warmup_type"], a.get("total_num_steps"))
 
     @staticmethod
     def rates(a: dict[str, Any], lr: float) -> Rates:
@@ -81,23 +73,14 @@ class WarmupLR(LRScheduler):
         return _between(a["warmup_min_lr"], high, a, lambda b, steps: torch.ones_like(b))
 
 
-class WarmupDecayLR(LRScheduler):
+class WarmupDecayLR(
+    LRScheduler, total_num_steps=REQUIRED, warmup_min_lr=0.0, warmup_max_lr=0.001, warmup_num_steps=1000, warmup_type="log"
+):
     """``WarmupLR``, then falls to 0 along a line, until ``total_num_steps``."""
 
     shown = f"{WarmupLR.shown} total_num_steps"
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_lr: Each = 0.0,
-        warmup_max_lr: Each = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        warmup_type = _shape(warmup_num_steps, warmup_type, total_num_steps)
-        self._begin(locals())
+    check = WarmupLR.check
 
     @staticmethod
     def rates(a: dict[str, Any], lr: float) -> Rates:
@@ -108,24 +91,17 @@ class WarmupDecayLR(LRScheduler):
         )
 
 
-class WarmupCosineLR(LRScheduler):
+class WarmupCosineLR(
+    LRScheduler, total_num_steps=REQUIRED, warmup_min_ratio=0.0, warmup_num_steps=1000, cos_min_ratio=0.0001, warmup_type="log"
+):
     """Rises to the group's own rate, then falls along a cosine to ``cos_min_ratio`` of it."""
 
     shown = "total_num_steps warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio"
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        warmup_type = _shape(warmup_num_steps, warmup_type, total_num_steps)
-        self._ratio = self.rates(locals(), 1.0)
-        self._begin(locals())
+    def check(self, a: dict[str, Any]) -> None:
+        """Its shape is "log" or "linear"."""
+        WarmupLR.check(self, a)
+        self._ratio = self.rates(a, 1.0)
 
     @staticmethod
     def rates(a: dict[str, Any], lr: float) -> Rates:
@@ -147,48 +123,44 @@ class WarmupCosineLR(LRScheduler):
         return self._ratio(torch.tensor(float(self.last_batch_iteration + 1), dtype=torch.float64)).item()
 
 
-class OneCycle(LRScheduler):
+class OneCycle(
+    LRScheduler,
+    cycle_min_lr=REQUIRED,
+    cycle_max_lr=REQUIRED,
+    decay_lr_rate=0.0,
+    cycle_first_step_size=2000,
+    cycle_second_step_size=None,
+    cycle_first_stair_count=0,
+    cycle_second_stair_count=None,
+    decay_step_size=0,
+    cycle_momentum=True,
+    cycle_min_mom=0.8,
+    cycle_max_mom=0.9,
+    decay_mom_rate=0.0,
+):
     """One rise and fall of the rate, against which the first beta moves, then a decay (Smith 2018)."""
 
     shown = "min_lrs=cycle_min_lr max_lrs=cycle_max_lr decay_lr_rate decay_step_size first_stair_count=cycle_first_stair_count"
 
-    def __init__(
-        self,
-        optimizer: Any,
-        cycle_min_lr: Each,
-        cycle_max_lr: Each,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: Each = 0.8,
-        cycle_max_mom: Each = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        given = locals()
-        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        if cycle_first_step_size <= 0 or second < 0:
-            raise ValueError(
-                f"cycle_first_step_size={cycle_first_step_size}, cycle_second_step_size={second}: the first is above 0, the "
-                "second not below"
-            )
-        self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
-        self.total_size = self.first_step_size + self.second_step_size
-        self.step_ratio = self.first_step_size / self.total_size
-        groups = groups_of(optimizer)
-        self.cycle_momentum, self.decay_mom_rate = cycle_momentum and "betas" in groups[0], decay_mom_rate
-        if cycle_momentum and not self.cycle_momentum:
-            _logger.warning(f"cycle_momentum has no effect: {type(optimizer).__name__} has no betas")
-        columns = (columns_of(given[name], groups, name) for name in ("cycle_min_mom", "cycle_max_mom"))
-        moments = zip(*columns, strict=True)
-        self._betas = [beta_cycle({**given, "cycle_min_mom": low, "cycle_max_mom": high}) for low, high in moments]
-        self._begin(given)
-        if self.cycle_momentum and last_batch_iteration == -1:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.cycle_momentum and self.last_batch_iteration == -1:
             self._set_betas([betas(0) for betas in self._betas])
+
+    def check(self, a: dict[str, Any]) -> None:
+        """Its halves have updates."""
+        first, second, *_ = _halves(a)
+        if first <= 0 or second < 0:
+            sizes = f"cycle_first_step_size={first:g}, cycle_second_step_size={second:g}"
+            raise ValueError(f"{sizes}: the first is above 0, the second not below")
+        self.first_step_size, self.second_step_size, self.total_size = first, second, first + second
+        self.step_ratio = first / self.total_size
+        groups, cycles = groups_of(a["optimizer"]), a["cycle_momentum"]
+        self.cycle_momentum, self.decay_mom_rate = cycles and "betas" in groups[0], a["decay_mom_rate"]
+        if cycles and not self.cycle_momentum:
+            _logger.warning(f"cycle_momentum has no effect: {type(a['optimizer']).__name__} has no betas")
+        moments = zip(*(columns_of(a[name], groups, name) for name in ("cycle_min_mom", "cycle_max_mom")), strict=True)
+        self._betas = [beta_cycle({**a, "cycle_min_mom": low, "cycle_max_mom": high}) for low, high in moments]
 
     @staticmethod
     def rates(a: dict[str, Any], lr: float) -> Rates:
@@ -247,7 +219,13 @@ def beta_cycle(a: dict[str, Any]) -> BetaCycle:
     return BetaCycle(height, first + second, a["cycle_min_mom"], a["cycle_max_mom"], a["decay_mom_rate"], a["decay_step_size"])
 
 
-class LRRangeTest(LRScheduler):
+class LRRangeTest(
+    LRScheduler,
+    lr_range_test_min_lr=1e-3,
+    lr_range_test_step_size=2000,
+    lr_range_test_step_rate=1.0,
+    lr_range_test_staircase=False,
+):
     """Raises the rate from ``lr_range_test_min_lr`` on, to find the largest one that trains (Smith 2018)."""
 
     shown = (
@@ -255,18 +233,10 @@ class LRRangeTest(LRScheduler):
         "staircase=lr_range_test_staircase"
     )
 
-    def __init__(
-        self,
-        optimizer: Any,
-        lr_range_test_min_lr: Each = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        if lr_range_test_step_size < 1:
-            raise ValueError(f"lr_range_test_step_size={lr_range_test_step_size}: a number above 0")
-        self._begin(locals())
+    def check(self, a: dict[str, Any]) -> None:
+        """Its intervals have updates."""
+        if a["lr_range_test_step_size"] < 1:
+            raise ValueError(f"lr_range_test_step_size={a['lr_range_test_step_size']}: a number above 0")
 
     @staticmethod
     def rates(a: dict[str, Any], lr: float) -> Rates:

@@ -5,7 +5,6 @@ rate of the scheduler's iteration b = k - 1. Rates are absolute, as there; ``T.s
 optimizer's rate.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.deepspeed.config.keys.class_arguments import REQUIRED, bound, sign
 from functional_ds.deepspeed.config.keys.config_key import ConfigKey
 from functional_ds.deepspeed.config.keys.config_table import argument_key, schedule_rows
 
@@ -69,8 +69,8 @@ class RateSchedule:
 class LRScheduler:
     """One of DeepSpeed's schedules, as an object: ``step`` after each update, ``get_lr``, ``get_last_lr``, ``state_dict``.
 
-    The class describes the schedule. The signature of its constructor has the arguments with their defaults, of which the
-    table of keys says more; ``rates`` has the rates. The config's keys, the tuning options and the documentation follow.
+    The class describes the schedule. Its statement has the arguments with their defaults, of which the table of keys says more;
+    ``rates`` has the rates. The constructor, the config's keys, the tuning options and the documentation follow.
 
     The first rate is set when the object is made, and a first ``step`` moves to iteration 0; DeepSpeed's rates lag by that.
 
@@ -83,13 +83,21 @@ class LRScheduler:
     required: tuple[str, ...]  # the arguments that DeepSpeed has no default for
     shown: str  # DeepSpeed's attributes, as "attribute=argument"; an argument alone is an attribute of its name
 
-    def __init_subclass__(cls) -> None:
-        rows = schedule_rows(cls.__name__)
-        given = {each.name: each.default for each in inspect.signature(cls).parameters.values() if each.name != "optimizer"}
+    def __init_subclass__(cls, **given: Any) -> None:
+        rows, given = schedule_rows(cls.__name__), {**given, "last_batch_iteration": -1}
+        sign(cls, "optimizer", given)
         cls.arguments = {name: rows[name] for name in given}
-        cls.required = tuple(name for name, default in given.items() if default is inspect.Parameter.empty)
+        cls.required = tuple(name for name, default in given.items() if default is REQUIRED)
         defaults = {name: None if name in cls.required else default for name, default in given.items()}
         cls.keys = tuple(argument_key("scheduler.params", name, rows[name], default) for name, default in defaults.items())
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = bound(type(self), args, kwargs)
+        self.check(given)
+        self._begin(given)
+
+    def check(self, a: dict[str, Any]) -> None:
+        """Refuses arguments that have no meaning, and gives others the form that ``rates`` reads."""
 
     @staticmethod
     def rates(a: dict[str, Any], lr: float) -> Rates:

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from functional_ds.deepspeed.engine.loop.config_questions import ConfigQuestions
 from functional_ds.step.phase_signatures import Metrics
 
 from .config_scheduler import ConfigScheduler
@@ -92,10 +93,22 @@ class EngineCounts:
         self._stepped = True
 
 
-class CountedEngine:
-    """What engines answer of their counts, by DeepSpeed's names."""
+class CountedEngine(ConfigQuestions):
+    """What engines answer of their counts and of a batch's sizes, by DeepSpeed's names."""
 
     _counts: EngineCounts
+
+    def train_batch_size(self) -> int:
+        """Rows of an update, on all ranks."""
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.dp_world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Rows of a micro-batch, on one rank."""
+        return self._counts.micro_rows or self.plan.batch.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of an update."""
+        return self._counts.micro_batches
 
     @property
     def global_steps(self) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.files import write_atomically, written_atomically
@@ -23,7 +23,6 @@ from functional_ds.deepspeed.engine.loop.saved_beside import (
 from functional_ds.step.state.state import State
 
 from .config_scheduler import ConfigScheduler
-from .engine_counts import EngineCounts
 
 __all__ = ["EngineFiles", "save_weights"]
 
@@ -36,32 +35,16 @@ class EngineFiles:
 
     The folder of a tag is one that ``fds.load`` reads, for any number of ranks and stages. What ``client_state`` and the
     scheduler hold is written as JSON: numbers, strings, containers, tensors, arrays. An object of another class is pickled,
-    which a warning says.
+    which a warning says. An engine has a ``state``, which a load replaces, and ``_groups()``, its param groups as they are now.
     """
 
-    module: nn.Module
-    lr_scheduler: Any
-    _counts: EngineCounts
     _reads_deepspeed = False  # whether DeepSpeed's own files of such an engine are read
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """The param groups, as they are now."""
-        raise NotImplementedError
-
-    def _settled(self) -> State:
-        """The state, with all that passes have written."""
-        raise NotImplementedError
-
-    def _begin_load(self) -> State:
-        """The state that another one is to be like; passes that are under way end."""
-        raise NotImplementedError
-
-    def _replace(self, state: State) -> None:
-        """Goes on with another state."""
-        raise NotImplementedError
+    def _discard(self) -> None:
+        """Ends the passes that are under way."""
 
     def save_checkpoint(
-        self,
+        self: Any,
         save_dir: Any,
         tag: Any = None,
         client_state: Mapping[str, Any] | None = None,
@@ -86,7 +69,7 @@ class EngineFiles:
 
         if exclude_frozen_parameters:
             warnings.warn("exclude_frozen_parameters=True: a state is saved whole; see save_16bit_model", stacklevel=2)
-        state, counts, scheduler = self._settled(), self._counts, self.lr_scheduler
+        state, counts, scheduler = self.state, self._counts, self.lr_scheduler
         counts.settle()
         place, name = _place(save_dir, f"global_step{counts.global_steps}" if tag is None else tag)
         held = {
@@ -103,7 +86,7 @@ class EngineFiles:
         return True
 
     def load_checkpoint(
-        self,
+        self: Any,
         load_dir: Any,
         tag: Any = None,
         load_module_strict: bool = True,
@@ -143,7 +126,8 @@ class EngineFiles:
             return None, None
         place, name = _place(load_dir, tag)
         optimizer, scheduler = (asked and not load_module_only for asked in (load_optimizer_states, load_lr_scheduler_states))
-        like, own = self._begin_load(), self._groups()
+        self._discard()
+        like, own = self.state, self._groups()
         options: dict[str, Any] = {} if optimizer else {"only": module_roles(like)}
         if not load_module_strict:
             options |= {"allow_missing": LOOSE, "allow_extra": LOOSE}
@@ -159,7 +143,7 @@ class EngineFiles:
         resumed = self.lr_scheduler if scheduler and not of_config else None
         check_resumable(place, groups=own, saved_groups=groups, scheduler=resumed, saved_scheduler=held["lr_scheduler"])
         position = self.lr_scheduler.state_dict() if of_config else None
-        self._replace(state)
+        self.state = state
         if not load_module_only:
             self._counts.restart(numbers if optimizer else {**numbers, "updates": int(state.step)})
         moved = held["lr_scheduler"] if scheduler else position
@@ -170,7 +154,7 @@ class EngineFiles:
         return str(place), held["client_state"]
 
     def _of_deepspeed(
-        self, folder: Any, tag: str, like: State, options: dict[str, Any]
+        self: Any, folder: Any, tag: str, like: State, options: dict[str, Any]
     ) -> tuple[State, dict[str, int], dict[str, Any]]:
         """The state of a checkpoint of DeepSpeed's, its counts, and what ``save_checkpoint`` keeps beside. Collective."""
         from functional_ds.interchange.deepspeed import from_deepspeed  # may be left out of an installation

@@ -1,4 +1,4 @@
-"""Whole params, states and gradients of an engine's parameters; ``zero.Init`` and ``zero.GatheredParameters``."""
+"""``zero.GatheredParameters``, and which engine has a parameter."""
 
 import weakref
 from collections.abc import Iterator, Mapping
@@ -10,12 +10,11 @@ import attrs
 from torch import Tensor, nn
 
 from functional_ds import comm
-from functional_ds.base import tree
 from functional_ds.base.torch_private import FakeTensor
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 
 from .engine_loop import EngineLoop
-from .leaf_values import PARAMS, gathered, has_role, written
+from .leaf_values import PARAMS, gathered, written
 from .zero_init import broadcast_deferred
 
 __all__ = [
@@ -24,18 +23,10 @@ __all__ = [
     "own_parameters",
     "owner_of",
     "register_external_parameter",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "state_roles",
     "writing",
 ]
 
 _OWNER = "_fds_owner"
-_STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum", "sum": "sums"}  # torch's names
 
 
 class ZeroParamStatus(Enum):
@@ -141,80 +132,3 @@ def writing(loop: EngineLoop) -> Iterator[None]:
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Nothing: a parameter is gathered wherever it is used."""
     del module, parameter
-
-
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """The whole master of a parameter in fp32. Collective over the ranks."""
-    loop, path = owner_of(param, "safe_get_full_fp32_param")
-    return gathered(loop.state, PARAMS, path).float()
-
-
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the master of a parameter, and what the forward pass sees. All ranks pass the same value."""
-    loop, path = owner_of(param, "safe_set_full_fp32_param")
-    with writing(loop):
-        written(loop.state, PARAMS, path, value)
-
-
-def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient that the next update has of a parameter, in fp32 and before clipping. Collective.
-
-    None where there is none yet: in stages 0 and 1 ranks sum during the last backward pass of an update. None for a frozen
-    parameter, too.
-    """
-    loop, path = owner_of(param, "safe_get_full_grad")
-    found = loop.summed()
-    if found is None:
-        return None
-    sums, weight = found
-    try:
-        return gathered(tree.replace(loop.state, optimizer=sums), ("optimizer",), path).float() / weight
-    except KeyError:
-        return None
-
-
-def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the gradient that the next update has of a parameter. All ranks pass the same value.
-
-    Raises:
-        RuntimeError: there is none yet.
-    """
-    loop, path = owner_of(param, "safe_set_full_grad")
-    found = loop.summed()
-    if found is None:
-        raise RuntimeError("safe_set_full_grad: the ranks have not summed gradients yet; call it before engine.step()")
-    sums, weight = found
-    written(tree.replace(loop.state, optimizer=sums), ("optimizer",), path, value.to(weight.device) * weight)
-
-
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A whole tensor of the optimizer's state, "exp_avg" for example; None if there is none. Collective."""
-    loop, path = owner_of(param, "safe_get_full_optimizer_state")
-    try:
-        return gathered(loop.state, state_roles(optim_state_key), path)
-    except KeyError:
-        return None
-
-
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets a tensor of the optimizer's state. All ranks pass the same value.
-
-    Args:
-        param: whose.
-        value: of the parameter's shape.
-        optim_state_key: as in ``safe_get_full_optimizer_state``.
-
-    Raises:
-        KeyError: the optimizer keeps nothing of that name.
-    """
-    loop, path = owner_of(param, "safe_set_full_optimizer_state")
-    with writing(loop):
-        roles = state_roles(optim_state_key)
-        if not written(loop.state, roles, path, value) and not has_role(loop.state, roles):
-            raise KeyError(f"safe_set_full_optimizer_state: the optimizer keeps no {optim_state_key!r}")
-
-
-def state_roles(key: str) -> tuple[str, ...]:
-    """The roles in which a state may have what torch's optimizers call ``key``."""
-    name = _STATES.get(key, key)
-    return (f"optimizer.{name}", f"optimizer.states.{name}")

@@ -1,0 +1,104 @@
+"""The quickstarts: their console blocks run as a user would run them, and their python blocks print what the pages show."""
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[2]
+QUICKSTARTS = sorted((TOP / "docs").glob("quickstart-*.md"))
+CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+PATIENCE = 500  # seconds of a session: processes import torch
+
+sys.path.insert(0, str(TOP / "examples"))
+import new_collective
+import new_optimizer
+
+from functional_ds import comm
+
+
+def without_numbers(text: str) -> list[str]:
+    """The words of each line: times and last digits differ between machines."""
+    return [re.sub(r"\s*[\d.,]+(e-\d+)?", " #", line).strip() for line in text.splitlines()]
+
+
+def sessions(page: Path) -> list[list[tuple[str, str]]]:
+    """The commands of each console block, with what the page shows of their outputs."""
+    blocks = CONSOLE.findall(page.read_text(encoding="utf-8"))
+    return [[(line, shown) for line, _, shown in (part.partition("\n") for part in block[2:].split("\n$ "))] for block in blocks]
+
+
+def run(commands: list[str], folder: Path) -> list[str]:
+    """What each command prints, in one shell that begins in the folder."""
+    mark = "--- next ---"
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "140", "PYTHONDONTWRITEBYTECODE": "1"}
+    script = "set -e\n" + "".join(f"{command}\necho '{mark}'\n" for command in commands)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [printed.strip("\n") for printed in done.stdout.split(f"{mark}\n")[:-1]]
+
+
+def check_sessions(page: Path, folder: Path, *, slow: bool) -> None:
+    """Runs the page's commands, plans of large models only if slow, in one shell, and compares what they print."""
+    shutil.copytree(TOP / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    pairs = [pair for session in sessions(page) for pair in session if ("functional-ds plan" in pair[0]) == slow]
+    assert pairs
+    for (line, shown), printed in zip(pairs, run([line for line, _ in pairs], folder), strict=True):
+        assert without_numbers(printed) == without_numbers(shown.strip("\n")), line
+
+
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("name", ["deepspeed", "llama"])
+def test_commands_print_what_the_page_shows(name: str, tmp_path: Path) -> None:
+    check_sessions(TOP / f"docs/quickstart-{name}.md", tmp_path, slow=False)
+
+
+@pytest.mark.sample(0)
+@pytest.mark.timeout(PATIENCE)
+def test_the_plan_of_a_large_model_is_the_pages(tmp_path: Path) -> None:
+    check_sessions(TOP / "docs/quickstart-llama.md", tmp_path, slow=True)
+
+
+@pytest.mark.parametrize("page", [TOP / "README.md", *QUICKSTARTS], ids=lambda page: page.stem)
+def test_blocks_print_what_the_page_shows(page: Path) -> None:
+    """A text block right after a python block is what the python block prints."""
+    namespace: dict[str, object] = {"__name__": page.stem}
+    for source, shown in SHOWN.findall(page.read_text(encoding="utf-8")):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(source, str(page), "exec"), namespace)
+        assert not shown or printed.getvalue() == shown
+
+
+def test_an_optimizer_of_ones_own_is_zeros() -> None:
+    alone = new_optimizer.train(0)
+    for stage in range(4):
+        for losses in comm.simulate(new_optimizer.train, stage, world_size=4):
+            assert losses == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_a_collective_of_ones_own_keeps_its_laws(ranks: int) -> None:
+    """Processes have the simulator's bits, the transpose is the transpose, and a value goes to each neighbour once."""
+    simulated = comm.simulate(new_collective.laws, 0, world_size=ranks)
+    for result, forward, backward, sent in simulated:
+        assert forward == pytest.approx(backward, rel=1e-5)
+        assert sent == 4 * len(result) * min(ranks - 1, 2)
+    if ranks == 3:
+        processes = comm.spawn(new_collective.laws, 0, world_size=ranks)
+        assert [found[0].tolist() for found in processes] == [found[0].tolist() for found in simulated]
+
+
+def test_decentralized_sgd_converges() -> None:
+    for wrong, apart in comm.simulate(new_collective.train, 40, world_size=4):
+        assert wrong < 0.05
+        assert apart < 0.05
