@@ -149,13 +149,8 @@ class BoundLaw:
 
 
 def _title(method: Method) -> str:
-    order = {
-        "after": "after what is data-parallel",
-        "before": "before what is data-parallel",
-        "alone": "reduces gradients itself",
-    }
-    also = f" (after it: {method.elsewhere})" if method.elsewhere and method.order == "before" else ""
-    return f"{method.name}, {order[method.order]}{also}"
+    order = {"after": "listed after T.zero", "before": "listed before T.zero", "alone": "reduces gradients itself"}
+    return f"{method.name}, {order[method.order]}" + (f" (after it: {method.elsewhere})" if method.elsewhere else "")
 
 
 def _program(method: Method, law: Law, error: Exception) -> str:

@@ -13,7 +13,6 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.comm.table.errors import CommError
 from functional_ds.step.step import Step
-from functional_ds.step.traits import Trait
 
 from .recipe import STEPS, Recipe, Setup, name_of, train
 
@@ -180,7 +179,7 @@ class Method:
         except Exception as error:
             raise ValueError(f"holds: {method.name} does not run on one device: {type(error).__name__}: {error}") from error
         method._check_oracle(params)
-        if any(step.has(trait) for trait in (Trait.REDUCES_GRADIENTS, Trait.SHARDS_PARAMS)):
+        if step.sums:
             return attrs.evolve(method, order="alone")
         places = [attrs.evolve(method, order=place) for place in (["after", "before"] if order is None else [order])]
         trials = [place.trial() for place in places]

@@ -1,6 +1,7 @@
 """Runs of a method in a composition that is written as text, so that it can be printed, sent to processes and run again."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -200,7 +201,7 @@ def name_of(make: Callable[[], Any]) -> str:
 def imported(name: str, make: Callable[[], Any]) -> str:
     """Lines of a program that make what ``make`` makes; a comment where no program can import it."""
     inner = make.func if isinstance(make, partial) else make
-    module = inner.__module__
-    if inner is _itself or module == "__main__" or not inner.__qualname__.isidentifier():
+    there = getattr(sys.modules.get(inner.__module__), inner.__name__, None)
+    if there is not inner or inner is _itself or inner.__module__ == "__main__":
         return f"# {name} = ..., as holds was given it"
-    return f"from {module} import {inner.__name__}\n{name} = {name_of(make)}"
+    return f"from {inner.__module__} import {inner.__name__}\n{name} = {name_of(make)}"

@@ -189,3 +189,10 @@ def test_importing_the_library_does_not_load_this() -> None:
     program = "import functional_ds, sys; functional_ds.train_step; assert 'functional_ds.testing' not in sys.modules"
     program += "; from functional_ds import testing; testing.holds; assert 'hypothesis' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, env=_environment())
+
+
+def test_the_page_lists_the_laws() -> None:
+    """docs/holds.md has a row for each, with its statement."""
+    page = (Path(__file__).parents[2] / "docs/holds.md").read_text(encoding="utf-8")
+    rows = page.split("<!-- laws -->\n")[1].split("<!-- /laws -->")[0].splitlines()[2:]
+    assert rows == [f"| `{law.name}` | {law.says} |" for law in LAWS]
