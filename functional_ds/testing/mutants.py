@@ -122,7 +122,7 @@ def mutants(transform: Callable[..., Any], *, most: int = 20, seed: int = 0, **o
         method = partial(changed, *make.args, **make.keywords) if isinstance(make, partial) else changed
         caught = _caught(laws(method, **chosen))
         found.append(attrs.evolve(mutant, line=mutant.line + begin - 1, caught=caught))
-    return MutantTable(name_of(make), found)
+    return MutantTable(name_of(make), sorted(found, key=lambda bug: bug.line))
 
 
 def _caught(bound: Sequence[BoundLaw]) -> str:
