@@ -1488,15 +1488,13 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "closures keep placeholders",
             "modules.deep_copy:_PlaceSearch.visit",
-            "self.visit(cell.cell_contents, _ClosureCell(cell), None)",
+            "self.visit(cell.cell_contents, functools.partial(setattr, cell, 'cell_contents'))",
             "pass",
             ValueError,
         ),
     ],
     (buffers_have_several_names,): [
-        Bug(
-            "one name is forgotten", "modules.skeleton:Skeleton.put", "holder[where] = held.values[name]", "pass", RuntimeError
-        ),
+        Bug("one name is forgotten", "modules.skeleton:Skeleton.put", "put(held.values[name])", "pass", RuntimeError),
     ],
     (what_training_would_part_is_refused, "whole: data.copy_"): [
         Bug(
@@ -1624,8 +1622,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "stage 0 counts replicas",
             "transforms.zero.zero:Zero.parts",
-            "not layout.has_sharers",
-            "False",
+            "return None",
+            "return GradientParts()",
         ),
     ],
     (norms_are_of_the_whole_gradient, 2): [
@@ -2283,8 +2281,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "each piece has a norm of its own",
             "transforms.offloading.piece_update:PieceUpdate.run",
-            "lambda inner, *_: self._ask('norm', inner).to(device)",
-            "lambda inner, step, state, grads: inner(step, state, grads)",
+            "self._ask(name).to(device)",
+            "self.step.over_ranks[name](*_)",
         ),
     ],
     (checkpoints_come_back,): [

@@ -8,31 +8,17 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked, sharers_of
 from functional_ds.step.checks import check_same_leaves
+from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.step.step import Step
 
 __all__ = ["Replicas"]
 
 
 @attrs.frozen(eq=False)
-class Replicas:
-    """Ranks that each have all params and a part of the batch.
+class Replicas(Axis):
+    """Ranks that each have all params and a part of the batch."""
 
-    Raises:
-        TypeError: ``group`` is no group.
-    """
-
-    group: comm.Group | None
-
-    def __attrs_post_init__(self) -> None:
-        if self.group is not None and not isinstance(self.group, comm.Group):
-            raise TypeError(f"group={self.group!r} is no group: pass mesh['dp'], comm.world() or None")
-
-    def ranks(self) -> comm.Group:
-        """The group; the default is wherever the program runs."""
-        return self.group or comm.world()
-
-    def __str__(self) -> str:
-        return "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
+    role: AxisRole = AxisRole.BATCH
 
     def alone(self, step: Step, what: str) -> None:
         """Refuses a step whose params another transform has spread over ranks already."""

@@ -5,7 +5,6 @@ from typing import Any
 from functional_ds import comm
 from functional_ds.optim.param_groups import GroupStates
 from functional_ds.step.compose import wrap
-from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
@@ -32,7 +31,7 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
     ... ]
     '-> local_gradients(world)'
     """
-    replicas = Replicas(group)
+    replicas = Replicas(group, summed_in="update")
     name = f"local_gradients({replicas})"
 
     def init(inner: Any, step: Step, params: Any) -> State:
@@ -49,7 +48,7 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
     return wrap(
         name,
         check=lambda step: replicas.alone(step, name),
-        axes=[Axis(group, AxisRole.BATCH, summed_in="update")],
+        axes=[replicas],
         init=init,
     )
 

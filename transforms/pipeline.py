@@ -83,8 +83,7 @@ def pipeline(
     """
     if not isinstance(stages, Stages):
         raise TypeError(f"stages={stages!r} are no Stages; make them with pipelining.stages(...) or pipelining.cut(...)")
-    if group is not None and not isinstance(group, comm.Group):
-        raise TypeError(f"group={group!r} is no group: pass mesh['pp'], comm.world() or None")
+    axis = Axis(group, AxisRole.STAGES)
     validate(schedule)
     if len(stages) != schedule.stages:
         raise ValueError(f"schedule: it has {schedule.stages} stages, and the model {len(stages)}; cut the model into as many")
@@ -96,7 +95,7 @@ def pipeline(
     gathers = gathers or resident is not None
     training = lower(schedule, gathers=gathers, reduces=True, resident=resident or 2)
     inference = lower(schedule.only_forward(), gathers=gathers, reduces=False, resident=resident or 2)
-    return _Pipeline(validate(training), inference, stages, group, recorder).transform()
+    return _Pipeline(validate(training), inference, stages, axis, recorder).transform()
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -107,14 +106,14 @@ class _Pipeline:
         schedule: lowered, for training.
         inference: lowered, its forwards alone.
         stages: the model's.
-        group: the pipeline's ranks; None for the whole world.
+        axis: the pipeline's ranks.
         recorder: takes notes of times and memory.
     """
 
     schedule: Schedule
     inference: Schedule
     stages: Stages
-    group: comm.Group | None
+    axis: Axis
     recorder: Recorder | None
 
     def transform(self) -> Transform:
@@ -125,7 +124,7 @@ class _Pipeline:
             slot="pipeline",
             traits=[Trait.HEEDS_SKIPS],
             options=self.options(),
-            axes=[Axis(self.group, AxisRole.STAGES, parts=self.parts)],
+            axes=[attrs.evolve(self.axis, parts=self.parts)],
             micro_batches=self.schedule.microbatches,
             init=self.init,
             gradients=self.gradients,
@@ -149,12 +148,11 @@ class _Pipeline:
             )
 
     def __str__(self) -> str:
-        where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
-        return f"pipeline({self.schedule.stages} stages, {self.schedule.microbatches} micro-batches, {where})"
+        return f"pipeline({self.schedule.stages} stages, {self.schedule.microbatches} micro-batches, {self.axis})"
 
     def ranks(self) -> comm.Group:
         """The group; by default the world in which the program runs."""
-        group = self.group or comm.world()
+        group = self.axis.ranks()
         if group.size != self.schedule.ranks:
             raise ValueError(f"schedule: it is for {self.schedule.ranks} ranks, and group {group.name!r} has {group.size}")
         return group

@@ -12,7 +12,6 @@ from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.optim.kernels import reals
 from functional_ds.step.compose import wrap
-from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
@@ -69,7 +68,7 @@ def replicated(
     """
     if not callable(reduce):
         raise TypeError(f"reduce={reduce!r} is no function of (gradients, memory, group)")
-    replicas = Replicas(group)
+    replicas = Replicas(group, summed_in="reduce")
     title = name or f"replicated({getattr(reduce, '__name__', type(reduce).__name__)}, {replicas})"
 
     def begin(inner: Any, step: Step, params: Any) -> State:
@@ -100,7 +99,7 @@ def replicated(
         slot=slot,
         traits=[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
         options={"reduce": reduce, "init": init},
-        axes=[Axis(group, AxisRole.BATCH, summed_in="reduce")],
+        axes=[replicas],
         init=begin,
         reduce=combine,
     )

@@ -1,7 +1,7 @@
 """The mesh axes that transforms add to a step, as data: which ranks, and what they divide."""
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, Literal
 
 import attrs
@@ -17,11 +17,11 @@ __all__ = ["Axis", "AxisRole", "GradientParts"]
 class AxisRole(Enum):
     """What the ranks of an axis divide; ``Step.has`` asks for it, as for a trait."""
 
-    BATCH = auto()  # rows: each rank has its own, as in data parallelism
-    SEQUENCE = auto()  # positions of the same rows; an axis of role BATCH has these ranks, too, and sums over them
-    STAGES = auto()  # the model's stages, of which the last alone has the loss
-    EXPERTS = auto()  # stacks of experts, and tokens by expert; the ranks are of an axis of role BATCH, too
-    MODEL = auto()  # leaves, or what functions exchange, of one batch or of one that another axis divides
+    BATCH = "dp"  # rows: each rank has its own, as in data parallelism
+    SEQUENCE = "sp"  # positions of the same rows; an axis of role BATCH has these ranks, too, and sums over them
+    STAGES = "pp"  # the model's stages, of which the last alone has the loss
+    EXPERTS = "ep"  # stacks of experts, and tokens by expert; the ranks are of an axis of role BATCH, too
+    MODEL = "tp"  # leaves, or what functions exchange, of one batch or of one that another axis divides
 
 
 @attrs.frozen(eq=False)
@@ -60,6 +60,9 @@ class Axis:
         summed_in: the phase that sums gradients over the ranks; "update" where the optimizer does.
         name: under which a model's functions find the axis, by ``axis(name)``; None where they need not.
         value: what they find there; None for the group.
+
+    Raises:
+        TypeError: ``group`` is no group.
     """
 
     group: comm.Group | None
@@ -70,9 +73,22 @@ class Axis:
     value: Any = None
     shards: dict[Any, tuple[int, int]] = attrs.field(factory=dict, init=False, repr=False)  # of SEQUENCE: shards of batches
 
+    def __attrs_post_init__(self) -> None:
+        if self.group is not None and not isinstance(self.group, comm.Group):
+            raise TypeError(f"group={self.group!r} is no group: pass mesh[{self.role.value!r}], comm.world() or None")
+
+    def __str__(self) -> str:
+        return "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
+
     def ranks(self) -> comm.Group:
         """The group; the default is wherever the program runs."""
         return self.group or comm.world()
+
+    @property
+    def compares(self) -> bool:
+        """Whether there are other ranks with values of their own, with which this one's can be compared."""
+        group = self.ranks()
+        return group.size > 1 and not comm.is_symmetric(group)
 
     @property
     def sums(self) -> bool:

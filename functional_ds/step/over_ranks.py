@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,36 +13,28 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.torch_private import unscale_
 from functional_ds.optim.kernels import reals
-from functional_ds.sharding.leaf_map import LeafMap
 
 from .mesh_axes import Axis, AxisRole
-from .phases import Layer
 from .state.buffer_sync import synced
 from .state.state import State
+
+if TYPE_CHECKING:
+    from .step import Step
 
 __all__ = ["OVER_RANKS", "axes_of"]
 
 
-class Strategy(Protocol):
-    """The part of a step that has its axes."""
-
-    @property
-    def layers(self) -> tuple[Layer, ...]: ...
-
-    def leaf_map(self, state: State) -> LeafMap: ...
-
-
-def axes_of(step: Strategy) -> list[Axis]:
+def axes_of(step: "Step") -> list[Axis]:
     """The axes of its transforms, in the order of composition: of those that divide a batch, the outermost first."""
     return [axis for layer in step.layers for axis in layer.axes]
 
 
-def micro_batches(step: Strategy, state: State) -> int:
+def micro_batches(step: "Step", state: State) -> int:
     """The product of what the transforms say."""
     return math.prod(layer.micro_batches for layer in step.layers)
 
 
-def sum_over_ranks(step: Strategy, state: State, scalars: Any) -> Any:
+def sum_over_ranks(step: "Step", state: State, scalars: Any) -> Any:
     """Over each axis that divides rows, and over stages, of which one has values that are not zero."""
     axes = [axis for axis in axes_of(step) if axis.sums]
     if axes:
@@ -52,7 +44,7 @@ def sum_over_ranks(step: Strategy, state: State, scalars: Any) -> Any:
     return scalars
 
 
-def sync_buffers(step: Strategy, state: State) -> State:
+def sync_buffers(step: "Step", state: State) -> State:
     """Ranks with other rows agree as the step's policy says; ranks of stages have the buffers of all, each from who ran it."""
     for axis in axes_of(step):
         if axis.sums:
@@ -63,7 +55,7 @@ def sync_buffers(step: Strategy, state: State) -> State:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def norm(step: Strategy, state: State, grads: list[Tensor]) -> Tensor:
+def norm(step: "Step", state: State, grads: list[Tensor]) -> Tensor:
     """‖g‖² = AR Σ ‖parts‖² / holders + ‖the rest‖² over each axis (law 27). Padding does not count.
 
     Raises:
@@ -76,7 +68,7 @@ def norm(step: Strategy, state: State, grads: list[Tensor]) -> Tensor:
     return _norm_over(step, state, step.leaf_map(state).without_padding(grads) if axes else grads, axes)
 
 
-def _norm_over(step: Strategy, state: State, grads: list[Tensor], axes: Sequence[Axis]) -> Tensor:
+def _norm_over(step: "Step", state: State, grads: list[Tensor], axes: Sequence[Axis]) -> Tensor:
     if not axes:
         return _norm(state, grads)
     *inner, axis = axes
@@ -105,7 +97,7 @@ def _norm(state: State, grads: list[Tensor]) -> Tensor:
     return total
 
 
-def finite(step: Strategy, state: State, grads: list[Tensor]) -> Tensor:
+def finite(step: "Step", state: State, grads: list[Tensor]) -> Tensor:
     """Finite on this rank, and on all ranks of the axes that divide gradients."""
     axes = [axis for axis in axes_of(step) if axis.summed_in == "update" or (axis.parts and axis.parts(step, state))]
     for axis in axes:
@@ -130,7 +122,7 @@ def _finite(state: State, grads: list[Tensor]) -> Tensor:
 # -- shards of batches -------------------------------------------------------------------------------------------------
 
 
-def batch_shard(step: Strategy, state: State) -> tuple[int, int]:
+def batch_shard(step: "Step", state: State) -> tuple[int, int]:
     """The place among the ranks that divide rows, without the axes along which these have the same rows.
 
     Raises:

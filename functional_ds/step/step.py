@@ -71,7 +71,7 @@ class Step(Phases):
     skips_unused: bool = True
     options: Mapping[str, Any] = attrs.field(factory=dict)
     guarded: bool = True
-    over_ranks: Mapping[str, Callable[..., Any]] = attrs.field(factory=OVER_RANKS.copy)
+    over_ranks: Mapping[str, Callable[..., Any]] = attrs.field(factory=lambda: dict(OVER_RANKS))
     phases: Mapping[str, Phase] = attrs.field(init=False)
 
     @phases.default

@@ -98,10 +98,8 @@ def sequence(
     >>> comm.simulate(program, world_size=1) == comm.simulate(program, world_size=4)[:1] == [20.0]
     True
     """
-    if group is not None and not isinstance(group, comm.Group):
-        raise TypeError(f"group={group!r} is no group: pass mesh['sp'], comm.world() or None")
     found = layout if callable(layout) else SequenceLayout.of(layout)
-    return _SequenceParallel(group, found, BatchCut(dims, shift, pad, whole), tokenwise).transform()
+    return _SequenceParallel(Axis(group, AxisRole.SEQUENCE), found, BatchCut(dims, shift, pad, whole), tokenwise).transform()
 
 
 @attrs.frozen(eq=False)
@@ -109,7 +107,7 @@ class _SequenceParallel:
     """The phases that sequence parallelism wraps.
 
     Attributes:
-        group: the ranks; None for the world.
+        mesh_axis: the ranks.
         layout: one for all batches, or a function from a batch to its layout.
         rules: what of a batch is cut, and how.
         tokenwise: whether the loss has no attention.
@@ -117,7 +115,7 @@ class _SequenceParallel:
         agreed: the kinds of batches that ranks have compared.
     """
 
-    group: comm.Group | None
+    mesh_axis: Axis
     layout: SequenceLayout | Callable[[Any], SequenceLayout]
     rules: BatchCut
     tokenwise: bool
@@ -129,7 +127,7 @@ class _SequenceParallel:
         return wrap(
             str(self),
             options={"layout": self.layout, "batch": self.rules, "tokenwise": self.tokenwise},
-            axes=[Axis(self.group, AxisRole.SEQUENCE)],
+            axes=[self.mesh_axis],
             gradients=outermost(self.gradients),
             measure=outermost(self.measure),
             forward=self.forward,
@@ -138,18 +136,13 @@ class _SequenceParallel:
         )
 
     def __str__(self) -> str:
-        where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
-        return f"sequence({getattr(self.layout, 'kind', self.layout)}, {where})"
+        return f"sequence({getattr(self.layout, 'kind', self.layout)}, {self.mesh_axis})"
 
     def check(self, step: Step) -> None:
         """Refuses a second one."""
         other = step.has(AxisRole.SEQUENCE)
         if other is not None:
             raise ValueError(f"{self}: this step cuts sequences already, by {other} ({step})")
-
-    def ranks(self) -> comm.Group:
-        """The group; the default is wherever the program runs."""
-        return self.group or comm.world()
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -174,12 +167,12 @@ class _SequenceParallel:
 
     def _has_no_sequences(self, batch: Any) -> bool:
         """Whether it is one of a prediction of memory, in which rows are all that counts."""
-        return comm.is_symmetric(self.ranks()) and isinstance(batch, Tensor) and batch.is_meta and batch.dim() < 2
+        return comm.is_symmetric(self.mesh_axis.ranks()) and isinstance(batch, Tensor) and batch.is_meta and batch.dim() < 2
 
     def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int, dict[str, int]]:
         """This rank's piece of the batch, the length of the whole sequence without padding, and which leaves are cut."""
         step.batch_shard(state)  # refuses a step that sums nothing over the group
-        group = self.ranks()
+        group = self.mesh_axis.ranks()
         layout = self.layout if isinstance(self.layout, SequenceLayout) else self.layout(batch)
         if not isinstance(layout, SequenceLayout):
             raise TypeError(f"layout: the function returned {layout!r} for a batch, and must return a SequenceLayout")
@@ -218,7 +211,7 @@ class _SequenceParallel:
             ValueError: ranks have other layouts, lengths or leaves, or, where they get whole batches, other values.
         """
         kind = (group, layout, tuple((path, tuple(leaf.shape)) for path, leaf in pieces.items()))
-        if kind in self.agreed or group.size == 1 or comm.is_symmetric(group) or any(x.is_meta for x in pieces.values()):
+        if kind in self.agreed or not self.mesh_axis.compares or any(x.is_meta for x in pieces.values()):
             return
         prints = fingerprints([leaf.contiguous().flatten() for leaf in pieces.values()]) if self.rules.whole else None
         shapes = {path: list(leaf.shape) for path, leaf in pieces.items()}
@@ -269,7 +262,7 @@ class _SequenceParallel:
             RuntimeError: the loss drew from torch's generator.
             ValueError: it is None, or none of its functions asked for the axis.
         """
-        first = state.batch is None and self.ranks().size > 1 and not step.has(AxisRole.STAGES)
+        first = state.batch is None and self.mesh_axis.ranks().size > 1 and not step.has(AxisRole.STAGES)
         drawn = generator_states() if first else []
         result = inner(step, state, function, batch)
         if first and not all(map(torch.equal, drawn, generator_states())):
@@ -298,7 +291,7 @@ class _SequenceParallel:
             ValueError: the loss is one.
         """
         total, pass_ = inner(step, state, params, batch), current_pass()
-        if pass_ is not None and pass_.slots.get("mean") and self.ranks().size > 1:
+        if pass_ is not None and pass_.slots.get("mean") and self.mesh_axis.ranks().size > 1:
             raise ValueError(
                 f"{self}: the loss is a plain number, a mean over this rank's tokens, and ranks may have different numbers of "
                 "them: return fds.Weighted(sum over tokens, number of tokens)"
@@ -307,9 +300,7 @@ class _SequenceParallel:
 
     def checks(self, step: Step, state: State) -> bool:
         """Whether the first step computes more than one loss: the same on all ranks, whatever the lengths of their batches."""
-        return not (
-            comm.is_symmetric(self.ranks()) or self.ranks().size == 1 or step.has(AxisRole.STAGES) or state.step.is_meta
-        )
+        return self.mesh_axis.compares and not (step.has(AxisRole.STAGES) or state.step.is_meta)
 
     def check_order(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
         """Refuses a loss to which the order of a rank's positions matters beside attention, by two passes without gradients.
@@ -349,7 +340,7 @@ class _SequenceParallel:
         Raises:
             ValueError: on all ranks.
         """
-        group = self.ranks()
+        group = self.mesh_axis.ranks()
         if step.draws or not self.checks(step, state) or not state.graphs.is_new("sum over a sequence"):
             return
         three = in_halves(piece, dims)
@@ -378,8 +369,8 @@ class _SequenceParallel:
         Raises:
             ValueError: on all ranks.
         """
-        known = step.has(AxisRole.STAGES) and self.ranks().size > 1 and not (self.tokenwise or state.step.is_meta)
-        if known and not comm.is_symmetric(self.ranks()) and state.graphs.is_new("stages of a sequence"):
+        known = step.has(AxisRole.STAGES) and self.mesh_axis.compares and not (self.tokenwise or state.step.is_meta)
+        if known and state.graphs.is_new("stages of a sequence"):
             asks = torch.tensor([float(AXIS in state.graphs.kinds)], device=device)
             if not step.sum_over_ranks(state, asks).item():
                 raise ValueError(self._unasked())

@@ -113,14 +113,13 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     >>> comm.simulate(program, world_size=2)[0][0], len({loss for _, loss, _ in comm.simulate(program, world_size=2)})
     (torch.Size([2, 2]), 1)
     """
-    if group is not None and not isinstance(group, comm.Group):
-        raise TypeError(f"group={group!r} is no group: pass mesh['tp'], comm.world() or None")
+    axis = Axis(group, parts=_parts, name="tp")
     for key, value in plan.items():
         if isinstance(value, int):
             check_expression("plan: ", key)
         else:
             word_of(value)
-    return _TensorParallel(dict(plan), group, sequence_dim).transform()
+    return _TensorParallel(dict(plan), axis, sequence_dim).transform()
 
 
 @attrs.define(eq=False)
@@ -156,18 +155,17 @@ class TensorSlices:
 @attrs.frozen(eq=False)
 class _TensorParallel:
     plan: Plan
-    group: comm.Group | None
+    axis: Axis
     sequence_dim: int
 
     def transform(self) -> Transform:
         """The phases that it wraps."""
-        where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
         return wrap(
-            f"tensor_parallel({dict(self.plan)}, {where})",
+            f"tensor_parallel({dict(self.plan)}, {self.axis})",
             slot=_SLOT,
             traits=[Trait.HEEDS_SKIPS],
             options={"plan": self.plan, "sequence_dim": self.sequence_dim},
-            axes=[Axis(self.group, parts=self.parts, name="tp")],
+            axes=[self.axis],
             init=self.init,
             gradients=outermost(self.gradients),
             forward=innermost(self.forward),
@@ -176,15 +174,11 @@ class _TensorParallel:
             params=self.params,
         )
 
-    def ranks(self) -> comm.Group:
-        """The group; the default is wherever the program runs."""
-        return self.group or comm.world()
-
     # -- what is stored ----------------------------------------------------------------------------------------------------
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner state of slices."""
-        group = self.ranks()
+        group = self.axis.ranks()
         check_same_leaves(params, group)
         try:
             cuts = cuts_of(params, self.plan, group)
@@ -206,7 +200,7 @@ class _TensorParallel:
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, slices put together."""
-        group, found, slices = self.ranks(), inner(step, state), _cuts(state).slices
+        group, found, slices = self.axis.ranks(), inner(step, state), _cuts(state).slices
 
         def whole(path: str, leaf: Tensor) -> Tensor:
             cut = slices.get(path)
@@ -224,7 +218,7 @@ class _TensorParallel:
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
         """The inner gradients, by a key whose draws are checked, of leaves that are declared whole where anybody checks."""
-        key, group = state.key, self.ranks()
+        key, group = state.key, self.axis.ranks()
         if group.world.watch is not None:
             comm.invariant(_whole(state, step.leaf_map(state)), group)  # also of a loaded state, and after an update
         if key is None or group.size == 1:
@@ -235,7 +229,7 @@ class _TensorParallel:
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """The inner forward, with the layers that the plan cuts run in their ways."""
-        pass_, group, run = current_pass(), self.ranks(), function
+        pass_, group, run = current_pass(), self.axis.ranks(), function
         if not step.has(AxisRole.STAGES):
             run = lambda given: declared_loss(function(declared_batch(given, group)), group)  # noqa: E731
         if pass_ is None:
@@ -250,7 +244,7 @@ class _TensorParallel:
     def _calls(self, state: State) -> TensorCalls:
         known: _KnownCuts = state.slots[_SLOT].known
         if known.calls is None:
-            known.calls = TensorCalls(self.plan, self.ranks(), self.sequence_dim)
+            known.calls = TensorCalls(self.plan, self.axis.ranks(), self.sequence_dim)
         return known.calls
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -258,7 +252,7 @@ class _TensorParallel:
     def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
         """Sums partial gradients: of replicated leaves that are used on slices, and of slices that several ranks hold."""
         state, grads = inner(step, state, grads)
-        group, cuts, parts = self.ranks(), _cuts(state), step.leaf_map(state)
+        group, cuts, parts = self.axis.ranks(), _cuts(state), step.leaf_map(state)
         _sum_shards(parts, grads.sum, cuts.summed, group)
         shared: dict[tuple[int, ...], set[str]] = {}
         for path, cut in cuts.slices.items():
@@ -268,14 +262,6 @@ class _TensorParallel:
             ranks = [group.ranks[place] for place in sharers]
             _sum_shards(parts, grads.sum, paths, group.world.group(ranks, f"{group.name} sharers"))
         return state, grads
-
-    def parts(self, step: Step, state: State) -> GradientParts:
-        """Slices, which several ranks may share, and leaves that are whole; a tensor's leaves are all alike."""
-        sharers = {path: len(cut.sharers) for path, cut in _cuts(state).slices.items()}
-        leaf_map = step.leaf_map(state)
-        held = ((p.tensor, sharers.get(leaf_map.leaves[p.leaf].path)) for shards in leaf_map.shards_by_rank for p in shards)
-        holders = {place: count for place, count in held if count is not None}
-        return GradientParts(holders, others=None, counts=(None, *sorted(set(sharers.values()))))
 
     # -- guards ------------------------------------------------------------------------------------------------------------
 
@@ -287,13 +273,13 @@ class _TensorParallel:
                 the loss calls no module that the plan cuts, or functions of ``fds.tp`` although the plan cuts nothing.
             RuntimeError: the loss drew from torch's generator.
         """
-        pass_, group, cuts, pipelines = current_pass(), self.ranks(), _cuts(state), step.has(AxisRole.STAGES)
+        pass_, group, cuts, pipelines = current_pass(), self.axis.ranks(), _cuts(state), step.has(AxisRole.STAGES)
         if state.batch is None and group.size > 1 and not pipelines:
             check_batch(batch, group)
         if pass_ is None:
             return inner(step, state, function, batch)
         draws: DrawLog = state.slots[_SLOT].known.draws
-        draws.found = [] if pass_.trains and not comm.is_symmetric(group) else None
+        draws.found = [] if pass_.trains and self.axis.compares else None
         drawn = generator_states() if pass_.trains and group.size > 1 else []
         try:
             with named_errors(cuts.slices, group):
@@ -327,7 +313,7 @@ class _TensorParallel:
         Raises:
             ValueError: on all ranks.
         """
-        group = self.ranks()
+        group = self.axis.ranks()
         if group.size > 1 and state.graphs.is_new("partial gradients over tp"):
             check_partial_gradients(step.leaf_map(state), grads.sum, _cuts(state), group)
         after, grads = inner(step, state, grads)
@@ -339,6 +325,15 @@ class _TensorParallel:
 def _cuts(state: State) -> Cuts:
     slot: TensorSlices = state.slots[_SLOT]
     return slot.known.cuts
+
+
+def _parts(step: Step, state: State) -> GradientParts:
+    """Slices, which several ranks may share, and leaves that are whole; a tensor's leaves are all alike."""
+    sharers = {path: len(cut.sharers) for path, cut in _cuts(state).slices.items()}
+    leaf_map = step.leaf_map(state)
+    held = ((p.tensor, sharers.get(leaf_map.leaves[p.leaf].path)) for shards in leaf_map.shards_by_rank for p in shards)
+    holders = {place: count for place, count in held if count is not None}
+    return GradientParts(holders, others=None, counts=(None, *sorted(set(sharers.values()))))
 
 
 def _whole(state: State, parts: LeafMap) -> list[Tensor]:

@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -43,17 +44,9 @@ class UntraceableError(RuntimeError):
     """A step cannot be one graph; the text says why."""
 
 
-def _marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(step: Step, *args: Any) -> Any:
-        with tagged(PHASE, name):
-            return function(step, *args)
-
-    return run
-
-
-def _marking(phase: str) -> Callable[..., Any]:
+def _marking(tag: str) -> Callable[..., Any]:
     def run(inner: Callable[..., Any], step: Step, *args: Any) -> Any:
-        with tagged(PHASE, _PHASES[phase]):
+        with tagged(PHASE, tag):
             return inner(step, *args)
 
     return run
@@ -75,9 +68,9 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
         UntraceableError: with the reason.
     """
     leaves, takes = tree.flatten((state, batch))
-    marks: dict[str, Any] = {phase: _marking(phase) for phase in _PHASES}
+    marks: dict[str, Any] = {phase: _marking(tag) for phase, tag in _PHASES.items()}
     marked = step.wrapped("jit", traits=[Trait.HEEDS_SKIPS], **marks)  # they change nothing
-    over_ranks = {name: _marked(name, step.over_ranks[name]) for name in _OVER_RANKS}
+    over_ranks = {name: partial(_marking(name), step.over_ranks[name]) for name in _OVER_RANKS}
     marked = attrs.evolve(marked, over_ranks={**step.over_ranks, **over_ranks})
     recorder, gives, outputs = StepRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
 
