@@ -25,7 +25,7 @@ def _own_chunk(numel: int, rank: int, n: int) -> int:
 
 def all_reduce_volume(leaf: Tensor, here: Here) -> int:
     """Elements that this rank sends in an all-reduce."""
-    per_node = here.options.get("ranks_per_node", 1)
+    per_node: int = here.options.get("ranks_per_node", 1)
     node, place = divmod(here.rank, per_node)
     nodes, inside, sent = here.n // per_node, leaf.numel(), 0
     if per_node > 1:
@@ -47,9 +47,11 @@ def shares_by_node(here: Here) -> Mapping[int, int] | None:
 
 def all_gather_volume(leaf: Tensor, here: Here) -> int:
     """Elements that this rank sends in an all-gather."""
-    per_node, sizes = here.options.get("ranks_per_node", 1), here.options.get("sizes")
+    per_node: int = here.options.get("ranks_per_node", 1)
+    sizes: Sequence[int] | None = here.options.get("sizes")
     if per_node == 1 or sizes is None:
         return (here.n - 1) * leaf.numel()
-    rows, column = leaf.shape[here["dim"]], sizes[here.rank % per_node :: per_node]  # what it has from the ranks in its place
+    rows: int = leaf.shape[here["dim"]]
+    column = sizes[here.rank % per_node :: per_node]  # what it has from the ranks in its place
     width = math.prod(leaf.shape[: here["dim"]] + leaf.shape[here["dim"] + 1 :])
     return ((here.n // per_node - 1) * rows + (per_node - 1) * sum(column)) * width
