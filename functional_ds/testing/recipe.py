@@ -200,7 +200,7 @@ def name_of(make: Callable[[], Any]) -> str:
 
 def imported(name: str, make: Callable[[], Any]) -> str:
     """Lines of a program that make what ``make`` makes; a comment where no program can import it."""
-    inner = make.func if isinstance(make, partial) else make
+    inner: Any = make.func if isinstance(make, partial) else make
     there = getattr(sys.modules.get(inner.__module__), inner.__name__, None)
     if there is not inner or inner is _itself or inner.__module__ == "__main__":
         return f"# {name} = ..., as holds was given it"
