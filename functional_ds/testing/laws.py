@@ -4,6 +4,7 @@ import pickle
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -67,18 +68,21 @@ def _replicated(method: Method) -> None:
     method.equal([method.on(ranks, _MEAN) for ranks in (2, 3)], method.on(1))
 
 
-def _accumulated(**sides: str) -> Callable[[Method], None]:
+def _accumulated(first: str = "", last: str = "") -> Callable[[Method], None]:
     def check(method: Method) -> None:
-        setups = [method.on(1, **sides), *(method.on(2, parallel, **sides) for parallel in (_ZERO[0], _ZERO[3], _MEAN))]
+        setups = [
+            method.on(1, first=first, last=last),
+            *(method.on(2, parallel, first=first, last=last) for parallel in (_ZERO[0], _ZERO[3], _MEAN)),
+        ]
         method.equal(setups, method.on(1))
 
     return check
 
 
-def _clipped(**sides: str) -> Callable[[Method], None]:
+def _clipped(first: str = "", last: str = "") -> Callable[[Method], None]:
     def check(method: Method) -> None:
-        wanted = method.on(1, **sides)
-        method.equal([method.on(2, parallel, **sides) for parallel in (_ZERO[0], _ZERO[3], _MEAN)], wanted)
+        wanted = method.on(1, first=first, last=last)
+        method.equal([method.on(2, parallel, first=first, last=last) for parallel in (_ZERO[0], _ZERO[3], _MEAN)], wanted)
         if not method.differs(wanted, method.on(1), 1e-6)[1]:
             raise NotApplicableError(f"{_CLIP} changes nothing here, since the gradient's length does not matter")
 
@@ -167,7 +171,7 @@ def _slots(method: Method) -> None:
 def _donation(method: Method) -> None:
     for setup in dict.fromkeys((method.on(1), method.on(2, _ZERO[1]), method.on(2, _ZERO[3]))):
         try:
-            kept = comm.simulate(lambda setup=setup: train(method.recipe, setup, keep=True), world_size=setup.ranks)
+            kept = comm.simulate(partial(train, method.recipe, setup, keep=True), world_size=setup.ranks)
         except AssertionError as error:
             raise WrongError(f"{setup}: {error}", setup) from None
         _same_bits(kept, method.run(setup), f"{setup}: donate=False and donate=True", setup)

@@ -21,7 +21,8 @@ def _first(params: Any, x: Tensor) -> Tensor:
 
 
 def _second(params: Any, x: Tensor) -> Tensor:
-    return x @ params["w"] * params["scale"] + params["b"]
+    y: Tensor = x @ params["w"] * params["scale"] + params["b"]
+    return y
 
 
 def _error(y: Tensor, batch: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ def _itself(value: Any) -> Any:
 
 def name_of(make: Callable[[], Any]) -> str:
     """What the table calls the method: as its maker is called, or as it calls itself."""
-    inner = make.func if isinstance(make, partial) else make
+    inner: Any = make.func if isinstance(make, partial) else make
     if inner is _itself or inner.__name__ == "<lambda>":
         made = make()
         return getattr(made, "__name__", None) or str(made)
@@ -200,8 +200,8 @@ def name_of(make: Callable[[], Any]) -> str:
 
 def imported(name: str, make: Callable[[], Any]) -> str:
     """Lines of a program that make what ``make`` makes; a comment where no program can import it."""
-    inner = make.func if isinstance(make, partial) else make
-    there = getattr(sys.modules.get(inner.__module__), inner.__name__, None)
-    if there is not inner or inner is _itself or inner.__module__ == "__main__":
+    inner: Any = make.func if isinstance(make, partial) else make
+    importable = getattr(sys.modules.get(inner.__module__), inner.__name__, None) == inner
+    if not importable or inner is _itself or inner.__module__ == "__main__":
         return f"# {name} = ..., as holds was given it"
     return f"from {inner.__module__} import {inner.__name__}\n{name} = {name_of(make)}"

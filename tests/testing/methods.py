@@ -80,9 +80,15 @@ DOCS: dict[str, dict[str, str]] = {
     "count_rows": {"slots": "wrong"},  # each rank counts its own rows, as the page says
     "ema": {"slots": "refused"},  # after zero its slot is a tree of flat tensors, of which no checkpoint knows the leaves
     "power_sgd": OWN_REDUCTION | KEPT_BY_RANK,
-    "ridge": {"pipelines": "wrong"},
-    "scaled_input": {"pipelines": "refused"},
-    "sign_gradient": {"clip after": "not applicable", "bf16": "wrong", "fp16": "wrong"},  # signs of rounded zeros
+    "diagonal": {
+        "accumulate after": "wrong",  # the curvature of a micro-batch
+        "unused leaves": "wrong",  # it differentiates by all leaves
+        "pipelines": "refused",  # a stage has not all of them
+    },
+    "ridge": {"pipelines": "wrong"},  # the penalty is of the last stage's params alone
+    "sam": {"accumulate after": "wrong"},  # the sharpness of a micro-batch
+    "scaled_input": {"pipelines": "refused"},  # the last stage's input is no batch
+    "sign_gradient": {"clip after": "not applicable", "bf16": "wrong"},  # signs of rounded zeros
     "unit_gradient": {"clip after": "not applicable"},
 }
 METHODS = LIBRARY | {f"docs {name}": Tested(partial(documented, name), {}, DOCS.get(name, {})) for name in worked()}
