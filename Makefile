@@ -64,6 +64,10 @@ bench: $(VENV)/.extra-bench  ## compare with DDP, FSDP2, DeepSpeed and others
 bench-comm: $(VENV)/.extra-train  ## compare collectives with torch.distributed
 	@$(BIN)/python benchmarks/comm.py $(ARGS)
 
+.PHONY: bench-hosts
+bench-hosts: $(VENV)/.extra-train $(VENV)/.extra-test  ## compare on two hosts with slow links: network namespaces, as root
+	@$(BIN)/python benchmarks/hosts.py $(ARGS)
+
 .PHONY: bench-pipeline
 bench-pipeline: $(VENV)/.extra-train  ## compare pipelines with torch.distributed.pipelining
 	@$(BIN)/python benchmarks/pipeline.py $(ARGS)

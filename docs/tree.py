@@ -1,4 +1,4 @@
-"""Prints the folders of the library with their sizes, and the reading order of its core; ``--write`` puts both into index.md.
+"""Prints the folders of the library with their sizes, and its core's reading order; ``--write`` puts both into contributing.md.
 
 A folder's line is the first line of its ``__init__.py``'s docstring. Code lines are counted without blank lines, comments and
 docstrings.
@@ -149,15 +149,15 @@ def written(page: str) -> str:
         block = f"<!-- {name} -->\n{make()}<!-- /{name} -->"
         page, found = re.subn(f"<!-- {name} -->\n.*?<!-- /{name} -->", lambda _, block=block: block, page, flags=re.DOTALL)
         if found != 1:
-            raise SystemExit(f"index.md has {found} blocks <!-- {name} -->, not one")
+            raise SystemExit(f"contributing.md has {found} blocks <!-- {name} -->, not one")
     return page
 
 
 def main() -> None:
-    """Prints the blocks, or renews them in index.md."""
-    index = TOP / "docs/index.md"
+    """Prints the blocks, or renews them in contributing.md."""
+    page = TOP / "docs/contributing.md"
     if sys.argv[1:] == ["--write"]:
-        index.write_text(written(index.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print("\n".join(make() for make in BLOCKS.values()), end="")
 

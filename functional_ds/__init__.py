@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         pipelining,
         profiling,
         scaling,
+        testing,
         transforms,
     )
 
@@ -142,6 +143,7 @@ __all__ = [
     "seq",
     "sgd",
     "shard",
+    "testing",
     "tiled",
     "tp",
     "train_step",

@@ -1488,15 +1488,13 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "closures keep placeholders",
             "modules.deep_copy:_PlaceSearch.visit",
-            "self.visit(cell.cell_contents, _ClosureCell(cell), None)",
+            "self.visit(cell.cell_contents, functools.partial(setattr, cell, 'cell_contents'))",
             "pass",
             ValueError,
         ),
     ],
     (buffers_have_several_names,): [
-        Bug(
-            "one name is forgotten", "modules.skeleton:Skeleton.put", "holder[where] = held.values[name]", "pass", RuntimeError
-        ),
+        Bug("one name is forgotten", "modules.skeleton:Skeleton.put", "put(held.values[name])", "pass", RuntimeError),
     ],
     (what_training_would_part_is_refused, "whole: data.copy_"): [
         Bug(
@@ -2216,7 +2214,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     # compression
     (compressed_values_stay_near,): [
-        Bug("int8 rounds towards zero", "comm.codecs.codec:Blocks.encode", "steps.round_", "steps.trunc_"),
+        Bug("int8 rounds towards zero", "comm.codecs.codec:Blocks.encode", "(x * inverse).round_", "(x * inverse).trunc_"),
         Bug(
             "a block's scale is its largest value's",
             "comm.codecs.codec:Blocks.encode",
@@ -2226,8 +2224,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "an inf is held to what is finite",
             "comm.codecs.codec:Blocks.encode",
-            "scale.isfinite()",
-            "scale > 0",
+            "factor.isfinite()",
+            "factor > 0",
         ),
         Bug("top-k keeps the largest with their sign", "comm.codecs.codec:TopK.encode", "rows.abs()", "rows"),
     ],

@@ -131,7 +131,8 @@ def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     in_place = "out" in options and begin_together(options["out"], piece)
     if comm.size == 2 and piece.numel() * piece.element_size() <= _SWAPPED:
         return _reduce_rows(comm, [piece, piece], options["op"], out=piece if in_place else None)
-    total, across = piece if in_place else torch.empty_like(piece), None
+    total = piece if in_place else torch.empty_like(piece)
+    across: Prepared | None = None
     per_node = options.get("ranks_per_node", 1)
     if per_node > 1:
         comm, outer = comm.nodes(per_node)

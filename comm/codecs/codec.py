@@ -1,6 +1,6 @@
 """Codecs: records with two pure functions that compress values and restore them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Protocol
 
@@ -8,6 +8,8 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from functional_ds.base.torch_private import is_fake
 
 __all__ = ["Blocks", "Cast", "Codec", "OneBit", "TopK"]
 
@@ -101,19 +103,34 @@ class Blocks:
 
     def encode(self, rows: Tensor) -> Sequence[Tensor]:
         """int8 [n, m], or uint8 [n, ⌈m/2⌉] with the earlier value in the low bits; scales fp32 [n, ⌈m/size⌉]."""
-        blocks = _blocks(rows.float(), self.size)  # [n, m] -> [n, b, size]
-        scale = torch.maximum(blocks.amax(2), -blocks.amin(2)) / self.top  # [n, b]; NaN and inf stay
-        scale = torch.where(scale < _TINY, 0.0, scale)
-        scale = torch.where(scale.isfinite(), scale.clamp(max=_HUGE / self.top), scale)
-        steps = blocks / torch.where(scale == 0, 1.0, scale)[..., None]
-        values = steps.round_().nan_to_num_(nan=0.0).to(torch.int8).flatten(1)[:, : rows.shape[1]]
+        n, m = rows.shape
+        rows = rows.float() if rows.element_size() > 4 else rows
+        values, scale = rows.new_empty(n, m, dtype=torch.int8), rows.new_empty(n, -(-m // self.size), dtype=torch.float32)
+        for part, at in self._parts(m):
+            blocks = _blocks(rows[:, part], self.size)  # [n, m'] -> [n, b, size]
+            factor = torch.maximum(blocks.amax(2), -blocks.amin(2)).float() / self.top  # [n, b]
+            factor = torch.where(factor < _TINY, 0.0, factor)
+            factor = torch.where(factor.isfinite(), factor.clamp(max=_HUGE / self.top), torch.nan)
+            scale[:, at] = factor
+            inverse = torch.where(factor == 0, 1.0, factor).reciprocal()
+            # NaN becomes some integer, times a scale of NaN.
+            _by_chunks(lambda x, inverse: (x * inverse).round_(), blocks, inverse, values[:, part])
         return (values if self.bits == 8 else _pack_nibbles(values)), scale
 
     def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
         """Multiples of the scales."""
         values, scale = payload
         whole = values if self.bits == 8 else _unpack_nibbles(values)[:, :size]
-        return (_blocks(whole, self.size) * scale[..., None]).flatten(1)[:, :size].to(dtype)
+        rows = scale.new_empty(len(scale), size, dtype=dtype)
+        for part, at in self._parts(size):
+            _by_chunks(torch.mul, _blocks(whole[:, part], self.size), scale[:, at], rows[:, part])
+        return rows
+
+    def _parts(self, m: int) -> list[tuple[slice, slice]]:
+        """The columns of m that fill blocks, and these blocks; then the rest and its block, if there is a rest."""
+        count = m // self.size
+        whole = [(slice(0, count * self.size), slice(0, count))]
+        return [*whole, (slice(count * self.size, m), slice(count, count + 1))] if m % self.size else whole
 
 
 @attrs.frozen
@@ -197,6 +214,20 @@ class TopK:
 
 _TINY = torch.finfo(torch.float32).tiny  # the least scale that has full precision
 _HUGE = torch.finfo(torch.float32).max * (1 - 2**-23)  # so that top * fl(_HUGE / top) is finite
+_CACHED = 2**17  # values: half a megabyte in fp32
+
+
+def _by_chunks(compute: Callable[[Tensor, Tensor], Tensor], blocks: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Writes ``compute(blocks, scale)`` into ``out``: [n, b, size], [n, b] -> [n, m], where b blocks hold m values.
+
+    On a CPU it takes so many blocks at a time that what it computes stays in a core's cache.
+    """
+    n, count, size = blocks.shape
+    at_once = max(1, _CACHED // max(1, n * size)) if blocks.device.type == "cpu" and not is_fake(blocks) else max(1, count)
+    for first in range(0, count, at_once):
+        some = slice(first, first + at_once)
+        into = out[:, first * size : (first + at_once) * size]
+        into.copy_(compute(blocks[:, some], scale[:, some, None]).flatten(1)[:, : into.shape[1]])
 
 
 def _blocks(rows: Tensor, size: int) -> Tensor:

@@ -4,8 +4,7 @@ The rows are in the order of the docs: reductions, gathers and scatters, exchang
 transposes depend on whether a value is replicated, varying or a partial sum along the group.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import attrs
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from functional_ds.comm.backends import gloo, nccl
 from functional_ds.comm.backends.primitives import Options
-from functional_ds.comm.backends.reduction import OPS, chunk_bounds, fold, fold_by_node
+from functional_ds.comm.backends.reduction import OPS, fold
 
 from .collective import Call, Collective, Here, Traffic
 from .errors import MismatchError
+from .nodes import all_gather_volume, all_reduce_volume, fold_nodes, shares_by_node
 from .tiling import check_cut, check_dim, cut, join, pack_cut, pack_rows, piece_shape, unpack_joined, unpack_piece, unpack_rows
 from .variance import Variance
 
@@ -89,35 +89,6 @@ def _check_rank(name: str, here: Here) -> None:
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 
-def _fold(xs: Sequence[Tensor], options: Options) -> Tensor:
-    return fold_by_node(xs, options["op"], options.get("ranks_per_node", 1))
-
-
-def _own_chunk(numel: int, rank: int, n: int) -> int:
-    bounds = chunk_bounds(numel, n)
-    return bounds[rank + 1] - bounds[rank]
-
-
-def _all_reduce_volume(leaf: Tensor, here: Here) -> int:
-    (node, place), inside = divmod(here.rank, per_node := here.options.get("ranks_per_node", 1)), leaf.numel()
-    nodes, sent = here.n // per_node, 0
-    if per_node > 1:
-        inside = _own_chunk(leaf.numel(), place, per_node)
-        sent = (leaf.numel() - inside) + (per_node - 1) * inside
-    own = _own_chunk(inside, node, nodes)
-    return sent + (inside - own) + (nodes - 1) * own
-
-
-def _by_node(here: Here) -> Mapping[int, int] | None:
-    """A rank sends to the others of its node what is for all nodes, and to one rank of each other node what is for that."""
-    per_node = here.options.get("ranks_per_node", 1)
-    if per_node == 1:
-        return None
-    node, place = divmod(here.rank, per_node)
-    nodes = {other * per_node + place: 1 for other in range(here.n // per_node) if other != node}
-    return nodes | {node * per_node + other: here.n // per_node for other in range(per_node) if other != place}
-
-
 def _reduce(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
     total = fold(xs, options["op"])
     return [total.clone() if rank == options["dst"] else torch.zeros_like(total) for rank in range(len(xs))]
@@ -130,10 +101,10 @@ def _check_reduce(leaf: Tensor, here: Here) -> None:
 
 ALL_REDUCE: Collective = Collective(
     name="all_reduce",
-    denotation=lambda xs, options: _copies(_fold(xs, options), len(xs)),
+    denotation=lambda xs, options: _copies(fold_nodes(xs, options), len(xs)),
     adjoint=lambda options: Call(ALL_REDUCE, options) if options["op"] == "sum" else None,
-    volume=_all_reduce_volume,
-    shares=_by_node,
+    volume=all_reduce_volume,
+    shares=shares_by_node,
     by_node=True,
     gloo=gloo.all_reduce,
     nccl=nccl.all_reduce,
@@ -186,7 +157,7 @@ def _uneven(options: Options) -> bool:
 
 
 def _reduce_scatter(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
-    return [piece.clone() for piece in cut(_fold(xs, options), len(xs), options)]
+    return [piece.clone() for piece in cut(fold_nodes(xs, options), len(xs), options)]
 
 
 def _gather(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
@@ -222,15 +193,6 @@ def _check_reduce_scatter(leaf: Tensor, here: Here) -> None:
     check_cut(leaf, here)
 
 
-def _all_gather_volume(leaf: Tensor, here: Here) -> int:
-    per_node, sizes = here.options.get("ranks_per_node", 1), here.options.get("sizes")
-    if per_node == 1 or sizes is None:
-        return (here.n - 1) * leaf.numel()
-    rows, column = leaf.shape[here["dim"]], sizes[here.rank % per_node :: per_node]  # what it has from the ranks in its place
-    width = math.prod(leaf.shape[: here["dim"]] + leaf.shape[here["dim"] + 1 :])
-    return ((here.n // per_node - 1) * rows + (per_node - 1) * sum(column)) * width
-
-
 def _scattered(leaf: Tensor, here: Here) -> int:
     if not _uneven(here.options):
         return (here.n - 1) * (leaf.numel() // here.n)
@@ -258,8 +220,8 @@ ALL_GATHER: Collective = Collective(
     name="all_gather",
     denotation=lambda xs, options: _copies(join(xs, options), len(xs)),
     adjoint=lambda options: Call(REDUCE_SCATTER, {**options, "op": "sum"}),
-    volume=_all_gather_volume,
-    shares=_by_node,
+    volume=all_gather_volume,
+    shares=shares_by_node,
     by_node=True,
     gloo=gloo.all_gather,
     nccl=nccl.all_gather,
@@ -278,7 +240,7 @@ REDUCE_SCATTER: Collective = Collective(
     denotation=_reduce_scatter,
     adjoint=lambda options: Call(ALL_GATHER, _but(options, "op")) if options["op"] == "sum" else None,
     volume=_scattered,
-    shares=_by_node,
+    shares=shares_by_node,
     by_node=True,
     gloo=gloo.reduce_scatter,
     nccl=nccl.reduce_scatter,

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from functional_ds.step.state.state import State
 
 from . import storage
 from .directory import candidates, check_pointer, check_tag, open_manifest, read_pointer, written
-from .numbered_slices import with_whole_leaves
 
 __all__ = ["load", "verify"]
 
@@ -130,8 +128,7 @@ class _Loading:
         """Checks what is chosen against the names that all ranks have, and returns rank 0's result of ``work``."""
         own = {shard.name: shard.shape for shard in self.shards}
         _, everyone = gather_or_none(self.group, lambda: (own, work()), share=lambda found: found)
-        self.known = _union([names for names, _ in everyone])
-        self.choice.check(self.known)
+        self.choice.check(_union([names for names, _ in everyone]))
         return everyone[0][1]
 
     def newest(self) -> tuple[State, Any]:
@@ -162,12 +159,9 @@ class _Loading:
         group, rank = self.group, self.group.rank
         (reader, _), everyone = gather_or_none(group, lambda: self.opened(tag), share=lambda found: found[1])
         known = _union(everyone)
-        tensors = with_whole_leaves(reader.manifest.tensors, known)
-        reader.manifest = manifest = attrs.evolve(reader.manifest, tensors=tensors)
-        saved_by = manifest.summary.ranks
-        sources, found = match(
-            self.shards, known, stored=tensors, choice=self.choice, rank=rank if group.size == saved_by else None
-        )
+        manifest = reader.manifest
+        whose = rank if group.size == manifest.summary.ranks else None
+        sources, found = match(self.shards, known, stored=manifest.tensors, choice=self.choice, rank=whose)
         total = Differences()
         for each in comm.all_gather_object(found, group):
             total.add(each)
@@ -180,10 +174,9 @@ class _Loading:
         from .dcp import CheckpointReader
 
         reader = CheckpointReader(self.folder, tag)
-        stored = with_whole_leaves(reader.manifest.tensors, self.known)
         whose = self.group.rank if reader.manifest.summary.ranks == self.group.size else 0
         there = {}
-        for name, each in stored.items():
+        for name, each in reader.manifest.tensors.items():
             base, apart = without_rank(name)
             if self.choice.wants(base) and (not apart or name == per_rank_name(base, whose)):
                 there[base] = each.shape, each.dtype

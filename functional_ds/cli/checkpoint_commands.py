@@ -4,7 +4,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Set
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -96,7 +96,9 @@ def convert(
         str | None, typer.Option(help="safetensors, functional-ds, dcp, torch; by DST's suffix if it has one.")
     ] = None,
     tag: Annotated[str | None, typer.Option(help="Which checkpoint of a folder; the newest by default.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 for floating tensors; as they are by default.")] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="For floating tensors; as they are by default.")
+    ] = None,
     only: Annotated[str | None, typer.Option(help="A pattern of names, such as 'blocks.*'.")] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="The optimizer's tensors, too, under their full names; functional-ds has them always.")
@@ -119,8 +121,6 @@ def convert(
         raise CommandError(
             f"--to: {kind!r} is none of {', '.join(WRITTEN)}" if to else "--to: DST has no suffix that says its kind; say --to"
         )
-    if dtype is not None and dtype not in _DTYPES:
-        raise CommandError(f"--dtype: {dtype!r} is none of {', '.join(_DTYPES)}")
     limit = size(shard_bytes, option="--shard-bytes") if shard_bytes else None
     if limit is not None and (kind != "safetensors" or Path(target).suffix == ".safetensors"):
         raise CommandError("--shard-bytes: it is for a folder of safetensors files")

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,17 +32,17 @@ _MOST = 64  # ranks that are simulated for a picture of traffic
 
 
 def draw(
-    what: Annotated[str, typer.Argument(help="schedule, memory, traffic or trace.")],
+    what: Annotated[Literal["schedule", "memory", "traffic", "trace"], typer.Argument(help="What is drawn.")],
     of: Annotated[str | None, typer.Argument(metavar="[OF]", help="A schedule or its CSV, a model, a trace.json.")] = None,
-    ranks: Annotated[int, typer.Option(help="Of a schedule, or that share memory.")] = 4,
-    microbatches: Annotated[int, typer.Option(help="Of a schedule.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, help="Of a schedule, or that share memory.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="Of a schedule.")] = 8,
     costs: Annotated[str, typer.Option(help="Times of F, I, W of a schedule: 1,1,1.")] = "1,1,1",
-    params: Annotated[float, typer.Option(help="Parameters, for memory.")] = 7.5e9,
-    convention: Annotated[str, typer.Option(help="Bytes of a parameter, for memory: 16, 18, fp32.")] = "16",
+    params: Annotated[float, typer.Option(min=1, help="Parameters, for memory.")] = 7.5e9,
+    convention: Annotated[Literal["16", "18", "fp32"], typer.Option(help="Bytes of a parameter, for memory.")] = "16",
     config: Annotated[str | None, typer.Option(help="A DeepSpeed config, for traffic.")] = None,
     mesh: Annotated[str, typer.Option(help="The ranks, for traffic: dp=4.")] = "dp=4",
     zero: Annotated[int | None, typer.Option(help="The stage, for traffic.")] = None,
-    width: Annotated[int, typer.Option(help="Columns of a timeline as text.")] = 100,
+    width: Annotated[int, typer.Option(min=20, help="Columns of a timeline as text.")] = 100,
     out: Annotated[str | None, typer.Option("--out", "-o", help="A picture's file: .svg, .png, .pdf; text without.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -56,8 +56,6 @@ def draw(
       functional-ds draw traffic train.py:model --mesh dp=4 --zero 3 -o traffic.svg
       functional-ds draw trace out/trace.json
     """
-    if ranks < 1 or microbatches < 1 or width < 20 or not params > 0:
-        raise CommandError("--ranks, --microbatches and --params should be above 0, --width at least 20")
     if out is not None and Path(out).suffix not in (".svg", ".png", ".pdf"):
         raise CommandError(f"--out: {out} should end with .svg, .png or .pdf")
     if what == "schedule":
@@ -66,10 +64,8 @@ def draw(
         page, data, figure = _memory(params, ranks, convention)
     elif what == "traffic":
         page, data, figure = _traffic(of, config, mesh, zero)
-    elif what == "trace":
-        page, data, figure = _trace(of)
     else:
-        raise CommandError(f"WHAT: {what!r} is none of schedule, memory, traffic, trace")
+        page, data, figure = _trace(of)
     if out is not None:
         try:
             figure().savefig(out)
@@ -111,8 +107,6 @@ def _schedule(name: str, ranks: int, microbatches: int, costs: str, width: int) 
 
 
 def _memory(params: float, ranks: int, convention: str) -> Drawn:
-    if convention not in _CONVENTIONS:
-        raise CommandError(f"--convention: {convention!r} is none of {', '.join(_CONVENTIONS)}")
     its = _CONVENTIONS[convention]
     stages = [
         {**{kind: each.bytes(params, ranks) for kind, each in by_stage(stage, its).items()}}

@@ -183,8 +183,8 @@ def hosts(
     script: Annotated[list[str] | None, typer.Argument(metavar="[--] SCRIPT [ARGS]...", help="What to run.")] = None,
     include: Annotated[str, typer.Option(help="Only these: host, host:slot,slot, joined by @.")] = "",
     exclude: Annotated[str, typer.Option(help="All but these, written alike.")] = "",
-    num_nodes: Annotated[int, typer.Option(help="Only the first so many hosts; 0 for all.")] = 0,
-    num_gpus: Annotated[int, typer.Option(help="Only the first so many slots of each host; 0 for all.")] = 0,
+    num_nodes: Annotated[int, typer.Option(min=0, help="Only the first so many hosts; 0 for all.")] = 0,
+    num_gpus: Annotated[int, typer.Option(min=0, help="Only the first so many slots of each host; 0 for all.")] = 0,
     master_addr: Annotated[str | None, typer.Option(help="Where ranks meet; the first host by default.")] = None,
     master_port: Annotated[int, typer.Option(help="The port there.")] = 29500,
     module: Annotated[bool, typer.Option("--module", help="SCRIPT is a module's name.")] = False,
@@ -200,8 +200,6 @@ def hosts(
       functional-ds hosts hostfile --ssh -- train.py | parallel
     """
     found = filtered(read_hostfile(hostfile), include=include, exclude=exclude)
-    if min(num_nodes, num_gpus) < 0:
-        raise CommandError(f"--num-nodes {num_nodes}, --num-gpus {num_gpus}: numbers from 0 on")
     if num_nodes > len(found) or (num_gpus and num_gpus > min(len(host.slots) for host in found)):
         raise CommandError(f"--num-nodes {num_nodes}, --num-gpus {num_gpus}: there are not so many")
     found = found[: num_nodes or None]

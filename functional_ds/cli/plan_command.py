@@ -1,7 +1,7 @@
 """``functional-ds plan``: what fits and what it sends, before anything is rented."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import attrs
 import typer
@@ -23,7 +23,7 @@ from .words.pages import OutputTable, bytes_of, count_of, emit, seconds_of
 
 __all__ = ["plan", "plan_page"]
 
-_SHORT = {"params": "params", "masters": "masters", "optimizer": "optimizer", "gradients": "gradients", "gathered": "gathered"}
+_SHOWN = ("params", "masters", "optimizer", "gradients", "gathered")
 
 
 def plan(
@@ -39,13 +39,15 @@ def plan(
     ] = "one_f_one_b",
     zero: Annotated[str | None, typer.Option(help="Stages to compare; 0,1,2,3 for a model.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or several of them; bf16 for a model.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch on a rank.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches of a step; 2 for each rank of a pipeline.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows of a micro-batch on a rank.")] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches of a step; 2 for each rank of a pipeline.")
+    ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the repeated blocks.")] = False,
-    seq: Annotated[int, typer.Option(help="Tokens of a row, for a Hugging Face model.")] = 1024,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a row, for a Hugging Face model.")] = 1024,
     limit: Annotated[str | None, typer.Option(help="Memory of a rank: 80GB; the machine's by default.")] = None,
     machine: Annotated[str | None, typer.Option(help="For times: h100, h200, a100-80gb, here, or a JSON file.")] = None,
-    device: Annotated[str, typer.Option(help="Whose kernels are meant without a machine: cuda or cpu.")] = "cuda",
+    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Whose kernels are meant without a machine.")] = "cuda",
     out: Annotated[
         str | None, typer.Option(help="Also write the fastest that fits: a job, .toml, or its DeepSpeed config, .json.")
     ] = None,
@@ -73,11 +75,6 @@ def plan(
     choices(schedule, PUBLISHED, option="--schedule")
     if sizes is not None and sizes["pp"] > 1 and accumulate is None and not known:
         accumulate = 2 * sizes["pp"]
-    for name, value in (("--micro-batch", micro_batch), ("--accumulate", accumulate), ("--seq", seq)):
-        if value is not None and value < 1:
-            raise CommandError(f"{name} {value} should be at least 1")
-    if device not in ("cpu", "cuda"):
-        raise CommandError(f"--device: {device!r} is neither cuda nor cpu")
     check_out(out)
     stages = [None] if zero is None and known else numbers(zero or "0,1,2,3", option="--zero", low=0, high=3)
     words = [None] if precision is None and known else choices(precision or "bf16", PRECISIONS, option="--precision")
@@ -123,7 +120,7 @@ def plan_page(subject: Subject, found: Sequence[Forecast]) -> list[OutputTable |
     page: list[OutputTable | str] = [
         f"{subject.name}: {count_of(subject.numel)} parameters, {first.job.world_size} ranks{where}"
     ]
-    kinds = [kind for kind in KINDS if kind in _SHORT and any(getattr(each.shape.memory, kind) for each in found)]
+    kinds = [kind for kind in KINDS if kind in _SHOWN and any(getattr(each.shape.memory, kind) for each in found)]
     columns = ("candidate", *kinds, "others", "activations", "peak", "fits")
     rows = []
     for each, name, shape in _ranks_of(found):

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import attrs
 import torch
@@ -34,22 +34,22 @@ def tune(
     model: Annotated[
         str, typer.Argument(help="A job's file, file.py:function, module:function, or a Hugging Face config.json.")
     ],
-    rows: Annotated[int | None, typer.Option(help="Rows of a step, over all ranks; a job says its own.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of a step, over all ranks; a job says its own.")] = None,
     config: Annotated[str | None, typer.Option(help="A DeepSpeed config, of which these options replace keys.")] = None,
-    ranks: Annotated[int, typer.Option(help="Processes of this machine; one for each GPU by default, else 1.")] = 0,
+    ranks: Annotated[int, typer.Option(min=0, help="Processes of this machine; one for each GPU by default, else 1.")] = 0,
     zero: Annotated[str, typer.Option(help="Stages.")] = "0,1,2,3",
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16; bf16 on a GPU and fp32 else.")] = None,
     micro_batch: Annotated[str | None, typer.Option(help="Rows of micro-batches; all that divide by default.")] = None,
-    recompute: Annotated[str, typer.Option(help="no, yes, or both.")] = "no",
+    recompute: Annotated[Literal["no", "yes", "both"], typer.Option(help="Of the repeated blocks.")] = "no",
     axis: Annotated[
         list[str] | None, typer.Option(help="Ranks of tp, sp, pp or ep: tp=1,2; all that divide by default, if the model can.")
     ] = None,
     schedule: Annotated[str, typer.Option(help="Of pipelines: gpipe, zb_h1, ... or several of them.")] = "one_f_one_b",
-    seq: Annotated[int, typer.Option(help="Tokens of a row, for a Hugging Face model.")] = 1024,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a row, for a Hugging Face model.")] = 1024,
     limit: Annotated[str | None, typer.Option(help="Memory of a rank: 80GB; the GPU's by default.")] = None,
     machine: Annotated[str, typer.Option(help="For predicted times, as for plan.")] = "here",
-    best: Annotated[int, typer.Option(help="How many to measure.")] = 4,
-    steps: Annotated[int, typer.Option(help="Steps of the first round; later rounds have twice as many.")] = 4,
+    best: Annotated[int, typer.Option(min=1, help="How many to measure.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the first round; later rounds have twice as many.")] = 4,
     timeout: Annotated[float, typer.Option(help="Seconds, after which a run is given up.")] = 300.0,
     out: Annotated[
         str | None, typer.Option(help="Also write the winner: a job, .toml, or its DeepSpeed config, .json.")
@@ -79,11 +79,6 @@ def tune(
     if rows is None and base.file is None:
         raise CommandError(f"--rows: say how many rows a step of {model} has, over all ranks")
     rows = base.data.rows if rows is None else rows
-    for name, value in (("--rows", rows), ("--ranks", count), ("--best", best), ("--steps", steps), ("--seq", seq)):
-        if value < 1:
-            raise CommandError(f"{name} {value} should be at least 1")
-    if recompute not in ("no", "yes", "both"):
-        raise CommandError(f"--recompute: {recompute!r} is none of no, yes, both")
     check_out(out)
     if save_machine is not None and not Path(save_machine).absolute().parent.is_dir():
         raise CommandError(f"--save-machine {save_machine}: there is no folder {Path(save_machine).parent}")

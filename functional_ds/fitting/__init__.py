@@ -7,11 +7,12 @@ finite; and ``watchdog``, for loops of your own.
 from .checkpoints import Checkpoints
 from .data import BatchReader, BatchSource, Epochs, Indexed, Replayed, Stateful
 from .fit import fit
+from .heartbeat import Watch
 from .loggers import Comet, CsvLog, Logger, Logging, MeasuredStep, StepMeasure, TensorBoard, WandB
 from .non_finite import NonFiniteLossError, RollBack, Stop
 from .run import Evaluation, Interrupted
 from .signals import Flag, stop_on_signals, stop_ranks_on_signals
-from .watchdog import EXIT_CODE, Watch, watchdog
+from .watchdog import EXIT_CODE, watchdog
 
 __all__ = [
     "EXIT_CODE",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from time import monotonic
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 from torch.distributed.distributed_c10d import PrefixStore
@@ -16,7 +16,7 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Here
 from functional_ds.step.step import Step
 
-__all__ = ["Heartbeat", "Heartbeats", "PeerStatus", "activity"]
+__all__ = ["Heartbeat", "Heartbeats", "PeerStatus", "Watch", "activity"]
 
 _LIBRARIES = ("functional_ds", "torch", "optree")
 _PYTHON = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  # compared as text
@@ -71,10 +71,23 @@ def _signature(parts: dict[str, Any]) -> str | None:
     return f"{call.signature(tensors, here)} on group {group.name!r} [{group.size}]"
 
 
-class _Watched(Protocol):
-    step: int
-    what: str
-    turn: int
+@attrs.define(eq=False)
+class Watch:
+    """How a rank reports progress: call ``at`` more often than the time-out.
+
+    Attributes:
+        step: the training step.
+        what: what the rank is doing.
+        turn: the number of reports.
+    """
+
+    step: int = 0
+    what: str = "starting"
+    turn: int = 0
+
+    def at(self, step: int, what: str) -> None:
+        """Reports progress. It costs an assignment: a thread reads it now and then."""
+        self.step, self.what, self.turn = step, what, self.turn + 1
 
 
 @attrs.frozen
@@ -102,7 +115,7 @@ class Heartbeat:
     left: str = ""
 
     @staticmethod
-    def now(watch: _Watched, *, count: int, thread: int) -> "Heartbeat":
+    def now(watch: Watch, *, count: int, thread: int) -> "Heartbeat":
         """This process's heartbeat.
 
         Args:
@@ -175,7 +188,7 @@ class Heartbeats:
                 beat = Heartbeat(**json.loads(self.store.get(key)))
                 self.peers[rank] = self.peers[rank].after(beat, monotonic())
 
-    def mine(self, watch: _Watched) -> PeerStatus:
+    def mine(self, watch: Watch) -> PeerStatus:
         """This rank's status now, without the store."""
         return self.peers[self.rank].after(Heartbeat.now(watch, count=self._mine.count + 1, thread=self.thread), monotonic())
 

@@ -18,11 +18,11 @@ from functional_ds.step.step import Step
 from .checkpoints import CheckpointManager, Progress
 from .checks import positive_steps
 from .data import BatchReader, BatchSource
+from .heartbeat import Watch
 from .loggers import MetricLogger
 from .non_finite import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict
 from .positions import own, restore_generators
 from .signals import Flag
-from .watchdog import Watch
 
 __all__ = ["Evaluation", "Interrupted", "TrainingRun"]
 

@@ -20,9 +20,9 @@ from functional_ds.comm.worlds.current import simulated_world
 from functional_ds.comm.worlds.process import ProcessWorld
 from functional_ds.comm.worlds.rendezvous import holder, reconnect
 
-from .heartbeat import Heartbeat, Heartbeats, PeerStatus
+from .heartbeat import Heartbeat, Heartbeats, PeerStatus, Watch
 
-__all__ = ["EXIT_CODE", "Failure", "Watch", "report", "watchdog"]
+__all__ = ["EXIT_CODE", "Failure", "report", "watchdog"]
 
 _FINISHED = "finished"
 
@@ -104,25 +104,6 @@ EXIT_CODE = 75  # of a process that a watchdog ends: EX_TEMPFAIL of sysexits, wh
 _BEATS = 10  # heartbeats within the time-out
 _SLOWEST = 0.5  # seconds between two heartbeats
 _SILENT = 4  # missing heartbeats after which a rank is taken for dead if another rank's collective failed
-
-
-@attrs.define(eq=False)
-class Watch:
-    """How a rank reports progress: call ``at`` more often than the time-out.
-
-    Attributes:
-        step: the training step.
-        what: what the rank is doing.
-        turn: the number of reports.
-    """
-
-    step: int = 0
-    what: str = "starting"
-    turn: int = 0
-
-    def at(self, step: int, what: str) -> None:
-        """Reports progress. It costs an assignment: a thread reads it now and then."""
-        self.step, self.what, self.turn = step, what, self.turn + 1
 
 
 @contextmanager

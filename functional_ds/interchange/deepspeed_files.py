@@ -287,9 +287,8 @@ def _section(content: Any, file: Path) -> dict[str, Any]:
 
 def _flats(section: Mapping[str, Any], stage: int) -> list[dict[str, Tensor]]:
     """A rank's flat tensors, each with the optimizer's states of its length."""
-    masters: list[Tensor] = section["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
     found = []
-    for master, state in zip(masters, _states(section, stage, len(masters)), strict=True):
+    for master, state in zip(_masters(section, stage), _states(section, stage), strict=True):
         if master.dim() != 1 or not master.is_floating_point():
             raise ValueError(f"a flat tensor is {master.dtype}{list(master.shape)}")
         kinds = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() == 1}
@@ -301,9 +300,13 @@ def _base(section: Mapping[str, Any], stage: int) -> Any:
     return section["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
 
 
-def _states(section: Mapping[str, Any], stage: int, count: int) -> list[dict[str, Any]]:
+def _masters(section: Mapping[str, Any], stage: int) -> list[Tensor]:
+    return section["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]  # type: ignore[no-any-return]
+
+
+def _states(section: Mapping[str, Any], stage: int) -> list[dict[str, Any]]:
     """The optimizer's states of a rank's flat tensors, empty before the first update."""
-    base = _base(section, stage)
+    base, count = _base(section, stage), len(_masters(section, stage))
     states = base if isinstance(base, list) else [base["state"].get(i, {}) for i in range(count)]  # a list: elastic_checkpoint
     if len(states) != count:
         raise ValueError(f"a rank has {count} flat tensors, and states of {len(states)}")
@@ -312,9 +315,7 @@ def _states(section: Mapping[str, Any], stage: int, count: int) -> list[dict[str
 
 def _updates(section: Mapping[str, Any], stage: int) -> list[int]:
     """The number of updates of each flat tensor: torch keeps it in the state, DeepSpeed's own optimizers in the group."""
-    count = len(section["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"])
-    base = _base(section, stage)
-    states = base if isinstance(base, list) else [base["state"].get(i, {}) for i in range(count)]
+    base, states = _base(section, stage), _states(section, stage)
     groups = [] if isinstance(base, list) else base["param_groups"]
     common = max([section.get("base_optimizer_state_step", 0), *(group.get("step", 0) for group in groups)])
     found = [int(state.get("step", common)) for state in states]

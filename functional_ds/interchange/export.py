@@ -61,7 +61,8 @@ class Transfer:
             stream(sends, shards, group=self.ranks, take=sink, cast=self._cast, chunk=chunk_bytes(self.named))
 
             def end() -> None:
-                sink.raise_failure()
+                if sink.failure is not None:
+                    raise sink.failure
                 for name, value in self.buffers.items():
                     writer.write(name, value)
                 writer.commit()
@@ -126,11 +127,6 @@ class _Sink:
         if self.filled == leaf.numel:
             self.room, self.filled = None, 0
             yield 0, room
-
-    def raise_failure(self) -> None:
-        """Raises the error, if there was one."""
-        if self.failure is not None:
-            raise self.failure
 
 
 # Roles that hold a leaf's values, the most exact first: masters, exact shards of a compressed gather, the loss's params.

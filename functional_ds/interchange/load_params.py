@@ -17,6 +17,7 @@ from functional_ds.base.marks import ModuleRef, mark_module, slices_of
 from functional_ds.modules.functional import Apply
 from functional_ds.sharding.leaf_slice import whole_shape
 from functional_ds.sharding.sources import from_source
+from functional_ds.state_dict.matching import patterns_of
 
 from .format import CODES, INDEX, SINGLE
 from .naming import Naming, Rename, listed
@@ -221,7 +222,7 @@ def load_params(
     files = open_files(checked_path(path))
     found = _found(files, named, Naming.of(module), rename)
     absent = [leaf for leaf in named if leaf not in found]
-    allowed = _patterns(allow_missing), _patterns(allow_extra)
+    allowed = patterns_of(allow_missing), patterns_of(allow_extra)
     _check_names(files, found, absent=absent, naming=Naming.of(module), rename=rename, allowed=allowed)
     _check_kinds(named, found)
     deferred = from_source(like, _FileSource(found), device=device)
@@ -244,10 +245,6 @@ class _FileSource:
     def read(self, path: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened leaf ``path``."""
         return self.found[path].read(start, stop)
-
-
-def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _found(files: SafetensorsFiles, named: Mapping[str, Any], naming: Naming, rename: Rename | None) -> dict[str, FileTensor]:

@@ -6,68 +6,36 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 from torch import Tensor, nn
 
-__all__ = ["TensorPlace", "deep_copy", "fields_of", "reached"]
+__all__ = ["Put", "deep_copy", "fields_of", "reached"]
 
 _ATOMS = (str, bytes, int, float, complex, type, types.ModuleType, Tensor)
 _REBUILT = (tuple, types.MethodType, functools.partial)  # cannot be written into, so copies of them are made anew, too
 
 
-class TensorPlace(Protocol):
-    """A place that holds a value: a dict, a list or the cell of a closure."""
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
+Put = Callable[[Any], None]  # sets the value of one place: an item, an attribute, the cell of a closure
 
 
-@attrs.frozen
-class _ClosureCell:
-    """The cell of a closure, as a place."""
-
-    cell: types.CellType
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.cell.cell_contents = value
+def _put_in_tuple(kind: type, items: list[Any], put: Put, index: int, value: Any) -> None:
+    """Makes a tuple anew, in its own place."""
+    items[index] = value
+    put(kind(*items) if hasattr(kind, "_fields") else kind(items))
 
 
-@attrs.frozen
-class _TupleItems:
-    """The places of a tuple, which is made anew in its own place."""
-
-    kind: type
-    items: list[Any]
-    holder: TensorPlace
-    key: Any
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items[key] = value
-        self.holder[self.key] = self.kind(*self.items) if hasattr(self.kind, "_fields") else self.kind(self.items)
+def _put_arguments(owner: Any, value: Any) -> None:
+    """Sets the defaults of a function, or the arguments of a partial one."""
+    if isinstance(owner, functools.partial):
+        owner.__setstate__((owner.func, value, owner.keywords, vars(owner)))  # type: ignore[attr-defined]
+    else:
+        owner.__defaults__ = value
 
 
-@attrs.frozen
-class _FixedArguments:
-    """The defaults of a function, or the arguments of a partial one, as a place for a tuple."""
-
-    owner: Any
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(self.owner, functools.partial):
-            self.owner.__setstate__((self.owner.func, value, self.owner.keywords, vars(self.owner)))  # type: ignore[attr-defined]
-        else:
-            self.owner.__defaults__ = value
-
-
-@attrs.frozen
-class _Fields:
-    """The attributes of an object of any class, frozen ones and slots, too."""
-
-    owner: Any
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        object.__setattr__(self.owner, key, value)
+def _put_nowhere(value: Any) -> None:
+    """For what is only looked into."""
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -140,7 +108,7 @@ def _leads_to(value: Any, parts: Collection[int], seen: set[int]) -> bool:
     return any(_leads_to(each, parts, seen) for each in (*_inside(value), *fields_of(value).values()))
 
 
-def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, TensorPlace, Any]]:
+def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, Put]]:
     """The places beside ``_parameters`` and ``_buffers`` that hold one of the tensors: attributes, containers, closures.
 
     Args:
@@ -151,7 +119,7 @@ def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, Tenso
     for owner in module.modules():
         for key, value in vars(owner).items():
             if key not in ("_parameters", "_buffers", "_modules"):
-                search.visit(value, owner.__dict__, key)
+                search.visit(value, functools.partial(owner.__dict__.__setitem__, key))
     return search.found
 
 
@@ -297,13 +265,13 @@ class _PlaceSearch:
 
     wanted: Collection[int]
     modules: Collection[int]
-    found: list[tuple[int, TensorPlace, Any]] = attrs.field(factory=list)
+    found: list[tuple[int, Put]] = attrs.field(factory=list)
     _seen: set[int] = attrs.field(factory=set)
 
-    def visit(self, value: Any, holder: TensorPlace, key: Any) -> None:
+    def visit(self, value: Any, put: Put) -> None:
         """Looks at a value and into it."""
         if id(value) in self.wanted:
-            self.found.append((id(value), holder, key))
+            self.found.append((id(value), put))
         if id(value) in self._seen or id(value) in self.modules or isinstance(value, _ATOMS):
             return
         if not isinstance(value, tuple):  # each place that a tuple has gets a new one
@@ -311,21 +279,20 @@ class _PlaceSearch:
         if isinstance(value, types.FunctionType):
             for cell in value.__closure__ or ():
                 if _is_filled(cell):
-                    self.visit(cell.cell_contents, _ClosureCell(cell), None)
-            self.visit(value.__defaults__, _FixedArguments(value), None)
-            self.visit(value.__kwdefaults__, {}, None)
+                    self.visit(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
+            self.visit(value.__defaults__, functools.partial(_put_arguments, value))
+            self.visit(value.__kwdefaults__, _put_nowhere)
         elif isinstance(value, functools.partial):
-            self.visit(value.func, {}, None)
-            self.visit(value.args, _FixedArguments(value), None)
-            self.visit(value.keywords, {}, None)
-        elif isinstance(value, dict):
-            for name, item in value.items():
-                self.visit(item, value, name)
-        elif isinstance(value, (list, tuple, deque)):
-            places = _TupleItems(type(value), list(value), holder, key) if isinstance(value, tuple) else value
+            self.visit(value.func, _put_nowhere)
+            self.visit(value.args, functools.partial(_put_arguments, value))
+            self.visit(value.keywords, _put_nowhere)
+        elif isinstance(value, tuple):
+            items = list(value)
             for index, item in enumerate(value):
-                self.visit(item, places, index)
+                self.visit(item, functools.partial(_put_in_tuple, type(value), items, put, index))
+        elif isinstance(value, (dict, list, deque)):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                self.visit(item, functools.partial(value.__setitem__, key))
         elif type(value) is not weakref.ref:
-            into = _Fields(value)
-            for name, item in fields_of(value).items():
-                self.visit(item, into, name)
+            for name, item in fields_of(value).items():  # frozen ones and slots, too
+                self.visit(item, functools.partial(object.__setattr__, value, name))

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state.buffers import BufferScope, Held
 
 from .attributes import HiddenAttributes, is_mutable
-from .deep_copy import TensorPlace, deep_copy, reached
+from .deep_copy import Put, deep_copy, reached
 from .module_changes import BareParameter, ModuleChanges
 from .parameter_marks import ParameterMarks, attributes_on
 from .refusals import check_elsewhere, check_module, refuse_flags, refuse_loading, refuse_placeholders
@@ -105,7 +106,7 @@ class Apply:
             self._by_name.setdefault(name, []).append(place)
         self._shared, self._aliases = memory.buffers, memory.attributes
         own = {id(buffer): name for name, buffer in self.module.named_buffers()}
-        self._elsewhere = {own[key] for key, _, _ in reached(self.module, own)}  # buffers that are attributes or the like, too
+        self._elsewhere = {own[key] for key, _ in reached(self.module, own)}  # buffers that are attributes or the like, too
 
     @property
     def bare(self) -> Mapping[str, nn.Parameter]:
@@ -387,13 +388,14 @@ class Apply:
             self._hidden.undo(memo)
             module = deep_copy(self.module, memo)
         owners = dict(module.named_modules())
-        slots: dict[str, list[tuple[TensorPlace, Any]]] = {
-            name: [(owners[path].__dict__["_parameters"], key) for path, key in places] for name, places in self._places.items()
+        slots: dict[str, list[Put]] = {
+            name: [partial(owners[path].__dict__["_parameters"].__setitem__, key) for path, key in places]
+            for name, places in self._places.items()
         }
         names = {id(memo[id(x)]): name for name, x in (*self._bare.items(), *buffers.items()) if id(x) in memo}
-        elsewhere: dict[str, list[tuple[TensorPlace, Any]]] = {name: [] for name in self._elsewhere}
-        for found, holder, key in reached(module, names):
-            (slots if names[found] in slots else elsewhere)[names[found]].append((holder, key))
+        elsewhere: dict[str, list[Put]] = {name: [] for name in self._elsewhere}
+        for found, put in reached(module, names):
+            (slots if names[found] in slots else elsewhere)[names[found]].append(put)
         rnns = [each for each in owners.values() if isinstance(each, nn.RNNBase)]
         mutable = {joined(*place): value for place, value in _mutable(module)}
         tensors = [name for name, value in mutable.items() if not any(id(x) in names for x in tree.leaves(value))]

@@ -14,7 +14,7 @@ from functional_ds.base.torch_private import buffers_of, held_elsewhere, paramet
 from functional_ds.step.state.buffers import Held, OtherAttribute, bit_equal
 
 from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
-from .deep_copy import TensorPlace
+from .deep_copy import Put
 from .module_changes import ModuleChanges
 from .refusals import refuse_flags
 
@@ -72,8 +72,8 @@ class Skeleton:
     owned: Mapping[str, list[Place]]
     names: Mapping[Place, str]
     places: Mapping[str, list[Place]]
-    slots: dict[str, list[tuple[TensorPlace, Any]]]
-    elsewhere: dict[str, list[tuple[TensorPlace, Any]]]
+    slots: dict[str, list[Put]]
+    elsewhere: dict[str, list[Put]]
     rnns: list[nn.RNNBase]
     version: int
     changes: ModuleChanges
@@ -116,8 +116,8 @@ class Skeleton:
             ValueError: the copy has a parameter in a further place, which nothing can be put into.
         """
         for name, parameter in params.items():
-            for owner, key in self.slots[name]:
-                owner[key] = parameter
+            for put in self.slots[name]:
+                put(parameter)
         for rnn in self.rnns:  # these read their weights from a second list
             refresh_flat_weights(rnn)
         if self.placeholders:
@@ -146,8 +146,8 @@ class Skeleton:
                 if store is not None and store.get(key, ABSENT) is not buffer:
                     store[key] = buffer
         for name, places in self.elsewhere.items():
-            for holder, where in places:
-                holder[where] = held.values[name]
+            for put in places:
+                put(held.values[name])
 
     def note(self, held: Held) -> list[str]:
         """Takes over the buffers that a call has set anew, and gives their names."""

@@ -14,6 +14,7 @@ from functional_ds.base.weighted import Weighted, weight_dtype
 __all__ = [
     "check",
     "check_betas",
+    "check_counts",
     "counts",
     "divided",
     "found_inf",
@@ -131,6 +132,13 @@ def check(**numbers: float) -> None:
     for name, value in numbers.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name}={value} must be finite and not negative")
+
+
+def check_counts(**numbers: int) -> None:
+    """Refuses counts below 1."""
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
 
 
 def check_betas(betas: tuple[float, float]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-from .kernels import check, means, zeros
+from .kernels import check, check_counts, means, zeros
 from .matrix_owners import MatrixOwners
 from .optimizer import Optimizer, PerParameter, Rate
 from .param_groups import PathFilter
@@ -81,8 +81,7 @@ def muon(
     check(lr=lr, weight_decay=weight_decay)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum={momentum} must lie in [0, 1)")
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
+    check_counts(steps=steps)
     if adjust not in ("original", "match_rms_adamw"):
         raise ValueError(f"adjust={adjust!r} is unknown; use 'original' or 'match_rms_adamw'")
 

@@ -14,7 +14,7 @@ from functional_ds.comm.record.group import Solo
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .adam import AdamState, adam_optimizer
-from .kernels import check, check_betas, gradients, reals, widest, zeros
+from .kernels import check, check_betas, check_counts, gradients, reals, widest, zeros
 from .optimizer import Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
@@ -161,7 +161,7 @@ def one_bit_adam(
     """
     if decay is not None:
         return by_decay(one_bit_adam, lr, weight_decay, decay, warmup=warmup, betas=betas, eps=eps, codec=codec)
-    _at_least_one(warmup=warmup)
+    check_counts(warmup=warmup)
     rule = _Rule(lr, betas, eps, weight_decay, codec, UpdateIntervals((range(warmup),)), ALWAYS, weighs=False)
     return rule.optimizer_for_leaves(
         f"one_bit_adam(lr={lr}, warmup={warmup}, betas={betas}, eps={eps}, weight_decay={weight_decay})"
@@ -219,7 +219,7 @@ def zero_one_adam(
     if decay is not None:
         further: dict[str, Any] = {"freeze": freeze, "each": each, "local": local, "longest": longest}
         return by_decay(zero_one_adam, lr, weight_decay, decay, betas=betas, eps=eps, codec=codec, **further)
-    _at_least_one(freeze=freeze, each=each, longest=longest)
+    check_counts(freeze=freeze, each=each, longest=longest)
     if local is not None and (longest & (longest - 1) or local < 1 or local % longest):
         raise ValueError(f"local={local}, longest={longest}: longest must be a power of two, and local a multiple of it")
     syncs = ALWAYS if local is None or longest == 1 else UpdateIntervals.local_steps(freeze, local, longest)
@@ -396,9 +396,3 @@ class _At:
         return [
             (square / (1 - decay**count)).sqrt_().add_(self.rule.eps).masked_fill_(square == 0, torch.inf) for square in squares
         ]
-
-
-def _at_least_one(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name}={number} must be at least 1")

@@ -11,7 +11,7 @@ import torch
 
 from functional_ds.base import torch_private
 
-__all__ = ["Finding", "Kind", "Site", "here", "is_programs"]
+__all__ = ["Finding", "Findings", "Kind", "Site", "here", "is_programs"]
 
 Kind = Literal["race", "early free", "host sync"]
 _SKIPPED = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parent) + os.sep, torch_private.__file__, "<")
@@ -68,3 +68,51 @@ def here() -> Site:
         frame = frame.f_back
     sites = [Site(file, line) for file, line in found] or [Site("unknown", 0)]
     return attrs.evolve(sites[0], caller=sites[1]) if len(sites) > 1 else sites[0]
+
+
+@attrs.define(eq=False)
+class Findings:
+    """What a device has found so far.
+
+    Attributes:
+        findings: races, early frees, and waits of the host that the program did not ask for; each once.
+        waits: the waits that it asked for: ``synchronize`` of streams, of events, and of the device, with their lines.
+    """
+
+    findings: list[Finding] = attrs.field(factory=list)
+    waits: list[tuple[str, Site]] = attrs.field(factory=list)
+
+    @property
+    def races(self) -> list[Finding]:
+        """Accesses that are not ordered after the last conflicting one."""
+        return self._of("race")
+
+    @property
+    def early_frees(self) -> list[Finding]:
+        """Memory that was freed while work on another stream might still use it."""
+        return self._of("early free")
+
+    @property
+    def host_syncs(self) -> list[Finding]:
+        """Lines at which the host waits for the device without ``synchronize``."""
+        return self._of("host sync")
+
+    def clear(self) -> None:
+        """Forgets what was found so far, for example in a first step."""
+        self.findings.clear()
+        self.waits.clear()
+
+    def check(self, *, host_syncs: bool = False) -> None:
+        """Raises AssertionError with all races and early frees, and with ``host_syncs`` these, too."""
+        found = [each for each in self.findings if host_syncs or each.kind != "host sync"]
+        if found:
+            raise AssertionError(f"{len(found)} findings on the simulated device\n" + "\n".join(map(str, found)))
+
+    def _of(self, kind: Kind) -> list[Finding]:
+        return [each for each in self.findings if each.kind == kind]
+
+    def report(self, kind: Kind, text: str, first: Site | None, second: Site | None = None) -> None:
+        """Adds a finding, once."""
+        found = Finding(kind, text, first, second or here())
+        if found not in self.findings:
+            self.findings.append(found)

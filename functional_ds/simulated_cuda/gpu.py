@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from functional_ds.base.torch_private import disable_torch_function, storage_id
 
-from .findings import Finding, Kind, Site, here, is_programs
+from .findings import Findings, Site, here, is_programs
 from .streams import Clock, SimulatedStream
 
 __all__ = ["DEVICE", "HOST", "Access", "SimulatedGpu", "SimulatedMemory", "Touch", "has_own_dispatch", "tensors_in"]
@@ -96,12 +96,10 @@ class SimulatedMemory:
 
 
 @attrs.define(eq=False, repr=False)
-class SimulatedGpu:
-    """The simulated device of one thread, which is one rank.
+class SimulatedGpu(Findings):
+    """The simulated device of one thread, which is one rank, and what went wrong on it.
 
     Attributes:
-        findings: races, early frees, and waits of the host that the program did not ask for; each once.
-        waits: the waits that it asked for: ``synchronize`` of streams, of events, and of the device, with their lines.
         stream: the current stream.
         default: the default stream.
         host: the host, as a stream whose work is over at once.
@@ -115,8 +113,6 @@ class SimulatedGpu:
         peak: the most so far.
     """
 
-    findings: list[Finding] = attrs.field(factory=list)
-    waits: list[tuple[str, Site]] = attrs.field(factory=list)
     stream: SimulatedStream = attrs.field(init=False)
     default: SimulatedStream = attrs.field(factory=lambda: SimulatedStream(name="the default stream"))
     host: SimulatedStream = attrs.field(factory=lambda: SimulatedStream(name="the host"))
@@ -135,37 +131,6 @@ class SimulatedGpu:
 
     def __attrs_post_init__(self) -> None:
         self.stream = self.default
-
-    # -- what a program asks ---------------------------------------------------------------------------------------------
-
-    @property
-    def races(self) -> list[Finding]:
-        """Accesses that are not ordered after the last conflicting one."""
-        return self._of("race")
-
-    @property
-    def early_frees(self) -> list[Finding]:
-        """SimulatedMemory that was freed while work on another stream might still use it."""
-        return self._of("early free")
-
-    @property
-    def host_syncs(self) -> list[Finding]:
-        """Lines at which the host waits for the device without ``synchronize``."""
-        return self._of("host sync")
-
-    def clear(self) -> None:
-        """Forgets what was found so far, for example in a first step."""
-        self.findings.clear()
-        self.waits.clear()
-
-    def check(self, *, host_syncs: bool = False) -> None:
-        """Raises AssertionError with all races and early frees, and with ``host_syncs`` these, too."""
-        found = [each for each in self.findings if host_syncs or each.kind != "host sync"]
-        if found:
-            raise AssertionError(f"{len(found)} findings on the simulated device\n" + "\n".join(map(str, found)))
-
-    def _of(self, kind: Kind) -> list[Finding]:
-        return [each for each in self.findings if each.kind == kind]
 
     # -- memory ----------------------------------------------------------------------------------------------------------
 
@@ -258,12 +223,6 @@ class SimulatedGpu:
                 access.site,
             )
             access.stream.clock.join(Clock({one.stream.id: one.time}))  # a missing wait is one finding
-
-    def report(self, kind: Kind, text: str, first: Site | None, second: Site | None = None) -> None:
-        """Adds a finding, once."""
-        found = Finding(kind, text, first, second or here())
-        if found not in self.findings:
-            self.findings.append(found)
 
     # -- waits of the host -----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from functional_ds.step.state.slots import Role
 from .describe import TensorShard
 from .errors import StructureError
 
-__all__ = ["Choice", "Differences", "StoredShape", "fits", "match", "per_rank_name", "without_rank"]
+__all__ = ["Choice", "Differences", "StoredShape", "fits", "match", "patterns_of", "per_rank_name", "without_rank"]
 
 # The forms in which a leaf of the model is stored, the most exact first. A state need not have those of the checkpoint.
 _FORMS = (Role.MASTER.value, Role.EXACT.value, "params")  # the forms of a leaf, the most exact first
@@ -39,7 +39,7 @@ class Choice:
     @staticmethod
     def of(only: str | Sequence[str] | None, *, missing: str | Sequence[str], extra: str | Sequence[str]) -> "Choice":
         """From the arguments ``only``, ``allow_missing`` and ``allow_extra`` of ``load``."""
-        return Choice(None if only is None else _patterns(only), _patterns(missing), _patterns(extra))
+        return Choice(None if only is None else patterns_of(only), patterns_of(missing), patterns_of(extra))
 
     def check(self, known: Collection[str]) -> None:
         """Raises ValueError if a pattern of ``only`` matches no name, and so would load nothing."""
@@ -52,7 +52,8 @@ class Choice:
         return self.only is None or fits(name, self.only)
 
 
-def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+def patterns_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """An argument that is one pattern, or several."""
     return (given,) if isinstance(given, str) else tuple(given)
 
 

@@ -139,26 +139,6 @@ def test_real_processes(tmp_path: Path) -> None:
         assert_same(loaded, saved)
 
 
-def test_slices_that_former_versions_numbered(tmp_path: Path) -> None:
-    """They had names of their own, and belong to the leaf on any mesh."""
-    loss = lambda p, x: sum((leaf * leaf).sum() for leaf in p.values()) * x  # noqa: E731
-    step, whole = fds.train_step(loss, fds.adamw(0.1)), torch.arange(24.0).view(4, 6)
-    old = {f"w[{i} of 2]": part for i, part in enumerate(whole.split(3, 1))}
-    state, _ = step(step.init(old), torch.ones(()))
-    fds.save(state, tmp_path)
-    expected = torch.cat([step.params(state)[name] for name in old], 1)
-    found = fds.load(tmp_path, like=step.init({"w": torch.zeros(4, 6)}))
-    assert_same(step.params(found)["w"], expected)
-    assert found.optimizer.steps[0].item() == 1
-
-    def program() -> None:
-        cut = LeafSlice.even(0, 4, 4, comm.world().rank)
-        found = fds.load(tmp_path, like=step.init({"w": sliced(torch.zeros(4, 6), cut)}))
-        assert_same(step.params(found)["w"], cut.of(expected))
-
-    comm.simulate(program, world_size=4)
-
-
 # -- what ranks have of their own ------------------------------------------------------------------------------------------
 
 
@@ -202,7 +182,7 @@ def saved_slices(folder: Path, n: int = 2) -> Manifest:
 
 
 def test_a_slice_is_one_chunk_of_a_manifest(tmp_path: Path) -> None:
-    """Not one for each row; and without slices a manifest is what former versions wrote."""
+    """Not one for each row; and none where there are no slices."""
     manifest = saved_slices(tmp_path / "two")
     assert [(c.offset, c.numel, c.slice) for c in manifest.tensors["params/w"].chunks] == [(0, 12, 0), (0, 12, 1)]
     assert [str(region) for region in manifest.tensors["params/w"].slices] == ["[:, 0:3]", "[:, 3:6]"]

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from functional_ds import comm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import new_collective
+import new_optimizer
+
 TOP = Path(__file__).resolve().parents[2]
 QUICKSTARTS = sorted((TOP / "docs").glob("quickstart-*.md"))
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 PATIENCE = 500  # seconds of a session: processes import torch
-
-sys.path.insert(0, str(TOP / "examples"))
-import new_collective
-import new_optimizer
-
-from functional_ds import comm
 
 
 def without_numbers(text: str) -> list[str]:
@@ -32,7 +32,9 @@ def without_numbers(text: str) -> list[str]:
 def sessions(page: Path) -> list[list[tuple[str, str]]]:
     """The commands of each console block, with what the page shows of their outputs."""
     blocks = CONSOLE.findall(page.read_text(encoding="utf-8"))
-    return [[(line, shown) for line, _, shown in (part.partition("\n") for part in block[2:].split("\n$ "))] for block in blocks]
+    return [
+        [(line, shown) for line, _, shown in (part.partition("\n") for part in block[2:].split("\n$ "))] for block in blocks
+    ]
 
 
 def run(commands: list[str], folder: Path) -> list[str]:

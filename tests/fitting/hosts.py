@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-__all__ = ["Hosts", "joined", "why_not"]
+__all__ = ["UNLIMITED", "Hosts", "joined", "shaping", "why_not"]
+
+UNLIMITED = "unlimited"
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -30,6 +32,13 @@ def why_not() -> str | None:
     return None
 
 
+def shaping(rate: str) -> list[str]:
+    """The command that gives a host's end of the cable a speed, such as "1gbit", by a token bucket; or ``UNLIMITED``."""
+    if rate == UNLIMITED:
+        return ["tc", "qdisc", "replace", "dev", "cable", "root", "noqueue"]
+    return ["tc", "qdisc", "replace", "dev", "cable", "root", "tbf", "rate", rate, "burst", "5mb", "latency", "50ms"]
+
+
 @attrs.frozen
 class Hosts:
     """Names of two namespaces, and the addresses of each in the net between them."""
@@ -44,6 +53,10 @@ class Hosts:
     def cut(self) -> None:
         """Takes the cable out of the first host: nothing arrives any more, and nobody is told."""
         _run("ip", "-n", self.names[0], "link", "set", "cable", "down")
+
+    def limit(self, host: int, rate: str) -> None:
+        """Gives what the host sends a speed."""
+        _run(*self.command(host, shaping(rate)))
 
     def mend(self) -> None:
         """Puts it back."""

@@ -142,4 +142,4 @@ def test_the_standard_library_is_text_for_everybody() -> None:
     found = text_of(Job(model="a:B", steps=1, optimizer={"sgd": 0.1}))
     assert found.source == "Python's standard library"
     assert b"import" in bytes(found.train[:10_000].tolist())
-    assert fds.jobs.token_text.read_standard_library(1000) == fds.jobs.token_text.read_standard_library(2000)[:1000]
+    assert fds.jobs.job_data.read_standard_library(1000) == fds.jobs.job_data.read_standard_library(2000)[:1000]

@@ -20,7 +20,7 @@ from .graph_nodes import OPERATOR, PHASE
 if TYPE_CHECKING:
     from functional_ds.scaling.machine import Machine
 
-__all__ = ["COMPUTE", "ExposedWait", "GraphCost", "InMemory", "NodeSpan", "graph_cost"]
+__all__ = ["COMPUTE", "GraphCost", "InMemory", "NodeSpan", "graph_cost"]
 
 COMPUTE = "compute"
 
@@ -61,36 +61,14 @@ class NodeSpan:
     phase: str
     begin: float
     end: float
-    flops: int
-    bytes: int
-    before: int | None
+    flops: int = 0
+    bytes: int = 0
+    before: int | None = None
     role: str = ""
 
     @property
     def seconds(self) -> float:
         """How long it takes."""
-        return self.end - self.begin
-
-
-@attrs.frozen
-class ExposedWait:
-    """A time in which a rank computes nothing, because a collective is under way.
-
-    Attributes:
-        does: the collective and what it carries.
-        phase: of the step.
-        begin: seconds from the step's start.
-        end: the same.
-    """
-
-    does: str
-    phase: str
-    begin: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        """How long it is."""
         return self.end - self.begin
 
 
@@ -111,7 +89,7 @@ class GraphCost:
     """
 
     spans: Sequence[NodeSpan]
-    waits: Sequence[ExposedWait]
+    waits: Sequence[NodeSpan]
     seconds: float
     compute: float
     host: float
@@ -198,7 +176,7 @@ class _RankTimeline:
     idle: float = 0.0
     last: int | None = None
     spans: list[NodeSpan] = attrs.field(factory=list)
-    waits: list[ExposedWait] = attrs.field(factory=list)
+    waits: list[NodeSpan] = attrs.field(factory=list)
     calls: Events = attrs.field(factory=Events)
     _channels: dict[Any, int] = attrs.field(factory=dict)  # of each group: its last span
     _under_way: dict[int, int] = attrs.field(factory=dict)  # of each site: its span
@@ -217,7 +195,8 @@ class _RankTimeline:
         self.device += seconds
         self.last = len(self.spans)
         self.host = self.device if self.machine.host_computes else self.host
-        self._add(node, name, COMPUTE, begin, self.device, operation.flops, operation.bytes, before)
+        span = _span(node, name, COMPUTE, begin, self.device)
+        self.spans.append(attrs.evolve(span, flops=operation.flops, bytes=operation.bytes, before=before))
 
     def start(self, node: fx.Node, site: CallSite | InnerCall, xs: Sequence[Tensor]) -> int:
         """A collective: it begins when its inputs are computed and its channel is free. Gives its span."""
@@ -232,7 +211,8 @@ class _RankTimeline:
         self.calls.append(row)
         seconds = self.machine.collective_seconds(row, self.links.get(site.group.name.partition("/")[0]))
         place = self._channels[key] = len(self.spans)
-        self._add(node, _carries(site), site.group.name, begin, begin + seconds, 0, row.bytes, before, row.traffic.role)
+        span = _span(node, _carries(site), site.group.name, begin, begin + seconds)
+        self.spans.append(attrs.evolve(span, bytes=row.bytes, before=before, role=row.traffic.role))
         if self.machine.overlaps < 1:
             self._hold(node, site, seconds * (1 - self.machine.overlaps))
         if isinstance(site, InnerCall) or (self.machine.host_computes and not site.beside):  # the host carries it out
@@ -246,8 +226,8 @@ class _RankTimeline:
         before = self.last if begin == self.device else None
         self.device, self.last = begin + seconds, len(self.spans)
         self.host = self.device if self.machine.host_computes else self.host
-        self.waits.append(ExposedWait(_carries(site), node.meta.get(PHASE) or "", begin, self.device))
-        self._add(node, _carries(site), COMPUTE, begin, self.device, 0, 0, before)
+        self.waits.append(_span(node, _carries(site), COMPUTE, begin, self.device))
+        self.spans.append(attrs.evolve(self.waits[-1], before=before))
 
     def begin(self, node: fx.Node, site: CallSite, xs: Sequence[Tensor]) -> None:
         """A collective that another node waits for."""
@@ -265,14 +245,13 @@ class _RankTimeline:
     def _until(self, place: int, node: fx.Node) -> None:
         span = self.spans[place]
         if span.end > self.device:
-            self.waits.append(ExposedWait(span.does, node.meta.get(PHASE) or "", self.device, span.end))
+            self.waits.append(_span(node, span.does, COMPUTE, self.device, span.end))
             self.device, self.last = span.end, place
             self.host = self.device if self.machine.host_computes else self.host
 
-    def _add(
-        self, node: fx.Node, does: str, lane: str, begin: float, end: float, flops: int, size: int, before: Any, role: str = ""
-    ) -> None:
-        self.spans.append(NodeSpan(node.name, does, lane, node.meta.get(PHASE) or "", begin, end, flops, size, before, role))
+
+def _span(node: fx.Node, does: str, lane: str, begin: float, end: float) -> NodeSpan:
+    return NodeSpan(node.name, does, lane, node.meta.get(PHASE) or "", begin, end)
 
 
 def graph_cost(

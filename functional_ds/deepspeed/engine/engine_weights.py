@@ -1,5 +1,6 @@
 """An engine's weights as a ``state_dict``, whole, and in a file."""
 
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.deepspeed.api_names import ENGINE, REFUSED
 
-from .common.engine_files import save_weights
+from .common.engine_files import write_weights
 
 __all__ = ["EngineWeights"]
 
@@ -46,7 +47,11 @@ class EngineWeights:
             save_filename: the file.
             exclude_frozen_parameters: whether to leave frozen params out.
         """
-        return save_weights(self.whole_state_dict(exclude_frozen_parameters), save_dir, save_filename)
+        weights = self.whole_state_dict(exclude_frozen_parameters)
+        if comm.world().rank == 0:
+            write_weights(weights, Path(save_dir, save_filename))
+        comm.barrier()
+        return True
 
     save_fp16_model = save_16bit_model
 

@@ -30,7 +30,7 @@ from .ds_optimizer import EngineOptimizer
 from .engine import DeepSpeedEngine
 from .loop.engine_loop import EngineLoop, LossShare
 from .loop.gathered_parameters import own_parameters
-from .loop.live_module import LiveModule
+from .loop.live_module import LiveModule, take_over
 from .loop.zero_init import deferral_of, taken
 
 __all__ = ["initialize"]
@@ -329,12 +329,5 @@ def _move(model: nn.Module, sharers: Mapping[str, tuple[tuple[int, ...], ...]]) 
     if all(x.device.type == "cpu" for x in here):
         for x in here:
             x.data = x.data.to(_device())
-    if comm.world().size > 1:
-        apart = {id(model.get_parameter(name)) for name in sharers}
-        own = [x.data for x in here if id(x) not in apart]
-        for name, blocks in sharers.items():
-            block = next(each for each in blocks if comm.world().rank in each)
-            held = model.get_parameter(name).data
-            held.copy_(comm.broadcast(held, 0, comm.new_group(block)))
-        for mine, first in zip(own, comm.broadcast([x.detach() for x in own]), strict=True):
-            mine.copy_(first)
+    rank = comm.world().rank
+    take_over({name: next(block for block in blocks if rank in block) for name, blocks in sharers.items()}, model)

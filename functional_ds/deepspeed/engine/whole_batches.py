@@ -54,7 +54,7 @@ class WholeBatches:
             with torch.no_grad():
                 for _ in range(self._loop.micro_batches):
                     inputs, labels = next(data_iter)
-                    values.append(self(*inputs) if isinstance(inputs, tuple | list) else self(inputs))
+                    values.append(self._value(inputs))
                     losses.append(self._loss_fn(values[-1], labels))
         finally:
             self.train(training)
@@ -77,8 +77,10 @@ class WholeBatches:
 
     def _loss(self: Any, batch: Any) -> Tensor:
         inputs, labels = batch
-        found = self(*inputs) if isinstance(inputs, tuple | list) else self(inputs)
-        return self._loss_fn(found, labels)  # type: ignore[no-any-return]
+        return self._loss_fn(self._value(inputs), labels)  # type: ignore[no-any-return]
+
+    def _value(self: Any, inputs: Any) -> Any:
+        return self(*inputs) if isinstance(inputs, tuple | list) else self(inputs)
 
     @property
     def _loss_fn(self: Any) -> Any:

@@ -8,13 +8,12 @@ import attrs
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from functional_ds import comm
 from functional_ds.deepspeed.api_names import ENGINE, PIPELINE_ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.deepspeed.engine.common.engine_counts import CountedEngine, EngineCounts
 from functional_ds.deepspeed.engine.common.engine_files import EngineFiles
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
-from functional_ds.deepspeed.engine.loop.live_module import LiveModule
+from functional_ds.deepspeed.engine.loop.live_module import LiveModule, take_over
 from functional_ds.deepspeed.engine.loop.monitors import Monitors
 from functional_ds.deepspeed.utils.loaders import EngineLoader, RepeatingLoader, data_loader
 from functional_ds.optim.optimizer import Optimizer, PerParameter
@@ -277,19 +276,6 @@ class PipelineEngine(CountedEngine, EngineFiles):
         self._live.show(self._step, state)
 
 
-def _share(module: PipelineModule) -> None:
-    """Gives params and buffers to all ranks that have them, from the first of these."""
-    here = comm.world()
-    held: dict[tuple[int, ...], list[Tensor]] = {tuple(range(here.size)): [*module.buffers()]}
-    for name, p in module.named_parameters():
-        held.setdefault(module.holders(name), []).append(p)
-    for ranks, tensors in sorted(held.items()):  # in one order on all ranks, or they would wait for each other
-        if here.rank in ranks and len(ranks) > 1 and tensors:
-            group = here if len(ranks) == here.size else comm.new_group([here.ranks[rank] for rank in ranks], "holders")
-            for mine, first in zip(tensors, comm.broadcast([x.detach() for x in tensors], group=group), strict=True):
-                mine.data.copy_(first)
-
-
 def pipeline_engine(
     module: PipelineModule,
     config: Any,
@@ -325,8 +311,7 @@ def pipeline_engine(
     >>> bool(second < first), engine.global_steps
     (True, 2)
     """
-    if comm.world().size > 1:
-        _share(module)
+    take_over({name: module.holders(name) for name, _ in module.named_parameters()}, module)
     parts = pipeline_parts(module)
     plan = from_ds_config(config, parts.data.size, group=parts.data, lr=lr, warn=True)
     whole = plan.to_ds_config()  # the pipeline cuts the batch into micro-batches, so nothing else accumulates

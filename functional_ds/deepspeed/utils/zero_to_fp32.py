@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.files import written_atomically
 from functional_ds.checkpointing.dcp import CheckpointReader
+from functional_ds.deepspeed.engine.common.engine_files import write_weights
 from functional_ds.interchange.deepspeed_files import ZeroFiles
 from functional_ds.interchange.deepspeed_layout import MASTER
-from functional_ds.interchange.export import export
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import NoCheckpointError
 from functional_ds.state_dict.latest_file import latest_tag
@@ -125,10 +124,4 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         NoCheckpointError: there is no such checkpoint.
     """
     found = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    target = Path(output_dir)
-    target.mkdir(parents=True, exist_ok=True)
-    if safe_serialization:
-        export(dict(found), target, overwrite=True)
-    else:
-        with written_atomically(target / "pytorch_model.bin") as file:
-            torch.save(found, file)
+    write_weights(found, Path(output_dir, "model.safetensors" if safe_serialization else "pytorch_model.bin"))

@@ -1,8 +1,6 @@
 """Values beside a state are JSON: the same values and types come back, and nothing is unpickled unless it is asked for."""
 
 import argparse
-import base64
-import io
 import json
 import random
 from collections import Counter, OrderedDict
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from functional_ds import comm
-from functional_ds.checkpointing.directory import open_manifest
 from functional_ds.deepspeed.engine.loop.plain_values import decoded, encoded, pickled_paths
 from functional_ds.state_dict.errors import CheckpointError, DamagedError
 from tests.deepspeed.engine.test_ds_engine_files import drive, engine_of
@@ -139,9 +136,8 @@ class Mark:
         return Path.touch, (Path(self.path),)
 
 
-@pytest.mark.parametrize("former", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_object_is_unpickled_on_request_alone(tmp_path: Path, world_size: int, former: bool) -> None:
+def test_an_object_is_unpickled_on_request_alone(tmp_path: Path, world_size: int) -> None:
     harm, folder = tmp_path / "harm", tmp_path / "run"
 
     def program() -> None:
@@ -152,8 +148,6 @@ def test_an_object_is_unpickled_on_request_alone(tmp_path: Path, world_size: int
                 engine.save_checkpoint(folder, client_state={"deep": [Mark(str(harm))], "epoch": 1})
         else:
             engine.save_checkpoint(folder, client_state={})
-        if former:
-            formerly(folder, {"client_state": {"deep": [Mark(str(harm))]}})
         before = engine.global_steps
         with pytest.raises(CheckpointError, match="pass allow_pickle=True"):
             engine.load_checkpoint(folder)
@@ -164,31 +158,6 @@ def test_an_object_is_unpickled_on_request_alone(tmp_path: Path, world_size: int
         assert harm.exists()
 
     comm.simulate(program, world_size=world_size) if world_size > 1 else program()
-
-
-def formerly(folder: Path, held: Any) -> None:
-    """The checkpoint as a former version of this library wrote it, pickled as a whole."""
-    comm.barrier()
-    if comm.world().rank == 0:
-        (place,) = folder.glob("global_step*")
-        where, manifest = open_manifest(place, "state")
-        data = io.BytesIO()
-        torch.save({"lr_scheduler": None, "groups": None, **held}, data)
-        extra = {**manifest.extra, "pickled": base64.b64encode(data.getvalue()).decode()}
-        del extra["held"]
-        object.__setattr__(manifest, "extra", extra)
-        (where / "manifest.json").write_bytes(manifest.encode())
-    comm.barrier()
-
-
-def test_a_former_checkpoint_of_plain_values_needs_no_request(tmp_path: Path) -> None:
-    engine = engine_of(1)
-    drive(engine, 0, 1)
-    engine.save_checkpoint(tmp_path)
-    held = {"epoch": 2, "x": torch.ones(2), "milestones": Counter({1: 2})}
-    formerly(tmp_path, {"client_state": held})
-    _, found = engine.load_checkpoint(tmp_path)
-    assert same(found, held)
 
 
 @pytest.mark.parametrize(
@@ -214,13 +183,10 @@ def test_what_contains_itself_is_named() -> None:
         encoded(held)
 
 
-BUGS = [
-    Bug("pickles are opened", "deepspeed.engine.loop.plain_values:decoded", "found and (not allow_pickle)", "False"),
-    Bug("former pickles are opened", "deepspeed.engine.loop.plain_values:unpickled", "not allow_pickle", "False"),
-]
+BUGS = [Bug("pickles are opened", "deepspeed.engine.loop.plain_values:decoded", "found and (not allow_pickle)", "False")]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_planted(tmp_path: Path, bug: Bug) -> None:
     with planted(bug), pytest.raises((AssertionError, pytest.fail.Exception)):
-        test_an_object_is_unpickled_on_request_alone(tmp_path, 1, "former" in bug.name)
+        test_an_object_is_unpickled_on_request_alone(tmp_path, 1)

@@ -39,8 +39,8 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "each rank trains the params that it drew",
-                "deepspeed.pipe.pipeline_engine:_share",
-                "here.rank in ranks and len(ranks) > 1 and tensors",
+                "deepspeed.engine.loop.live_module:take_over",
+                "here.rank in ranks and len(ranks) > 1",
                 "False",
             ),
         ],

@@ -132,13 +132,13 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             "boxes are read without their gaps",
             "checkpointing.dcp:CheckpointReader._finish",
             "part.box.view(into, part.box.place)",
-            "into[:target.numel()].view(target.shape)",
+            "into[:part.target.numel()].view(part.target.shape)",
         ),
         Bug(
             "a part is read from where its box begins",
-            "checkpointing.dcp:CheckpointReader.read_data",
-            "(part.place - chunk.offset) * size",
-            "(box.place - chunk.offset) * size * 0",
+            "checkpointing.dcp:_Read.position",
+            "(self.box.place - self.chunk.offset) * self.dtype.itemsize",
+            "0",
             shows=Exception,
         ),
         Bug(

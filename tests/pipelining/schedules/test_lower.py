@@ -12,7 +12,6 @@ from functional_ds.pipelining import (
     interleaved_one_f_one_b,
     lower,
     one_f_one_b,
-    text,
     timeline,
     validate,
     zbv,
@@ -129,4 +128,4 @@ def test_a_rank_without_stages() -> None:
     assert lowered[1] == ()
     timed = timeline(lowered)
     assert (timed.makespan, timed.peak, timed.gaps[1]) == (6, (1, 0, 1), 0)
-    assert text(timed).splitlines()[2] == "rank 1 |............|"
+    assert str(timed).splitlines()[2] == "rank 1 |............|"

@@ -39,16 +39,16 @@ def _between(low: float, high: float, a: dict[str, Any], after: Callable[[Tensor
     return rates
 
 
-def _shape(steps: Any, shape: str, total: int | None = None) -> str:
-    """The checked shape of a warm-up."""
+def _check_warmup(self: LRScheduler, a: dict[str, Any]) -> None:
+    """Its shape is "log" or "linear"."""
+    steps, total = a["warmup_num_steps"], a.get("total_num_steps")
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"warmup_num_steps={steps!r}: a whole number above 0")
     if total is not None and total < max(2, steps):
         _logger.warning(f"total_num_steps={total} is less than warmup_num_steps={max(2, steps)}")
-    if shape not in ("log", "linear"):
-        _logger.warning(f"warmup_type={shape!r} is unknown, and counts as 'log'")
-        return "log"
-    return shape
+    if a["warmup_type"] not in ("log", "linear"):
+        _logger.warning(f"warmup_type={a['warmup_type']!r} is unknown, and counts as 'log'")
+        a["warmup_type"] = "log"
 
 
 class WarmupLR(LRScheduler, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log"):
@@ -62,9 +62,7 @@ class WarmupLR(LRScheduler, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_st
 
     shown = "min_lrs=warmup_min_lr max_lrs=warmup_max_lr warmup_num_steps warmup_type"
 
-    def check(self, a: dict[str, Any]) -> None:
-        """Its shape is "log" or "linear"."""
-        a["warmup_type"] = _shape(a["warmup_num_steps"], a["warmup_type"], a.get("total_num_steps"))
+    check = _check_warmup
 
     @staticmethod
     def rates(a: dict[str, Any], lr: float) -> Rates:
@@ -80,7 +78,7 @@ class WarmupDecayLR(
 
     shown = f"{WarmupLR.shown} total_num_steps"
 
-    check = WarmupLR.check
+    check = _check_warmup
 
     @staticmethod
     def rates(a: dict[str, Any], lr: float) -> Rates:
@@ -99,8 +97,8 @@ class WarmupCosineLR(
     shown = "total_num_steps warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio"
 
     def check(self, a: dict[str, Any]) -> None:
-        """Its shape is "log" or "linear"."""
-        WarmupLR.check(self, a)
+        """As the other warm-ups."""
+        _check_warmup(self, a)
         self._ratio = self.rates(a, 1.0)
 
     @staticmethod

@@ -24,7 +24,7 @@ from functional_ds.step.state.state import State
 
 from .config_scheduler import ConfigScheduler
 
-__all__ = ["EngineFiles", "save_weights"]
+__all__ = ["EngineFiles", "write_weights"]
 
 _STATE = "state"  # the tag within a tag's folder
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "updates", "micro_steps")
@@ -137,7 +137,7 @@ class EngineFiles:
             from functional_ds.checkpointing.load import load  # may be left out of an installation
 
             state, extra = load(place, like=like, tag=_STATE, with_extra=True, **options)
-            numbers, held = extra["engine"], loaded_values(extra, place, allow_pickle=allow_pickle)
+            numbers, held = extra["engine"], loaded_values(extra["held"], allow_pickle=allow_pickle)
         groups = held.get("groups") if optimizer else None
         of_config = isinstance(self.lr_scheduler, ConfigScheduler)
         resumed = self.lr_scheduler if scheduler and not of_config else None
@@ -171,26 +171,16 @@ class EngineFiles:
         return state, {**files.counts, "updates": int(state.step)}, held
 
 
-def save_weights(weights: Mapping[str, Tensor], folder: Any, name: str) -> bool:
-    """Writes a ``state_dict`` on rank 0. Collective.
+def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Writes a ``state_dict`` by ``torch.save``, or as safetensors if its name ends so. A failed write changes nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        from functional_ds.interchange.export import export  # may be left out of an installation
 
-    Args:
-        weights: on the host.
-        folder: created if missing.
-        name: of the file; one that ends with ".safetensors" is written so.
-    """
-    if comm.world().rank == 0:
-        path = Path(folder) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".safetensors":
-            from functional_ds.interchange.export import export  # may be left out of an installation
-
-            export(dict(weights), path, overwrite=True)
-        else:
-            with written_atomically(path) as file:
-                torch.save(dict(weights), file)
-    comm.barrier()
-    return True
+        export(dict(weights), path, overwrite=True)
+    else:
+        with written_atomically(path) as file:
+            torch.save(weights, file)
 
 
 def _place(folder: Any, tag: Any) -> tuple[Path, str]:

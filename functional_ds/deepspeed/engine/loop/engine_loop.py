@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -118,11 +119,8 @@ class EngineLoop:
         if self._run is None:
             self._run = self.step.open(self.state, None, self.grads)
         run = self._run
-        try:
+        with self._ending():
             found = run(function, *args, **kwargs)
-        except BaseException:
-            self._forget_pass()  # the error has closed it
-            raise
 
         def reached(_: Tensor) -> None:
             if run is self._run:
@@ -145,10 +143,8 @@ class EngineLoop:
         value = loss if factor == 1 else loss * factor
         before, _HERE.backward = getattr(_HERE, "backward", False), True
         try:
-            self.grads = run.backward(value, last=last and not self._several, retain_graph=retain_graph, close=False)
-        except BaseException:
-            self._forget_pass()
-            raise
+            with self._ending():
+                self.grads = run.backward(value, last=last and not self._several, retain_graph=retain_graph, close=False)
         finally:
             _HERE.backward = before
         self._count()
@@ -168,11 +164,8 @@ class EngineLoop:
     def collect(self) -> None:
         """Takes the gradients of a ``loss.backward()`` of the user's, if there was one."""
         if self._direct and self._run is not None:
-            try:
+            with self._ending():
                 self.grads = self._run.collect(close=False)
-            except BaseException:
-                self._forget_pass()
-                raise
             self._direct = False
             self._count()
 
@@ -277,6 +270,15 @@ class EngineLoop:
             self.state = tree.replace(self.state, slots=run.written().slots)
             self.live.show(self.step, self.state)
         self._forget_pass()
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """An error within the block has closed the pass."""
+        try:
+            yield
+        except BaseException:
+            self._forget_pass()
+            raise
 
     def _forget_pass(self) -> None:
         self._run, self._touched, self._direct, self._begun = None, False, False, False

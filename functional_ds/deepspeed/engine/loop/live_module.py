@@ -1,20 +1,22 @@
 """The user's own module beside a step's state: its parameters and buffers show what the state has."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.torch_private import FakeTensor
 from functional_ds.modules.functional import Apply
 from functional_ds.state_dict.leaf_places import StateLayout
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
-__all__ = ["LiveModule"]
+__all__ = ["LiveModule", "take_over"]
 
 
 @attrs.frozen(eq=False)
@@ -164,6 +166,27 @@ class LiveModule:
             if (frozen or name not in left) and isinstance(value, Tensor):
                 found[name] = values[id(value)] if id(value) in values else value.detach().cpu().clone()
         return found
+
+
+def take_over(holders: Mapping[str, Sequence[int]], module: nn.Module) -> None:
+    """Gives a module's params and buffers the values of the first rank that has them. What has no values yet is left alone.
+
+    Args:
+        holders: by name, the ranks that have a param; all have the others, and buffers.
+        module: the same on all ranks.
+    """
+    here = comm.world()
+    if here.size == 1:
+        return
+    everyone, held = tuple(range(here.size)), dict[tuple[int, ...], list[Tensor]]()
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        if not isinstance(x, FakeTensor):
+            held.setdefault(tuple(holders.get(name, everyone)), []).append(x)
+    for ranks, tensors in sorted(held.items()):  # in one order on all ranks, or they would wait for each other
+        if here.rank in ranks and len(ranks) > 1:
+            group = here if ranks == everyone else comm.new_group([here.ranks[rank] for rank in ranks], "holders")
+            for mine, first in zip(tensors, comm.broadcast([x.detach() for x in tensors], group=group), strict=True):
+                mine.data.copy_(first)
 
 
 def _flat(buffers: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import pickle
 from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from functional_ds.state_dict.errors import CheckpointError, DamagedError
 
-__all__ = ["decoded", "encoded", "pickled_paths", "unpickled"]
+__all__ = ["decoded", "encoded", "pickled_paths"]
 
 _KIND = "__kind__"  # marks what JSON has no form for
 _SIMPLE = (str, int, float, bool, type(None))
@@ -86,7 +85,11 @@ def decoded(data: Any, *, name: str, allow_pickle: bool) -> Any:
     """
     found = pickled_paths(data, name)
     if found and not allow_pickle:
-        raise _refused(", ".join(found))
+        raise CheckpointError(
+            "load_checkpoint: the folder has pickled objects, and to unpickle them can run any code: "
+            f"{', '.join(found)}; pass allow_pickle=True if you trust whoever wrote the folder, or save plain values, tensors "
+            "and arrays"
+        )
     try:
         return _decoded(data)
     except (ValueError, TypeError, KeyError, RuntimeError, RecursionError) as error:
@@ -103,26 +106,6 @@ def _decoded(data: Any) -> Any:
     if data[_KIND] == "pickle":
         return torch.load(io.BytesIO(_bytes(data)), map_location="cpu", weights_only=False)
     return _KINDS[data[_KIND]][2](data)
-
-
-def unpickled(text: str, *, name: str, allow_pickle: bool) -> Any:
-    """What a former version of this library pickled as a whole. Torch's ``weights_only`` loader reads plain values of it.
-
-    Raises:
-        CheckpointError: it has other objects, and ``allow_pickle`` is False.
-    """
-    data = base64.b64decode(text)
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
-    except pickle.UnpicklingError as error:
-        raise _refused(f"{name} ({str(error).splitlines()[0]})") from error
-
-
-def _refused(what: str) -> CheckpointError:
-    return CheckpointError(
-        f"load_checkpoint: the folder has pickled objects, and to unpickle them can run any code: {what}; pass "
-        "allow_pickle=True if you trust whoever wrote the folder, or save plain values, tensors and arrays"
-    )
 
 
 # -- kinds of values: whether a value is one, its parts as JSON, and the value of these -------------------------------------

@@ -14,7 +14,7 @@ from functional_ds.state_dict.latest_file import latest_tag
 from functional_ds.step.state.slots import Role
 from functional_ds.step.state.state import State
 
-from .plain_values import decoded, encoded, pickled_paths, unpickled
+from .plain_values import decoded, encoded, pickled_paths
 
 __all__ = [
     "LOOSE",
@@ -64,16 +64,14 @@ def saved_values(held: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def loaded_values(extra: Mapping[str, Any], place: Path, *, allow_pickle: bool) -> dict[str, Any]:
-    """What ``saved_values`` made, as values. Former versions pickled it as a whole.
+def loaded_values(held: Mapping[str, Any], *, allow_pickle: bool) -> dict[str, Any]:
+    """What ``saved_values`` made, as values.
 
     Raises:
         CheckpointError: it has pickled objects, and ``allow_pickle`` is False.
         DamagedError: an engine saved no such thing.
     """
-    if "held" not in extra:
-        return dict(unpickled(extra["pickled"], name=f"extra of {place}", allow_pickle=allow_pickle))
-    return {name: decoded(value, name=name, allow_pickle=allow_pickle) for name, value in extra["held"].items()}
+    return {name: decoded(value, name=name, allow_pickle=allow_pickle) for name, value in held.items()}
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

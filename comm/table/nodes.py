@@ -1,0 +1,57 @@
+"""What calls that go node by node compute and send; the option ``ranks_per_node`` says how many neighbours share a node."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from functional_ds.comm.backends.primitives import Options
+from functional_ds.comm.backends.reduction import chunk_bounds, fold_by_node
+
+from .collective import Here
+
+__all__ = ["all_gather_volume", "all_reduce_volume", "fold_nodes", "shares_by_node"]
+
+
+def fold_nodes(xs: Sequence[Tensor], options: Options) -> Tensor:
+    """The values combined, by node where the call goes node by node."""
+    return fold_by_node(xs, options["op"], options.get("ranks_per_node", 1))
+
+
+def _own_chunk(numel: int, rank: int, n: int) -> int:
+    bounds = chunk_bounds(numel, n)
+    return bounds[rank + 1] - bounds[rank]
+
+
+def all_reduce_volume(leaf: Tensor, here: Here) -> int:
+    """Elements that this rank sends in an all-reduce."""
+    per_node: int = here.options.get("ranks_per_node", 1)
+    node, place = divmod(here.rank, per_node)
+    nodes, inside, sent = here.n // per_node, leaf.numel(), 0
+    if per_node > 1:
+        inside = _own_chunk(leaf.numel(), place, per_node)
+        sent = (leaf.numel() - inside) + (per_node - 1) * inside
+    own = _own_chunk(inside, node, nodes)
+    return sent + (inside - own) + (nodes - 1) * own
+
+
+def shares_by_node(here: Here) -> Mapping[int, int] | None:
+    """A rank sends to the others of its node what is for all nodes, and to one rank of each other node what is for that."""
+    per_node = here.options.get("ranks_per_node", 1)
+    if per_node == 1:
+        return None
+    node, place = divmod(here.rank, per_node)
+    nodes = {other * per_node + place: 1 for other in range(here.n // per_node) if other != node}
+    return nodes | {node * per_node + other: here.n // per_node for other in range(per_node) if other != place}
+
+
+def all_gather_volume(leaf: Tensor, here: Here) -> int:
+    """Elements that this rank sends in an all-gather."""
+    per_node: int = here.options.get("ranks_per_node", 1)
+    sizes: Sequence[int] | None = here.options.get("sizes")
+    if per_node == 1 or sizes is None:
+        return (here.n - 1) * leaf.numel()
+    rows: int = leaf.shape[here["dim"]]
+    column = sizes[here.rank % per_node :: per_node]  # what it has from the ranks in its place
+    width = math.prod(leaf.shape[: here["dim"]] + leaf.shape[here["dim"] + 1 :])
+    return ((here.n // per_node - 1) * rows + (per_node - 1) * sum(column)) * width

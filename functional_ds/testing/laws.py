@@ -1,0 +1,305 @@
+"""The laws that ``holds`` holds a method to: one row each."""
+
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.comm.debug.explore import explore
+from functional_ds.comm.spawn import spawn
+from functional_ds.step.state.state import State
+from functional_ds.step.step import Step
+
+from .method import BF16, NEAR, Method, NotApplicableError, WrongError, apart
+from .recipe import STEPS, Recipe, Setup, started, train
+
+__all__ = ["LAWS", "Law"]
+
+_ZERO = tuple(f"T.zero({stage})" for stage in range(4))
+_MEAN = "T.replicated(reduce=mean_over_ranks)"
+_HYBRID = "T.zero(2, group=mesh['dp'], replicate=mesh['nodes'])"
+_ACCUMULATE, _CLIP = "T.accumulate(2)", "T.clip(0.01)"
+_FP16 = "T.mixed_precision('fp16', T.DynamicScale(2.0**10, hysteresis=1))"
+_SKIPPED = 1  # the step that overflows
+
+
+@attrs.frozen
+class Law:
+    """One row of the table.
+
+    Attributes:
+        name: for ``only=`` and ``excused=``.
+        says: what must hold.
+        check: raises WrongError or NotApplicableError; what it returns is shown beside ok.
+    """
+
+    name: str
+    says: str
+    check: Callable[[Method], str | None]
+
+
+# -- equal to one device -----------------------------------------------------------------------------------------------
+
+
+def _oracle(method: Method) -> None:
+    if method.oracle is None:
+        raise NotApplicableError("no oracle was given: oracle=function of (params, batches)")
+    [(params, _)] = method.run(method.on(1))
+    difference = apart(params, method.oracle_params(), method.recipe.problem.params, method.within)
+    if difference is not None:
+        raise WrongError(f"on one device: {difference[1]}", method.on(1))
+
+
+def _stages(method: Method) -> None:
+    method.equal([method.on(ranks, zero) for ranks in (2, 3) for zero in _ZERO], method.on(1))
+
+
+def _replicated(method: Method) -> None:
+    if method.order == "alone":
+        raise NotApplicableError("it reduces gradients itself")
+    method.equal([method.on(ranks, _MEAN) for ranks in (2, 3)], method.on(1))
+
+
+def _accumulated(first: str = "", last: str = "") -> Callable[[Method], None]:
+    def check(method: Method) -> None:
+        setups = [
+            method.on(1, first=first, last=last),
+            *(method.on(2, parallel, first=first, last=last) for parallel in (_ZERO[0], _ZERO[3], _MEAN)),
+        ]
+        method.equal(setups, method.on(1))
+
+    return check
+
+
+def _clipped(first: str = "", last: str = "") -> Callable[[Method], None]:
+    def check(method: Method) -> None:
+        wanted = method.on(1, first=first, last=last)
+        method.equal([method.on(2, parallel, first=first, last=last) for parallel in (_ZERO[0], _ZERO[3], _MEAN)], wanted)
+        if not method.differs(wanted, method.on(1), 1e-6)[1]:
+            raise NotApplicableError(f"{_CLIP} changes nothing here, since the gradient's length does not matter")
+
+    return check
+
+
+def _unused(method: Method) -> None:
+    if method.recipe.problem.unused is None:
+        raise NotApplicableError("the problem has no loss that leaves some leaves unused: Problem(unused=)")
+    setups = [method.on(2, zero, loss="unused") for zero in _ZERO]
+    method.equal(setups, method.on(1, loss="unused"))
+
+
+def _pipelines(method: Method) -> None:
+    if method.recipe.problem.layers is None:
+        raise NotApplicableError("the problem is not cut into layers: Problem(layers=, error=)")
+    if method.order == "alone":
+        raise NotApplicableError("it reduces gradients itself, over another axis than the pipeline's")
+    setup = method.on(2, "T.pipeline(one_f_one_b(2, 2), stages)", loss="layers")
+    method.equal([setup], method.on(1, loss="layers"))
+
+
+def _half(policy: str) -> Callable[[Method], None]:
+    def check(method: Method) -> None:
+        setups = [method.on(1, policy), *(method.on(2, policy, parallel) for parallel in (_ZERO[2], _MEAN))]
+        method.equal(setups, method.on(1), NEAR)
+
+    return check
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def _saving(recipe: Recipe, setup: Setup, first: int, path: str, until: int, save: bool) -> tuple[Any, dict[str, Tensor]]:
+    """Goes on from step ``first`` to ``until``: params and the state's tensors."""
+    from functional_ds.checkpointing.load import load
+    from functional_ds.checkpointing.save import save as save_state
+
+    step, state = started(recipe, setup)
+    if first:
+        state = load(path, like=state)
+    for index in range(first, until):
+        state, _ = step(state, recipe.problem.rows(index))
+    if save:
+        save_state(state, path)
+    return step.params(state), _tensors(state)
+
+
+def _tensors(state: State) -> dict[str, Tensor]:
+    leaves = [(path, leaf) for path, leaf in tree.named(state) if isinstance(leaf, Tensor)]
+    return {path: leaf.detach().clone() for path, leaf in leaves if "loss_scale" not in path and not path.startswith("key")}
+
+
+def _moves(method: Method) -> list[tuple[Setup, Setup]]:
+    """From one stage, world and mesh to another."""
+    pairs = [((2, _ZERO[0]), (3, _ZERO[3])), ((2, _ZERO[3]), (3, _ZERO[1])), ((4, _HYBRID), (2, _ZERO[0]))]
+    found = [(method.on(a, one), method.on(b, other)) for (a, one), (b, other) in pairs]
+    return list(dict.fromkeys((one, other) for one, other in found))
+
+
+def _checkpoints(method: Method) -> None:
+    [(params, _)] = method.run(method.on(1))
+    for before, after in _moves(method):
+        with tempfile.TemporaryDirectory() as path:
+            comm.simulate(_saving, method.recipe, before, 0, path, 2, True, world_size=before.ranks)
+            results = comm.simulate(_saving, method.recipe, after, 2, path, STEPS, False, world_size=after.ranks)
+        for found, _ in results:
+            difference = apart(found, params, method.recipe.problem.params, method.within)
+            if difference is not None:
+                raise WrongError(f"saved after 2 steps of {before}, and loaded into {after}: {difference[1]}", after)
+
+
+def _slots(method: Method) -> None:
+    alone = method.on(1)
+    [(_, wanted)] = comm.simulate(_saving, method.recipe, alone, 0, "", STEPS, False, world_size=1)
+    for setup in dict.fromkeys(method.on(2, zero) for zero in _ZERO):
+        with tempfile.TemporaryDirectory() as path:
+            comm.simulate(_saving, method.recipe, setup, 0, path, STEPS, True, world_size=2)
+            [(_, found)] = comm.simulate(_saving, method.recipe, alone, STEPS, path, STEPS, False, world_size=1)
+        shared = {name: leaf for name, leaf in found.items() if name in wanted}
+        difference = apart(shared, {name: wanted[name] for name in shared}, None, method.within)
+        if difference is not None:
+            raise WrongError(f"{setup}, its state loaded on one device: {difference[1]}", setup)
+
+
+def _donation(method: Method) -> None:
+    for setup in dict.fromkeys((method.on(1), method.on(2, _ZERO[1]), method.on(2, _ZERO[3]))):
+        try:
+            kept = comm.simulate(partial(train, method.recipe, setup, keep=True), world_size=setup.ranks)
+        except AssertionError as error:
+            raise WrongError(f"{setup}: {error}", setup) from None
+        _same_bits(kept, method.run(setup), f"{setup}: donate=False and donate=True", setup)
+
+
+def _skipping(recipe: Recipe, setup: Setup) -> tuple[bool, list[str], list[str]]:
+    """Whether the step was skipped, what it has changed, and what is not finite at the end."""
+    step, state = started(recipe, setup)
+    before: dict[str, Tensor] = {}
+    after: dict[str, Tensor] = {}
+    skipped = False
+    for index in range(setup.steps):
+        old = _tensors(state) if index == _SKIPPED else {}
+        state, metrics = step(state, recipe.problem.rows(index))
+        if index == _SKIPPED:
+            before, after, skipped = old, _tensors(state), bool(metrics.get("skipped", torch.zeros(())))
+    changed = [path for path, leaf in after.items() if path not in before or not torch.equal(leaf, before[path])]
+    infinite = [path for path, leaf in tree.named(step.params(state)) if not leaf.isfinite().all()]
+    return skipped, changed, infinite
+
+
+def _skips(method: Method) -> None:
+    half = (method.on(1, _FP16), method.on(2, _FP16, _ZERO[1]), method.on(2, _FP16, _MEAN))
+    for setup in [attrs.evolve(each, transforms=(f"overflow({_SKIPPED})", *each.transforms), steps=4) for each in half]:
+        for rank, (skipped, changed, infinite) in enumerate(
+            comm.simulate(_skipping, method.recipe, setup, world_size=setup.ranks)
+        ):
+            where = f"{setup}, rank {rank}"
+            if not skipped:
+                raise WrongError(f"{where}: a step whose gradients overflow on one rank is not skipped", setup)
+            if changed:
+                raise WrongError(f"{where}: a skipped step changes state.{changed[0]}", setup)
+            if infinite:
+                raise WrongError(f"{where}: {infinite[0]} is not finite two steps after a skipped one", setup)
+
+
+# -- worlds ------------------------------------------------------------------------------------------------------------
+
+
+def _same_bits(results: list[Any], others: list[Any], words: str, setup: Setup) -> None:
+    for rank, (one, other) in enumerate(zip(results, others, strict=True)):
+        for (path, x), y in zip(tree.named(one[0]), tree.leaves(other[0]), strict=True):
+            if not torch.equal(x, y):
+                raise WrongError(f"{words} differ in {path!r} on rank {rank} by {(x - y).abs().max():.1e}", setup)
+
+
+def _variance(method: Method) -> None:
+    for setup in dict.fromkeys(
+        (method.on(2, _ZERO[0], steps=2), method.on(2, _ZERO[3], steps=2), method.on(2, _MEAN, steps=2))
+    ):
+        comm.simulate(train, method.recipe, setup, world_size=2, variance=True)
+
+
+def _interleavings(method: Method) -> None:
+    setup = method.on(3, _ZERO[3], steps=2)
+    explore(lambda: train(method.recipe, setup)[0], world_size=3, seeds=6)
+
+
+def _processes(method: Method) -> None:
+    setup = method.on(2, _ZERO[2])
+    try:
+        pickle.dumps(method.recipe)
+    except Exception as error:
+        raise NotApplicableError(
+            f"other processes cannot import it ({error}); give holds a function of a module that makes it"
+        ) from None
+    _same_bits(
+        spawn(_in_process, method.recipe, setup, world_size=2), method.run(setup), "processes and simulated ranks", setup
+    )
+
+
+def _in_process(recipe: Recipe, setup: Setup) -> tuple[Any, list[Tensor]]:
+    return train(recipe, setup)[:2]
+
+
+def _jit(method: Method) -> str | None:
+    from functional_ds.compiling.jitted.jit_step import JitWarning, jit
+
+    reasons: list[str] = []
+    for setup in dict.fromkeys((method.on(1), method.on(2, _ZERO[3]))):
+
+        def jitted(setup: Setup = setup) -> tuple[Any, Any, int, Step]:
+            return train(method.recipe, setup, changed=jit)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", JitWarning)
+            results = comm.simulate(jitted, world_size=setup.ranks)
+        _same_bits(results, method.run(setup), f"{setup}: fds.jit(step) and step", setup)
+        reasons += getattr(results[0][3], "reasons", [])
+    return f"runs eagerly: {reasons[0]}" if reasons else None
+
+
+def _bytes(method: Method) -> None:
+    if method.sends is None:
+        raise NotApplicableError("no formula was given: sends=function of (stage, ranks)")
+    if method.order == "alone":
+        raise NotApplicableError("it reduces gradients itself")
+
+    def sent(setup: Setup) -> int:
+        return max(result[2] for result in comm.simulate(train, method.recipe, setup, world_size=setup.ranks))
+
+    for ranks in (2, 3):
+        for stage, zero in enumerate(_ZERO):
+            setup = method.on(ranks, zero, steps=2)
+            more, expected = sent(setup) - sent(attrs.evolve(setup, transforms=(zero,))), method.sends(stage, ranks)
+            if more != expected:
+                raise WrongError(f"{setup}: a rank sends {more} bytes more than with {zero} alone, not {expected}", setup)
+
+
+LAWS = (
+    Law("oracle", "on one device it computes what the oracle does", _oracle),
+    Law("stages", "in ZeRO stages 0 to 3, on 2 and 3 ranks, it is the step on one device", _stages),
+    Law("replicated", "so it is beside T.replicated with the mean", _replicated),
+    Law("accumulate before", "listed after T.accumulate(2) it is the step on the whole batch", _accumulated(first=_ACCUMULATE)),
+    Law("accumulate after", "listed before T.accumulate(2) it is the step on the whole batch", _accumulated(last=_ACCUMULATE)),
+    Law("clip before", "listed after T.clip it is the same on any ranks", _clipped(first=_CLIP)),
+    Law("clip after", "listed before T.clip it is the same on any ranks", _clipped(last=_CLIP)),
+    Law("slots", "its state in any stage, loaded on one device, is that of one device", _slots),
+    Law("checkpoints", "saved and loaded in another stage, world size and mesh, it goes on as one run", _checkpoints),
+    Law("donation", "donate=False gives the same bits and leaves the old state as it was", _donation),
+    Law("skipped steps", "a step that a loss scale skips changes nothing, and nothing infinite stays", _skips),
+    Law("bf16", "under the policy bf16 it is near the step in fp32", _half(BF16)),
+    Law("fp16", "under the policy fp16 with a loss scale it is near the step in fp32", _half(_FP16)),
+    Law("unused leaves", "leaves that the loss does not use are treated alike in all stages", _unused),
+    Law("pipelines", "in a pipeline of two stages it is the step on one device", _pipelines),
+    Law("variance", "no value is equal on ranks where it should differ, or the reverse", _variance),
+    Law("interleavings", "the order in which ranks run changes no bit", _interleavings),
+    Law("jit", "fds.jit(step) gives the step's bits", _jit),
+    Law("bytes", "a rank sends what the formula says", _bytes),
+    Law("processes", "processes give the simulated ranks' bits", _processes),
+)

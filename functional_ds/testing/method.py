@@ -1,0 +1,224 @@
+"""``Method``: a transform or optimizer that is held to the laws, where it is composed, and what its runs are compared with."""
+
+import linecache
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.comm.table.errors import CommError
+from functional_ds.step.step import Step
+
+from .recipe import STEPS, Recipe, Setup, name_of, train
+
+__all__ = ["BF16", "NEAR", "Method", "NotApplicableError", "WrongError", "apart", "refuses"]
+
+BF16 = "T.mixed_precision('bf16')"
+NEAR = 0.2  # of a leaf's way: half precision rounds each gradient by 2**-8 or more, and methods divide by gradients
+_PARALLEL = ("T.zero", "T.replicated")
+_ROUNDING = 64  # units in the last place of a leaf's largest element, for sums in other orders
+
+
+class WrongError(Exception):
+    """A law does not hold.
+
+    Attributes:
+        setup: the smallest composition that shows it; None where it takes more than one.
+        wanted: the composition on one device that it is compared with.
+        amount: by how much a parameter differs; 0 where something else does.
+    """
+
+    def __init__(self, words: str, setup: Setup | None = None, wanted: Setup | None = None, amount: float = 0.0) -> None:
+        super().__init__(words)
+        self.setup, self.wanted, self.amount = setup, wanted, amount
+
+
+class NotApplicableError(Exception):
+    """A law says nothing about this method; the text says why."""
+
+
+def refuses(error: Exception) -> bool:
+    """Whether a ``raise`` statement of the library or the method says what is wrong; errors of torch and of ranks do not."""
+    if isinstance(error, CommError) or not isinstance(error, TypeError | ValueError | RuntimeError):
+        return False
+    *_, (frame, number) = traceback.walk_tb(error.__traceback__)
+    line = linecache.getline(frame.f_code.co_filename, number)
+    return not frame.f_globals.get("__name__", "").startswith("torch") and line.strip().startswith("raise ")
+
+
+def apart(found: Any, wanted: Any, start: Any, within: float) -> tuple[float, str] | None:
+    """How far two trees of tensors differ, and at which leaf; None where they agree.
+
+    A leaf may differ by ``within`` times the way that it has come from its start, and by rounding.
+
+    Args:
+        found: a tree.
+        wanted: a tree of the same structure.
+        start: where the leaves have started; None for zeros.
+        within: the part of a leaf's way by which it may differ.
+    """
+    if tree.structure(found) != tree.structure(wanted):
+        return float("inf"), f"the structure is {tree.structure(found)}, not {tree.structure(wanted)}"
+    worst: tuple[float, str] | None = None
+    starts = tree.leaves(wanted) if start is None else tree.leaves(start)
+    for (path, x), y, begin in zip(tree.named(found), tree.leaves(wanted), starts, strict=True):
+        if not isinstance(y, Tensor):
+            continue
+        if not isinstance(x, Tensor) or x.shape != y.shape:
+            return float("inf"), f"{path}: {getattr(x, 'shape', x)} is not {y.shape}"
+        one, other = x.detach().double(), y.detach().double()
+        way = other if start is None else other - begin.detach().double()
+        unit = torch.finfo(y.dtype).eps if y.is_floating_point() else 0.0
+        largest = other.abs().amax().item() if other.numel() else 0.0
+        allowed = within * (way.abs().amax().item() if way.numel() else 0.0) + _ROUNDING * unit * largest
+        difference = (one - other).abs().amax().item() if other.numel() else 0.0
+        if not difference <= allowed and (worst is None or not difference <= worst[0]):  # also where it is no number
+            worst = difference, f"{path or 'the value'} differs by {difference:.1e}, where {allowed:.0e} is rounding"
+    return worst
+
+
+@attrs.frozen(eq=False)
+class Method:
+    """What is tested, and how it is composed.
+
+    Attributes:
+        recipe: makes its steps.
+        order: "after" what is data-parallel in ``compose``, "before" it, or "alone" where it reduces gradients itself.
+        within: the part of a leaf's way by which results may differ from those on one device.
+        oracle: ``(params, batches) -> params``, what it must compute; None where nobody has said.
+        sends: ``(stage, ranks) -> bytes``, what a rank sends in a step beyond what ``T.zero(stage)`` sends; None as above.
+        elsewhere: what the other order of composition gave, for the table.
+    """
+
+    recipe: Recipe
+    order: str = "after"
+    within: float = 1e-4
+    oracle: Callable[[Any, list[Any]], Any] | None = None
+    sends: Callable[[int, int], int] | None = None
+    elsewhere: str = ""
+    _runs: dict[Setup, list[Any]] = attrs.field(factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return name_of(self.recipe.make)
+
+    def listed(self, *parallel: str, first: str = "", last: str = "") -> tuple[str, ...]:
+        """The method in its place beside transforms of data parallelism and precision; ``first`` and ``last`` around all."""
+        if self.order == "alone":
+            parallel = tuple(text for text in parallel if not text.startswith(_PARALLEL))
+        core = ("method", *parallel) if self.order == "before" else (*parallel, "method")
+        return tuple(filter(None, (first, *core, last)))
+
+    def on(self, ranks: int, *parallel: str, loss: str = "loss", steps: int = STEPS, first: str = "", last: str = "") -> Setup:
+        """``listed`` on so many ranks."""
+        return Setup(self.listed(*parallel, first=first, last=last), ranks, steps, loss)
+
+    def run(self, setup: Setup) -> list[Any]:
+        """Each rank's params and losses; run once."""
+        if setup not in self._runs:
+            seed = setup.ranks + len(self._runs)
+            results = comm.simulate(train, self.recipe, setup, world_size=setup.ranks, seed=seed)
+            self._runs[setup] = [(params, losses) for params, losses, *_ in results]
+        return self._runs[setup]
+
+    def differs(self, setup: Setup, wanted: Setup, within: float) -> tuple[float, str]:
+        """By how much params are not those of a run on one device, and what differs; (0, "") where nothing does."""
+        [(params, losses)] = self.run(wanted)
+        first = tree.leaves(self.run(setup)[0][0])
+        for rank, (own, own_losses) in enumerate(self.run(setup)):
+            if found := apart(own, params, self.recipe.problem.params, within):
+                return found[0], f"rank {rank}: {found[1]}"
+            if found := apart(own_losses, losses, None, max(within, 1e-4)):
+                return 0.0, f"rank {rank}, the losses: {found[1]}"
+            if not all(map(torch.equal, tree.leaves(own), first)):
+                return 0.0, f"rank {rank} has other params than rank 0"
+        return 0.0, ""
+
+    def equal(self, setups: Iterable[Setup], wanted: Setup, within: float | None = None) -> None:
+        """Each setup is ``wanted`` on one device, but for rounding; the smallest first.
+
+        Raises:
+            WrongError: one is not; with the fewest steps that show it.
+        """
+        bound = self.within if within is None else within
+        for setup in dict.fromkeys(setups):
+            if not self.differs(setup, wanted, bound)[1]:
+                continue
+            for steps in range(1, setup.steps + 1):
+                pair = attrs.evolve(setup, steps=steps), attrs.evolve(wanted, steps=steps)
+                amount, words = self.differs(*pair, bound)
+                if words:
+                    raise WrongError(f"{pair[0]}: {words}", *pair, amount)
+
+    @staticmethod
+    def of(recipe: Recipe, *, order: str | None, **options: Any) -> "Method":
+        """The method, in the first order of composition in which it is right, or else runs.
+
+        Args:
+            recipe: makes its steps.
+            order: "after" or "before" what is data-parallel, or None: both are tried.
+            options: further attributes.
+
+        Raises:
+            ValueError: it runs in neither place, or not on one device; ``oracle`` gives something else than params.
+        """
+        method = Method(recipe, **options)
+        if order not in (None, "after", "before"):
+            raise ValueError(f"order={order!r} is neither 'after' nor 'before' what is data-parallel")
+        try:
+            step = recipe.step(Setup(("method",)))
+            if not isinstance(step, Step):
+                raise TypeError(f"it makes {step!r} of a step, and a transform makes a step")
+            [(params, _)] = method.run(Setup(("method",)))
+        except Exception as error:
+            raise ValueError(f"holds: {method.name} does not run on one device: {type(error).__name__}: {error}") from error
+        method._check_oracle(params)
+        if step.sums:
+            return attrs.evolve(method, order="alone")
+        places = [attrs.evolve(method, order=place) for place in (["after", "before"] if order is None else [order])]
+        trials = [place.trial() for place in places]
+        best = max(range(len(places)), key=lambda index: trials[index][0])
+        if not trials[best][0]:
+            words = "; ".join(f"{place.order} it, {text}" for place, (_, text) in zip(places, trials, strict=True))
+            raise ValueError(f"holds: {method.name} cannot be placed beside T.zero(1): {words}")
+        return attrs.evolve(places[best], elsewhere=trials[0][1] if best else "")
+
+    def trial(self) -> tuple[int, str]:
+        """How right it is in this order, and what is wrong.
+
+        0: refused beside ``T.zero(1)``; 1: wrong there; 2: wrong with the policy bf16; 3: right.
+        """
+        wanted = self.on(1, steps=2)
+        for score, parallel, within in ((1, ("T.zero(1)",), self.within), (2, (BF16, "T.zero(1)"), NEAR)):
+            try:
+                words = self.differs(self.on(2, *parallel, steps=2), wanted, within)[1]
+            except Exception as error:
+                words = f"{type(error).__name__}: {error}"
+                if score == 1 and refuses(error):
+                    return 0, words
+            if words:
+                return score, words
+        return 3, ""
+
+    def _check_oracle(self, params: Any) -> None:
+        if self.oracle is None:
+            return
+        given = self.oracle_params()
+        if tree.structure(given) != tree.structure(params):
+            raise ValueError(f"oracle: it gives {tree.structure(given)}, and params are {tree.structure(params)}")
+        for (path, x), y in zip(tree.named(given), tree.leaves(params), strict=True):
+            if not isinstance(x, Tensor) or x.shape != y.shape:
+                raise ValueError(f"oracle: its {path!r} is {getattr(x, 'shape', x)}, and the parameter is {y.shape}")
+
+    def oracle_params(self) -> Any:
+        """What the oracle makes of the params and the whole batches."""
+        problem = self.recipe.problem
+        batches = [problem.batches[index % len(problem.batches)] for index in range(STEPS)]
+        oracle = self.oracle or (lambda params, batches: params)
+        return oracle(tree.map(torch.clone, problem.params), batches)

@@ -1,0 +1,206 @@
+"""``mutants``: bugs planted into a method, one at a time, to see whether the laws notice."""
+
+import ast
+import copy
+import inspect
+import random
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any
+
+import attrs
+
+from .holds import BoundLaw, laws
+from .recipe import factory_of, name_of
+
+__all__ = ["Mutant", "MutantTable", "mutants"]
+
+_SLOW = ("processes", "interleavings", "jit", "variance", "bytes")
+
+# What stands in the code, as a pattern with names of one letter for any expression; and the bug.
+_BUGS = (
+    ("step.norm(a, b)", "torch.stack([x.norm() for x in b]).norm()", "this rank's norm"),
+    ("step.sum_over_ranks(a, b)", "b", "this rank's part of a sum"),
+    ("step.reduce(a, b)", "(a, b)", "gradients that are not reduced"),
+    ("step.trained(a)", "[torch.zeros_like(x) for x in step.trained(a)]", "no params"),
+    ("fds.innermost(a)", "a", "another place"),
+    ("fds.outermost(a)", "a", "another place"),
+    ("a.weight", "torch.ones_like(a.weight)", "no weight"),
+    ("a + b", "a - b", "another sign"),
+    ("a - b", "a + b", "another sign"),
+    ("a * b", "a / b", "the inverse factor"),
+    ("a / b", "a * b", "the inverse factor"),
+    ("a > b", "a < b", "the other way round"),
+    ("a < b", "a > b", "the other way round"),
+    ("a == b", "a != b", "the other way round"),
+    ("torch.where(a, b, c)", "torch.where(a, c, b)", "the other choice"),
+    ("torch.lerp(a, b, c)", "torch.lerp(b, a, c)", "the other end"),
+    ("a.lerp(b, c)", "b.lerp(a, c)", "the other end"),
+    ("a if b else c", "c if b else a", "the other choice"),
+)
+
+
+@attrs.frozen
+class Mutant:
+    """One planted bug.
+
+    Attributes:
+        line: of the file.
+        old: the code.
+        new: the code instead.
+        words: what is wrong.
+        caught: the law that noticed; empty if it survives.
+    """
+
+    line: int
+    old: str
+    new: str
+    words: str
+    caught: str = ""
+
+    def __str__(self) -> str:
+        return f"line {self.line:<4} {self.old} -> {self.new}: {f'caught by {self.caught}' if self.caught else 'SURVIVES'}"
+
+
+@attrs.frozen(repr=False)
+class MutantTable:
+    """Which bugs the laws notice."""
+
+    title: str
+    rows: Sequence[Mutant]
+
+    @property
+    def survivors(self) -> list[Mutant]:
+        """The bugs that no law notices."""
+        return [row for row in self.rows if not row.caught]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.title}: {len(self.survivors)} of {len(self.rows)} bugs survive", *map(str, self.rows)])
+
+    __repr__ = __str__
+
+
+def mutants(transform: Callable[..., Any], *, most: int = 20, seed: int = 0, **options: Any) -> MutantTable:
+    """Plants bugs into the function that makes a transform, one at a time, and says which of them no law notices.
+
+    The laws are those that the method itself passes, without those that take longest. A bug that makes it another method, which
+    is the same on any ranks, survives unless an ``oracle`` is given.
+
+    Args:
+        transform: a Python function without arguments, or a ``partial`` of one, that makes the transform. Bugs are planted into
+            its body, the functions inside of it included.
+        most: how many bugs, chosen by ``seed`` if there are more.
+        seed: of the choice.
+        options: as for ``laws``.
+
+    Raises:
+        ValueError: its source cannot be read; the method itself passes no law.
+        TypeError: it is no function that makes a transform.
+    """
+    make = factory_of(transform)
+    inner = make.func if isinstance(make, partial) else make
+    if not isinstance(inner, FunctionType) or make is not transform:
+        raise TypeError(f"transform={transform!r}: bugs are planted into a Python function that makes the transform; give that")
+    try:
+        lines, begin = inspect.getsourcelines(inner)
+    except OSError as error:
+        raise ValueError(f"transform: the source of {inner.__name__} cannot be read, and bugs are planted there") from error
+    module = ast.parse(textwrap.dedent("".join(lines)))
+    good = [bound for bound in laws(transform, **options) if bound.law.name not in _SLOW and bound.result().outcome == "ok"]
+    if not good:
+        raise ValueError(f"{name_of(make)} itself passes no law, so that no bug could break one")
+    order = good[0].plan.method.order
+    chosen = options | {"order": None if order == "alone" else order, "only": [bound.law.name for bound in good]}
+    planted = list(_planted(module))
+    if len(planted) > most:
+        planted = [planted[place] for place in sorted(random.Random(seed).sample(range(len(planted)), most))]
+    found = []
+    for mutant, tree in planted:
+        changed = _compiled(inner, tree)
+        method = partial(changed, *make.args, **make.keywords) if isinstance(make, partial) else changed
+        caught = _caught(laws(method, **chosen))
+        found.append(attrs.evolve(mutant, line=mutant.line + begin - 1, caught=caught))
+    return MutantTable(name_of(make), sorted(found, key=lambda bug: bug.line))
+
+
+def _caught(bound: Sequence[BoundLaw]) -> str:
+    for law in bound:
+        try:
+            outcome = law.result().outcome
+        except Exception as error:  # it does not run at all
+            return f"{type(error).__name__}"
+        if outcome in ("wrong", "refused"):
+            return law.law.name
+    return ""
+
+
+def _planted(module: ast.Module) -> Iterator[tuple[Mutant, ast.Module]]:
+    """Each bug, and the tree that has it."""
+    patterns = [(ast.parse(old, mode="eval").body, ast.parse(new, mode="eval").body, words) for old, new, words in _BUGS]
+    places = [node for statement in _body(module) for node in ast.walk(statement) if isinstance(node, ast.expr)]
+    for index, node in enumerate(places):
+        for old, new, words in patterns:
+            bound: dict[str, ast.expr] = {}
+            if not _fits(old, node, bound):
+                continue
+            tree = copy.deepcopy(module)
+            spot = [each for statement in _body(tree) for each in ast.walk(statement) if isinstance(each, ast.expr)][index]
+            bug = ast.copy_location(_Filled(bound).visit(copy.deepcopy(new)), spot)
+            yield Mutant(node.lineno, ast.unparse(node), ast.unparse(bug), words), _Replaced(spot, bug).visit(tree)
+
+
+def _body(module: ast.Module) -> list[ast.stmt]:
+    """The body of the function, without the defaults of its arguments."""
+    [function] = module.body
+    return getattr(function, "body", [])
+
+
+def _fits(pattern: Any, node: Any, bound: dict[str, ast.expr]) -> bool:
+    if isinstance(pattern, ast.Name) and len(pattern.id) == 1 and isinstance(node, ast.expr):
+        return ast.dump(bound.setdefault(pattern.id, node)) == ast.dump(node)
+    if isinstance(pattern, list):
+        return isinstance(node, list) and len(pattern) == len(node) and all(_fits(*pair, bound) for pair in zip(pattern, node))  # noqa: B905
+    if not isinstance(pattern, ast.AST):
+        return bool(pattern == node)
+    return type(pattern) is type(node) and all(_fits(getattr(pattern, f), getattr(node, f), bound) for f in pattern._fields)
+
+
+class _Filled(ast.NodeTransformer):
+    """Puts what a pattern's names stood for into the bug."""
+
+    def __init__(self, bound: dict[str, ast.expr]) -> None:
+        self.bound = bound
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copy.deepcopy(self.bound[node.id]) if node.id in self.bound else node
+
+
+class _Replaced(ast.NodeTransformer):
+    """Puts the bug into its place."""
+
+    def __init__(self, spot: ast.expr, bug: ast.expr) -> None:
+        self.spot, self.bug = spot, bug
+
+    def visit(self, node: ast.AST) -> Any:
+        return self.bug if node is self.spot else super().generic_visit(node)
+
+
+def _compiled(function: FunctionType, module: ast.Module) -> FunctionType:
+    """The function with another tree: its globals, defaults and closure are the same."""
+    free = function.__code__.co_freevars
+    outer = ast.parse(f"def outer({', '.join(free)}): pass")
+    outer.body[0].body = module.body  # type: ignore[attr-defined]
+    module.body[0].decorator_list = []  # type: ignore[attr-defined]
+    cells = dict(zip(free, function.__closure__ or (), strict=True))
+    code = _code(compile(ast.fix_missing_locations(outer), f"<bug in {function.__name__}>", "exec"), function.__name__)
+    closure = tuple(cells[name] for name in code.co_freevars)
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _code(code: CodeType, name: str) -> CodeType:
+    [outer] = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return next(const for const in outer.co_consts if isinstance(const, CodeType) and const.co_name == name)

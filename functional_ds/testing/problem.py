@@ -1,0 +1,98 @@
+"""``Problem``: what a method under test trains on."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.batch import rows_of
+
+__all__ = ["DIVISOR", "Problem"]
+
+DIVISOR = 12  # laws divide a batch among 1, 2, 3 or 4 ranks, and into two micro-batches
+
+
+def _first(params: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ params["w"] + params["b"])
+
+
+def _second(params: Any, x: Tensor) -> Tensor:
+    y: Tensor = x @ params["w"] * params["scale"] + params["b"]
+    return y
+
+
+def _error(y: Tensor, batch: Tensor) -> Tensor:
+    return (y - torch.sin(2 * batch[:, :2])).square().mean()
+
+
+def _loss(params: Any, batch: Tensor) -> Tensor:
+    return _error(_second(params[1], _first(params[0], batch)), batch)
+
+
+def _unused(params: Any, batch: Tensor) -> Tensor:
+    return _error(_first(params[0], batch) @ params[1]["w"] * params[1]["scale"], batch)
+
+
+def _normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 2
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Problem:
+    """Params, a loss and batches: small, since laws run hundreds of steps.
+
+    Without arguments it is a regression by two layers: params are a list of two dicts, a batch is one tensor [24, 5].
+
+    Attributes:
+        params: a tree of tensors.
+        loss: as for ``fds.train_step``.
+        batches: whole batches, of which each rank gets its rows; a multiple of 12 rows each.
+        unused: the same loss without the use of some leaves; None where there is none.
+        layers: functions ``f(params, x) -> x`` as ``pipelining.stages`` takes them, one for each entry of ``params``; None if
+            the model is not cut into pipeline stages.
+        error: the loss of the last layer's output, ``error(y, batch)``.
+
+    Raises:
+        ValueError: a batch has another number of rows, or there is none.
+
+    >>> Problem().rows(0).shape
+    torch.Size([24, 5])
+    """
+
+    params: Any = attrs.field(
+        factory=lambda: [
+            {"w": _normal(0, 5, 7), "b": _normal(1, 7)},
+            {"w": _normal(2, 7, 2), "scale": torch.ones(()), "b": _normal(3, 2)},
+        ]
+    )
+    loss: Callable[..., Any] = _loss
+    batches: Sequence[Any] = attrs.field(factory=lambda: [2 * _normal(10 + index, 24, 5) for index in range(6)])
+    unused: Callable[..., Any] | None = attrs.field()
+    layers: Sequence[Callable[..., Any]] | None = attrs.field()
+    error: Callable[..., Any] | None = attrs.field()
+
+    @unused.default
+    def _without_bias(self) -> Any:
+        return _unused if self.loss is _loss else None
+
+    @layers.default
+    def _two_layers(self) -> Any:
+        return (_first, _second) if self.loss is _loss else None
+
+    @error.default
+    def _of_output(self) -> Any:
+        return _error if self.loss is _loss else None
+
+    def __attrs_post_init__(self) -> None:
+        wrong = [rows_of(batch) for batch in self.batches if rows_of(batch) % DIVISOR or not rows_of(batch)]
+        if wrong or not self.batches:
+            raise ValueError(f"batches: laws divide a batch among up to 4 ranks; give multiples of {DIVISOR} rows, not {wrong}")
+
+    def rows(self, index: int) -> Any:
+        """The rows of this rank in a batch."""
+        here = comm.world()
+        return tree.map(lambda leaf: leaf.chunk(here.size)[here.rank], self.batches[index % len(self.batches)])

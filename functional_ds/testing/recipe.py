@@ -1,0 +1,207 @@
+"""Runs of a method in a composition that is written as text, so that it can be printed, sent to processes and run again."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds import transforms as T
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+from functional_ds.optim.optimizer import Optimizer, PerParameter
+from functional_ds.optim.sgd import sgd
+from functional_ds.step.compose import compose, wrap
+from functional_ds.step.state.state import State
+from functional_ds.step.step import Step, Transform
+from functional_ds.step.train_step import train_step
+
+from .problem import Problem
+
+__all__ = [
+    "STEPS",
+    "Recipe",
+    "Setup",
+    "factory_of",
+    "imported",
+    "is_optimizer",
+    "mean_over_ranks",
+    "name_of",
+    "overflow",
+    "started",
+    "train",
+]
+
+STEPS = 3
+
+
+def mean_over_ranks(grads: Any, memory: Any, group: comm.Group) -> Any:
+    """``T.replicated(reduce=mean_over_ranks)`` is plain data parallelism."""
+    return comm.all_reduce(grads, group, op="avg"), memory
+
+
+def overflow(at: int) -> Transform:
+    """In step ``at`` the last rank's gradients overflow in half precision."""
+
+    def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> Any:
+        found, metrics = inner(step, state, params, batch)
+        here = comm.world()
+        bad = (state.step == at) & (here.rank == here.size - 1)
+        return Weighted(found.sum * torch.where(bad, 1e30, 1.0), found.weight), metrics
+
+    return wrap(f"overflow({at})", loss=loss)
+
+
+@attrs.frozen
+class Setup:
+    """A composition, and where it runs.
+
+    Attributes:
+        transforms: what ``compose`` gets, as a program writes it: ``("T.zero(3)", "method")``. ``method`` is what is tested.
+        ranks: simulated ranks.
+        steps: updates.
+        loss: which function of the problem is trained: "loss", "unused", or "layers", whose ``stages`` a pipeline runs.
+    """
+
+    transforms: tuple[str, ...] = ()
+    ranks: int = 1
+    steps: int = STEPS
+    loss: str = "loss"
+
+    def __str__(self) -> str:
+        where = f"{self.ranks} ranks" if self.ranks > 1 else "one device"
+        return f"compose({', '.join(self.transforms)}), {where}, {self.steps} steps"
+
+
+@attrs.frozen(eq=False)
+class Recipe:
+    """What a program on any rank needs to make steps: functions that can be pickled, if the user's can.
+
+    Attributes:
+        make: gives the transform, or the optimizer, that is tested.
+        optimizer: gives the optimizer that the transform changes; None for sgd with momentum.
+        problem: what is trained.
+        standard: whether that is ``Problem()``.
+    """
+
+    make: Callable[[], Any]
+    optimizer: Callable[[], Any] | None
+    problem: Problem
+    standard: bool = False
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether an optimizer is tested."""
+        return is_optimizer(self.make())
+
+    def parts(self) -> tuple[Transform, Any]:
+        """The method as a transform and an optimizer."""
+        made = self.make()
+        if is_optimizer(made):
+            return compose(), made
+        return made, sgd(0.1, momentum=0.5) if self.optimizer is None else self.optimizer()
+
+    def step(self, setup: Setup) -> Step:
+        """The composed step."""
+        method, optimizer = self.parts()
+        scope: dict[str, Any] = {"T": T, "method": method, "mean_over_ranks": mean_over_ranks, "overflow": overflow}
+        if any("mesh" in text for text in setup.transforms):
+            scope["mesh"] = comm.mesh(nodes=2, dp=setup.ranks // 2)
+        loss = self.problem.loss if setup.loss == "loss" else self.problem.unused
+        if setup.loss == "layers":
+            from functional_ds.pipelining.schedules.generators import one_f_one_b
+            from functional_ds.pipelining.stages.from_functions import stages
+
+            loss = stages([*(self.problem.layers or ())], self.problem.params, loss=self.problem.error)
+            scope |= {"one_f_one_b": one_f_one_b, "stages": loss}
+        chosen = [eval(text, scope) for text in setup.transforms]  # texts of this package
+        return compose(*chosen)(train_step(loss, optimizer))  # type: ignore[arg-type]
+
+    def rows(self, setup: Setup, index: int) -> Any:
+        """What this rank trains on in a step: a pipeline's ranks get the whole batch."""
+        whole = self.problem.batches[index % len(self.problem.batches)]
+        return whole if setup.loss == "layers" else self.problem.rows(index)
+
+
+def started(recipe: Recipe, setup: Setup) -> tuple[Step, State]:
+    """The step and its first state."""
+    step = recipe.step(setup)
+    return step, step.init(recipe.problem.params)
+
+
+def train(
+    recipe: Recipe, setup: Setup, *, changed: Callable[[Step], Step] = lambda step: step, keep: bool = False
+) -> tuple[Any, list[Tensor], int, Step]:
+    """The params after some steps, the losses, the bytes that this rank sent in the last step, and the step.
+
+    Args:
+        recipe: makes the step.
+        setup: the composition.
+        changed: is applied to the composed step.
+        keep: whether steps leave the old state as it is; checked.
+
+    Raises:
+        AssertionError: with ``keep``, a step has changed the state that it was given.
+    """
+    step = changed(recipe.step(setup))
+    state, losses, sent = step.init(recipe.problem.params), [], 0
+    for index in range(setup.steps):
+        old, copies = state, [(path, leaf.clone()) for path, leaf in tree.named(state) if keep and isinstance(leaf, Tensor)]
+        with comm.ledger() as book:
+            state, metrics = step(state, recipe.rows(setup, index), donate=not keep)
+        losses.append(metrics["loss"])
+        sent = book.bytes
+        now = dict(tree.named(old)) if keep else {}
+        spoilt = [path for path, copy in copies if not torch.equal(now[path].nan_to_num(), copy.nan_to_num())]
+        if spoilt:
+            raise AssertionError(f"with donate=False a step has changed state.{spoilt[0]} of the state that it was given")
+    return step.params(state), losses, sent, step
+
+
+def factory_of(transform: Any) -> Callable[[], Any]:
+    """A function without arguments that gives the transform: itself if it is one, as ``partial(T.clip, 1.0)`` is.
+
+    Raises:
+        TypeError: it is neither a transform, nor an optimizer, nor a function that makes one.
+    """
+    if is_optimizer(transform):
+        return partial(_itself, transform)
+    if isinstance(transform, Step) or not callable(transform):
+        raise TypeError(f"transform={transform!r} is neither a transform, nor an optimizer, nor a function that makes one")
+    parameters = inspect.signature(transform).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return partial(_itself, transform) if needed else transform
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether it is an optimizer: one of the library's, or an optax-shaped pair of ``init`` and ``update``."""
+    pair = all(callable(getattr(value, name, None)) for name in ("init", "update"))
+    return isinstance(value, Optimizer | PerParameter) or (pair and not callable(value))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def name_of(make: Callable[[], Any]) -> str:
+    """What the table calls the method: as its maker is called, or as it calls itself."""
+    inner: Any = make.func if isinstance(make, partial) else make
+    if inner is _itself or inner.__name__ == "<lambda>":
+        made = make()
+        return getattr(made, "__name__", None) or str(made)
+    words = [*map(repr, make.args), *(f"{k}={v!r}" for k, v in make.keywords.items())] if isinstance(make, partial) else []
+    return f"{inner.__name__}({', '.join(words)})"
+
+
+def imported(name: str, make: Callable[[], Any]) -> str:
+    """Lines of a program that make what ``make`` makes; a comment where no program can import it."""
+    inner: Any = make.func if isinstance(make, partial) else make
+    importable = getattr(sys.modules.get(inner.__module__), inner.__name__, None) == inner
+    if not importable or inner is _itself or inner.__module__ == "__main__":
+        return f"# {name} = ..., as holds was given it"
+    return f"from {inner.__module__} import {inner.__name__}\n{name} = {name_of(make)}"

@@ -1,0 +1,88 @@
+"""Comparisons of trees and of whole programs."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+
+__all__ = ["assert_like_one_rank", "assert_same"]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return plain.view(-1).view(torch.uint8)
+
+
+def assert_same(actual: Any, expected: Any, *, bits: bool = True) -> None:
+    """Raises AssertionError unless two trees agree: structure, dtypes, shapes and bits (or values: then 0 is -0).
+
+    >>> assert_same([torch.tensor(0.0)], [torch.tensor(-0.0)], bits=False)
+    >>> assert_same([torch.tensor(0.0)], [torch.tensor(-0.0)])
+    Traceback (most recent call last):
+        ...
+    AssertionError: at [0]: 0.0 is not -0.0
+    """
+    if tree.structure(actual) != tree.structure(expected):
+        raise AssertionError(f"structures differ: {tree.structure(actual)} is not {tree.structure(expected)}")
+    for (path, x), (_, y) in zip(tree.named(actual), tree.named(expected), strict=True):
+        where = f"at [{path}]: " if path else ""
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            if x != y:
+                raise AssertionError(f"{where}{x!r} is not {y!r}")
+            continue
+        if (x.dtype, x.shape) != (y.dtype, y.shape):
+            raise AssertionError(f"{where}{x.dtype}{list(x.shape)} is not {y.dtype}{list(y.shape)}")
+        if not (torch.equal(_bits(x), _bits(y)) if bits else torch.equal(x, y)):
+            raise AssertionError(f"{where}{x} is not {y}")
+
+
+def assert_like_one_rank(
+    program: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    seed: int = 0,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """Raises unless ``program(*args)`` returns on every one of ``world_size`` ranks what it returns on one rank alone.
+
+    Law 51: what is declared with ``comm.replicated``, ``invariant``, ``varying`` and ``partial`` is checked on the way, in
+    ``comm.simulate(..., variance=True)``. A constant factor contradicts no declaration, so the results are compared, too: a
+    program returns losses, gradients and params as on one device.
+
+    Args:
+        program: what each rank runs; it returns a pytree of tensors and numbers.
+        args: what each rank passes to it.
+        world_size: how many ranks.
+        seed: picks the interleaving.
+        rtol: relative tolerance; by default torch's for the dtype.
+        atol: absolute tolerance; by default torch's for the dtype.
+
+    Raises:
+        VarianceError: a rank's value is not what it is declared to be.
+        AssertionError: a rank's result differs from that of one rank; names the rank and the leaf.
+
+    >>> def mean(divide_by):
+    ...     x = torch.arange(4.0).chunk(comm.world().size)[comm.world().rank]
+    ...     return comm.all_reduce(comm.partial(x.sum())) / (divide_by or len(x))
+    >>> assert_like_one_rank(mean, 4, world_size=2)
+    >>> assert_like_one_rank(mean, None, world_size=2)
+    Traceback (most recent call last):
+        ...
+    AssertionError: rank 0 of 2, the result itself: Scalars are not close!
+    ...
+    """
+    (expected,) = comm.simulate(program, *args, world_size=1)
+    for rank, found in enumerate(comm.simulate(program, *args, world_size=world_size, seed=seed, variance=True)):
+        where = f"rank {rank} of {world_size}"
+        if tree.structure(found) != tree.structure(expected):
+            raise AssertionError(f"{where}: the result's structure {tree.structure(found)} is not {tree.structure(expected)}")
+        for (path, x), (_, y) in zip(tree.named(found), tree.named(expected), strict=True):
+            leaf = f"{where}, {f'[{path}]' if path else 'the result itself'}"
+            close = partial(torch.testing.assert_close, rtol=rtol, atol=atol, equal_nan=True)
+            close(x, y, msg=partial("{}: {}".format, leaf))

@@ -1,0 +1,198 @@
+"""``holds``: the library's methods and the docs' pass, wrong ones do not, and what cannot be tested is refused."""
+
+import os
+import subprocess
+import sys
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_ds as fds
+from functional_ds import comm, testing
+from functional_ds import transforms as T
+from functional_ds.comm.table.errors import CommError
+from functional_ds.testing.laws import LAWS
+from tests.testing.methods import METHODS
+from tests.testing.wrong_methods import WRONG, centred, changed, descent
+
+NAMES = [law.name for law in LAWS]
+
+
+@cache
+def bound(name: str) -> dict[str, testing.BoundLaw]:
+    tested = METHODS[name]
+    return {law.law.name: law for law in testing.laws(tested.make, **tested.options)}
+
+
+@pytest.mark.sample(40)
+@pytest.mark.parametrize("law", NAMES)
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_hold(name: str, law: str) -> None:
+    """Each row of the table is ok, or what tests/testing/methods.py says."""
+    result, but = bound(name)[law].result(), METHODS[name].but
+    wanted = but.get(law, "not applicable" if law in ("oracle", "bytes") else "ok")
+    assert result.outcome == wanted, str(result)
+
+
+@pytest.mark.parametrize("make", WRONG, ids=lambda make: make.__name__)
+def test_wrong_methods_are_caught(make: Any) -> None:
+    law, options = WRONG[make]
+    table = testing.holds(make, only=[law], **options)
+    assert table.outcomes() == {law: "wrong"}, str(table)
+    with pytest.raises(AssertionError, match=law):
+        table.check()
+
+
+@pytest.mark.parametrize("make", [make for make, (law, options) in WRONG.items() if not options and law == "stages"])
+def test_the_program_of_a_wrong_row_fails(make: Any) -> None:
+    """It stands alone, and raises; what no program can import is named in a comment."""
+    program = testing.holds(make, only=["stages"])["stages"].program
+    with pytest.raises((AssertionError, CommError)):
+        exec(program, {})
+    unnamed = testing.holds(make(), only=["stages"])["stages"].program
+    assert "# method = ..., as holds was given it" in unnamed
+    with pytest.raises((AssertionError, CommError)):
+        exec(unnamed, {"method": make()})
+
+
+def test_a_program_runs_by_itself(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(testing.holds(centred, only=["stages"])["stages"].program)
+    run = subprocess.run([sys.executable, file], check=False, env=_environment(), capture_output=True, text=True)
+    assert "AssertionError: Tensor-likes are not close!" in run.stderr, run.stderr
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+
+
+# -- what is refused before anything runs ----------------------------------------------------------------------------------
+
+
+def not_elementwise() -> fds.Optimizer:
+    """Moves by the gradient over the norm of whatever tensors it gets."""
+
+    def update(params: list[Tensor], grads: fds.Weighted, state: Any, rate: Any) -> Any:
+        length = torch.stack([g.norm() for g in grads.sum]).norm() + 1e-8
+        return [p.sub_(0.1 * rate * g.view_as(p) / length) for p, g in zip(params, grads.sum, strict=True)], state
+
+    return fds.Optimizer(lambda params: (), update, "by_norm")
+
+
+def identity() -> fds.Transform:
+    return changed("identity", lambda step, state, grads: grads)
+
+
+def refused() -> fds.Transform:
+    def check(step: fds.Step) -> None:
+        raise ValueError("refused: not on this step")
+
+    return fds.wrap("refused", check=check)
+
+
+def beside_nothing() -> fds.Transform:
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        if comm.world().size > 1:
+            raise ValueError("beside_nothing: on one device only")
+        return inner(step, params)
+
+    return fds.wrap("beside_nothing", init=init)
+
+
+SHAPES = {"a": torch.zeros(2)}
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "a number": (3, {}, TypeError, r"transform=3 is neither a transform, nor an optimizer"),
+    "a step": (fds.train_step(lambda p, x: p.sum(), fds.sgd(0.1)), {}, TypeError, "is neither a transform"),
+    "no step": (lambda step: 3, {}, ValueError, "it makes 3 of a step"),
+    "one device": (refused, {}, ValueError, "refused.. does not run on one device: ValueError: refused: not on this step"),
+    "no place": (beside_nothing, {}, ValueError, r"beside_nothing.. cannot be placed beside T.zero.*on one device only"),
+    "a pipeline": (partial(T.local_gradients), {}, ValueError, "local_gradients.*"),
+    "a rule": (not_elementwise, {}, ValueError, r"cannot be placed beside T.zero.*by_norm is not elementwise"),
+    "structure": (identity, {"oracle": lambda params, batches: SHAPES}, ValueError, "oracle: it gives .* and params are"),
+    "shape": (
+        identity,
+        {"oracle": lambda params, batches: fds.tree.map(lambda x: x.reshape(-1, 1), params)},
+        ValueError,
+        r"oracle: its '0.b' is torch.Size\(\[7, 1\]\), and the parameter is torch.Size\(\[7\]\)",
+    ),
+    "order": (identity, {"order": "inside"}, ValueError, "order='inside' is neither"),
+    "law": (identity, {"only": ["stage"]}, ValueError, "there is no law 'stage'; the laws are oracle, stages"),
+    "excuse": (identity, {"excused": {"stage": "no"}}, ValueError, "there is no law 'stage'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_tested_is_refused(case: str) -> None:
+    transform, options, error, words = REFUSED[case]
+    with pytest.raises(error, match=f"(?s){words}"):
+        testing.holds(transform, **options)
+
+
+def test_batches_are_divisible() -> None:
+    with pytest.raises(ValueError, match="multiples of 12 rows"):
+        testing.Problem(batches=[torch.zeros(10, 5)])
+
+
+# -- the table -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_oracle_is_compared_with() -> None:
+    """A transform that changes nothing is sgd with momentum."""
+    assert testing.holds(identity, oracle=descent, only=["oracle", "stages"]).outcomes() == {"oracle": "ok", "stages": "ok"}
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    """A norm is one more number in stages 1 to 3, where each rank has a part."""
+    sends = lambda stage, ranks: 0  # noqa: E731
+    assert testing.holds(identity, sends=sends, only=["bytes"])["bytes"].outcome == "ok"
+
+
+def test_rows_are_excused_with_a_reason() -> None:
+    row = testing.holds(identity, only=["jit"], excused={"jit": "it prints"})["jit"]
+    assert (row.outcome, row.words) == ("not applicable", "it prints")
+
+
+def test_refusals_can_count_as_wrong() -> None:
+    """By default what is refused is right."""
+    table = testing.LawTable("method", [testing.LawResult("stages", "says", "refused", "ValueError: no")])
+    assert table.check() is table
+    with pytest.raises(AssertionError, match="stages             refused: ValueError: no"):
+        table.check(refusals=False)
+    assert "<td>refused</td>" in table._repr_html_()
+
+
+@pytest.mark.parametrize("law", testing.laws(identity, only=["stages", "clip after"]))
+def test_laws_are_parameters(law: testing.BoundLaw) -> None:
+    law.check()
+
+
+def test_laws_have_names_as_parameters() -> None:
+    assert [law.__name__ for law in testing.laws(identity, only=["clip after"])] == ["clip-after"]
+
+
+def test_a_problem_of_ones_own() -> None:
+    """Modules, tuples as batches; without layers there are no pipelines to try."""
+    torch.manual_seed(0)
+    apply, params = fds.functional(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)))
+    batches = [(torch.randn(12, 3), torch.randn(12, 1)) for _ in range(3)]
+    loss = lambda params, batch: (apply(params, batch[0]) - batch[1]).square().mean()  # noqa: E731
+    problem = testing.Problem(params=params, loss=loss, batches=batches)
+    table = testing.holds(partial(T.clip, 0.1), problem=problem, only=["stages", "pipelines", "unused leaves"])
+    assert table.outcomes() == {"stages": "ok", "unused leaves": "not applicable", "pipelines": "not applicable"}
+
+
+def test_importing_the_library_does_not_load_this() -> None:
+    program = "import functional_ds, sys; functional_ds.train_step; assert 'functional_ds.testing' not in sys.modules"
+    program += "; from functional_ds import testing; testing.holds; assert 'hypothesis' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, env=_environment())
+
+
+def test_the_page_lists_the_laws() -> None:
+    """docs/holds.md has a row for each, with its statement."""
+    page = (Path(__file__).parents[2] / "docs/holds.md").read_text(encoding="utf-8")
+    rows = page.split("<!-- laws -->\n")[1].split("<!-- /laws -->")[0].splitlines()[2:]
+    assert rows == [f"| `{law.name}` | {law.says} |" for law in LAWS]
