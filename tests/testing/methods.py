@@ -85,7 +85,7 @@ DOCS: dict[str, dict[str, str]] = {
         "unused leaves": "wrong",  # it differentiates by all leaves
         "pipelines": "refused",  # a stage has not all of them
     },
-    "ridge": {"pipelines": "wrong"},  # the penalty is of the last stage's params alone
+    "ridge": {"pipelines": "refused"},  # the penalty would be of the last stage's params alone
     "sam": {"accumulate after": "wrong"},  # the sharpness of a micro-batch
     "scaled_input": {"pipelines": "refused"},  # the last stage's input is no batch
     "sign_gradient": {"clip after": "not applicable", "bf16": "wrong"},  # signs of rounded zeros

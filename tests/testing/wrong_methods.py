@@ -288,17 +288,6 @@ def stale_constant() -> fds.Transform:
     return changed("stale_constant", change)
 
 
-def last_stage_penalty() -> fds.Transform:
-    """Right in all stages of ZeRO, but the loss's penalty sees the last pipeline stage alone."""
-
-    def loss(inner: Any, step: fds.Step, state: fds.State, params: Any, batch: Any) -> Any:
-        found, metrics = inner(step, state, params, batch)
-        penalty = 0.01 * sum(leaf.square().sum() for leaf in fds.tree.leaves(params))
-        return fds.Weighted(found.sum + penalty * found.weight, found.weight), metrics
-
-    return fds.wrap("last_stage_penalty", loss=loss)
-
-
 def chatty() -> fds.Transform:
     """Sends a gradient that nobody needs."""
 
@@ -351,7 +340,6 @@ WRONG: dict[Callable[[], fds.Transform], tuple[str, dict[str, Any]]] = {
     impatient: ("interleavings", {}),
     shared_memory: ("processes", {}),
     stale_constant: ("jit", {}),
-    last_stage_penalty: ("pipelines", {}),
     chatty: ("bytes", {"sends": lambda stage, ranks: 0}),
     uphill: ("oracle", {"oracle": descent}),
 }

@@ -132,6 +132,12 @@ def signature(batch: Any, *, trains: bool) -> tuple[Any, ...]:
     return (trains, spec, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
 
 
+_READS_PARAMS = (
+    "a transform's phase loss reads {!r}: in a pipeline it has the leaves of the last stage alone, so a term of all params "
+    "would differ from that on one device; add its gradient in the phase update, where each rank has the leaves of its stages"
+)
+
+
 @attrs.frozen(eq=False)
 class ShapeRun:
     """A micro-batch's way through the stages on tensors without values.
@@ -192,7 +198,10 @@ class ShapeRun:
                 x = None if before is None else before.value([_fake(meta, False) for meta in before.leaves])[0]
                 micro = mapped(lambda leaf: standing_for(leaf, mode, "cpu"), visit.batch)
                 if last:
-                    loss, metrics = self.step.loss(state, params, LossInput(micro, x, visit.weight))
+                    loss, metrics = self.step.loss(state, params, LossInput(micro, x, visit.weight, detached=True))
+                    read = _reached(loss.sum, params)
+                    if read:
+                        return _READS_PARAMS.format(read)
                     return {name: value.sum.dtype for name, value in {"loss": loss, **metrics}.items()}
                 run = self.stages[index].run
                 y = Boundary.of(self.step.forward(state, lambda given: run(params, x, given, state.key), micro))
@@ -202,6 +211,15 @@ class ShapeRun:
         except Exception as error:  # of the user's function; all ranks must raise it
             taken = "a micro-batch" if before is None else str(before)
             return f"stage {index} ({self.stages[index].name}) cannot be run on {taken}: {type(error).__name__}: {error}"
+
+
+def _reached(loss: Tensor, params: Mapping[str, Tensor]) -> str:
+    """The path of a leaf that has a part in the loss; empty where none has."""
+    trained = {path: leaf for path, leaf in params.items() if leaf.requires_grad}
+    if not trained or not loss.requires_grad:
+        return ""
+    grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return next((path for path, grad in zip(trained, grads, strict=True) if grad is not None), "")
 
 
 def view_metas(step: Step, part: State) -> dict[str, TensorMeta]:

@@ -382,6 +382,35 @@ def test_a_loss_may_choose_elements(choice: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_a_loss_phase_that_reads_all_params() -> None:
+    """On the last rank it would read that stage's alone. One that reads the loss alone is the step on one device."""
+
+    def ridge(inner: Any, step: fds.Step, state: fds.State, params: Any, batch: Any) -> Any:
+        loss, metrics = inner(step, state, params, batch)
+        penalty = sum(leaf.square().sum() for leaf in fds.tree.leaves(params))
+        return fds.Weighted(loss.sum + penalty * loss.weight, loss.weight), metrics
+
+    def doubled(inner: Any, step: fds.Step, state: fds.State, params: Any, batch: Any) -> Any:
+        loss, metrics = inner(step, state, params, batch)
+        return fds.Weighted(2 * loss.sum, loss.weight), metrics
+
+    params = [{"w": torch.tensor(3.0)}, {"w": torch.tensor(2.0)}]
+
+    model = pp.stages([lambda p, x: x * p["w"]] * 2, params, loss=lambda y, batch: y.mean())
+
+    def program(loss: Any, *strategy: fds.Transform) -> Any:
+        step = fds.compose(*strategy, fds.wrap("changed", loss=loss))(fds.train_step(model, fds.sgd(0.1)))
+        state, _ = step(step.init(params), torch.ones(4))
+        return {path: leaf.item() for path, leaf in fds.tree.named(step.params(state))}
+
+    pipeline = transforms.pipeline(pp.one_f_one_b(2, 2), model)
+    assert comm.simulate(program, doubled, pipeline, world_size=2)[0] == pytest.approx(program(doubled))
+    with pytest.raises(
+        ValueError, match=r"a transform's phase loss reads '1\.w': in a pipeline it has the leaves of the last stage"
+    ):
+        comm.simulate(program, ridge, pipeline, world_size=2)
+
+
 def test_another_loss_function_than_the_stages() -> None:
     case = Staged.of(2, 4)
     step = transforms.pipeline(pp.gpipe(2, 2), case.stages)(fds.train_step(lambda params, batch: batch[0].sum(), fds.sgd(0.1)))
