@@ -18,14 +18,15 @@ from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted, check_constant
 
-from .checks import GUARDS, name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
+from .checks import name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
+from .guards import GUARDS
 from .open_pass import Gradients, OpenPass
 from .phase_signatures import Metrics, Phase, Phases
-from .phases import Layer, check_phases, compose_phase, kept_slots, unaware
+from .phases import Layer, check_phases, compose_phase
 from .state.buffer_sync import agreed_anew, unagreed
 from .state.buffers import BUFFERS, Buffers, Modules
-from .state.state import State, UpdateError, mark_donated, refuse_open
-from .state.unused import summed_over_ranks, with_idle
+from .state.skipped import kept_slots
+from .state.state import State, UpdateError, mark_donated, refuse_open, summed_over_ranks, with_idle
 from .traits import Trait
 
 __all__ = ["Step", "Transform"]
@@ -229,7 +230,8 @@ class Step(Phases):
     ) -> tuple[State, Metrics]:
         after, grads, metrics = found
         after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
-        after = kept_slots(state, after, unaware(self.layers))
+        if after.skip is not None:
+            after = kept_slots(state, after, [layer.slot for layer in self.layers if Trait.HEEDS_SKIPS not in layer.traits])
         names = name_sum(self, state, metrics) if self.guarded else None
         news = unagreed(after) if BUFFERS in after.slots else None
         weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, news, names))
@@ -272,7 +274,7 @@ class Step(Phases):
 
     def sum_over_ranks(self, state: State, scalars: Any) -> Any:
         """Scalars, summed over the ranks that share a batch."""
-        if self.wraps("sum_over_ranks"):
+        if self.wraps("sum_over_ranks") and comm.world().world.watch is not None:
             comm.varying(scalars)  # what all ranks have counts n times, and so does its weight
         return super().sum_over_ranks(state, scalars)
 

@@ -12,8 +12,9 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.record.call_recorder import UnitGathering, current_recorder
-from functional_ds.sharding.layout import Layout, Segment
+from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.segment import Segment
 from functional_ds.sharding.sources import is_deferred
 from functional_ds.step.compose import wrap
 from functional_ds.step.phase_signatures import Metrics
@@ -144,7 +145,7 @@ class Zero(ZeroConfig):
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner init of this rank's shards (stage 0: of whole flat tensors); gathers what stays whole."""
-        groups = self.process_groups()
+        groups = ProcessGroups.by(self)
         layout = self.layout(params, groups.n, groups.shards.ranks)
         groups.check_agreement((layout.paths, layout.segments, layout.units))
         parts = LeafMap.of_layout(layout, groups.shards if self.stage else None)
@@ -182,7 +183,7 @@ class Zero(ZeroConfig):
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, gathered from the shards."""
         partition: Partition = state.slots["zero"]
-        layout, groups = partition.layout, self.process_groups()
+        layout, groups = partition.layout, ProcessGroups.by(self)
         stored = inner(step, tree.replace(state, params=_either(partition.exact, state.params)))
         exactly = Collectives(groups, attrs.evolve(self, all_gather=comm.all_gather))
         return layout.unflatten(exactly.gather_all(layout.segments, stored, _in_shards(layout, stored, groups)))
@@ -208,7 +209,7 @@ class Zero(ZeroConfig):
         partition: Partition | None = state.slots.get("zero")
         if partition is None or partition.frozen is not None:  # in an inner ``init`` or ``update``, which have shards already
             return state
-        layout, rank, flats = partition.layout, self.process_groups().shards.rank, state.params
+        layout, rank, flats = partition.layout, ProcessGroups.by(self).shards.rank, state.params
         whole = self._whole(layout)
         pairs = zip(layout.segments, flats, strict=True)
         shards = [s.own(flat, rank) if i in whole else flat for i, (s, flat) in enumerate(pairs)]
@@ -218,7 +219,7 @@ class Zero(ZeroConfig):
 
     def _published(self, state: State, out: list[Tensor] | None = None) -> State:
         partition: Partition = state.slots["zero"]
-        layout, own, groups = partition.layout, state.params, self.process_groups()
+        layout, own, groups = partition.layout, state.params, ProcessGroups.by(self)
         whole = self._whole(layout)
         exact = self._exact(layout, own, whole, groups)
         stored = [(partition.frozen or {}).get(i, new) for i, new in enumerate(own)]
@@ -232,8 +233,8 @@ class Zero(ZeroConfig):
     def view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
         """Lazy leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
-        layout, cache = partition.as_stored(state.params), partition.cache
-        collectives = Collectives(self.process_groups(), self, lambda dtype: step.comm_dtype(state, dtype))
+        layout, cache = _as_stored(partition, state.params), partition.cache
+        collectives = Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
         params = LazyParams(
             layout,
@@ -308,11 +309,11 @@ class Zero(ZeroConfig):
 
     def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
         """Sums over all ranks."""
-        return self.process_groups().all_reduce(inner(step, state, scalars))
+        return ProcessGroups.by(self).all_reduce(inner(step, state, scalars))
 
     def sync_buffers(self, inner: Any, step: Step, state: State) -> State:
         """The module buffers that all ranks agree on."""
-        groups, state = self.process_groups(), inner(step, state)
+        groups, state = ProcessGroups.by(self), inner(step, state)
         for level in (groups.group, groups.replicas):
             state = state if level is None else synced(state, level)
         return state
@@ -323,7 +324,7 @@ class Zero(ZeroConfig):
         Padding does not count, whatever a transform has added to it.
         """
         layout: Layout = state.slots["zero"].layout
-        groups, grads = self.process_groups(), step.leaf_map(state).without_padding(grads)
+        groups, grads = ProcessGroups.by(self), step.leaf_map(state).without_padding(grads)
         if self.stage == 0:
             if not layout.has_sharers:
                 return inner(step, state, grads)  # type: ignore[no-any-return]
@@ -337,12 +338,12 @@ class Zero(ZeroConfig):
         found = inner(step, state, grads)
         if self.stage == 0 and not state.slots["zero"].layout.has_sharers:
             return found  # type: ignore[no-any-return]
-        return comm.all_reduce(found, self.process_groups().group, op="min")  # type: ignore[no-any-return]
+        return comm.all_reduce(found, ProcessGroups.by(self).group, op="min")  # type: ignore[no-any-return]
 
     def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
         """The ranks share the part of the batch that the inner step would have."""
         index, count = inner(step, state)
-        place, places = self.process_groups().batch_shard
+        place, places = ProcessGroups.by(self).batch_shard
         return index * places + place, count * places
 
     # -- what lies where -----------------------------------------------------------------------------------------------
@@ -350,7 +351,7 @@ class Zero(ZeroConfig):
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """The leaves in this rank's shards, in stage 0 in whole segments."""
         parts: LeafMap = state.slots["zero"].cache.leaf_map
-        return attrs.evolve(parts, group=self.process_groups().shards) if self.stage else parts
+        return attrs.evolve(parts, group=ProcessGroups.by(self).shards) if self.stage else parts
 
     def select(self, inner: Any, step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
         """The segments of these leaves, with a cache of their own."""
@@ -363,6 +364,15 @@ class Zero(ZeroConfig):
 
 
 zero = Zero
+
+
+def _as_stored(partition: Partition, stored: Sequence[Any]) -> Layout:
+    """The layout with the dtypes of ``stored``: mixed precision stores others than ``init`` was given."""
+    dtypes, known = tuple(flat.dtype for flat in stored), partition.cache.layouts
+    if dtypes not in known:
+        pairs = zip(partition.layout.segments, dtypes, strict=True)
+        known[dtypes] = attrs.evolve(partition.layout, segments=tuple(attrs.evolve(s, dtype=dtype) for s, dtype in pairs))
+    return known[dtypes]
 
 
 def _of_first(leaf: Tensor, groups: ProcessGroups) -> Tensor:
