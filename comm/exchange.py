@@ -9,8 +9,8 @@ import torch
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Request
 from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.exchanges import ALL_TO_ALL, ALL_TO_ALL_ROWS, PERMUTE
 from functional_ds.comm.table.permutation import Permutation
-from functional_ds.comm.table.rows import ALL_TO_ALL, ALL_TO_ALL_ROWS, PERMUTE
 
 from .dispatch import collective, request, resolve_dim, resolve_group
 from .uneven import need_values

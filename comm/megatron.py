@@ -16,7 +16,7 @@ from typing import TypeVar
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Request
 from functional_ds.comm.table.collective import Call
-from functional_ds.comm.table.rows import COPY_TO, GATHER_FROM, REDUCE_FROM, SCATTER_TO
+from functional_ds.comm.table.exchanges import COPY_TO, GATHER_FROM, REDUCE_FROM, SCATTER_TO
 
 from .dispatch import collective, request, resolve_dim
 

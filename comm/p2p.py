@@ -14,7 +14,7 @@ from functional_ds.base import tree
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Request
 from functional_ds.comm.table.collective import Call
-from functional_ds.comm.table.rows import TRANSFER
+from functional_ds.comm.table.exchanges import TRANSFER
 
 from .dispatch import collective, request, request_all, resolve_group
 

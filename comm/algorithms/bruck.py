@@ -9,8 +9,9 @@ from torch import Tensor
 from functional_ds.comm.exchange import permute
 from functional_ds.comm.record.group import Group, Ready
 from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.exchanges import PERMUTE
 from functional_ds.comm.table.permutation import Permutation
-from functional_ds.comm.table.rows import ALL_GATHER, PERMUTE
+from functional_ds.comm.table.rows import ALL_GATHER
 
 __all__ = ["bruck"]
 

@@ -1,4 +1,4 @@
-"""Which simulated rank runs: threads that hand a baton on, in an order that a seed picks.
+"""Calls of simulated ranks, and which rank runs: threads that hand a baton on, in an order that a seed picks.
 
 A rank runs until it waits for a collective that is not complete. Then the seed picks the rank that runs next. What a rank does
 beside its program (``World.beside``) has threads of its own, one a lane, which take part. When nobody can go on, the schedule
@@ -14,15 +14,16 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
+from functional_ds.base.torch_private import disable_dispatch_modes
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
+from functional_ds.comm.table.collective import Call, Here
 from functional_ds.comm.table.errors import DeadlockError, MismatchError
 from functional_ds.comm.worlds.current import enter
 from functional_ds.comm.worlds.rng_state import RngState, drop_spare_normal
 
-from .group_call import GroupCall, RankCall
-
-__all__ = ["AbortedError", "ScheduledWorld", "Simulator"]
+__all__ = ["AbortedError", "GroupCall", "RankCall", "ScheduledWorld", "Simulator", "copied"]
 
 _PATIENCE = 1.0  # seconds for the ranks to end when the caller is interrupted
 _MAX_FRUITLESS_POLLS = 10_000  # after which a program that only polls is reported as a deadlock
@@ -30,6 +31,56 @@ _MAX_FRUITLESS_POLLS = 10_000  # after which a program that only polls is report
 
 class AbortedError(BaseException):
     """Ends the other ranks once one has failed. It is no Exception, so that user code does not catch it."""
+
+
+@attrs.frozen(eq=False)
+class RankCall:
+    """One rank's part of a collective: its call, its inputs, the call site, and what the call is made for."""
+
+    call: Call
+    here: Here
+    inputs: list[Tensor]
+    site: str
+    purpose: str = ""
+
+    def __str__(self) -> str:
+        return self.call.signature(self.inputs, self.here) + (f", for {self.purpose}" if self.purpose else "")
+
+
+@attrs.define(eq=False)
+class GroupCall:
+    """One collective of one group: the calls so far, and the results once all members have called."""
+
+    group: Group
+    members: tuple[int, ...]  # ranks of the world, in the denotation's order
+    agreement: tuple[Any, ...]
+    arrivals: dict[int, RankCall] = attrs.field(factory=dict)
+    outputs: dict[int, list[Tensor]] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.outputs is not None
+
+    def missing(self) -> list[int]:
+        return [rank for rank in self.members if rank not in self.arrivals]
+
+    def complete(self) -> None:
+        """Applies the denotation to each leaf; by law 12 that is the meaning of a coalesced call."""
+        arrivals = [self.arrivals[rank] for rank in self.members]
+        call = arrivals[0].call
+        options = call.merged([arrival.call.private() for arrival in arrivals])
+        leaves = zip(*(arrival.inputs for arrival in arrivals), strict=True)
+        with torch.inference_mode(False), torch.no_grad(), disable_dispatch_modes():  # those of the last rank see nothing of it
+            results = [call.collective.denotation(xs, options) for xs in leaves]
+        self.outputs = {rank: [result[i] for result in results] for i, rank in enumerate(self.members)}
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """The values as a message would carry them: contiguous, and independent of the sender's modes."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return copied(tensor)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 @attrs.define(eq=False)

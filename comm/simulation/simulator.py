@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.comm.record.group import Beside, Group, World, call_site, check_ranks_per_node
-from functional_ds.comm.record.watched import WatchedInputs
+from functional_ds.comm.record.pending import WatchedInputs
 from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.comm.table.errors import CommError, DeadlockError, UnmatchedError
 from functional_ds.comm.variance.watch import Watches
@@ -21,9 +21,8 @@ from functional_ds.comm.worlds.current import enter, exclusive_simulation
 from functional_ds.comm.worlds.rng_state import kept_rng
 from functional_ds.comm.worlds.shapes import run_on_shapes
 
-from .group_call import GroupCall, RankCall, copied
 from .nccl_rules import NcclRules, RankRules
-from .schedule import AbortedError, ScheduledWorld, Simulator
+from .schedule import AbortedError, GroupCall, RankCall, ScheduledWorld, Simulator, copied
 
 __all__ = ["SimulatedWorld", "simulate"]
 

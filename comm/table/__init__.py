@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from functional_ds.comm.record.pending import Request
 
     from .collective import Call, Collective, Here, Traffic
-    from .rows import TABLE
+    from .exchanges import TABLE
     from .variance import Variance
 
 __all__ = [

@@ -21,7 +21,7 @@ from functional_ds.base.torch_private import new_process_group
 from functional_ds.comm.backends.primitives import Communicator, Options, Started
 from functional_ds.comm.record.failed_steps import FailedSteps
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last, poll_all
-from functional_ds.comm.record.watched import WatchedInputs
+from functional_ds.comm.record.pending import WatchedInputs
 from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.comm.table.errors import CommError
 

@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import TorchDispatchMode, disable_dispatch_modes, storage_id
+from functional_ds.base.torch_private import TorchDispatchMode, storage_id
 from functional_ds.remat.operator_arguments import tensors_written
+from functional_ds.step.graph_checks import bit_sums
 from functional_ds.step.pass_scope import Pass
 
-__all__ = ["bit_sums", "refuse_aliases", "refuse_write", "watched"]
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+__all__ = ["refuse_aliases", "refuse_write", "watched"]
 
 
 def refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> None:
@@ -88,14 +86,6 @@ def _values(param: Tensor) -> tuple[int, tuple[Tensor, ...]] | None:
         return (storage_id(param), bit_sums(param)) if there else None
     except NotImplementedError:
         return None
-
-
-def bit_sums(param: Tensor) -> tuple[Tensor, ...]:
-    """Sums of the elements' bits, along the first and the last dim."""
-    with torch.no_grad(), disable_dispatch_modes():  # no recorder takes it for what the module computes
-        x = param.detach()
-        bits = (torch.view_as_real(x) if x.is_complex() else x).contiguous().view(_BITS[x.real.element_size()])
-        return (bits.sum(dtype=torch.int64),) if bits.dim() < 2 else tuple(bits.sum(dim, dtype=torch.int64) for dim in (0, -1))
 
 
 @attrs.define(eq=False)

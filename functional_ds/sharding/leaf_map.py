@@ -16,10 +16,11 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, slices_of
 
-from .layout import Blocks, Layout
+from .layout import Layout
 from .leaf_region import LeafRegion
 from .leaf_slice import LeafSlice
 from .path_patterns import check_expression, nearest
+from .segment import Blocks
 
 __all__ = ["LeafMap", "LeafShard", "LeafSpec", "TensorRange", "match_leaves"]
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functional_ds.base.torch_private import later_work, schema_of
+from functional_ds.base.torch_private import schema_of
+from functional_ds.base.torch_replaced import later_work
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Handle
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from functional_ds.base.device_streams import SideStream
-from functional_ds.base.torch_private import (
+from functional_ds.base.torch_replaced import (
     cuda_without_a_driver,
     fake_tensors_as_if_on,
     instead_of_engine,

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, slices_of
-from functional_ds.sharding.layout import Layout, Segment
+from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap, TensorRange
 from functional_ds.sharding.leaf_region import LeafRegion
+from functional_ds.sharding.segment import Segment
 from functional_ds.step.state.slots import stored_layout
 from functional_ds.step.state.state import State
 

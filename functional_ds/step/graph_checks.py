@@ -1,16 +1,19 @@
-"""Guards of a loss's graph: what would lose gradients without an error is refused, in each new kind of graph."""
+"""Guards of a loss: what would lose gradients without an error is refused, in each new kind of graph; bits, to see writes."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import has_late_hooks
+from functional_ds.base.torch_private import disable_dispatch_modes, has_late_hooks
+from functional_ds.base.weighted import Weighted
 
-__all__ = ["bypassed", "inspect_graph", "refuse_late_hooks", "watched"]
+__all__ = ["bit_sums", "bypassed", "check_graph", "inspect_graph", "refuse_late_hooks", "watched"]
 
 T = TypeVar("T", bound=Tensor)
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 _WATCHED = "_fds_watched"  # on leaves of views: a loss may go through the functions of several steps
 
 
@@ -18,6 +21,20 @@ def watched(leaf: T) -> T:
     """The leaf, marked as one that some step trains."""
     setattr(leaf, _WATCHED, True)
     return leaf
+
+
+def check_graph(loss: Weighted, leaves: Sequence[Tensor]) -> None:
+    """Refuses a loss that nothing would be trained by. One of weight zero has no part in the step.
+
+    Raises:
+        RuntimeError: as ``backward`` does.
+    """
+    if leaves and not loss.sum.requires_grad and bool(torch.as_tensor(loss.weight != 0)):
+        raise RuntimeError(
+            f"the loss {loss.sum} has no graph, so it would train nothing: it does not depend on params, or was computed under "
+            "torch.no_grad() or torch.inference_mode(), or taken out by detach() or item(). Return the tensor itself; a batch "
+            "without targets weighs nothing: return fds.Weighted(torch.zeros(()), 0)"
+        )
 
 
 def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> None:
@@ -79,3 +96,11 @@ def refuse_late_hooks(leaves: Sequence[Tensor]) -> None:
                 "register_post_accumulate_grad_hook, which would never run, because gradients are not accumulated in "
                 ".grad; use register_hook"
             )
+
+
+def bit_sums(param: Tensor) -> tuple[Tensor, ...]:
+    """Sums of the elements' bits, along the first and the last dim."""
+    with torch.no_grad(), disable_dispatch_modes():  # no recorder takes it for what the module computes
+        x = param.detach()
+        bits = (torch.view_as_real(x) if x.is_complex() else x).contiguous().view(_BITS[x.real.element_size()])
+        return (bits.sum(dtype=torch.int64),) if bits.dim() < 2 else tuple(bits.sum(dim, dtype=torch.int64) for dim in (0, -1))

@@ -18,13 +18,11 @@ from functional_ds.base.containers import register_containers
 from functional_ds.base.prng import Key
 from functional_ds.base.weighted import Weighted
 
-from .backward import detached, differentiated, with_buffers
-from .pass_scope import Pass, current_pass
+from .pass_scope import Pass, current_pass, detached, differentiated, with_buffers
 from .phase_signatures import Phase
 from .phases import Layer
 from .state.buffers import BUFFERS, BufferScope
-from .state.state import State, refuse_open
-from .state.unused import Summing
+from .state.state import State, Summing, refuse_open
 from .traits import Trait
 from .view import NeedsWhole, Pulling, View, wide
 

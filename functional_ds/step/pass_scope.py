@@ -1,4 +1,4 @@
-"""``Pass``: the dynamic scope of one forward pass and its backward."""
+"""``Pass``: the dynamic scope of one forward pass and its backward, which gives a state and gradients."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -10,14 +10,16 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.base import tree
 from functional_ds.base.torch_private import at_backward_end, graph_number
+from functional_ds.base.weighted import Weighted
 
-from .graph_checks import inspect_graph
-from .state.buffers import BufferScope
-from .state.state import SeenGraphs
+from .graph_checks import check_graph, inspect_graph
+from .state.buffers import BUFFERS, BufferScope
+from .state.state import SeenGraphs, State, Summing, with_unused
 from .view import Pulling, View
 
-__all__ = ["Moment", "Pass", "current_pass"]
+__all__ = ["Moment", "Pass", "current_pass", "detached", "differentiated", "with_buffers"]
 
 _HERE = threading.local()  # the passes that this thread is in
 
@@ -243,3 +245,49 @@ class Moment:
                 yield
         finally:
             pass_.calls, pass_.axes = now
+
+
+# -- from a loss to a state and gradients ----------------------------------------------------------------------------------
+
+
+def with_buffers(state: State, scope: BufferScope) -> State:
+    """The state with the buffers that a pass has left."""
+    return state if scope.buffers is None else state.put(**{BUFFERS: scope.collect()})
+
+
+def differentiated(
+    step: Summing,
+    state: State,
+    pass_: Pass,
+    loss: Weighted,
+    carry: Weighted | None,
+    last: bool,
+    *,
+    retain_graph: bool = False,
+    pulling: Pulling | None = None,
+) -> tuple[State, Weighted]:
+    """The state and the gradients after a backward pass from a loss; ``carry`` is added.
+
+    Args:
+        step: whose pass it is.
+        state: as the forward pass has left it.
+        pass_: is open, and current.
+        loss: of its forward pass; where somebody else has differentiated it, its weight counts alone.
+        carry: the sums of earlier micro-batches.
+        last: whether no further one follows.
+        retain_graph: whether another backward pass will go through this graph.
+        pulling: what takes the gradients of a backward pass that somebody else has run.
+    """
+    if pulling is None:
+        if pass_.graphs is not None:
+            check_graph(loss, () if pass_.view is None else pass_.view.leaves)
+        pulling = pass_.pull(loss.sum, None if carry is None else carry.sum, last, retain_graph=retain_graph)
+    grads, unused = pulling.wait()
+    pass_.inspect_again(loss.sum, tuple(unused))
+    weight = loss.weight if carry is None else carry.weight + loss.weight
+    return with_unused(step, state, unused), Weighted(grads, weight)
+
+
+def detached(loss: Weighted, metrics: Mapping[str, Weighted]) -> dict[str, Weighted]:
+    """A pass's metrics, the loss among them."""
+    return tree.map(torch.detach, {"loss": loss, **metrics})  # type: ignore[no-any-return]

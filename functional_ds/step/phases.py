@@ -1,20 +1,14 @@
 """Layers: what a transform adds to a step, and how the functions that wrap a phase are composed."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import attrs
-import torch
-from torch import Tensor
-
-from functional_ds.base import tree
-from functional_ds.base.marks import like_marked
-from functional_ds.base.weighted import Weighted
 
 from .mesh_axes import Axis, AxisRole
 from .phase_signatures import PHASES, RESULTS, Phase
-from .state.state import State
+from .state.skipped import keeping
 from .traits import Trait
 
 __all__ = [
@@ -22,10 +16,8 @@ __all__ = [
     "check_phases",
     "compose_phase",
     "innermost",
-    "kept_slots",
     "mapped",
     "outermost",
-    "unaware",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -114,7 +106,7 @@ def compose_phase(phase: str, base: Phase, layers: tuple[Layer, ...], *, guarded
             continue
         place, function = (given.place, given.function) if isinstance(given, _Placed) else ("", given)
         if phase == "update" and Trait.HEEDS_SKIPS not in layer.traits:
-            function = _keeping(layer.name, layer.slot, function)
+            function = keeping(layer.name, layer.slot, function)
         places[place].append((layer.name, [function] if guard is None or given is guard else [function, guard]))
     composed = base
     for name, functions in (*reversed(places["innermost"]), *places[""], *places["outermost"]):
@@ -168,105 +160,3 @@ def _is_pair(found: Any, *types: type) -> bool:
         and len(found) == len(types)
         and all(isinstance(value, kind) for value, kind in zip(found, types, strict=True))
     )
-
-
-# -- steps that a loss scale skips: what transforms have changed in them is undone -----------------------------------------
-
-
-def _keeping(name: str, slot: str | None, update: Any) -> Any:
-    """The ``update`` of a transform that need not know of skipped steps: in one it changes nothing but what ``inner`` does.
-
-    Nothing is read back from the device: ``state.skip`` chooses between the values before and after. So those after must be new
-    tensors.
-
-    Cost: one pass over the tensors that the transform replaces; nothing in steps without a loss scale.
-
-    Args:
-        name: of the transform.
-        slot: its slot.
-        update: its function of (inner, step, state, grads).
-    """
-
-    def kept(inner: Any, step: Any, state: State, grads: Weighted) -> tuple[State, dict[str, Tensor]]:
-        if state.skip is None:
-            return update(inner, step, state, grads)  # type: ignore[no-any-return]
-        held = [_Fallback.of(state)]
-
-        def moved(step: Any, given: State, grads: Weighted) -> tuple[State, dict[str, Tensor]]:
-            given = held.pop().unless_skipped(given, name)  # no longer held while the inner update frees memory
-            after, metrics = inner(step, given, grads)
-            held.append(_Fallback.of(after))
-            return after, metrics
-
-        after, metrics = update(moved, step, state, grads)
-        after = held.pop().unless_skipped(after, name)
-        return kept_slots(state, after, [slot]), metrics
-
-    return kept
-
-
-def unaware(layers: Iterable[Layer]) -> list[str | None]:
-    """The slots of transforms that need not know of skipped steps."""
-    return [layer.slot for layer in layers if Trait.HEEDS_SKIPS not in layer.traits]
-
-
-def kept_slots(before: State, after: State, slots: Iterable[str | None]) -> State:
-    """``after``, with what these slots had before if the step is skipped."""
-    skip = after.skip
-    changed = [slot for slot in slots if slot in after.slots and after.slots[slot] is not before.slots[slot]]
-    if skip is None or not changed:
-        return after
-    return after.put(**{slot: _chosen(skip, before.slots[slot], after.slots[slot]) for slot in changed})
-
-
-@attrs.frozen(eq=False)
-class _Fallback:
-    """A state that a skipped step goes back to."""
-
-    state: State
-    versions: list[int]
-
-    @staticmethod
-    def of(state: State) -> "_Fallback":
-        return _Fallback(state, _versions(tree.leaves(state)))
-
-    def unless_skipped(self, after: State, name: str) -> State:
-        """``after``, or where the step is skipped this state.
-
-        Raises:
-            ValueError: a tensor of this state was written in place.
-        """
-        leaves = tree.leaves(self.state)
-        written = [i for i, (old, new) in enumerate(zip(self.versions, _versions(leaves), strict=True)) if old != new]
-        if written:
-            path = tree.named(self.state)[written[0]][0]
-            raise ValueError(
-                f"{name}: its update writes state.{path} in place, and a step that the loss scale skips must leave it as it "
-                "was: put a new tensor into the state, or change nothing where state.skip is true and say so: "
-                "wrap(..., traits=[Trait.HEEDS_SKIPS])"
-            )
-        if after is self.state or after.skip is None:
-            return after
-        return _chosen(after.skip, self.state, after)  # type: ignore[no-any-return]
-
-
-def _versions(leaves: Iterable[Any]) -> list[int]:
-    return [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
-
-
-def _chosen(skip: Tensor, old: Any, new: Any) -> Any:
-    """``old`` where a step is skipped, else ``new``; decided on the host only if they are not of one form."""
-    (olds, spec), (news, other) = tree.flatten(old), tree.flatten(new)
-    if spec != other or not all(map(_alike, olds, news)):
-        return new if skip.is_meta or not bool(skip) else old
-    return tree.unflatten(other, [a if a is b else _where(skip, a, b) for a, b in zip(olds, news, strict=True)])
-
-
-def _alike(old: Any, new: Any) -> bool:
-    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
-        return old is new
-    return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
-
-
-def _where(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    return like_marked(torch.where(skip.to(new.device), old.detach(), new.detach()), new)

@@ -19,15 +19,16 @@ from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted, check_constant
 
 from .axes import with_axis
-from .checks import GUARDS, name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
+from .checks import name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
+from .guards import GUARDS
 from .mesh_axes import OVER_RANKS, Axis, AxisRole, axes_of
 from .open_pass import Gradients, OpenPass
 from .phase_signatures import Metrics, Phase, Phases
-from .phases import Layer, check_phases, compose_phase, kept_slots, unaware
+from .phases import Layer, check_phases, compose_phase
 from .state.buffer_sync import agreed_anew, unagreed
 from .state.buffers import BUFFERS, Buffers, Modules
-from .state.state import State, UpdateError, mark_donated, refuse_open
-from .state.unused import summed_over_ranks, with_idle
+from .state.skipped import kept_slots
+from .state.state import State, UpdateError, mark_donated, refuse_open, summed_over_ranks, with_idle
 from .traits import Trait
 
 __all__ = ["Step", "Transform"]
@@ -234,7 +235,8 @@ class Step(Phases):
     ) -> tuple[State, Metrics]:
         after, grads, metrics = found
         after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
-        after = kept_slots(state, after, unaware(self.layers))
+        if after.skip is not None:
+            after = kept_slots(state, after, [layer.slot for layer in self.layers if Trait.HEEDS_SKIPS not in layer.traits])
         names = name_sum(self, state, metrics) if self.guarded else None
         news = unagreed(after) if BUFFERS in after.slots else None
         weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, news, names))

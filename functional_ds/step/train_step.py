@@ -21,16 +21,15 @@ from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_selection import IndivisibleStateError
 from functional_ds.sharding.sources import values_of
 
-from .backward import detached, differentiated, with_buffers
 from .mesh_axes import axes_of
-from .pass_scope import Pass, current_pass
+from .pass_scope import Pass, current_pass, detached, differentiated, with_buffers
 from .phase_signatures import Metrics, Phase
 from .state.buffers import BUFFERS, POLICIES, BufferScope
-from .state.state import State, UpdateError
-from .state.unused import unused_leaves
+from .state.state import State, UpdateError, unused_leaves
 from .step import Step
+from .stored_view import stored_view
 from .traits import Trait
-from .view import NeedsWhole, stored_view
+from .view import NeedsWhole
 
 __all__ = ["train_step"]
 

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from functional_ds import comm
 from functional_ds.base import torch_private as private
+from functional_ds.base import torch_replaced as replaced
 from functional_ds.compiling import torch_compiler
 
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -481,7 +482,7 @@ def modes_see_cuda() -> None:
                 self.found.append(f"{func} {device.type}")
             return func(*args, **(kwargs or {}))
 
-    with private.cuda_without_a_driver(), private.lift_on_the_host(), Seen():
+    with replaced.cuda_without_a_driver(), replaced.lift_on_the_host(), Seen():
         torch.empty(1, device="cuda")
         torch.tensor([1.0], device="cuda:0")
     assert Seen.found == ["aten.empty.memory_format cuda", "aten._to_copy.default cuda"]
@@ -496,7 +497,7 @@ def backward_passes_can_be_watched() -> None:
         return run(outputs, *args, **kwargs)
 
     x = torch.ones(2, requires_grad=True)
-    with private.instead_of_engine(watched):
+    with replaced.instead_of_engine(watched):
         x.sum().backward()
         torch.autograd.grad([x.sum(), x.prod()], x)
         private.run_backward([x.sum()], [torch.ones(())], [x], keep_graph=False)
@@ -512,7 +513,7 @@ def tensors_without_memory_can_be_watched() -> None:
         found.append(kwargs["device"])
         return make(cls, *args, **kwargs)  # type: ignore[no-any-return]
 
-    with private.instead_of_make_wrapper_subclass(watched):
+    with replaced.instead_of_make_wrapper_subclass(watched):
         a_tensor_without_memory()
     a_tensor_without_memory()
     assert found == [torch.device("cpu")]
@@ -528,14 +529,14 @@ def optimizers_ask_for_groups() -> None:
 
     x = nn.Parameter(torch.ones(2))
     x.grad = torch.ones(2)
-    with private.instead_of_grouping(seen):
+    with replaced.instead_of_grouping(seen):
         torch.optim.AdamW([x], fused=True).step()
     assert found == [(torch.device("cpu"), torch.float32)]
 
 
 @checks("fake_tensors_as_if_on")
 def autograd_takes_fake_tensors_for_the_hosts() -> None:
-    with private.fake_tensors_as_if_on(torch.device("cpu")), private.FakeTensorMode():
+    with replaced.fake_tensors_as_if_on(torch.device("cpu")), private.FakeTensorMode():
         x = torch.empty(2, device="cuda:0")
         assert (x.device.type, torch.relu(x).device.type) == ("cuda", "cuda")
 
@@ -543,7 +544,7 @@ def autograd_takes_fake_tensors_for_the_hosts() -> None:
 @checks("later_work")
 def a_work_can_be_a_function() -> None:
     found = []
-    work = torch.distributed.Work.unbox(private.later_work(lambda timeout: not found.append(timeout)))  # type: ignore[attr-defined,func-returns-value]
+    work = torch.distributed.Work.unbox(replaced.later_work(lambda timeout: not found.append(timeout)))  # type: ignore[attr-defined,func-returns-value]
     work.wait()
     assert len(found) == 1
 
@@ -597,7 +598,7 @@ def test_entry(name: str) -> None:
 
 def test_every_check_is_of_an_entry() -> None:
     """None is left over."""
-    assert CHECKS.keys() == {*private.__all__, *torch_compiler.__all__}
+    assert CHECKS.keys() == {*private.__all__, *replaced.__all__, *torch_compiler.__all__}
 
 
 def test_the_store_of_the_default_group() -> None:
@@ -624,7 +625,7 @@ def _sources() -> Iterator[tuple[str, ast.Module]]:
     for folder in FOLDERS:
         for file in sorted(folder.rglob("*.py")):
             name = file.relative_to(folder.parent).as_posix()
-            if not name.endswith(("base/torch_private.py", "compiling/torch_compiler.py")):
+            if not name.endswith(("base/torch_private.py", "base/torch_replaced.py", "compiling/torch_compiler.py")):
                 yield name, ast.parse(file.read_text())
 
 
@@ -662,7 +663,7 @@ def _foreign(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def test_nothing_else_private_is_used() -> None:
-    """Private names of other libraries stand in torch_private and torch_compiler alone."""
+    """Private names of other libraries stand in torch_private, torch_replaced and torch_compiler alone."""
     own = _own_names() - {"_cdata", "_version", "_schema", "_parameters", "_buffers", "_modules", "_execution_engine", "_C"}
     own |= {"_version"}  # saved_tensors has a field of that name; torch's is `version_of`
     found = [

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.step.checks import GUARDS
+from functional_ds.step.guards import GUARDS
 from functional_ds.step.pass_scope import current_pass
 
 PLAN = {"up": "colwise", "down": "rowwise"}

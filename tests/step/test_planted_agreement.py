@@ -14,7 +14,7 @@ from tests.step import test_agreement
 
 pytestmark = pytest.mark.timeout(60)
 
-STEPS, RANKS, TEXTS = "step.checks", "comm.agreement.agree", "comm.agreement.description"
+STEPS, RANKS, TEXTS = "step.guards", "comm.agreement.agree", "comm.agreement.description"
 
 
 def first(case: str) -> None:
@@ -39,13 +39,13 @@ def first(case: str) -> None:
         ),
         (
             partial(first, "own schedule"),
-            Bug("options are not compared", "step.checks:entries", "' '.join((layer.exact for layer in layers))", "''"),
+            Bug("options are not compared", "step.guards:entries", "' '.join((layer.exact for layer in layers))", "''"),
         ),
         (
             partial(first, "closure"),
             Bug("closures are not read", "comm.agreement.description:_function", "used[name] = _content(cell)", "pass"),
         ),
-        (partial(first, "closure"), Bug("optimizers are their names", "step.checks:entries", "described(value)", "''")),
+        (partial(first, "closure"), Bug("optimizers are their names", "step.guards:entries", "described(value)", "''")),
         (
             partial(test_agreement.test_a_whole_mesh_compares, 3),
             Bug(
@@ -62,7 +62,7 @@ def first(case: str) -> None:
             partial(test_agreement.test_what_is_a_ranks_own_is_no_difference, Path("out")),
             Bug(
                 "groups have names",
-                "step.checks:_without_names",
+                "step.guards:_without_names",
                 "text = re.sub(f'{re.escape(repr(group.name))} of (?=\\\\d)', '', text)",
                 "re.sub(f'{re.escape(repr(group.name))} of (?=\\\\d)', '', text)",
                 shows=ValueError,

@@ -243,11 +243,11 @@ def test_marks_of_leaves_stay() -> None:
 
 
 BUGS = [
-    Bug("slots change", "step.phases:kept_slots", "skip is None or not changed", "True"),
-    Bug("params change", "step.phases:_Fallback.unless_skipped", "after is self.state or after.skip is None", "True"),
+    Bug("slots change", "step.state.skipped:kept_slots", "skip is None or not changed", "True"),
+    Bug("params change", "step.state.skipped:_Fallback.unless_skipped", "after is self.state or after.skip is None", "True"),
     Bug(
         "the wrong one is chosen",
-        "step.phases:_where",
+        "step.state.skipped:_where",
         "torch.where(skip.to(new.device), old.detach(), new.detach())",
         "torch.where(skip.to(new.device), new.detach(), old.detach())",
     ),

@@ -22,8 +22,8 @@ from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.sharding.sources import is_deferred, sliced
 from functional_ds.step.axes import asked
-from functional_ds.step.checks import check_same_leaves
 from functional_ds.step.compose import wrap
+from functional_ds.step.guards import check_same_leaves
 from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phases import innermost, outermost

@@ -12,8 +12,9 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.marks import like_marked
 from functional_ds.comm.codecs.compressed import Compressed, decode_leaf, encode_leaf
+from functional_ds.comm.dispatch import start
 from functional_ds.comm.record.pending import relay
-from functional_ds.sharding.layout import Segment
+from functional_ds.sharding.segment import Segment
 
 from .config import ZeroConfig
 from .process_groups import ProcessGroups
@@ -125,7 +126,7 @@ class Collectives:
         own = group.rank == owner
         room = (torch.empty(s.size, dtype=x.dtype, device=x.device) for s, x in zip(segments, shards, strict=True))
         whole = [x.detach() for x in shards] if own else list(room)  # shards may lie on the host
-        return comm.start(comm.broadcast, whole, owner, group)
+        return start(comm.broadcast, whole, owner, group)
 
     def _next_level(self, level: comm.Group, out: Flats | None) -> Callable[[Any], "comm.Pending[Any]"]:
         return lambda payload: self._all_gather(payload, level.channel("gather"), out)
@@ -134,7 +135,7 @@ class Collectives:
         gather = self.config.all_gather
         plain = gather.collective if isinstance(gather, Compressed) else gather
         room = {} if out is None else {"out": out}
-        return comm.start(plain, payload, group, **room)
+        return start(plain, payload, group, **room)
 
     def _encoded(self, shards: Flats) -> Any:
         gather = self.config.all_gather
@@ -193,7 +194,7 @@ class Collectives:
             return shards.then(added)
         if segments[0].owner not in (None, segments[0].place(self.groups.shards.rank)):
             return shards.then(added)
-        later = lambda found: comm.start(comm.all_reduce, added(found), _channel(replicas), donate=True)  # noqa: E731
+        later = lambda found: start(comm.all_reduce, added(found), _channel(replicas), donate=True)  # noqa: E731
         return self._chain(shards, later, device=device)
 
     def _reduce_whole(self, flats: Flats, groups: ProcessGroups) -> PendingFlats:
@@ -204,9 +205,9 @@ class Collectives:
             return _done(flats) if level.size == 1 else all_reduce(flats, _channel(level))
         rows = [flat.view(group.size, -1) for flat in flats]  # [n * m] -> [n, m]
         return self._chain(
-            comm.start(comm.reduce_scatter, rows, _channel(group), tiled=False),
+            start(comm.reduce_scatter, rows, _channel(group), tiled=False),
             lambda pieces: all_reduce(pieces, _channel(replicas)),
-            lambda pieces: comm.start(comm.all_gather, pieces, group.channel("return")),  # starts in an order of its own
+            lambda pieces: start(comm.all_gather, pieces, group.channel("return")),  # starts in an order of its own
             device=rows[0].device,
         )
 
@@ -217,7 +218,7 @@ class Collectives:
         return relay(first, *rest, lane=_channel(self.groups.shards), device=device)
 
     def _reduce_to_owner(self, flats: Flats, owner: int, group: comm.Group) -> PendingFlats:
-        pending = comm.start(comm.reduce, flats, owner, _channel(group))
+        pending = start(comm.reduce, flats, owner, _channel(group))
         return pending.then(lambda sums: [total if group.rank == owner else total.new_empty(0) for total in sums])
 
     def _all_reduce_and_shard(self, segments: Sequence[Segment], flats: Flats, group: comm.Group) -> PendingFlats:
@@ -229,11 +230,11 @@ class Collectives:
     def _in_place(self, flats: Flats, group: comm.Group) -> PendingFlats:
         """The sums over a group, in the memory of the gradients where the collective is plain."""
         room = {"donate": True} if self.config.all_reduce is comm.all_reduce else {}
-        return comm.start(self.config.all_reduce, flats, group, **room)
+        return start(self.config.all_reduce, flats, group, **room)
 
     def _scatter(self, flats: Sequence[Tensor], level: comm.Group) -> PendingFlats:
         rows = [flat.view(level.size, -1) for flat in flats]  # [k * m] -> [k, m]
-        return comm.start(self.config.reduce_scatter, rows, _channel(level), tiled=False)
+        return start(self.config.reduce_scatter, rows, _channel(level), tiled=False)
 
     def _to_comm_dtype(self, flat: Tensor) -> Tensor:
         """Casts, and divides in the wider of the two dtypes."""

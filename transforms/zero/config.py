@@ -9,7 +9,8 @@ import attrs
 
 from functional_ds import comm
 from functional_ds.sharding.grouping import UnitOf
-from functional_ds.sharding.layout import Layout, Segment
+from functional_ds.sharding.layout import Layout
+from functional_ds.sharding.segment import Segment
 
 from .process_groups import ProcessGroups
 
@@ -65,13 +66,9 @@ class ZeroConfig:
         self._check_collectives()
         self._check_stage()
         if self.group is not None:
-            self.process_groups()  # refuses groups that do not factor
+            ProcessGroups.by(self)  # refuses groups that do not factor
 
     # -- what follows from it ------------------------------------------------------------------------------------------
-
-    def process_groups(self) -> ProcessGroups:
-        """The groups of this rank; without ``group`` those of the current world."""
-        return ProcessGroups.of(self.group or comm.world(), self.intra_node, self.replicate)
 
     def layout(self, params: Any, n: int, ranks: Sequence[int] | None = None) -> Layout:
         """How ``params`` lie in the shards of ``n`` ranks, in the order of the shards; None for ranks 0 to n - 1."""

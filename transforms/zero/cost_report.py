@@ -16,14 +16,16 @@ from functional_ds.comm.codecs.compressed import Compressed, encode_leaf
 from functional_ds.comm.record.ledger import Row
 from functional_ds.comm.worlds.shapes import rank_on_shapes
 from functional_ds.optim.sgd import sgd
-from functional_ds.sharding.layout import Layout, Segment
+from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_region import LeafRegion
+from functional_ds.sharding.segment import Segment
 from functional_ds.step.compose import wrap
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import train_step
 
 from .config import ZeroConfig
+from .process_groups import ProcessGroups
 
 __all__ = ["CostReport", "report_costs"]
 
@@ -161,7 +163,7 @@ class CostReport:
 
     def _levels(self) -> list[tuple[str, int]]:
         """The names and sizes of the groups of a gather, in order."""
-        return self._on_rank(lambda config: [(level.name, level.size) for level in config.process_groups().levels])
+        return self._on_rank(lambda config: [(level.name, level.size) for level in ProcessGroups.by(config).levels])
 
     def _of(self, unit: int) -> list[Segment]:
         return [self.layout.segments[i] for i in self.layout.units[unit].segments]
@@ -267,7 +269,7 @@ def report_costs(
         raise ValueError(f"n={count}: it does not factor into blocks of intra_node={block} ranks")
     copies = replicas if replicas is not None else getattr(config.replicate, "size", 1)
     here = n is None and intra_node is None
-    layout = config.layout(params, count, config.process_groups().shards.ranks if here else None)
+    layout = config.layout(params, count, ProcessGroups.by(config).shards.ranks if here else None)
     ranks = (group or comm.world()).ranks if here else tuple(range(count))
     return CostReport(config, without_values(params), layout, ranks, block, copies, stored_dtype, comm_dtype)
 

@@ -24,9 +24,8 @@ from functional_ds.step.view import NeedsWhole, Outputs, Pulled, Pulling, View, 
 from .lazy_tensor import LazyTensor
 from .prefetch import FetchPlan, FetchTrace
 from .reduce import Reducer
-from .saved_places import SavedPlaces
+from .saved_places import SavedPlaces, WriteGuard
 from .state import ZeroCache
-from .write_guard import WriteGuard
 
 __all__ = ["LazyParams", "UnitSource", "WholeParams"]
 
@@ -170,9 +169,8 @@ class LazyParams:
         self._writes = WriteGuard(layout.paths, sums=cache.forward.uses is None)
         self._bypassed = False  # whether a leaf was touched where autograd does not record
         self._suspects: dict[str, Tensor] = {}  # the placeholders that may have gone into a function then, by path
-        self._handle = (
-            watched(torch.zeros((), device=device).requires_grad_()) if trains and any(layout.trained_leaves) else None
-        )
+        wants_grads = trains and any(unit.trained_leaves for unit in layout.units)
+        self._handle = watched(torch.zeros((), device=device).requires_grad_()) if wants_grads else None
         self._tokens: list[Tensor] = []  # of the units' nodes
         interrupted, cache.interrupted = cache.interrupted, None
         self._resumes = whole and interrupted is not None
@@ -439,7 +437,7 @@ class LazyParams:
             self.source.release(unit)
 
     def _trained_leaves(self, unit: int) -> tuple[int, ...]:
-        return self.layout.trained_leaves[unit]
+        return self.layout.units[unit].trained_leaves
 
     def _found(self, leaf: int, grad: Tensor) -> None:
         if self._in_backward:

@@ -1,15 +1,28 @@
 """Which ranks share what: shards over one group, perhaps in two levels, and replicas of the shards over another."""
 
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.sharding.layout import Blocks
+from functional_ds.sharding.segment import Blocks
 
 __all__ = ["ProcessGroups"]
+
+
+class GroupArguments(Protocol):
+    """The arguments of ``zero`` that say which ranks share what."""
+
+    @property
+    def group(self) -> comm.Group | None: ...
+
+    @property
+    def intra_node(self) -> comm.Group | int | None: ...
+
+    @property
+    def replicate(self) -> comm.Group | None: ...
 
 
 @attrs.frozen(eq=False)
@@ -32,6 +45,11 @@ class ProcessGroups:
     inter_node: comm.Group | None
     shards: comm.Group
     replicas: comm.Group | None
+
+    @staticmethod
+    def by(arguments: GroupArguments) -> "ProcessGroups":
+        """The groups of this rank; without ``group`` those of the current world."""
+        return ProcessGroups.of(arguments.group or comm.world(), arguments.intra_node, arguments.replicate)
 
     @staticmethod
     def of(

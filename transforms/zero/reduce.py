@@ -12,7 +12,8 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.torch_private import foreach_add_, foreach_copy_
 from functional_ds.comm.record.call_recorder import labelled
-from functional_ds.sharding.layout import Layout, Segment
+from functional_ds.sharding.layout import Layout
+from functional_ds.sharding.segment import Segment
 from functional_ds.step.view import dense, wide
 
 from .collectives import Collectives
@@ -85,7 +86,7 @@ class Reducer:
 
     def trained(self, unit: int) -> tuple[int, ...]:
         """The unit's segments that get gradients."""
-        return self.layout.trained_segments[unit]
+        return self.layout.units[unit].trained_segments
 
     def has(self, unit: int) -> bool:
         """Whether the unit is complete."""

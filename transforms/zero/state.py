@@ -95,11 +95,3 @@ class Partition:
     def leaf_map(self) -> LeafMap:
         """Which leaf lies where in what the optimizer gets."""
         return self.cache.leaf_map
-
-    def as_stored(self, stored: Sequence[Any]) -> Layout:
-        """The layout with the dtypes of ``stored``: mixed precision stores others than ``init`` was given."""
-        dtypes, known = tuple(flat.dtype for flat in stored), self.cache.layouts
-        if dtypes not in known:
-            pairs = zip(self.layout.segments, dtypes, strict=True)
-            known[dtypes] = attrs.evolve(self.layout, segments=tuple(attrs.evolve(s, dtype=dtype) for s, dtype in pairs))
-        return known[dtypes]

@@ -12,8 +12,9 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.record.call_recorder import UnitGathering, current_recorder
-from functional_ds.sharding.layout import Layout, Segment
+from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.segment import Segment
 from functional_ds.sharding.sources import is_deferred
 from functional_ds.step.compose import wrap
 from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
@@ -139,7 +140,7 @@ class Zero(ZeroConfig):
         layout: Layout = state.slots["zero"].layout
         if not layout.has_sharers:
             return None
-        rank, trained = self.process_groups().shards.rank, [segment for segment in layout.segments if segment.trainable]
+        rank, trained = ProcessGroups.by(self).shards.rank, [segment for segment in layout.segments if segment.trainable]
         return GradientParts({place: 0 for place, segment in enumerate(trained) if rank not in segment.holders(0)})
 
     def _traits(self) -> list[Trait]:
@@ -153,7 +154,7 @@ class Zero(ZeroConfig):
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner init of this rank's shards (stage 0: of whole flat tensors); gathers what stays whole."""
-        groups = self.process_groups()
+        groups = ProcessGroups.by(self)
         layout = self.layout(params, groups.n, groups.shards.ranks)
         groups.check_agreement((layout.paths, layout.segments, layout.units))
         parts = LeafMap.of_layout(layout, groups.shards if self.stage else None)
@@ -191,7 +192,7 @@ class Zero(ZeroConfig):
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, gathered from the shards."""
         partition: Partition = state.slots["zero"]
-        layout, groups = partition.layout, self.process_groups()
+        layout, groups = partition.layout, ProcessGroups.by(self)
         stored = inner(step, tree.replace(state, params=_either(partition.exact, state.params)))
         exactly = Collectives(groups, attrs.evolve(self, all_gather=comm.all_gather))
         return layout.unflatten(exactly.gather_all(layout.segments, stored, _in_shards(layout, stored, groups)))
@@ -217,7 +218,7 @@ class Zero(ZeroConfig):
         partition: Partition | None = state.slots.get("zero")
         if partition is None or partition.frozen is not None:  # in an inner ``init`` or ``update``, which have shards already
             return state
-        layout, rank, flats = partition.layout, self.process_groups().shards.rank, state.params
+        layout, rank, flats = partition.layout, ProcessGroups.by(self).shards.rank, state.params
         whole = self._whole(layout)
         pairs = zip(layout.segments, flats, strict=True)
         shards = [s.own(flat, rank) if i in whole else flat for i, (s, flat) in enumerate(pairs)]
@@ -227,7 +228,7 @@ class Zero(ZeroConfig):
 
     def _published(self, state: State, out: list[Tensor] | None = None) -> State:
         partition: Partition = state.slots["zero"]
-        layout, own, groups = partition.layout, state.params, self.process_groups()
+        layout, own, groups = partition.layout, state.params, ProcessGroups.by(self)
         whole = self._whole(layout)
         exact = self._exact(layout, own, whole, groups)
         stored = [(partition.frozen or {}).get(i, new) for i, new in enumerate(own)]
@@ -241,8 +242,8 @@ class Zero(ZeroConfig):
     def view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
         """Lazy leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
-        layout, cache = partition.as_stored(state.params), partition.cache
-        collectives = Collectives(self.process_groups(), self, lambda dtype: step.comm_dtype(state, dtype))
+        layout, cache = _as_stored(partition, state.params), partition.cache
+        collectives = Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
         params = LazyParams(
             layout,
@@ -318,7 +319,7 @@ class Zero(ZeroConfig):
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """The leaves in this rank's shards, in stage 0 in whole segments."""
         parts: LeafMap = state.slots["zero"].cache.leaf_map
-        return attrs.evolve(parts, group=self.process_groups().shards) if self.stage else parts
+        return attrs.evolve(parts, group=ProcessGroups.by(self).shards) if self.stage else parts
 
     def select(self, inner: Any, step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
         """The segments of these leaves, with a cache of their own."""
@@ -331,6 +332,15 @@ class Zero(ZeroConfig):
 
 
 zero = Zero
+
+
+def _as_stored(partition: Partition, stored: Sequence[Any]) -> Layout:
+    """The layout with the dtypes of ``stored``: mixed precision stores others than ``init`` was given."""
+    dtypes, known = tuple(flat.dtype for flat in stored), partition.cache.layouts
+    if dtypes not in known:
+        pairs = zip(partition.layout.segments, dtypes, strict=True)
+        known[dtypes] = attrs.evolve(partition.layout, segments=tuple(attrs.evolve(s, dtype=dtype) for s, dtype in pairs))
+    return known[dtypes]
 
 
 def _of_first(leaf: Tensor, groups: ProcessGroups) -> Tensor:

@@ -218,7 +218,7 @@ def _reached(loss: Tensor, params: Mapping[str, Tensor]) -> str:
     trained = {path: leaf for path, leaf in params.items() if leaf.requires_grad}
     if not trained or not loss.requires_grad:
         return ""
-    grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    grads: Sequence[Tensor | None] = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return next((path for path, grad in zip(trained, grads, strict=True) if grad is not None), "")
 
 

@@ -15,11 +15,9 @@ from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import LossInput, Stages
-from functional_ds.step.backward import with_buffers
-from functional_ds.step.pass_scope import Pass
+from functional_ds.step.pass_scope import Pass, with_buffers
 from functional_ds.step.state.buffers import BUFFERS, BufferScope
-from functional_ds.step.state.state import State
-from functional_ds.step.state.unused import without
+from functional_ds.step.state.state import State, without
 from functional_ds.step.step import Step
 from functional_ds.step.view import wide
 

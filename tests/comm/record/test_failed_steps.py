@@ -16,7 +16,8 @@ from functional_ds.comm.record.failed_steps import FailedSteps
 from functional_ds.comm.record.group import Group, Solo
 from functional_ds.comm.table.collective import Call
 from functional_ds.comm.table.errors import CommError
-from functional_ds.comm.table.rows import BARRIER, TRANSFER
+from functional_ds.comm.table.exchanges import TRANSFER
+from functional_ds.comm.table.rows import BARRIER
 
 PAIR = (0, 1)
 

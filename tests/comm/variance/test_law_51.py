@@ -12,8 +12,8 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.comm.table.collective import Collective, Options
+from functional_ds.comm.table.exchanges import TABLE
 from functional_ds.comm.table.permutation import Permutation
-from functional_ds.comm.table.rows import TABLE
 from functional_ds.comm.table.variance import Variance
 from functional_ds.testing import seeds
 

@@ -151,7 +151,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "all ranks have the first shard of their experts",
-            "sharding.layout:Segment.place",
+            "sharding.segment:Segment.place",
             "next((block.index(rank) for block in self.sharers if rank in block))",
             "0",
         ),

@@ -1,0 +1,107 @@
+"""Private parts of torch that a block replaces: for the simulated device, and to see backward passes that recompute."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import _DISPATCH_META_HANDLERS, FakeTensor
+
+__all__ = [
+    "cuda_without_a_driver",
+    "fake_tensors_as_if_on",
+    "instead_of_engine",
+    "instead_of_grouping",
+    "instead_of_make_wrapper_subclass",
+    "later_work",
+    "lift_on_the_host",
+]
+
+
+def cuda_without_a_driver() -> AbstractContextManager[Any]:
+    """Within the block ``device="cuda"`` reaches dispatch modes, on builds of torch without CUDA, too."""
+    return mock.patch.multiple(torch.cuda, _lazy_init=mock.DEFAULT, _initialized=True)
+
+
+@contextmanager
+def lift_on_the_host() -> Iterator[None]:
+    """Within the block this thread's ``torch.tensor`` copies to a device where dispatch modes see it, as in FakeTensorMode."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+class _Engine:
+    def __init__(self, engine: Any, wrapper: Callable[..., Any]) -> None:
+        self._engine, self._wrapper = engine, wrapper
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(self._engine.run_backward, *args, **kwargs)
+
+
+def instead_of_engine(wrapper: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Within the block every backward pass is ``wrapper(run_backward, ...)``. torch leaves function modes before a pass."""
+    return mock.patch.object(
+        torch.autograd.Variable, "_execution_engine", _Engine(torch.autograd.Variable._execution_engine, wrapper)
+    )
+
+
+def instead_of_grouping(change: Callable[[dict[Any, Any]], dict[Any, Any]]) -> AbstractContextManager[Any]:
+    """Within the block the groups of tensors, by device and dtype, in which torch's optimizers compute, are changed so."""
+    original = torch._C._group_tensors_by_device_and_dtype
+    return mock.patch.object(
+        torch._C, "_group_tensors_by_device_and_dtype", lambda *args, **kwargs: change(original(*args, **kwargs))
+    )
+
+
+def instead_of_make_wrapper_subclass(wrapper: Callable[..., Tensor]) -> AbstractContextManager[Any]:
+    """Within the block tensors without memory are made by ``wrapper(make, ...)``."""
+    original = Tensor._make_wrapper_subclass
+    return mock.patch.object(
+        Tensor, "_make_wrapper_subclass", staticmethod(lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+    )
+
+
+@contextmanager
+def fake_tensors_as_if_on(host: torch.device) -> Iterator[None]:
+    """Within the block autograd takes new fake tensors for the host's, whatever device they say they are on.
+
+    Autograd ends the process for a device that this build of torch does not have.
+    """
+    original, dispatch, ask = Tensor._make_subclass, FakeTensor.__torch_dispatch__, torch.ops.prim.device.default
+    handle = _DISPATCH_META_HANDLERS[ask]
+
+    def answered(found: Any) -> Any:
+        return host if isinstance(found, torch.device) and found.type not in ("cpu", "meta") else found
+
+    def seen(cls: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        found = dispatch(func, *args, **kwargs)
+        return answered(found) if func is ask else found
+
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        if "device_for_backend_keys" in kwargs:
+            kwargs["device_for_backend_keys"] = host
+        made: Tensor = original(*args, **kwargs)
+        return made
+
+    with (
+        mock.patch.object(Tensor, "_make_subclass", staticmethod(make)),
+        mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(seen)),
+        mock.patch.dict(_DISPATCH_META_HANDLERS, {ask: lambda args: answered(handle(args))}),
+    ):
+        yield
+
+
+def later_work(wait: Callable[[Any], bool]) -> Any:
+    """A ``torch.distributed.Work`` as operators return it, whose ``wait`` is the function, which gets the time-out."""
+    from torch._C._distributed_c10d import PythonCallbackWork  # which builds of torch without torch.distributed lack
+
+    return PythonCallbackWork(wait).boxed()

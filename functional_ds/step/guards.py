@@ -1,0 +1,152 @@
+"""What a step's init refuses: params of the wrong kind, and ranks that have another step; the guards of each call of a step."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.byte_ranges import overlapping
+from functional_ds.base.marks import is_trainable, module_of
+from functional_ds.comm.agreement.agree import Entry, differences
+from functional_ds.comm.agreement.description import described
+
+from .checks import Strategy, check_batch, check_state, refuse_inference
+from .phases import Layer
+from .state.state import State
+
+__all__ = ["GUARDS", "check_same_leaves", "entries"]
+
+
+def check_params(step: Strategy, params: Any) -> None:
+    """Refuses what is no tree of tensors.
+
+    Raises:
+        TypeError: a leaf is none; ``params`` is a module.
+        ValueError: two leaves have one path; two parameters of modules share memory, so that the step would part what is tied
+            (other tensors are values).
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"params: this is the module {type(params).__name__}; write apply, params = fds.functional(module), let the loss "
+            "call apply(params, ...), and pass params"
+        )
+    tree.tensors(params, "params")
+    tree.check_paths(params, "params")
+    named = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
+    trained = [(path, leaf) for path, leaf in named if isinstance(leaf, nn.Parameter) or module_of(leaf) is not None]
+    for one, other in overlapping(trained):
+        raise ValueError(
+            f"params: the leaves at {one.name!r} and {other.name!r} share memory, and the step would train each alone. If they "
+            "are tied, give one leaf alone, and use it twice in the loss; modules that share a part go into one module "
+            "(nn.ModuleDict), of which fds.functional takes the parameters once. If not, clone one of them"
+        )
+
+
+def entries(step: Strategy) -> dict[str, Entry]:
+    """What all ranks of a step must have alike, by name.
+
+    Neither the loss nor the batch is among it: these may be a rank's own, as may the names of groups.
+
+    >>> import functional_ds as fds
+    >>> from functional_ds import transforms as T
+    >>> step = fds.compose(T.accumulate(2), T.clip(1.0))(fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)))
+    >>> print(entries(step)["transforms"])
+    accumulate(2) -> clip(1.0)
+    """
+    groups = _groups(step)
+    layers = [_of_layer(layer, groups) for layer in step.layers]
+    return {
+        "functional_ds": Entry(version("functional-ds")),
+        "torch": Entry(torch.__version__.partition("+")[0]),
+        **{name: Entry(str(value), described(value)) for name, value in step.options.items()},
+        "buffers": Entry(repr(step.buffers)),
+        "unused": Entry(repr("skip" if step.skips_unused else "zeros")),
+        "transforms": Entry(" -> ".join(map(str, layers)) or "none", " ".join(layer.exact for layer in layers)),
+    }
+
+
+def _of_layer(layer: Layer, groups: Sequence[comm.Group]) -> Entry:
+    if layer.options is None:
+        return Entry(_without_names(layer.name, groups))
+    name = layer.name.partition("(")[0]
+    shown = (f"{option}={getattr(value, '__name__', None) or value}" for option, value in layer.options.items())
+    return Entry(f"{name}({', '.join(shown)})", described(layer.options))
+
+
+def _without_names(text: str, groups: Iterable[comm.Group]) -> str:
+    """The text without the groups' names, which may differ between ranks that lie along another axis."""
+    for group in groups:
+        text = re.sub(rf"{re.escape(repr(group.name))} of (?=\d)", "", text)
+    return text
+
+
+def _groups(step: Strategy) -> list[comm.Group]:
+    """The groups of its transforms that have this rank and others, each once, in the order of the transforms."""
+    given = [axis.ranks() for layer in step.layers for axis in layer.axes]
+    return list({group.ranks: group for group in given if group.size > 1 and group.rank >= 0}.values())
+
+
+def check_same_leaves(params: Any, group: comm.Group) -> None:
+    """Refuses params that differ between the ranks in more than their values.
+
+    Raises:
+        ValueError: on all ranks: paths, shapes, dtypes, or which leaves are trained.
+    """
+    shapes = [(path, tuple(leaf.shape), str(leaf.dtype), is_trainable(leaf)) for path, leaf in tree.named(params)]
+    differ, mend = "other leaves, shapes, dtypes or frozen leaves", "build the same model on every rank"
+    comm.agree(shapes, group, what="params", differ=differ, mend=mend)
+
+
+def check_same_step(step: Strategy, *args: Any) -> None:
+    """Refuses steps that differ among the ranks that train together: those of the groups of the transforms, along all axes.
+
+    Cost: one all-reduce of 16 bytes a group, on its channel "control"; the texts, where they differ.
+
+    Raises:
+        ValueError: on all ranks: names what differs, and which ranks have what.
+    """
+    groups = _groups(step)
+    if not groups:
+        return
+    mine = entries(step)
+    found = differences(mine, groups, what=f"a step of {mine['optimizer']} with {mine['transforms']}")
+    if found:
+        raise ValueError(
+            f"init: ranks that train together have different steps. {found}. Compose the same step on every rank, and choose "
+            "by rank only what a batch or a loss is made of"
+        )
+
+
+def refuse_unreduced(step: Strategy, state: State, grads: Sequence[Tensor]) -> None:
+    """Refuses a norm of gradients that are not reduced yet.
+
+    Raises:
+        ValueError: they are those of each rank's rows.
+    """
+    for layer in step.layers:
+        if state.reduced is False and any(axis.summed_in == "reduce" for axis in layer.axes):
+            raise ValueError(
+                f"{layer.name}: step.norm is asked within the phase gradients, where each rank has gradients of its rows "
+                "alone; use reduced, grads = step.reduce(state, grads) first, and step.norm(reduced, grads.sum)"
+            )
+
+
+Guard = Callable[..., None]
+
+GUARDS: Mapping[str, tuple[Guard, ...]] = MappingProxyType(
+    {  # what each call of a step looks for before it begins; the guards of its transforms stand beside their phases
+        "init": (refuse_inference, check_params, check_same_step),
+        "step": (refuse_inference, check_state, check_batch),
+        "open": (refuse_inference, check_state, check_batch),
+        "finish": (refuse_inference, check_state),
+        "evaluate": (check_state, check_batch),
+        "params": (check_state,),
+        "norm": (refuse_unreduced,),
+    }
+)

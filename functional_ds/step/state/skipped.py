@@ -1,0 +1,110 @@
+"""Steps that a loss scale skips: what transforms that do not know of them have changed is undone."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.marks import like_marked
+from functional_ds.base.weighted import Weighted
+
+from .state import State
+
+__all__ = ["keeping", "kept_slots"]
+
+
+def keeping(name: str, slot: str | None, update: Any) -> Any:
+    """The ``update`` of a transform that need not know of skipped steps: in one it changes nothing but what ``inner`` does.
+
+    Nothing is read back from the device: ``state.skip`` chooses between the values before and after. So those after must be new
+    tensors.
+
+    Cost: one pass over the tensors that the transform replaces; nothing in steps without a loss scale.
+
+    Args:
+        name: of the transform.
+        slot: its slot.
+        update: its function of (inner, step, state, grads).
+    """
+
+    def kept(inner: Any, step: Any, state: State, grads: Weighted) -> tuple[State, dict[str, Tensor]]:
+        if state.skip is None:
+            return update(inner, step, state, grads)  # type: ignore[no-any-return]
+        held = [_Fallback.of(state)]
+
+        def moved(step: Any, given: State, grads: Weighted) -> tuple[State, dict[str, Tensor]]:
+            given = held.pop().unless_skipped(given, name)  # no longer held while the inner update frees memory
+            after, metrics = inner(step, given, grads)
+            held.append(_Fallback.of(after))
+            return after, metrics
+
+        after, metrics = update(moved, step, state, grads)
+        after = held.pop().unless_skipped(after, name)
+        return kept_slots(state, after, [slot]), metrics
+
+    return kept
+
+
+def kept_slots(before: State, after: State, slots: Iterable[str | None]) -> State:
+    """``after``, with what these slots had before if the step is skipped."""
+    skip = after.skip
+    changed = [slot for slot in slots if slot in after.slots and after.slots[slot] is not before.slots[slot]]
+    if skip is None or not changed:
+        return after
+    return after.put(**{slot: _chosen(skip, before.slots[slot], after.slots[slot]) for slot in changed})
+
+
+@attrs.frozen(eq=False)
+class _Fallback:
+    """A state that a skipped step goes back to."""
+
+    state: State
+    versions: list[int]
+
+    @staticmethod
+    def of(state: State) -> "_Fallback":
+        return _Fallback(state, _versions(tree.leaves(state)))
+
+    def unless_skipped(self, after: State, name: str) -> State:
+        """``after``, or where the step is skipped this state.
+
+        Raises:
+            ValueError: a tensor of this state was written in place.
+        """
+        leaves = tree.leaves(self.state)
+        written = [i for i, (old, new) in enumerate(zip(self.versions, _versions(leaves), strict=True)) if old != new]
+        if written:
+            path = tree.named(self.state)[written[0]][0]
+            raise ValueError(
+                f"{name}: its update writes state.{path} in place, and a step that the loss scale skips must leave it as it "
+                "was: put a new tensor into the state, or change nothing where state.skip is true and say so: "
+                "wrap(..., traits=[Trait.HEEDS_SKIPS])"
+            )
+        if after is self.state or after.skip is None:
+            return after
+        return _chosen(after.skip, self.state, after)  # type: ignore[no-any-return]
+
+
+def _versions(leaves: Iterable[Any]) -> list[int]:
+    return [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+
+
+def _chosen(skip: Tensor, old: Any, new: Any) -> Any:
+    """``old`` where a step is skipped, else ``new``; decided on the host only if they are not of one form."""
+    (olds, spec), (news, other) = tree.flatten(old), tree.flatten(new)
+    if spec != other or not all(map(_alike, olds, news)):
+        return new if skip.is_meta or not bool(skip) else old
+    return tree.unflatten(other, [a if a is b else _where(skip, a, b) for a, b in zip(olds, news, strict=True)])
+
+
+def _alike(old: Any, new: Any) -> bool:
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+        return old is new
+    return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+
+
+def _where(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    return like_marked(torch.where(skip.to(new.device), old.detach(), new.detach()), new)
