@@ -21,6 +21,7 @@ READING = {
         comm/dispatch.py comm/record/group.py comm/record/pending.py comm/record/call_recorder.py comm/worlds/current.py
         comm/worlds/rng_state.py comm/algorithms/bruck.py comm/simulation/simulator.py comm/simulation/schedule.py""",
     "a step on one device": """functional_ds/step/phase_signatures.py functional_ds/step/phases.py
+        functional_ds/step/mesh_axes.py
         functional_ds/step/compose.py functional_ds/step/step.py functional_ds/step/train_step.py
         functional_ds/step/view.py functional_ds/step/pass_scope.py functional_ds/step/state/state.py
         functional_ds/optim/bind.py functional_ds/optim/adam.py functional_ds/optim/kernels.py""",

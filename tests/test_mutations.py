@@ -1362,12 +1362,17 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("permute's transpose goes on", "comm.table.exchanges:PERMUTE", "options['perm'].inverse", "options['perm']"),
     ],
     (the_ledger_counts_what_is_sent,): [
-        Bug("all_gather sends to itself, too", "comm.table.rows:ALL_GATHER", "here.n - 1", "here.n"),
+        Bug(
+            "all_gather sends to itself, too",
+            "comm.table.nodes:all_gather_volume",
+            "(here.n - 1) * leaf.numel()",
+            "here.n * leaf.numel()",
+        ),
         Bug(
             "all pieces are alike",
-            "comm.table.rows:_all_reduce_volume",
-            "leaf.numel() - own + (here.n - 1) * own",
-            "2 * (here.n - 1) * own",
+            "comm.table.nodes:all_reduce_volume",
+            "sent + (inside - own) + (nodes - 1) * own",
+            "sent + 2 * (nodes - 1) * own",
         ),
         Bug(
             "all ranks send in a permutation",
@@ -1555,7 +1560,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("a tied weight becomes two", "modules.functional:_places", "id(parameter)", "(id(parameter), path)"),
     ],
     (one_device_accumulates, 2): [
-        Bug("earlier gradients are dropped", "step.stored_view:_added", "total.add_(grad)", "grad"),
+        Bug("earlier gradients are dropped", "step.plain_view:_added", "total.add_(grad)", "grad"),
         Bug(
             "the last micro-batch is left out",
             "transforms.accumulate:accumulate.gradients",
@@ -1772,7 +1777,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (test_nested_autograd.test_functions_whose_backward_runs_autograd, test_nested_autograd.Recomputing, None, 1): [
-        Bug("what functions leave in .grad is lost", "step.stored_view:stored_view.pull.wait", "_sum(leaf.grad, grad)", "grad"),
+        Bug(
+            "what functions leave in .grad is lost", "step.plain_view:stored_view.pull.wait", "sum_of(leaf.grad, grad)", "grad"
+        ),
     ],
     (test_nested_autograd.test_nested_gradients_of_one_rank,): [
         Bug(

@@ -11,10 +11,10 @@ from functional_ds.base.marks import is_trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.phase_signatures import Metrics
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.slots import Role
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 __all__ = ["averaged", "ema"]
 

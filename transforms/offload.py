@@ -12,9 +12,9 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.sources import home
 from functional_ds.step.compose import wrap
 from functional_ds.step.phase_signatures import Metrics
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 from functional_ds.transforms.offloading.files import check_folder
 from functional_ds.transforms.offloading.handles import fetched, is_handle
 from functional_ds.transforms.offloading.init import Options, initial_state, plan_of

@@ -22,9 +22,9 @@ from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.compose import wrap
 from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 __all__ = ["pipeline"]
 

@@ -12,9 +12,9 @@ from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.optim.kernels import reals
 from functional_ds.step.compose import wrap
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 from .data_parallel import Replicas
 

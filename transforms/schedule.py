@@ -17,9 +17,9 @@ from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.phase_signatures import Metrics
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 __all__ = ["Factor", "check_floor", "one_cycle", "range_test", "schedule", "warmup", "warmup_cosine", "warmup_decay"]
 

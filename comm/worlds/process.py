@@ -28,7 +28,7 @@ from functional_ds.comm.table.errors import CommError
 from .call_log import CallLog
 from .communicator_key import CommunicatorKey
 from .leaving import GRACE, ending_error, finish, follows_another_rank
-from .rendezvous import answering
+from .rendezvous import ended_store
 from .worker import Performed, Posted, Queued, Worker
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessHandle", "ProcessWorld", "leave_process_world", "process_world"]
@@ -387,9 +387,11 @@ class ProcessWorld(World):
 
     def _tag(self, name: str) -> int:
         """A number for the name. The first rank that asks sets it, and all others get the same; no rank waits."""
-        with answering(self.store, f"rank {self.rank} begins to call on ranks {name}"):
+        try:
             mine = _TAGS + self.store.add("functional_ds/tags", 1)
             return int(self.store.compare_set(f"functional_ds/tag/{name}", "", str(mine)))
+        except RuntimeError as error:
+            raise ended_store(self.store, f"rank {self.rank} begins to call on ranks {name}", error) from error
 
     @cached_property
     def _supported(self) -> set[str]:

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from functional_ds.comm.table.errors import CommError, TimedOutError
 
-__all__ = ["Deadline", "answering", "connect", "holder", "meet", "open_store", "reconnect", "within"]
+__all__ = ["Deadline", "answering", "connect", "ended_store", "holder", "meet", "open_store", "reconnect", "within"]
 
 _PAUSE = 2e-3  # seconds between two requests to the store
 _KNOCKS = 0.1  # seconds between two attempts to reach the process that holds the store
@@ -105,7 +105,12 @@ def answering(store: Store, who: str) -> Iterator[None]:
     except CommError:
         raise
     except RuntimeError as error:
-        raise TimedOutError(f"{who}, and the store that {holder(store)} has ended: {_first_line(error)}") from error
+        raise ended_store(store, who, error) from error
+
+
+def ended_store(store: Store, who: str, error: RuntimeError) -> TimedOutError:
+    """The error that names a store whose process has ended, for torch's error."""
+    return TimedOutError(f"{who}, and the store that {holder(store)} has ended: {_first_line(error)}")
 
 
 def _agents_store() -> bool:

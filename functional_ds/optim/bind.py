@@ -11,9 +11,9 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_selection import IndivisibleStateError, LeafSelection, StateParts
 
+from .elementwise_trial import ELEMENTWISE, Trial, counting, tried, unfit_form
 from .kernels import guarded
 from .optimizer import Optimizer, PerParameter, Rate
-from .trial import ELEMENTWISE, Trial, counting, tried, unfit_form
 
 __all__ = ["BoundOptimizer"]
 

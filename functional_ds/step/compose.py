@@ -7,9 +7,8 @@ import attrs
 
 from .mesh_axes import Axis
 from .phase_signatures import PhaseFunctions
-from .phases import check_phases
+from .phases import Trait, check_phases
 from .step import Step, Transform
-from .traits import Trait
 
 __all__ = ["compose", "wrap"]
 

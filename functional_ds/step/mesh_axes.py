@@ -130,7 +130,7 @@ def micro_batches(step: Divided, state: State) -> int:
 def sum_over_ranks(step: Divided, state: State, scalars: Any) -> Any:
     """Over each axis that divides rows, and over stages, of which one has values that are not zero."""
     axes = [axis for axis in axes_of(step) if axis.sums]
-    if axes:
+    if axes and comm.world().world.watch is not None:
         comm.varying(scalars)  # what all ranks have counts n times, and so does its weight
     for axis in axes:
         scalars = comm.all_reduce(scalars, axis.ranks())

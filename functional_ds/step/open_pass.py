@@ -20,10 +20,9 @@ from functional_ds.base.weighted import Weighted
 
 from .pass_scope import Pass, current_pass, detached, differentiated, with_buffers
 from .phase_signatures import Phase
-from .phases import Layer
+from .phases import Layer, Trait
 from .state.buffers import BUFFERS, BufferScope
 from .state.state import State, Summing, refuse_open
-from .traits import Trait
 from .view import NeedsWhole, Pulling, View, wide
 
 __all__ = ["Gradients", "OpenPass"]

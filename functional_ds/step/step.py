@@ -24,12 +24,11 @@ from .guards import GUARDS
 from .mesh_axes import OVER_RANKS, Axis, AxisRole, axes_of
 from .open_pass import Gradients, OpenPass
 from .phase_signatures import Metrics, Phase, Phases
-from .phases import Layer, check_phases, compose_phase
+from .phases import Layer, Trait, check_phases, compose_phase
 from .state.buffer_sync import agreed_anew, unagreed
 from .state.buffers import BUFFERS, Buffers, Modules
 from .state.skipped import kept_slots
 from .state.state import State, UpdateError, mark_donated, refuse_open, summed_over_ranks, with_idle
-from .traits import Trait
 
 __all__ = ["Step", "Transform"]
 

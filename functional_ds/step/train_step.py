@@ -24,11 +24,11 @@ from functional_ds.sharding.sources import values_of
 from .mesh_axes import axes_of
 from .pass_scope import Pass, current_pass, detached, differentiated, with_buffers
 from .phase_signatures import Metrics, Phase
+from .phases import Trait
+from .plain_view import stored_view
 from .state.buffers import BUFFERS, POLICIES, BufferScope
 from .state.state import State, UpdateError, unused_leaves
 from .step import Step
-from .stored_view import stored_view
-from .traits import Trait
 from .view import NeedsWhole
 
 __all__ = ["train_step"]

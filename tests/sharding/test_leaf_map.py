@@ -15,7 +15,7 @@ from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.base import tree
 from functional_ds.base.marks import trainable
-from functional_ds.step.traits import Trait
+from functional_ds.step.phases import Trait
 from tests.planting import Bug, planted
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.complex64)

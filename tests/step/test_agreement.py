@@ -17,7 +17,7 @@ from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.comm.agreement.description import described
-from functional_ds.step import checks
+from functional_ds.step import guards
 
 Strategy = tuple[Any, tuple[fds.Transform, ...]]
 
@@ -210,7 +210,7 @@ def test_arguments_of_the_step(change: dict[str, Any], says: str) -> None:
 
 
 def test_another_version_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "version", lambda name: f"0.{comm.world().rank}")
+    monkeypatch.setattr(guards, "version", lambda name: f"0.{comm.world().rank}")
     with pytest.raises(ValueError, match=r"functional_ds: rank 0 has 0.0; rank 1 has 0.1"):
         comm.simulate(lambda: T.zero(0)(fds.train_step(loss, ADAM)).init(weights()), world_size=2)
 
@@ -248,7 +248,7 @@ def test_the_comparison_costs_sixteen_bytes() -> None:
     def program(*strategy: fds.Transform) -> list[tuple[str, str, int]]:
         step = fds.compose(*strategy)(fds.train_step(loss, ADAM))
         with comm.ledger() as sent:
-            checks.GUARDS["init"][2](step)
+            guards.GUARDS["init"][2](step)
         return [(row.collective, row.group, row.bytes) for row in sent.rows]
 
     assert comm.simulate(program, T.zero(1), T.clip(1.0), world_size=2)[0] == [("all_reduce", "world/control", 16)]

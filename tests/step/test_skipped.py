@@ -12,7 +12,7 @@ import functional_ds as fds
 from functional_ds import comm, tree
 from functional_ds import transforms as T
 from functional_ds.base.marks import is_trainable
-from functional_ds.step.traits import Trait
+from functional_ds.step.phases import Trait
 from functional_ds.testing import assert_same
 from tests.planting import Bug, planted
 from tests.step.worked import worked

@@ -223,7 +223,7 @@ BUGS = [
         test_gradients_that_are_not_reduced_have_no_norm,
         Bug(
             "a rank's own norm passes",
-            "step.checks:refuse_unreduced",
+            "step.guards:refuse_unreduced",
             "state.reduced is False",
             "False",
             pytest.fail.Exception,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm
-from functional_ds.step.traits import Trait
+from functional_ds.step.phases import Trait
 from functional_ds.testing import Problem
 
 __all__ = ["WRONG", "Change", "changed", "descent"]

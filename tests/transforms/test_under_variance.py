@@ -232,7 +232,7 @@ BUGS = (
         Bug(
             "zero cuts gradients without a sum",
             "transforms.zero.collectives:Collectives._scatter",
-            "comm.start(self.config.reduce_scatter, rows, _channel(level), tiled=False)",
+            "start(self.config.reduce_scatter, rows, _channel(level), tiled=False)",
             "_done([x[level.rank] for x in rows])",
         ),
         {"dp": 2, "pp": 1, "tp": 1},

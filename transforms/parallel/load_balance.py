@@ -18,10 +18,10 @@ from functional_ds.step.axes import with_axis
 from functional_ds.step.compose import wrap
 from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.step.phase_signatures import Metrics
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 __all__ = ["balance"]
 

@@ -26,10 +26,9 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.guards import check_same_leaves
 from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.pass_scope import current_pass
-from functional_ds.step.phases import innermost, outermost
+from functional_ds.step.phases import Trait, innermost, outermost
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 from .slice_checks import (
     check_batch,

@@ -18,11 +18,10 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.mesh_axes import AxisRole
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.phases import outermost
+from functional_ds.step.phases import Trait, outermost
 from functional_ds.step.state.slots import Role
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 from .kept_states import KeptStates, rounded, rounds
 from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale

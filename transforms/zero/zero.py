@@ -19,9 +19,9 @@ from functional_ds.sharding.sources import is_deferred
 from functional_ds.step.compose import wrap
 from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.phase_signatures import Metrics
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.traits import Trait
 from functional_ds.step.view import View
 
 from .collectives import Collectives

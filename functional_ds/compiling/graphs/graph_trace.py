@@ -18,10 +18,10 @@ from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import FakeTensorMode, buffers_of, schema_of
 from functional_ds.comm.record.call_recorder import recording
 from functional_ds.comm.record.group import Group
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.traits import Trait
 
 from .eager_calls import RUN, RUN_BACKWARD, StepRecorder
 from .graph_collectives import carrying_out

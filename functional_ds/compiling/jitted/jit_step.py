@@ -19,10 +19,10 @@ from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
 from functional_ds.step.mesh_axes import AxisRole
 from functional_ds.step.phase_signatures import Metrics
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State, mark_donated, refuse_open
 from functional_ds.step.step import Step
-from functional_ds.step.traits import Trait
 
 from .apply_passes import GraphPass, apply_passes
 from .graph_agreement import disagreement, rank_collectives

@@ -17,9 +17,9 @@ from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.step.compose import wrap
 from functional_ds.step.open_pass import Gradients, OpenPass
 from functional_ds.step.phase_signatures import Metrics
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.step.traits import Trait
 
 from .live_module import LiveModule
 
