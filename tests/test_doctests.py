@@ -43,7 +43,7 @@ def test_every_layer_has_examples() -> None:
     layers = {
         "functional_ds.comm.api",
         "functional_ds.base.tree",
-        "functional_ds.testing",
+        "functional_ds.testing.holds",
         "functional_ds.transforms.zero.zero",
     }
     assert layers <= set(_WITH_EXAMPLES)

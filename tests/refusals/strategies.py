@@ -186,6 +186,17 @@ def another_loss() -> None:
     comm.simulate(lambda: step(step.init(params), rows()), world_size=2)
 
 
+def penalty_in_a_pipeline() -> None:
+    def ridge(inner: Any, step: fds.Step, state: fds.State, params: Any, batch: Any) -> Any:
+        loss, metrics = inner(step, state, params, batch)
+        penalty = sum(leaf.square().sum() for leaf in fds.tree.leaves(params))
+        return fds.Weighted(loss.sum + penalty * loss.weight, loss.weight), metrics
+
+    model, params = stages()
+    step = fds.compose(T.pipeline(pp.gpipe(2, 2), model), fds.wrap("ridge", loss=ridge))(fds.train_step(model, fds.sgd(0.1)))
+    comm.simulate(lambda: step(step.init(params), rows()), world_size=2)
+
+
 def accumulated_pipeline() -> None:
     model, _ = stages()
     fds.compose(T.accumulate(2), T.pipeline(pp.gpipe(2, 2), model))(fds.train_step(model, fds.sgd(0.1)))
@@ -572,6 +583,15 @@ REFUSALS = [
         why="A pipeline runs micro-batches itself.",
         instead="Compose `pipeline` first.",
         program=accumulated_pipeline,
+    ),
+    Refusal(
+        what="a transform under `pipeline` whose phase `loss` reads params",
+        error=ValueError,
+        says=r"a transform's phase loss reads '1\.w': in a pipeline it has the leaves of the last stage alone",
+        advises="add its gradient in the phase update",
+        why="The last rank has the last stage's leaves alone, so a term of all params would be another one than on one device.",
+        instead="Add its gradient in the phase `update`, where each rank has the leaves of its stages.",
+        program=penalty_in_a_pipeline,
     ),
     Refusal(
         what="a pipeline whose step has another loss function",

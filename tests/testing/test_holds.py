@@ -63,7 +63,7 @@ def test_a_program_runs_by_itself(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(testing.holds(centred, only=["stages"])["stages"].program)
     run = subprocess.run([sys.executable, file], check=False, env=_environment(), capture_output=True, text=True)
-    assert "AssertionError: Tensor-likes are not close!" in run.stderr, run.stderr
+    assert " are not close!" in run.stderr, run.stderr
 
 
 def _environment() -> dict[str, str]:

@@ -18,6 +18,7 @@ from functional_ds import comm, seq
 from functional_ds import transforms as T
 from functional_ds.pipelining.schedules.generators import one_f_one_b
 from functional_ds.step.axes import axis
+from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.testing import simulated_cuda
 from functional_ds.transforms.parallel.batch_cut import BatchCut
 from functional_ds.transforms.parallel.sequence import _SequenceParallel
@@ -164,7 +165,7 @@ def test_layouts_of_many_batches_are_not_kept() -> None:
         def layout(batch: Any) -> seq.SequenceLayout:
             return seq.SequenceLayout.per_document(batch["x"][0].tolist())
 
-        cut = _SequenceParallel(None, layout, BatchCut({"y": 1}, False, False, True), True)
+        cut = _SequenceParallel(Axis(None, AxisRole.SEQUENCE), layout, BatchCut({"y": 1}, False, False, True), True)
         step = fds.train_step(lambda p, b: fds.Weighted((p["w"] * b["y"]).sum(), 1), fds.sgd(0.1))
         step = fds.compose(T.zero(0), cut.transform())(step)
         state = step.init({"w": torch.ones(())})

@@ -64,7 +64,7 @@ def test_many_ranks_and_forwards_alone(tmp_path: Path) -> None:
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to install, and what does without."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"functional-ds\[train\].*text\(timeline\)"):
+    with pytest.raises(ImportError, match=r"functional-ds\[train\].*print\(timeline\)"):
         draw(timeline(one_f_one_b(2, 2)))
 
 
