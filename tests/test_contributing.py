@@ -184,6 +184,7 @@ def run(place: Path, program: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, str(file)], cwd=place, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_diff_works_and_a_forgotten_file_is_named(name: str, copy: Path) -> None:

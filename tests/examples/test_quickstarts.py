@@ -59,6 +59,7 @@ def check_sessions(page: Path, folder: Path, *, slow: bool) -> None:
         assert without_numbers(printed) == without_numbers(shown.strip("\n")), line
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize("name", ["deepspeed", "llama"])
 def test_commands_print_what_the_page_shows(name: str, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def bound(name: str) -> dict[str, testing.BoundLaw]:
     return {law.law.name: law for law in testing.laws(tested.make, **tested.options)}
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("law", NAMES)
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_hold(name: str, law: str) -> None:
