@@ -5,9 +5,11 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -291,9 +293,9 @@ def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | Non
     """
     try:
         found = json.loads(text, object_pairs_hook=pairs)
-    except RecursionError:
-        raise json.JSONDecodeError(_TOO_DEEP, text, 0) from None
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
+        if _depth(text) > MAX_DEPTH:
+            raise json.JSONDecodeError(_TOO_DEEP, text, 0) from None
         if type(error) is not ValueError:  # as of a number with thousands of digits
             raise
         raise json.JSONDecodeError(str(error), text, 0) from None
@@ -304,6 +306,15 @@ def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | Non
     return found
 
 
+def _depth(text: str) -> int:
+    """How deep a text opens blocks. A damaged text ends the parser by its damage or by the recursion limit, whichever comes
+    first, and any library may raise that limit.
+    """
+    depths = accumulate((found[0] in "[{") - (found[0] in "]}") for found in _BLOCK.finditer(text))
+    return max(depths, default=0)
+
+
+_BLOCK = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)
 _TOO_DEEP = f"its blocks are nested deeper than {MAX_DEPTH}"
 
 

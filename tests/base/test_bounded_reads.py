@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,15 +39,25 @@ def test_the_depth_has_a_bound(depth: int, block: str) -> None:
     ("text", "says"),
     [
         ("[" * 100_000, "nested deeper than 64"),
+        ("[" * 1000, "nested deeper than 64"),
+        ('{"a": "]' + "[" * 1000, "Unterminated"),
+        ("[" * 65 + "1", "nested deeper than 64"),
         ("9" * 5000, "4300 digits"),
         (r'{"\ud800": 1}', "half of a surrogate pair"),
         (r'["a\udfff"]', "half of a surrogate pair"),
         ("[1", "Expecting"),
     ],
 )
-def test_what_is_no_such_text_is_a_json_error(text: str, says: str) -> None:
-    with pytest.raises(json.JSONDecodeError, match=says):
-        parse_json(text)
+@pytest.mark.parametrize("limit", [1000, 3000])
+def test_what_is_no_such_text_is_a_json_error(text: str, says: str, limit: int) -> None:
+    """Whatever recursion limit another library has set."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        with pytest.raises(json.JSONDecodeError, match=says):
+            parse_json(text)
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def test_a_pair_of_surrogates_is_a_character() -> None:
