@@ -1,11 +1,8 @@
 """Joining and leaving a world of processes; this process's rank; new groups."""
 
-import ctypes
 import os
 import socket
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from operator import index
 
@@ -14,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
 from torch.distributed.distributed_c10d import Store
 
+from functional_ds.comm.backends.malloc import HostMemory, keep_freed_memory
 from functional_ds.comm.record.group import Group, check_ranks_per_node, neighbours
 from functional_ds.comm.worlds.current import simulated_world, world
 from functional_ds.comm.worlds.process import DEFAULT_TIMEOUT, leave_process_world, process_world
@@ -26,29 +24,8 @@ __all__ = [
     "get_world_size",
     "init_distributed",
     "is_initialized",
-    "keep_freed_memory",
     "new_group",
 ]
-
-# Parameters of glibc's mallopt(3), and values with which freed memory is reused by later allocations.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_NEVER, _CHUNK = 2**31 - 1, 64 * 2**20
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory for later allocations; does nothing on other systems.
-
-    Every step allocates the same large buffers. By default glibc returns many of them to the kernel, which zeroes every page
-    of the next ones: tens of milliseconds a step for a model of 14 M parameters.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError, AttributeError):  # musl has no mallopt
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_MMAP_THRESHOLD, 2**30)
-        mallopt(_TRIM_THRESHOLD, _NEVER)
-        mallopt(_TOP_PAD, _CHUNK)
-
 
 _PER_NODE = "functional_ds/ranks_per_node"
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
@@ -154,9 +131,9 @@ def init_distributed(
     if simulated_world() is None and not dist.is_initialized():
         place = _place(world_size, rank)
         if place is not None:
-            per_node = _join(backend, *place, init_method, timeout, store, ranks_per_node)
+            per_node, host = _join(backend, *place, init_method, timeout, store, ranks_per_node)
             joined = process_world(timeout) or world()
-            joined.world.ranks_per_node = per_node
+            joined.world.ranks_per_node, joined.world.host = per_node, host
     here = simulated_world() or process_world(timeout) or world()
     for name, given, actual in (("world_size", world_size, here.size), ("rank", rank, here.rank)):
         if given is not None and given != actual:
@@ -175,7 +152,7 @@ def _join(
     timeout: timedelta,
     store: Store | None,
     ranks_per_node: int | None,
-) -> int:
+) -> tuple[int, HostMemory]:
     deadline = Deadline(timeout)
     local_rank, ranks_here = _from_environment("LOCAL_RANK"), _from_environment("LOCAL_WORLD_SIZE")
     per_node = ranks_here if ranks_per_node is None else ranks_per_node
@@ -196,8 +173,7 @@ def _join(
             )
         else:
             _from_environment("MASTER_PORT")
-    if "nccl" not in chosen:
-        keep_freed_memory()
+    host = HostMemory() if "nccl" in chosen else keep_freed_memory()
     whole = open_store(init_method or "env://", rank=rank, size=size, deadline=deadline) if store is None else store
     # The launcher's store may outlive a world: a prefix keeps this world's keys apart from those of an earlier one.
     part = meet(whole, rank=rank, size=size, deadline=deadline)
@@ -222,7 +198,7 @@ def _join(
         found = int(part.get(_PER_NODE))
 
     connect(part, rank=rank, size=size, timeout=timeout, make=make)
-    return found
+    return found, host
 
 
 def destroy_process_group() -> None:

@@ -1,12 +1,13 @@
 """Reductions: how the values of several ranks combine."""
 
 from collections.abc import Callable, Sequence
-from functools import reduce as left_fold
 
 import torch
 from torch import Tensor
 
 __all__ = ["OPS", "chunk_bounds", "combine", "fold", "fold_by_node"]
+
+_WIDENED = 2**20  # elements of half precision that are copied to fp32 at a time
 
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -33,22 +34,27 @@ def combine(a: Tensor, b: Tensor, op: str) -> Tensor:
 def fold(pieces: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Tensor:
     """Combines the ranks' pieces from left to right, in rank order.
 
-    Half-precision sums and products are computed in fp32 and rounded once. Every world that uses ``fold`` gives the same bits.
+    Half-precision sums and products are computed in fp32, some rows at a time, and rounded once. Every world that uses ``fold``
+    gives the same bits.
     The result is a new tensor, or ``out``, which may be one of the first two pieces.
     """
-    dtype = pieces[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) and op in ("sum", "product") else dtype
+    first, *rest = pieces
     binary = OPS[op]
-    if len(pieces) == 1:
-        total = pieces[0]
-    elif wide == dtype:
-        total = binary(pieces[0], pieces[1], out=out)
-        for piece in pieces[2:]:
-            binary(total, piece, out=total)
+    if not rest:
+        return first.clone() if out is None else out.copy_(first)
+    if first.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "product"):
+        total = torch.empty_like(first) if out is None else out
+        rows = max(1, _WIDENED * len(first) // max(1, first.numel())) if first.dim() else 0
+        for into, *parts in zip(*(x.split(rows) if rows else [x] for x in (total, *pieces)), strict=True):
+            into.copy_(_folded(binary, parts[0].float(), parts[1:]))
         return total
-    else:
-        total = left_fold(binary, [piece.to(wide) for piece in pieces]).to(dtype)
-    return total.clone() if out is None else out.copy_(total)
+    return _folded(binary, binary(first, rest[0], out=out), rest[1:])
+
+
+def _folded(binary: Callable[..., Tensor], total: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    for piece in pieces:
+        binary(total, piece, out=total)
+    return total
 
 
 def fold_by_node(pieces: Sequence[Tensor], op: str, ranks_per_node: int) -> Tensor:

@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.comm.backends.malloc import HostMemory
 from functional_ds.comm.table.collective import Call, Handle
 from functional_ds.comm.table.variance import Variance
 
@@ -73,6 +74,7 @@ class World(ABC):
         watch: follows the rank's values, in a simulation with ``variance=True``.
         made_for: what the calls on a group are made for, which all its ranks must have alike, by the group's ranks and name.
         ranks_per_node: how many ranks each node has, in the order of the ranks; 1 where that is unknown or differs.
+        host: what may be done with the memory of the rank's process.
     """
 
     rank: int
@@ -80,6 +82,7 @@ class World(ABC):
     watch: ValueWatch | None = attrs.field(default=None, init=False)
     made_for: dict[tuple[tuple[int, ...], str], str] = attrs.field(factory=dict, init=False)
     ranks_per_node: int = attrs.field(default=1, init=False)
+    host: HostMemory = attrs.field(factory=HostMemory, init=False)
 
     @property
     def device(self) -> torch.device:

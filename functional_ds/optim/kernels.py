@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ __all__ = [
 ]
 
 
+_COPIED = 2**22  # elements of gradients that are copied at a time, in another dtype or layout
+
+
 def reals(tensors: list[Tensor]) -> list[Tensor]:
     """Complex tensors as views of pairs of reals, others as they are."""
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
@@ -37,7 +40,24 @@ def reals(tensors: list[Tensor]) -> list[Tensor]:
 def gradients(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
     """The sums of gradients, laid out like the parameters and in their dtype, as the fused kernels need them."""
     pairs = zip(grads.sum, params, strict=True)
-    return reals([g if g.dtype == p.dtype and g.is_contiguous() else g.to(p.dtype).contiguous() for g, p in pairs])
+    return reals([g if _fits(g, p) else g.to(p.dtype).contiguous() for g, p in pairs])
+
+
+def _fits(grad: Tensor, param: Tensor) -> bool:
+    return grad.dtype == param.dtype and grad.is_contiguous()
+
+
+def _chunks(grads: Sequence[Tensor], params: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The places of all tensors, in chunks: one, but for gradients that must be copied."""
+    chunk, copied = list[int](), 0
+    for place, (grad, param) in enumerate(zip(grads, params, strict=True)):
+        more = 0 if _fits(grad, param) else grad.numel()
+        if more and copied and copied + more > _COPIED:
+            yield chunk
+            chunk, copied = [], 0
+        chunk.append(place)
+        copied += more
+    yield chunk
 
 
 def run_fused(kernel: Callable[..., None], params: list[Tensor], grads: Weighted, *states: Any, lr: float | Tensor) -> None:
@@ -61,7 +81,10 @@ def run_fused(kernel: Callable[..., None], params: list[Tensor], grads: Weighted
             return
         params, grads, states = [params[i] for i in rest], _some(grads, rest), tuple([row[i] for i in rest] for row in states)
     scale, lr = grads.weight.to(torch.float32), lr.to(torch.float32) if isinstance(lr, Tensor) else lr
-    kernel(reals(params), gradients(grads, params), *states, grad_scale=scale, found_inf=found_inf(grads), lr=lr)
+    skips = found_inf(grads)
+    for chunk in _chunks(grads.sum, params):
+        own, rows = [params[i] for i in chunk], ([row[i] for i in chunk] for row in states)
+        kernel(reals(own), gradients(_some(grads, chunk), own), *rows, grad_scale=scale, found_inf=skips, lr=lr)
 
 
 def _some(grads: Weighted, places: Sequence[int]) -> Weighted:

@@ -30,7 +30,7 @@ from functional_ds.base.marks import (
 
 from .grouping import UnitOf, unit_names
 from .segment import Blocks, Segment, Slot, Unit
-from .sources import home, piece
+from .sources import Origin, Source, deferred, home, piece
 
 __all__ = ["Layout", "shard", "unshard"]
 
@@ -178,8 +178,13 @@ class Layout:
             low, high = max(slot.offset, start), min(slot.offset + slot.numel, stop)
             if high > low:
                 flat[low - start : high - start] = piece(leaf, low - slot.offset, high - slot.offset)
-        flat = like_marked(flat, like)
-        return mark_slices(flat, ()) if slices_of(like) else flat  # its slots have the slices
+        return _marked(flat, like)
+
+    def deferred(self, leaves: Sequence[Tensor], index: int, size: int, source: Source) -> Tensor:
+        """``size`` elements of a segment as a deferred leaf, which the source has under the segment's number."""
+        like = leaves[self.segments[index].slots[0].leaf]
+        bare = torch.empty(size, dtype=self.segments[index].dtype, device="meta")
+        return deferred(_marked(bare, like), Origin(source, str(index), home(like)))
 
     def unflatten(self, flats: Sequence[Tensor]) -> Any:
         """The inverse of ``flatten``; the leaves share no memory with the flat tensors."""
@@ -193,6 +198,12 @@ class Layout:
     def own(self, flats: Sequence[Tensor], rank: int) -> list[Tensor]:
         """Rank ``rank``'s shards, as views of the flat tensors."""
         return [segment.own(flat, rank) for segment, flat in zip(self.segments, flats, strict=True)]
+
+
+def _marked(flat: Tensor, like: Tensor) -> Tensor:
+    """Part of a segment, marked as its leaves are."""
+    flat = like_marked(flat, like)
+    return mark_slices(flat, ()) if slices_of(like) else flat  # its slots have the slices
 
 
 _Kind = tuple[torch.dtype, bool, torch.dtype | None, bool, tuple[int, ...]]  # leaves of one kind share a segment

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.marks import like_marked
+from functional_ds.comm.backends.pool import Pool
 
 from .leaf_slice import LeafSlice
 
@@ -98,8 +99,10 @@ class Segment:
         start = flat.storage_offset()  # one operation a leaf, where a slice and a view take two
         return [torch.as_strided(flat, shape, strides, start + offset) for shape, strides, offset in self._strided]
 
-    def packed(self, leaves: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """The inverse of ``views``: leaves in a new flat tensor, zero between them, by one operation.
+    def packed(
+        self, leaves: Sequence[Tensor], dtype: torch.dtype, device: torch.device, pool: Pool | None = None
+    ) -> Tensor | None:
+        """The inverse of ``views``: leaves in a new flat tensor, perhaps the pool's, zero between them, by one operation.
 
         None unless these are all of the segment's leaves, contiguous, of the dtype and on the device.
         """
@@ -113,7 +116,8 @@ class Segment:
             parts.append(leaf.view(-1))
             if gap and nothing is not None:
                 parts.append(nothing[:gap])
-        return torch.cat(parts)
+        room = None if pool is None or torch.is_grad_enabled() else pool.take(self.size, dtype, device)
+        return torch.cat(parts) if room is None else torch.cat(parts, out=room)
 
     @cached_property
     def _strided(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:

@@ -19,7 +19,7 @@ from functional_ds.base.marks import ORIGIN, is_trainable, like_marked, slices_o
 from .leaf_region import Box, LeafRegion, grouped, stretches
 from .leaf_slice import LeafSlice, mark_slice
 
-__all__ = ["Origin", "Source", "Whole", "from_source", "home", "is_deferred", "piece", "sliced", "values_of"]
+__all__ = ["Origin", "Source", "Whole", "deferred", "from_source", "home", "is_deferred", "piece", "sliced", "values_of"]
 
 _GAP = 1 << 20  # bytes between two stretches of a slice that are read rather than asked for apart
 
@@ -95,11 +95,12 @@ def from_source(params: Any, source: Source | Callable[[str], Tensor], *, device
         raise TypeError(f"source={source!r} has no read(path, start, stop), and is no function from a path to a tensor")
     tree.tensors(params, "params")
     place = torch.device(device)
-    leaves = [_deferred(leaf, Origin(found, path, place)) for path, leaf in tree.named(params)]
+    leaves = [deferred(leaf, Origin(found, path, place)) for path, leaf in tree.named(params)]
     return tree.unflatten(tree.structure(params), leaves)
 
 
-def _deferred(leaf: Tensor, origin: Origin) -> Tensor:
+def deferred(leaf: Tensor, origin: Origin) -> Tensor:
+    """A leaf of the same shape, dtype and marks, whose values are read from the origin."""
     bare = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     frozen = isinstance(leaf, nn.Parameter) and not is_trainable(leaf)
     marked = nn.Parameter(bare, requires_grad=False) if frozen else bare

@@ -98,9 +98,16 @@ def refuse_late_hooks(leaves: Sequence[Tensor]) -> None:
             )
 
 
+_SUMMED = 2**17  # elements whose bits are summed at a time
+
+
 def bit_sums(param: Tensor) -> tuple[Tensor, ...]:
     """Sums of the elements' bits, along the first and the last dim."""
     with torch.no_grad(), disable_dispatch_modes():  # no recorder takes it for what the module computes
         x = param.detach()
         bits = (torch.view_as_real(x) if x.is_complex() else x).contiguous().view(_BITS[x.real.element_size()])
-        return (bits.sum(dtype=torch.int64),) if bits.dim() < 2 else tuple(bits.sum(dim, dtype=torch.int64) for dim in (0, -1))
+        if not bits.dim():
+            return (bits.to(torch.int64),)
+        parts = bits.split(max(1, _SUMMED * len(bits) // max(1, bits.numel())))  # torch sums a copy in int64
+        total = sum(part.sum(0, dtype=torch.int64) for part in parts)
+        return (total,) if bits.dim() < 2 else (total, torch.cat([part.sum(-1, dtype=torch.int64) for part in parts]))

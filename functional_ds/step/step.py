@@ -99,7 +99,8 @@ class Step(Phases):
         """
         self._guard("init", params)
         held = Modules.of(params, modules)
-        state: State = self.phases["init"](self, self.phases["prepare"](self, params))
+        with comm.world().world.host.mapped():
+            state: State = self.phases["init"](self, self.phases["prepare"](self, params))
         undeclared = state.slots.keys() - {layer.slot for layer in self.layers}
         if undeclared:
             raise ValueError(
@@ -125,6 +126,7 @@ class Step(Phases):
         """
         with comm.world().world.step():
             self._guard("step", state, batch)
+            _release_before_first(state)
             if donate:
                 refuse_open(state)
             with warning_of_lone_ranks(self, state) if self.guarded else nullcontext():
@@ -161,6 +163,7 @@ class Step(Phases):
         ([0.5, 0.0], 3.0)
         """
         self._guard("open" if trains else "evaluate", state, batch)
+        _release_before_first(state)
         structure = state.batch if batch is None else self._structure(state, batch)
         return OpenPass.opened(self, state, batch, so_far, structure, trains=trains)
 
@@ -399,6 +402,12 @@ class Step(Phases):
             shared, ranks = self.sum_over_ranks(state, told)
             before = (shared[:index] // ranks[:index]).sum()
         return tree.replace(state, key=state.key.at(step=state.step, rows=before))
+
+
+def _release_before_first(state: State) -> None:
+    """Before the first step: what its params were copied from may be gone, and is not to stay in memory."""
+    if state.batch is None:
+        comm.world().world.host.release()
 
 
 def _summary(guard: Callable[..., Any]) -> str:

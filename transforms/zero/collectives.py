@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.marks import like_marked
+from functional_ds.comm.backends.pool import Pool
 from functional_ds.comm.codecs.compressed import Compressed, decode_leaf, encode_leaf
 from functional_ds.comm.dispatch import start
 from functional_ds.comm.record.pending import relay
@@ -49,11 +50,13 @@ class Collectives:
         groups: the groups of this rank.
         config: the arguments of ``zero``.
         comm_dtype: maps a gradient's dtype to the dtype in which it is sent.
+        pool: has memory for gathered units and packed gradients.
     """
 
     groups: ProcessGroups
     config: ZeroConfig
     comm_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
+    pool: Pool | None = None
 
     # -- params --------------------------------------------------------------------------------------------------------
 
@@ -78,13 +81,21 @@ class Collectives:
             return _done([shard.detach() for shard in shards])
         if segments[0].owner is not None:
             return self._broadcast(segments, shards, groups.shards).then(partial(_written, out))
-        direct = out if self.config.all_gather is comm.all_gather else None  # the last level writes into it
+        # the last level writes into it
+        direct = out or self._room(segments, shards) if self.config.all_gather is comm.all_gather else None
         last = len(groups.levels) - 1
         first = self._first_level(shards, groups, None if last else direct) if first_level is None else first_level
         rest = [self._next_level(level, direct if i == last else None) for i, level in enumerate(groups.levels) if i]
         lane = groups.levels[-1].channel("gather")
         gathered = relay(first, *rest, lane=lane, device=shards[0].device)
         return gathered.then(lambda found: _written(out, self._decoded(found, segments, shards)))
+
+    def _room(self, segments: Sequence[Segment], shards: Sequence[Tensor]) -> Flats | None:
+        """Pooled memory for a unit of one segment; others travel side by side, in the transport's memory."""
+        if self.pool is None or len(segments) > 1 or not isinstance(shards[0], Tensor):
+            return None
+        room = self.pool.take(segments[0].size, shards[0].dtype, shards[0].device)
+        return None if room is None else [room]
 
     def gather_first_level(self, shards: Sequence[Tensor]) -> "comm.Pending[Any]":
         """The first level alone, encoded; any number of ``gather`` may use one result."""

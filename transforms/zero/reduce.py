@@ -173,7 +173,7 @@ class Reducer:
         fresh = index not in self.local
         if fresh:
             dtype = self._dtype(segment, leaves)
-            packed = segment.packed([dense(leaf) for leaf in leaves if leaf is not None], dtype, device)
+            packed = segment.packed([dense(x) for x in leaves if x is not None], dtype, device, self.collectives.pool)
             if packed is not None:
                 self.local[index] = packed
                 return

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.comm.backends.pool import Pool
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state.slots import Role
@@ -29,6 +30,7 @@ class ZeroCache:
         backward: what backward passes fetched.
         subsets: the same for some leaves alone, by their paths.
         layouts: the layout with other dtypes, by these.
+        pool: memory of units that are gathered, and of their gradients.
         functional: whether this rank's loss uses torch.func, so that it is given all units before it begins.
         interrupted: the source of units of a pass whose loss needs them whole, and runs again on a view of its own.
     """
@@ -39,6 +41,7 @@ class ZeroCache:
     backward: FetchTrace = attrs.field(factory=FetchTrace)
     subsets: "dict[frozenset[str], Subset]" = attrs.field(factory=dict)
     layouts: dict[tuple[torch.dtype, ...], Layout] = attrs.field(factory=dict)
+    pool: Pool = attrs.field(factory=Pool)
     functional: bool = False
     interrupted: Any = None
 

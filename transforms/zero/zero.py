@@ -10,12 +10,13 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.torch_private import detect_fake_mode
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.record.call_recorder import UnitGathering, current_recorder
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.segment import Segment
-from functional_ds.sharding.sources import is_deferred
+from functional_ds.sharding.sources import home, is_deferred
 from functional_ds.step.compose import wrap
 from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.phase_signatures import Metrics
@@ -161,21 +162,15 @@ class Zero(ZeroConfig):
         cache = ZeroCache.fresh(layout, attrs.evolve(parts, group=None))
         new = Partition(layout, cache, ())
         known = step.wrapped("layout", leaf_map=lambda inner, step, state: inner(step, state.put(zero=new)))  # it has none yet
-        leaves = tree.leaves(params)
-        own = [
-            layout.stretch(leaves, index, *self._cut(segment, groups), partial(_of_first, groups=groups.among(segment.sharers)))
-            for index, segment in enumerate(layout.segments)
-        ]
-        state: State = inner(known, own)
+        source = _InitialShards(layout, tree.leaves(params), groups, whole=not self.stage)
+        state: State = inner(known, [source.shard(index) for index in range(len(layout.segments))])
         exact: Sequence[Tensor | None] = ()
         whole = self._whole(layout) if self.stage else []
         if whole:
-            exact = self._exact(layout, state.params, whole, groups)
-            state = tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, state.params, whole))
+            own, state = [state.params], tree.replace(state, params=())
+            exact = self._exact(layout, own[0], whole, groups)
+            state = tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, own.pop(), whole))
         return state.put(zero=Partition(layout, cache, exact))
-
-    def _cut(self, segment: Segment, groups: ProcessGroups) -> tuple[int, int]:
-        return segment.cut(groups.shards.rank) if self.stage else (0, segment.size)
 
     def _whole(self, layout: Layout) -> list[int]:
         return [i for i, segment in enumerate(layout.segments) if self.stays_whole(segment)]
@@ -243,7 +238,8 @@ class Zero(ZeroConfig):
         """Lazy leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
         layout, cache = _as_stored(partition, state.params), partition.cache
-        collectives = Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype))
+        pool = None if comm.world().world.host.libc is None else cache.pool
+        collectives = Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype), pool)
         device = state.params[0].device if state.params else torch.device("cpu")
         params = LazyParams(
             layout,
@@ -341,6 +337,41 @@ def _as_stored(partition: Partition, stored: Sequence[Any]) -> Layout:
         pairs = zip(partition.layout.segments, dtypes, strict=True)
         known[dtypes] = attrs.evolve(partition.layout, segments=tuple(attrs.evolve(s, dtype=dtype) for s, dtype in pairs))
     return known[dtypes]
+
+
+@attrs.frozen(eq=False)
+class _InitialShards:
+    """The source of what this rank stores of the first params, which is made where it is stored.
+
+    Attributes:
+        layout: the segments.
+        leaves: this rank's params; the first rank's count.
+        groups: of this rank.
+        whole: whether it stores whole segments, or its shards.
+    """
+
+    layout: Layout
+    leaves: list[Tensor]
+    groups: ProcessGroups
+    whole: bool
+
+    def shard(self, index: int) -> Tensor:
+        """What this rank stores of a segment: a deferred leaf, where the params have values."""
+        segment = self.layout.segments[index]
+        start, stop = self._cut(segment)
+        if home(self.leaves[segment.slots[0].leaf]).type == "meta" or detect_fake_mode() is not None:
+            return self.read(str(index), 0, stop - start)
+        return self.layout.deferred(self.leaves, index, stop - start, self)
+
+    def read(self, path: str, start: int, stop: int) -> Tensor:
+        """Elements of what this rank stores of the segment with that number."""
+        segment = self.layout.segments[int(path)]
+        first, _ = self._cut(segment)
+        bring = partial(_of_first, groups=self.groups.among(segment.sharers))
+        return self.layout.stretch(self.leaves, int(path), first + start, first + stop, bring)
+
+    def _cut(self, segment: Segment) -> tuple[int, int]:
+        return (0, segment.size) if self.whole else segment.cut(self.groups.shards.rank)
 
 
 def _of_first(leaf: Tensor, groups: ProcessGroups) -> Tensor:

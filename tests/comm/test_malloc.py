@@ -1,0 +1,71 @@
+"""Which malloc options the library leaves alone: each user's choice, in a process of its own that loads no torch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from functional_ds.comm.backends import malloc
+
+pytestmark = pytest.mark.skipif(malloc._glibc() is None, reason="this process does not allocate by glibc's malloc")
+
+PROGRAM = """
+import ctypes, importlib.util, sys
+spec = importlib.util.spec_from_file_location("malloc", sys.argv[1])
+malloc = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(malloc)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+exec(sys.argv[2])
+print(malloc.keep_freed_memory().libc is not None, malloc.keep_freed_memory.__wrapped__().libc is not None)
+"""
+
+
+def _kept(before: str = "", **environment: str) -> str:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_", malloc.SETTING))}
+    command = [sys.executable, "-c", PROGRAM, str(Path(malloc.__file__)), before]
+    done = subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("before", ["", "libc.free(libc.malloc(20 << 20))", "libc.free(libc.malloc(40 << 20))"])
+def test_what_nobody_has_set_is_set_once(before: str) -> None:
+    assert _kept(before) == "True False"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"MALLOC_MMAP_THRESHOLD_": "1048576"},
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"MALLOC_TOP_PAD_": "131072"},
+        {"MALLOC_MMAP_MAX_": "0"},
+        {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=2147483648"},
+        {malloc.SETTING: "default"},
+    ],
+)
+def test_choices_of_the_environment_stay(environment: dict[str, str]) -> None:
+    assert _kept(**environment) == "False False"
+
+
+@pytest.mark.parametrize("parameter, value", [(-1, 1 << 20), (-2, 0), (-3, 1 << 16), (-3, 1 << 28), (-4, 0)])
+def test_an_earlier_mallopt_stays(parameter: int, value: int) -> None:
+    assert _kept(f"libc.mallopt({parameter}, {value})") == "False False"
+
+
+def test_another_allocator_stays() -> None:
+    """A library that is loaded before glibc has the functions that the process allocates by; here one stands for it."""
+    other = """
+real = ctypes.CDLL
+class Preloaded:
+    def __init__(self):
+        self.malloc, self.free, self.mallopt = real(None).calloc, real(None).free, None
+malloc.ctypes.CDLL = lambda name: Preloaded() if name is None else real(name)
+"""
+    assert _kept(other) == "False False"
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    assert "is unknown" in _kept(**{malloc.SETTING: "keeps"})
