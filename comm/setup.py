@@ -108,7 +108,7 @@ def init_distributed(
 
     Without either, it returns a world of one rank. A second call returns the same world; after ``destroy_process_group`` a call
     joins again. In a simulation it returns the simulated world. Over Gloo alone, it also makes the process keep freed memory
-    for later allocations (glibc's ``mallopt``).
+    for later allocations (glibc's ``mallopt``), unless you have chosen malloc's options or set FUNCTIONAL_DS_MALLOC=default.
 
     Args:
         backend: "gloo", "nccl", or "cpu:gloo,cuda:nccl". None chooses the last one where there are GPUs, else Gloo.
