@@ -587,8 +587,8 @@ REFUSALS = [
     Refusal(
         what="a transform under `pipeline` whose phase `loss` reads params",
         error=ValueError,
-        says=r"a transform's phase loss reads '1\.w': in a pipeline it has the leaves of the last stage alone",
-        advises="add its gradient in the phase update",
+        says=r"a transform's phase loss reads '1\.w' for 'loss': in a pipeline it has the leaves of the last stage alone",
+        advises="add its gradient, or the metric, in the phase update",
         why="The last rank has the last stage's leaves alone, so a term of all params would be another one than on one device.",
         instead="Add its gradient in the phase `update`, where each rank has the leaves of its stages.",
         program=penalty_in_a_pipeline,
