@@ -135,8 +135,8 @@ def signature(batch: Any, *, trains: bool) -> tuple[Any, ...]:
 
 _READS_PARAMS = (
     "a transform's phase loss reads {!r} for {!r}: in a pipeline it has the leaves of the last stage alone, so a term of all "
-    "params would differ from that on one device; add its gradient, or the metric, in the phase update, where each rank has the "
-    "leaves of its stages"
+    "params would differ from that on one device; add its gradient, or the metric, in the phase update, where each rank has "
+    "the leaves of its stages"
 )
 
 
