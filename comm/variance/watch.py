@@ -1,7 +1,9 @@
 """The watch of a simulated rank: what its values are declared to be, and what becomes of them."""
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import attrs
 import torch
@@ -114,6 +116,16 @@ class Watches:
         """A rank's, which is new."""
         self.ranks[rank] = RankWatch(rank, self.declarations)
         return self.ranks[rank]
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Lets Python look for garbage more rarely while the block runs: traces grow by objects that stay."""
+        often, *rest = gc.get_threshold()
+        gc.set_threshold(often * 100, *rest)
+        try:
+            yield
+        finally:
+            gc.set_threshold(often, *rest)
 
     def check(self, failure: BaseException | None) -> None:
         """What the ranks' programs contradict, once they have ended. A failure gets it as a note.
