@@ -134,7 +134,8 @@ class Watches:
             VarianceError: names the first contradiction by its place in a rank's program.
         """
         declared = self.declarations.all_found(ended=failure is None)
-        followed = contradictions([self.ranks[rank].trace for rank in sorted(self.ranks)])
+        with self.keeping():
+            followed = contradictions([self.ranks[rank].trace for rank in sorted(self.ranks)])
         worded = [each for each in (*declared, *followed) if each.text]
         if not worded:
             return
