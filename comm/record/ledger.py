@@ -4,7 +4,7 @@ Counting never synchronises with a device; measuring times does.
 """
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -104,6 +104,7 @@ class Event:
         overlapped: whether this rank did something else meanwhile, as a row says.
         ranks: the group's ranks.
         traffic: as a row has it.
+        order: names the sequence of the group's calls that it belongs to, as ``Collective.order`` does.
     """
 
     collective: str
@@ -116,6 +117,7 @@ class Event:
     overlapped: bool
     ranks: tuple[int, ...] = attrs.field(repr=False)
     traffic: Traffic = attrs.field(repr=False)
+    order: Hashable = attrs.field(default=None, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -232,7 +234,8 @@ class Ledger:
         if not self.times:
             return handle
         payload *= here.n if row.traffic.of_result else 1
-        event = Event(row.collective, group, began, began, elements, bytes_sent, payload, False, ranks, row.traffic)
+        order = call.collective.order(call.options)
+        event = Event(row.collective, group, began, began, elements, bytes_sent, payload, False, ranks, row.traffic, order)
         return _Timed(handle, self, row, event, early, perf_counter())
 
     def _row(self, collective: str, group: str, ranks: tuple[int, ...], traffic: Traffic) -> Row:
