@@ -293,7 +293,7 @@ REFUSALS = [
         says=r"its update writes state\.params\.w in place",
         advises="put a new tensor into the state",
         why="A skipped step must leave them as they were.",
-        instead="Put new tensors into the state; or heed `state.skip`, and say so by `traits=[Trait.HEEDS_SKIPS]`.",
+        instead="Put new tensors into the state; or use `state.skip`, and declare `traits=[Trait.HEEDS_SKIPS]`.",
         program=writes_beside_a_loss_scale,
     ),
     Refusal(
@@ -450,12 +450,12 @@ REFUSALS = [
         program=lambda: two_ranks(rows(), {"up": "colwise", "up.bias": "replicated"}),
     ),
     Refusal(
-        what='a layer of a `"sequence_parallel"` list that the plan does not cut',
+        what='a layer of a `"sequence_parallel"` list that the plan does not slice',
         error=ValueError,
         says="lies in a sequence_parallel list and is not cut",
         advises="'replicated'} if it acts on each token alone",
         why="It would see a part of the sequence.",
-        instead='Cut what it lies in, or say `"replicated"` if it acts on each token alone.',
+        instead='Slice the module that contains it, or say `"replicated"` if it acts on each token alone.',
         program=lambda: two_ranks(rows(), {"layers": "sequence_parallel"}),
     ),
     Refusal(
@@ -513,7 +513,7 @@ REFUSALS = [
         program=listed_experts,
     ),
     Refusal(
-        what="a loss that reads experts beside their exchange, such as a penalty on all params",
+        what="a loss that reads experts outside their exchange, such as a penalty on all params",
         error=ValueError,
         says="the loss reads the leaf 'experts' beside what it sends among the ranks of 'ep'",
         advises=r"comm.all_reduce\(term, axis\('ep'\).group\)",
@@ -540,7 +540,7 @@ REFUSALS = [
         program=lambda: experts(lambda mesh: [T.zero(1, mesh["edp", "ep"])], edp=False),
     ),
     Refusal(
-        what="experts beside a transform that keeps all params the same",
+        what="experts with a transform that keeps all params the same",
         error=ValueError,
         says="'experts' holds other experts on other ranks",
         advises=r"use T.zero\(0, ...\) in its place",
@@ -554,7 +554,7 @@ REFUSALS = [
         says="odd cannot skip leaves, because its state has",
         advises="unused='zeros'",
         why="The state of what was left out cannot be kept as it was.",
-        instead="Pass `unused='zeros'`, or give those leaves an optimizer of their own.",
+        instead="Pass `unused='zeros'`, or give those leaves a separate optimizer.",
         program=undivided,
     ),
     Refusal(
@@ -589,7 +589,7 @@ REFUSALS = [
         error=ValueError,
         says=r"a transform's phase loss reads '1\.w': in a pipeline it has the leaves of the last stage alone",
         advises="add its gradient in the phase update",
-        why="The last rank has the last stage's leaves alone, so a term of all params would be another one than on one device.",
+        why="The last rank has only the last stage's leaves, so a term of all params would differ from a single device's.",
         instead="Add its gradient in the phase `update`, where each rank has the leaves of its stages.",
         program=penalty_in_a_pipeline,
     ),
@@ -598,7 +598,7 @@ REFUSALS = [
         error=ValueError,
         says="this step is a pipeline, so its loss function must be the stages themselves",
         advises=r"train_step\(stages, optimizer\)",
-        why="The stages have a loss of their own, and the other one would be ignored.",
+        why="The stages have their own loss, and the other one would be ignored.",
         instead="Write `fds.train_step(stages, optimizer)`.",
         program=another_loss,
     ),
@@ -608,7 +608,7 @@ REFUSALS = [
         says=r"strategies\.py:\d+: __bool__ asks for a tensor's value",
         advises="move it into a module of its own",
         why="A stage would repeat the example's branch for every batch.",
-        instead="Use `torch.where`, or put the branch into a module of its own.",
+        instead="Use `torch.where`, or put the branch into a separate module.",
         program=lambda: cut("branches"),
     ),
     Refusal(
@@ -617,7 +617,7 @@ REFUSALS = [
         says="comes from code that is not seen from outside, such as an autograd.Function",
         advises="put it into a module of its own",
         why="The recorded operations would lack it.",
-        instead="Put it into a module of its own, which runs as a whole.",
+        instead="Put it into a separate module, which runs as a whole.",
         program=lambda: cut("function"),
     ),
     Refusal(
