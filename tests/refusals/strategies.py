@@ -288,7 +288,7 @@ REFUSALS = [
         program=norm_too_early,
     ),
     Refusal(
-        what="an `update` of yours that writes params or its slot in place, with a loss scale",
+        what="a custom `update` that writes params or its slot in place, with a loss scale",
         error=ValueError,
         says=r"its update writes state\.params\.w in place",
         advises="put a new tensor into the state",
@@ -535,7 +535,7 @@ REFUSALS = [
         error=ValueError,
         says="the leaf 'experts' is shared within the blocks .* but data parallelism is over the ranks",
         advises="pass the two axes into which mesh.split cuts that of zero",
-        why="Nobody would sum the gradients of some of the ranks.",
+        why="The gradients of some of the ranks would not be summed.",
         instead='Pass `ep` and `edp` of `mesh.split("dp", edp=..., ep=...)`, and `T.zero` the two together.',
         program=lambda: experts(lambda mesh: [T.zero(1, mesh["edp", "ep"])], edp=False),
     ),
