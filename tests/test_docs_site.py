@@ -108,7 +108,7 @@ def test_a_name_that_is_gone_is_noticed() -> None:
 def test_keys_that_the_engine_reads_have_a_meaning() -> None:
     """No key that the code of the DeepSpeed engine asks its config for is called ignored."""
     fates = {key.path: key.fate for key in KEYS.values()}
-    assert len(fates) > 300
+    assert len(fates) > 250
     files = [path for path in (TOP / "functional_ds/deepspeed/engine").rglob("*.py") if path.name != "config_questions.py"]
     sources = [path.read_text(encoding="utf-8") for path in files]  # but for those that repeat to a script what its config says
     read = {key for source in sources for key in re.findall(r'\bvalue\("([\w.]+)"\)', source)}
