@@ -33,7 +33,7 @@ class Row:
         ranks: the group's ranks.
         timed: the number of timed calls: under ``ledger(times=True)``, those that were waited for.
         overlapped: of these, the asynchronous ones during which this rank did something else for more than a tenth of their
-            time. Nobody knows how much of it was transfer, so bandwidths leave them out.
+            time. The part that was transfer is unknown, so bandwidths leave them out.
         seconds: their total time, from start to end; waiting for the last rank, or a message's other end, is part of it.
         sent_to: of the bytes, those that went to single ranks of the world: messages, rows. The rest went to all others alike.
         payload: bytes of their values: the output of a gather, the input of any other collective.

@@ -37,7 +37,7 @@ class TracedValue:
 
     Attributes:
         key: equal for values that come from the same operations on the same inputs, at the same lines.
-        bits: a checksum of its bytes; None if nobody looked.
+        bits: a checksum of its bytes; None if it was not computed.
         zero: whether all bytes are zero.
         shape: its sizes.
     """

@@ -112,7 +112,7 @@ class SavedEntry(Entries):
     minutes: StrictFloat | None = entry("minutes between two checkpoints", default=None, gt=0)
     keep_last: NotNegative | None = entry("how many stay; 0 for all", default=3)
     keep_every: AtLeastOne | None = entry("those after a multiple of so many steps stay, too", default=None)
-    resume: StrictBool = entry("whether a run goes on from the newest of them", default=True)
+    resume: StrictBool = entry("whether a run resumes from the newest of them", default=True)
 
 
 class LogsEntry(Entries):
