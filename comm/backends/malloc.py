@@ -18,7 +18,7 @@ SETTING = "FUNCTIONAL_DS_MALLOC"  # the environment variable that leaves malloc 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _NEVER, _CHUNK, _ALL, _LARGE = 2**31 - 1, 64 * 2**20, 2**30, 2**17
 
-_LIMIT = 32 * 2**20  # the size up to which a freed mapping raises the threshold for mappings, as long as nobody has set one
+_LIMIT = 32 * 2**20  # the size up to which a freed mapping raises the threshold for mappings, as long as no program has set one
 _MAPPED = 2  # the bit of a block's header that says that it is a mapping of its own
 
 
@@ -88,7 +88,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def _is_tuned(libc: ctypes.CDLL) -> bool:
-    """Whether somebody has set a parameter: from then on the threshold for mappings no longer follows what is freed."""
+    """Whether a parameter was set: from then on the threshold for mappings no longer follows what is freed."""
 
     def is_mapped(size: int) -> bool:
         block = libc.malloc(size)

@@ -19,7 +19,7 @@ _LEAST = 2**16  # bytes; smaller tensors are malloc's
 class Pool:
     """Memory for flat tensors, each in a mapping of its own.
 
-    A buffer is free as soon as no tensor lies in it, however that was made. So a view that somebody keeps, what autograd has
+    A buffer is free as soon as no tensor lies in it, however that was made. So a view that a program keeps, what autograd has
     saved and a collective under way keep theirs. What a pool holds is the most that was in use at one time, size by size.
     """
 

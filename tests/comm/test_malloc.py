@@ -50,7 +50,7 @@ def test_choices_of_the_environment_stay(environment: dict[str, str]) -> None:
     assert _kept(**environment) == "False False"
 
 
-@pytest.mark.parametrize("parameter, value", [(-1, 1 << 20), (-2, 0), (-3, 1 << 16), (-3, 1 << 28), (-4, 0)])
+@pytest.mark.parametrize(("parameter", "value"), [(-1, 1 << 20), (-2, 0), (-3, 1 << 16), (-3, 1 << 28), (-4, 0)])
 def test_an_earlier_mallopt_stays(parameter: int, value: int) -> None:
     assert _kept(f"libc.mallopt({parameter}, {value})") == "False False"
 

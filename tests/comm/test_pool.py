@@ -17,7 +17,9 @@ from functional_ds.comm.backends.pool import Pool
 from tests.planting import Bug, planted
 
 CPU, WIDTH, LAYERS = torch.device("cpu"), 160, 4
-EARLY = Bug("a buffer is free while a tensor lies in it", "comm.backends.pool:Pool.take", "getrefcount(buffer) == _FREE", "True")
+EARLY = Bug(
+    "buffers are free while tensors lie in them", "comm.backends.pool:Pool.take", "getrefcount(buffer) == _FREE", "True"
+)
 
 
 def _numbers_stay(sizes: list[tuple[int, bool]]) -> bool:
@@ -53,7 +55,8 @@ def test_who_keeps_a_buffer() -> None:
     squares = (torch.ones_like(first).requires_grad_() * first).sum()
     del first
     other = pool.take(*shape)
-    assert other is not None and other.data_ptr() != place
+    assert other is not None
+    assert other.data_ptr() != place
     del array, other
     squares.backward()
     del squares
@@ -70,8 +73,8 @@ def test_copies_of_a_pool_are_empty() -> None:
 
 
 def _loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    for name in params:
-        x = torch.tanh(x @ params[name])
+    for weight in params.values():
+        x = torch.tanh(x @ weight)
     return x.square().mean()
 
 
@@ -117,4 +120,5 @@ def test_zero_reads_nothing_that_it_has_not_written() -> None:
     for stage, (params, sizes) in zip((1, 2, 3), found, strict=True):
         expected, none = comm.simulate(_trained, stage, False, world_size=2)[0]
         assert all(map(torch.equal, params, expected))
-        assert none == [0] * 4 and 0 < sizes[1] == sizes[3] <= 8 * 4 * WIDTH**2
+        assert none == [0] * 4
+        assert 0 < sizes[1] == sizes[3] <= 8 * 4 * WIDTH**2
