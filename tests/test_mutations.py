@@ -1325,7 +1325,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (half_precision_sums_round_once,): [
-        Bug("bf16 sums round each time", "comm.backends.reduction:fold", "torch.float32", "dtype"),
+        Bug("bf16 sums round each time", "comm.backends.reduction:fold", "parts[0].float()", "parts[0].clone()"),
     ],
     (results_have_memory_of_their_own,): [
         Bug("all ranks get one tensor", "comm.table.rows:_copies", "value.clone()", "value"),
@@ -1727,8 +1727,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (rank_0_gives_the_params, 0): [
         Bug(
             "each rank keeps its own params",
-            "transforms.zero.zero:Zero.init",
-            "partial(_of_first, groups=groups.among(segment.sharers))",
+            "transforms.zero.zero:_InitialShards.read",
+            "partial(_of_first, groups=self.groups.among(segment.sharers))",
             "lambda leaf: leaf",
         ),
     ],
@@ -2272,8 +2272,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "stage 3 gathers in fp32",
             "transforms.zero.zero:Zero.view",
-            "Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype))",
-            "Collectives(ProcessGroups.by(self), ZeroConfig(3), lambda dtype: step.comm_dtype(state, dtype))",
+            "Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype), pool)",
+            "Collectives(ProcessGroups.by(self), ZeroConfig(3), lambda dtype: step.comm_dtype(state, dtype), pool)",
         ),
     ],
     (offload_changes_nothing,): [

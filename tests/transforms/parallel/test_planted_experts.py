@@ -123,9 +123,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "all ranks take rank 0's experts",
-            "transforms.zero.zero:Zero.init",
-            "groups.among(segment.sharers)",
-            "groups",
+            "transforms.zero.zero:_InitialShards.read",
+            "self.groups.among(segment.sharers)",
+            "self.groups",
         ),
         Bug(
             "the whole tree has one rank's experts several times",
