@@ -5,10 +5,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.torch_private import is_transformed
 from functional_ds.base.weighted import Weighted, weight_dtype
 
 __all__ = [
@@ -17,12 +19,15 @@ __all__ = [
     "check_counts",
     "counts",
     "divided",
+    "formula",
     "found_inf",
     "gradients",
     "guarded",
     "means",
     "reals",
+    "root",
     "run_fused",
+    "tensors",
     "widened",
     "widest",
     "zeros",
@@ -117,6 +122,40 @@ def widest(params: Sequence[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (weight_dtype(p.dtype) for p in params), torch.float32)
 
 
+def formula(rule: Callable[..., tuple[Tensor, ...]], lr: float | Tensor) -> Callable[..., tuple[list[Tensor], Any]]:
+    """An optimizer's update in new tensors, which autograd and ``torch.func`` can differentiate and batch.
+
+    Args:
+        rule: ``p, g, lr, *state -> p, *state`` for one tensor, its mean gradient and its entries of the state's lists.
+        lr: the learning rate, which is multiplied by the step's ``rate``.
+    """
+
+    def update(params: list[Tensor], grads: Weighted, state: Any, rate: float | Tensor) -> tuple[list[Tensor], Any]:
+        rows = attrs.astuple(state, recurse=False)  # lists like the params, and empty ones
+        inputs = [*zip(reals(params), means(grads, params), *filter(None, rows), strict=True)]
+        moved = [rule(p, g, lr * rate, *own) for p, g, *own in inputs]
+        kept = [[new.to(old.dtype) for new, old in zip(row, (p, *own), strict=True)] for row, (p, _, *own) in zip(moved, inputs, strict=True)]
+        columns = iter([[*column] for column in zip(*kept, strict=True)])
+        found = next(columns, [])
+        after = type(state)(*(next(columns) if row else [] for row in rows))
+        return [torch.view_as_complex(new) if p.is_complex() else new for new, p in zip(found, params, strict=True)], after
+
+    return update
+
+
+def root(square: Tensor) -> Tensor:
+    """The root of a mean of squares, with slope 0 at 0: where all gradients so far were 0, what it divides is 0, too."""
+    known = square > 0
+    return torch.where(known, torch.where(known, square, 1.0).sqrt(), 0.0)
+
+
+def tensors(**numbers: float | Tensor) -> tuple[str, ...]:
+    """The names of hyperparameters that only ``formula`` can use: tensors, but for a learning rate that needs no gradient."""
+    return tuple(
+        name for name, x in numbers.items() if isinstance(x, Tensor) and (name != "lr" or x.requires_grad or is_transformed(x))
+    )
+
+
 def zeros(params: list[Tensor]) -> list[Tensor]:
     """Zeros shaped like each parameter; for complex parameters, pairs of reals."""
     return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in reals(params)]
@@ -127,10 +166,15 @@ def counts(params: list[Tensor]) -> list[Tensor]:
     return [torch.zeros((), dtype=torch.float32, device=p.device) for p in params]
 
 
-def check(**numbers: float) -> None:
-    """Refuses negative numbers, infinity and NaN."""
+def check(**numbers: float | Tensor) -> None:
+    """Refuses negative numbers, infinity, NaN and tensors that are no scalars. Values within ``torch.func`` cannot be read."""
     for name, value in numbers.items():
-        if not 0 <= value < math.inf:
+        if isinstance(value, Tensor) and value.dim():
+            raise ValueError(
+                f"{name} has shape {list(value.shape)}, and is one number: use torch.func.vmap over a function that makes the "
+                "step, or fds.param_groups"
+            )
+        if not (isinstance(value, Tensor) and is_transformed(value)) and not 0 <= value < math.inf:
             raise ValueError(f"{name}={value} must be finite and not negative")
 
 
@@ -141,9 +185,9 @@ def check_counts(**numbers: int) -> None:
             raise ValueError(f"{name}={number} must be at least 1")
 
 
-def check_betas(betas: tuple[float, float]) -> None:
+def check_betas(betas: tuple[float | Tensor, float | Tensor]) -> None:
     """Refuses decay rates of running means outside [0, 1)."""
-    if not all(0 <= beta < 1 for beta in betas):
+    if not all((isinstance(beta, Tensor) and is_transformed(beta)) or 0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas={betas} must lie in [0, 1)")
 
 

@@ -7,14 +7,16 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .kernels import divided
 
-__all__ = ["Optimizer", "PerParameter", "Rate", "as_optimizer"]
+__all__ = ["Hyper", "Optimizer", "PerParameter", "Rate", "as_optimizer", "out_of_place"]
 
 Rate = float | Tensor
+Hyper = float | Tensor
 
 
 @attrs.frozen
@@ -35,6 +37,9 @@ class Optimizer:
         skips_unused: whether ``update`` itself leaves alone the leaves that ``grads.unused`` names. For an optimizer that does
             not, the library calls it with views of the other leaves. Its state must then consist of lists like that of the
             params and of numbers that stay or count updates.
+        formula: ``update`` in new tensors, for ``fds.differentiable``. An optimizer without one gets copies there, so its
+            ``update`` must consist of operations of torch that have derivatives.
+        tensors: the names of hyperparameters that are tensors, which ``formula`` alone can use.
     """
 
     init: Callable[[list[Tensor]], Any]
@@ -43,6 +48,8 @@ class Optimizer:
     skips: bool = False
     elementwise: bool | None = None
     skips_unused: bool = False
+    formula: Callable[[list[Tensor], Weighted, Any, Rate], tuple[list[Tensor], Any]] | None = None
+    tensors: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return self.name
@@ -55,10 +62,12 @@ class PerParameter:
     Attributes:
         make: from a ``LeafMap`` to the optimizer for tensors in which the leaves lie as it says.
         name: for printing.
+        formula: as ``make``, to an optimizer that updates in new tensors, for ``fds.differentiable``.
     """
 
     make: Callable[[LeafMap], Optimizer]
     name: str = "optimizer"
+    formula: Callable[[LeafMap], Optimizer] | None = None
 
     def __repr__(self) -> str:
         return self.name
@@ -88,3 +97,25 @@ def as_optimizer(rule: Any) -> Optimizer | PerParameter:
         return params, state
 
     return Optimizer(rule.init, update, f"{type(rule).__name__}(...)")
+
+
+def out_of_place(rule: Optimizer | PerParameter) -> Optimizer | PerParameter:
+    """The optimizer that writes into nothing: ``fds.differentiable``'s.
+
+    Raises:
+        ValueError: it looks at whole leaves, and has no formula.
+    """
+    if isinstance(rule, Optimizer):
+        update = rule.update
+
+        def copied(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
+            params, grads, state = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, (params, grads, state))
+            return update(params, grads, state, rate)
+
+        return attrs.evolve(rule, update=rule.formula or copied, skips=False, elementwise=True, tensors=())
+    if rule.formula is None:
+        raise ValueError(
+            f"differentiable: {rule} has no derivative here, as its update writes into params: use fds.sgd, adam, adamw, adagrad, "
+            "lion, fds.param_groups of these, or an fds.Optimizer or an optax-shaped pair made of torch functions"
+        )
+    return PerParameter(rule.formula, rule.name)
