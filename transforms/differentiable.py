@@ -1,14 +1,16 @@
-"""A training step that can be differentiated itself: gradients by hyperparameters, first params and data, through many steps."""
+"""A training step that can be differentiated itself: by hyperparameters, first params and data, through many steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, trainable
-from functional_ds.base.torch_private import below_level, grad_level, leaf_at_level
+from functional_ds.base.torch_private import below_level, grad_level, is_transformed, leaf_at_level
 from functional_ds.base.weighted import Weighted
 from functional_ds.optim.bind import BoundOptimizer
 from functional_ds.optim.optimizer import out_of_place
@@ -24,7 +26,9 @@ from functional_ds.step.view import View, dense, wide_dtype
 
 __all__ = ["differentiable"]
 
-_COMPOSE = frozenset({"init", "loss", "gradients", "reduce", "update", "rate", "params"})  # phases that keep what they are given
+_COMPOSE = frozenset(
+    {"init", "loss", "gradients", "reduce", "update", "rate", "params"}
+)  # phases that keep what they are given
 
 
 def differentiable(step: Step) -> Step:
@@ -34,14 +38,15 @@ def differentiable(step: Step) -> Step:
     d loss(step ∘ ... ∘ step (init(params), batches)) / d (lr, betas, ..., params, batches)
     ```
 
-    torch.autograd, ``torch.func.grad``, ``jvp`` and ``vmap`` take it as any function of tensors: in reverse mode, in forward mode,
-    and batched over hyperparameters and seeds. Nothing is donated. Law: k steps are k steps of ``step``, but for the rounding of
-    the optimizer's formula, which torch's fused kernels evaluate in another order; their derivatives are those of that formula.
+    ``torch.autograd`` and ``torch.func`` take it as any function of tensors: reverse mode, forward mode, and ``vmap`` over
+    hyperparameters and seeds. Nothing is donated. Law: k steps are k steps of ``step``, but for rounding, as the optimizer's
+    formula runs instead of torch's fused kernel; derivatives equal finite differences.
 
-    Gradients flow through clipping, accumulation, schedules, averages of params and transforms of your own that wrap other
-    phases than ``view`` and ``forward``.
+    Gradients flow through ``clip``, ``accumulate``, ``schedule``, ``ema``, and transforms of your own that wrap phases of
+    gradients, updates and rates.
 
-    Cost: reverse mode keeps the graphs of all steps, forward mode one tangent of the state.
+    Cost: reverse mode keeps the graphs of all steps, forward mode one tangent of the state. Attention runs by its formula, which
+    keeps the scores.
 
     Raises:
         ValueError: here, or in ``init`` for transforms that are composed later: a transform divides the step over ranks, casts,
@@ -60,11 +65,20 @@ def differentiable(step: Step) -> Step:
 
     def init(step: Step, params: Any) -> State:
         _refuse(step)
+        _refuse_frozen(params)
         own = tree.map(lambda x: like_marked(values_of(x) if is_deferred(x) else x.clone(), x), params)
         state = State.fresh(own, (), step.options["seed"])
         return tree.replace(state, optimizer=rule.at(lambda: step.leaf_map(state)).init(trainable(own)))
 
-    base = {**step.base, "init": init, "view": lambda step, state, trains, whole: View(state.params, _no_pull), "measure": _measure, "gradients": _gradients, "params": _params}
+    base = {
+        **step.base,
+        "init": init,
+        "view": lambda step, state, trains, whole: View(state.params, _no_pull),
+        "forward": _forward,
+        "measure": _measure,
+        "gradients": _gradients,
+        "params": _params,
+    }
     name = f"differentiable({step.name})"
     return attrs.evolve(step, base={**base, "update": updating(rule)}, name=name, keeps_graph=True)
 
@@ -74,13 +88,28 @@ def _refuse(step: Step) -> None:
         if layer.axes or layer.phases.keys() - _COMPOSE or layer.traits & {Trait.OFFLOADS, Trait.CASTS}:
             raise ValueError(
                 f"differentiable: {layer.name} stores params or runs the loss in its own way, which has no derivative here "
-                f"({step}): compose only transforms of gradients, updates and rates, such as clip, accumulate, schedule and ema; "
-                "for Hessian-vector products under ZeRO see docs/second-order.md"
+                f"({step}): compose transforms of gradients, updates and rates alone, such as clip, accumulate, schedule and "
+                "ema; under ZeRO use Hessian-vector products (docs/second-order.md)"
+            )
+
+
+def _refuse_frozen(params: Any) -> None:
+    for path, leaf in tree.named(params):
+        if isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad and is_transformed(leaf):
+            raise ValueError(
+                f"differentiable: the frozen leaf {path!r} is one that torch.func differentiates by, and frozen leaves have no "
+                "derivative: let the loss take it from the batch or by a closure"
             )
 
 
 def _no_pull(*args: Any, **options: Any) -> Any:
     raise RuntimeError("view: a differentiable step runs its backward passes itself; use step.gradients")
+
+
+def _forward(step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
+    """Attention by its formula: torch's fused kernels have no second derivatives, and none in forward mode."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return function(batch)
 
 
 def _params(step: Step, state: State) -> Any:
@@ -125,9 +154,9 @@ def _gradients(
 
 def _refuse_writes(state: State) -> None:
     held = state.slots.get(BUFFERS)
-    written = sorted(name for names in held.known.written.values() for name in names) if isinstance(held, Buffers) else ()
-    if written:
+    known = [held.known.written, held.known.sets] if isinstance(held, Buffers) else []
+    for name in sorted(name for by_module in known for names in by_module.values() for name in names):
         raise RuntimeError(
-            f"differentiable: a module writes its buffer {written[0]!r} in the forward pass, through which no gradient would flow: "
-            "use apply.module.eval(), or a norm without running statistics"
+            f"differentiable: a module writes {name!r} in its forward pass, through which no gradient would flow: use "
+            "apply.module.eval(), a norm without running statistics, or let the module return the value"
         )

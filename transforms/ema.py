@@ -66,7 +66,9 @@ def ema(decay: float) -> Transform:
         state, metrics = inner(step, state, grads)
         pairs = zip(state.slots["ema"].leaves, tree.leaves(state.params), strict=True)
         towards = Tensor.lerp if step.keeps_graph else Tensor.lerp_  # in the mean's own memory, which the update owns
-        moved = [None if mean is None else towards(mean, leaf.to(mean.dtype), _part(mean, 1 - decay, skip)) for mean, leaf in pairs]
+        moved = [
+            None if mean is None else towards(mean, leaf.to(mean.dtype), _part(mean, 1 - decay, skip)) for mean, leaf in pairs
+        ]
         return state.put(ema=Mean(moved)), metrics
 
     def params(inner: Any, step: Step, state: State) -> Any:

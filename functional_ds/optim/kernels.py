@@ -134,7 +134,10 @@ def formula(rule: Callable[..., tuple[Tensor, ...]], lr: float | Tensor) -> Call
         rows = attrs.astuple(state, recurse=False)  # lists like the params, and empty ones
         inputs = [*zip(reals(params), means(grads, params), *filter(None, rows), strict=True)]
         moved = [rule(p, g, lr * rate, *own) for p, g, *own in inputs]
-        kept = [[new.to(old.dtype) for new, old in zip(row, (p, *own), strict=True)] for row, (p, _, *own) in zip(moved, inputs, strict=True)]
+        kept = [
+            [new.to(old.dtype) for new, old in zip(row, (p, *own), strict=True)]
+            for row, (p, _, *own) in zip(moved, inputs, strict=True)
+        ]
         columns = iter([[*column] for column in zip(*kept, strict=True)])
         found = next(columns, [])
         after = type(state)(*(next(columns) if row else [] for row in rows))

@@ -8,6 +8,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.torch_private import in_torch_func
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 
@@ -90,13 +91,19 @@ def as_optimizer(rule: Any) -> Optimizer | PerParameter:
         raise TypeError(f"optimizer={rule!r} is neither an fds optimizer nor an optax-shaped pair of init and update")
     keep = {"inplace": False} if "inplace" in inspect.signature(rule.update).parameters else {}
 
-    def update(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
+    def changes(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[tuple[Tensor, Tensor]], Any]:
         updates, state = rule.update(divided(grads, params), state, params=params, **keep)
-        for p, change in zip(params, updates, strict=True):
-            p.add_(change * rate)
-        return params, state
+        return [(p, change * rate) for p, change in zip(params, updates, strict=True)], state
 
-    return Optimizer(rule.init, update, f"{type(rule).__name__}(...)")
+    def update(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
+        pairs, state = changes(params, grads, state, rate)
+        return [p.add_(change) for p, change in pairs], state
+
+    def formula(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
+        pairs, state = changes(params, grads, state, rate)
+        return [p + change.to(p.dtype) for p, change in pairs], state
+
+    return Optimizer(rule.init, update, f"{type(rule).__name__}(...)", formula=formula)
 
 
 def out_of_place(rule: Optimizer | PerParameter) -> Optimizer | PerParameter:
@@ -109,13 +116,21 @@ def out_of_place(rule: Optimizer | PerParameter) -> Optimizer | PerParameter:
         update = rule.update
 
         def copied(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
-            params, grads, state = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, (params, grads, state))
-            return update(params, grads, state, rate)
+            own = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, (params, grads, state))
+            try:
+                return update(*own, rate)
+            except RuntimeError as error:
+                if not in_torch_func() or "inplace" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"differentiable: {rule} writes into tensors that are the same for all of torch.func.vmap: let its update "
+                    "return new tensors, or give it one that does, fds.Optimizer(..., formula=)"
+                ) from error
 
         return attrs.evolve(rule, update=rule.formula or copied, skips=False, elementwise=True, tensors=())
     if rule.formula is None:
         raise ValueError(
-            f"differentiable: {rule} has no derivative here, as its update writes into params: use fds.sgd, adam, adamw, adagrad, "
-            "lion, fds.param_groups of these, or an fds.Optimizer or an optax-shaped pair made of torch functions"
+            f"differentiable: {rule} has no derivative here, as its update writes into params: use fds.sgd, adam, adamw, "
+            "adagrad, lion, fds.param_groups of these, or an fds.Optimizer or an optax-shaped pair made of torch functions"
         )
     return PerParameter(rule.formula, rule.name)

@@ -132,8 +132,11 @@ def updating(rule: BoundOptimizer) -> Phase:
         weight = torch.where(weight == 0, math.inf, weight)  # nothing weighed: no gradient, not 0 / 0
         grads = tree.replace(grads, weight=weight, skip=state.skip, unused=unused_leaves(step, state))
         rate = step.rate(state)
-        if isinstance(rate, Tensor) and rate.requires_grad and not step.keeps_graph:
-            raise UpdateError(f"rate: the schedule's factor requires grad, which this step loses ({step}): use fds.differentiable(step)")
+        if not step.keeps_graph and any(isinstance(x, Tensor) and x.requires_grad for x in (rate, weight, *grads.sum)):
+            raise UpdateError(
+                "update: its learning rate or its gradients require grad, as a schedule or a transform made them of such tensors, "
+                f"and this step keeps no graph ({step}): use fds.differentiable(step)"
+            )
         try:
             moved, optimizer_state = rule.update(
                 trainable(state.params), grads, state.optimizer, rate=rate, leaf_map=lambda: step.leaf_map(state)
