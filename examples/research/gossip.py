@@ -1,4 +1,4 @@
-"""Gossip over a topology: how fast workers agree that only average with neighbours.
+"""Gossip over a topology: how fast workers agree that average with few others only.
 
 Each worker trains on its own rows, and averages its params with few others after each update (Lian et al. 2017,
 arXiv:1705.09056). The distance of the workers from their mean depends on who meets whom: neighbours on a ring, one peer at a
@@ -43,7 +43,7 @@ def complete(leaves: list[Tensor], count: int) -> list[Tensor]:
 
 
 def alone(leaves: list[Tensor], count: int) -> list[Tensor]:
-    """Nobody meets."""
+    """No averaging."""
     return leaves
 
 

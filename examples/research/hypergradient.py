@@ -15,11 +15,11 @@ import functional_ds as fds
 from functional_ds import transforms as T
 
 
-def after(rates: Tensor, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def after(rates: Tensor, start: dict[str, Tensor]) -> Tensor:
     """The validation loss after a step at each of the rates."""
     step = fds.compose(T.clip(1.0), T.schedule(lambda count: rates[count]))(fds.train_step(loss_fn, fds.adam(1.0, eps=1e-4)))
     step = fds.differentiable(step)
-    state = step.init({path: leaf.to(dtype) for path, leaf in first(seed, width=24).items()})
+    state = step.init(start)
     for index in range(len(rates)):
         state, _ = step(state, rows(index))
     return step.evaluate(state, rows(0, split="validation", count=128))
@@ -28,10 +28,11 @@ def after(rates: Tensor, *, seed: int = 0, dtype: torch.dtype = torch.float32) -
 def law() -> None:
     """Derivatives are finite differences, in both modes; a batch is a loop."""
     rates = torch.tensor([1e-3, 3e-3, 1e-2], dtype=torch.float64)
+    start = {path: leaf.double() for path, leaf in first(width=24).items()}
     along = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
 
     def run(rates: Tensor) -> Tensor:
-        return after(rates, dtype=torch.float64)
+        return after(rates, start)
 
     wanted = (run(rates + 1e-6 * along) - run(rates - 1e-6 * along)) / 2e-6
     torch.testing.assert_close(torch.func.grad(run)(rates) @ along, wanted, rtol=1e-5, atol=1e-7)
@@ -43,7 +44,8 @@ def law() -> None:
 def main(steps: int = 8, updates: int = 12) -> str:
     """The schedule and the loss as the rates are learned."""
     logs, lines = torch.full((steps,), 1e-3).log(), []
-    descent = torch.func.grad_and_value(lambda logs: after(logs.exp()))
+    start = first(width=24)
+    descent = torch.func.grad_and_value(lambda logs: after(logs.exp(), start))
     for update in range(updates + 1):
         slope, loss = descent(logs)
         if update % max(1, updates // 4) == 0:

@@ -1,4 +1,4 @@
-"""The gradient noise scale chooses the batch: how many rows are worth their cost as training goes on.
+"""Gradient noise scale: how many rows a batch is worth as training goes on, and a batch that follows it.
 
 The trace of the gradients' covariance over the squared gradient says which batch size is critical (McCandlish et al. 2018,
 arXiv:1812.06162). Both come from two norms: a micro-batch's and the batch's. It rises as the loss falls, and the batch with it.

@@ -1,4 +1,4 @@
-"""The Hessian's spectrum during training, by Lanczos iteration under ZeRO-3.
+"""Hessian spectrum: the extreme eigenvalues during training, by Lanczos iteration under ZeRO-3.
 
 Lanczos needs products with the Hessian alone (Ghorbani et al. 2019, arXiv:1901.10159): the eigenvalues of a small tridiagonal
 matrix approach the largest and the smallest of the Hessian's. Here the params and gradients are in shards.

@@ -1,4 +1,4 @@
-"""Swing all-reduce beside the ring: messages, bytes and what the busiest link of a ring of ranks carries.
+"""Swing all-reduce: messages, bytes and the busiest link, compared with the ring and halving-doubling.
 
 In round i of swing each rank exchanges with a peer 1, 1, 3, 5, 11, ... ranks away, alternately to the left and to the right
 (De Sensi et al. 2024, arXiv:2401.09356). It needs log2 n rounds as halving-doubling does, whose peers are 1, 2, 4, 8, ... away:
