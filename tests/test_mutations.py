@@ -26,10 +26,10 @@ from functional_ds.base.prng import Key
 from functional_ds.comm.backends.nccl import _raw
 from functional_ds.comm.worlds.communicator_key import CommunicatorKey
 from functional_ds.fitting import RollBack
-from functional_ds.optim.matrix_owners import MatrixOwners
 from functional_ds.pipelining import one_f_one_b
 from functional_ds.sharding.layout import Layout, shard, unshard
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.matrix_owners import MatrixOwners
 from functional_ds.transforms.precision.stochastic_rounding import round_stochastically
 from functional_ds.transforms.zero.collectives import Collectives
 from functional_ds.transforms.zero.config import ZeroConfig
@@ -1965,7 +1965,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
         Bug(
             "pieces are put together at the start",
-            "optim.matrix_owners:MatrixOwners.gather",
+            "sharding.matrix_owners:MatrixOwners.gather",
             "found[shard.leaf][shard.offset:shard.offset + shard.numel] = part",
             "found[shard.leaf][:shard.numel] = part",
         ),
@@ -1983,7 +1983,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (owners_give_pieces_back,): [
         Bug(
             "pieces come back in the owners' order",
-            "optim.matrix_owners:MatrixOwners.scatter",
+            "sharding.matrix_owners:MatrixOwners.scatter",
             "sorted(found, key=lambda pair: pair[0])",
             "found",
         ),

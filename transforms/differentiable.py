@@ -13,7 +13,7 @@ from functional_ds.base.marks import is_trainable, like_marked, trainable
 from functional_ds.base.torch_private import below_level, grad_level, is_transformed, leaf_at_level
 from functional_ds.base.weighted import Weighted
 from functional_ds.optim.bind import BoundOptimizer
-from functional_ds.optim.optimizer import out_of_place
+from functional_ds.optim.formula import out_of_place
 from functional_ds.sharding.sources import is_deferred, values_of
 from functional_ds.step.graph_checks import check_graph
 from functional_ds.step.pass_scope import Pass, with_buffers
@@ -45,8 +45,8 @@ def differentiable(step: Step) -> Step:
     Gradients flow through ``clip``, ``accumulate``, ``schedule``, ``ema``, and transforms of your own that wrap phases of
     gradients, updates and rates.
 
-    Cost: reverse mode keeps the graphs of all steps, forward mode one tangent of the state. Attention runs by its formula, which
-    keeps the scores.
+    Cost: reverse mode keeps the graphs of all steps, forward mode one tangent of the state. Attention runs by its formula,
+    which keeps the scores.
 
     Raises:
         ValueError: here, or in ``init`` for transforms that are composed later: a transform divides the step over ranks, casts,

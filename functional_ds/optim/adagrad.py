@@ -8,7 +8,8 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-from .kernels import check, counts, formula, root, run_fused, tensors, zeros
+from .formula import formula, root, tensors
+from .kernels import check, counts, run_fused, zeros
 from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 

@@ -9,7 +9,8 @@ from torch.optim.adam import adam as torch_adam
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-from .kernels import check, check_betas, counts, formula, found_inf, root, run_fused, tensors, zeros
+from .formula import formula, root, tensors
+from .kernels import check, check_betas, counts, found_inf, run_fused, zeros
 from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -19,15 +18,12 @@ __all__ = [
     "check_counts",
     "counts",
     "divided",
-    "formula",
     "found_inf",
     "gradients",
     "guarded",
     "means",
     "reals",
-    "root",
     "run_fused",
-    "tensors",
     "widened",
     "widest",
     "zeros",
@@ -120,43 +116,6 @@ def _half_on_cpu(tensor: Tensor) -> bool:
 def widest(params: Sequence[Tensor]) -> torch.dtype:
     """The dtype of numbers that all params are moved by: fp64 where one of them is, else fp32."""
     return functools.reduce(torch.promote_types, (weight_dtype(p.dtype) for p in params), torch.float32)
-
-
-def formula(rule: Callable[..., tuple[Tensor, ...]], lr: float | Tensor) -> Callable[..., tuple[list[Tensor], Any]]:
-    """An optimizer's update in new tensors, which autograd and ``torch.func`` can differentiate and batch.
-
-    Args:
-        rule: ``p, g, lr, *state -> p, *state`` for one tensor, its mean gradient and its entries of the state's lists.
-        lr: the learning rate, which is multiplied by the step's ``rate``.
-    """
-
-    def update(params: list[Tensor], grads: Weighted, state: Any, rate: float | Tensor) -> tuple[list[Tensor], Any]:
-        rows = attrs.astuple(state, recurse=False)  # lists like the params, and empty ones
-        inputs = [*zip(reals(params), means(grads, params), *filter(None, rows), strict=True)]
-        moved = [rule(p, g, lr * rate, *own) for p, g, *own in inputs]
-        kept = [
-            [new.to(old.dtype) for new, old in zip(row, (p, *own), strict=True)]
-            for row, (p, _, *own) in zip(moved, inputs, strict=True)
-        ]
-        columns = iter([[*column] for column in zip(*kept, strict=True)])
-        found = next(columns, [])
-        after = type(state)(*(next(columns) if row else [] for row in rows))
-        return [torch.view_as_complex(new) if p.is_complex() else new for new, p in zip(found, params, strict=True)], after
-
-    return update
-
-
-def root(square: Tensor) -> Tensor:
-    """The root of a mean of squares, with slope 0 at 0: where all gradients so far were 0, what it divides is 0, too."""
-    known = square > 0
-    return torch.where(known, torch.where(known, square, 1.0).sqrt(), 0.0)
-
-
-def tensors(**numbers: float | Tensor) -> tuple[str, ...]:
-    """The names of hyperparameters that only ``formula`` can use: tensors, but for a learning rate that needs no gradient."""
-    return tuple(
-        name for name, x in numbers.items() if isinstance(x, Tensor) and (name != "lr" or x.requires_grad or is_transformed(x))
-    )
 
 
 def zeros(params: list[Tensor]) -> list[Tensor]:

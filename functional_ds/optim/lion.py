@@ -5,7 +5,8 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-from .kernels import check, check_betas, formula, means, reals, tensors, zeros
+from .formula import formula, tensors
+from .kernels import check, check_betas, means, reals, zeros
 from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 

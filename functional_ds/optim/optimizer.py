@@ -7,14 +7,12 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from functional_ds.base import tree
-from functional_ds.base.torch_private import in_torch_func
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .kernels import divided
 
-__all__ = ["Hyper", "Optimizer", "PerParameter", "Rate", "as_optimizer", "out_of_place"]
+__all__ = ["Hyper", "Optimizer", "PerParameter", "Rate", "as_optimizer"]
 
 Rate = float | Tensor
 Hyper = float | Tensor
@@ -104,33 +102,3 @@ def as_optimizer(rule: Any) -> Optimizer | PerParameter:
         return [p + change.to(p.dtype) for p, change in pairs], state
 
     return Optimizer(rule.init, update, f"{type(rule).__name__}(...)", formula=formula)
-
-
-def out_of_place(rule: Optimizer | PerParameter) -> Optimizer | PerParameter:
-    """The optimizer that writes into nothing: ``fds.differentiable``'s.
-
-    Raises:
-        ValueError: it looks at whole leaves, and has no formula.
-    """
-    if isinstance(rule, Optimizer):
-        update = rule.update
-
-        def copied(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
-            own = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, (params, grads, state))
-            try:
-                return update(*own, rate)
-            except RuntimeError as error:
-                if not in_torch_func() or "inplace" not in str(error):
-                    raise
-                raise RuntimeError(
-                    f"differentiable: {rule} writes into tensors that are the same for all of torch.func.vmap: let its update "
-                    "return new tensors, or give it one that does, fds.Optimizer(..., formula=)"
-                ) from error
-
-        return attrs.evolve(rule, update=rule.formula or copied, skips=False, elementwise=True, tensors=())
-    if rule.formula is None:
-        raise ValueError(
-            f"differentiable: {rule} has no derivative here, as its update writes into params: use fds.sgd, adam, adamw, "
-            "adagrad, lion, fds.param_groups of these, or an fds.Optimizer or an optax-shaped pair made of torch functions"
-        )
-    return PerParameter(rule.formula, rule.name)

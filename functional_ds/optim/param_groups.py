@@ -12,7 +12,8 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap, TensorRange, match_leaves
 
 from .bind import BoundOptimizer
-from .optimizer import Hyper, Optimizer, PerParameter, Rate, as_optimizer, out_of_place
+from .formula import out_of_place
+from .optimizer import Hyper, Optimizer, PerParameter, Rate, as_optimizer
 
 __all__ = ["GroupStates", "PathFilter", "by_decay", "grouped", "param_groups", "shown_filter"]
 

@@ -8,7 +8,8 @@ from torch.optim.sgd import sgd as torch_sgd
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-from .kernels import check, formula, run_fused, tensors, widened, zeros
+from .formula import formula, tensors
+from .kernels import check, run_fused, widened, zeros
 from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 

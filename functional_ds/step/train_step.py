@@ -134,8 +134,8 @@ def updating(rule: BoundOptimizer) -> Phase:
         rate = step.rate(state)
         if not step.keeps_graph and any(isinstance(x, Tensor) and x.requires_grad for x in (rate, weight, *grads.sum)):
             raise UpdateError(
-                "update: its learning rate or its gradients require grad, as a schedule or a transform made them of such tensors, "
-                f"and this step keeps no graph ({step}): use fds.differentiable(step)"
+                "update: its learning rate or its gradients require grad, as those of a schedule or a limit do that is such a "
+                f"tensor, and this step keeps no graph ({step}): use fds.differentiable(step)"
             )
         try:
             moved, optimizer_state = rule.update(

@@ -388,7 +388,7 @@ BUGS: list[tuple[Bug, Callable[[], None]]] = [
     (
         Bug(
             "a root has no slope",
-            "optim.kernels:root",
+            "optim.formula:root",
             "torch.where(known, torch.where(known, square, 1.0).sqrt(), 0.0)",
             "square.sqrt()",
             GradcheckError,
