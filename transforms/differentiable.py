@@ -17,6 +17,7 @@ from functional_ds.optim.formula import out_of_place
 from functional_ds.sharding.sources import is_deferred, values_of
 from functional_ds.step.graph_checks import check_graph
 from functional_ds.step.pass_scope import Pass, with_buffers
+from functional_ds.step.phase_signatures import Phase
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.buffers import BUFFERS, Buffers, BufferScope
 from functional_ds.step.state.state import State, with_unused
@@ -70,7 +71,7 @@ def differentiable(step: Step) -> Step:
         state = State.fresh(own, (), step.options["seed"])
         return tree.replace(state, optimizer=rule.at(lambda: step.leaf_map(state)).init(trainable(own)))
 
-    base = {
+    base: dict[str, Phase] = {
         **step.base,
         "init": init,
         "view": lambda step, state, trains, whole: View(state.params, _no_pull),

@@ -63,7 +63,9 @@ def adagrad(
     def update(params: list[Tensor], grads: Weighted, state: AdagradState, rate: Rate) -> tuple[list[Tensor], AdagradState]:
         if params and params[0].is_meta:  # no values, and no kernel of torch's
             return params, state
-        kernel = functools.partial(torch_adagrad, fused=True, weight_decay=weight_decay, lr_decay=0.0, eps=eps, maximize=False)
+        kernel = functools.partial(
+            torch_adagrad, fused=True, weight_decay=float(weight_decay), lr_decay=0.0, eps=float(eps), maximize=False
+        )
         run_fused(kernel, params, grads, state.sums, state.steps, lr=lr * rate)
         return params, state
 

@@ -124,8 +124,8 @@ def adam_optimizer(
             amsgrad=False,
             beta1=betas[0],
             beta2=betas[1],
-            weight_decay=weight_decay,
-            eps=eps,
+            weight_decay=float(weight_decay),
+            eps=float(eps),
             maximize=False,
             **more,
         )

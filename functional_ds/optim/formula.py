@@ -64,7 +64,7 @@ def out_of_place(rule: Optimizer | PerParameter) -> Optimizer | PerParameter:
         update = rule.update
 
         def copied(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
-            own = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, (params, grads, state))
+            own: Any = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, (params, grads, state))
             try:
                 return update(*own, rate)
             except RuntimeError as error:

@@ -61,7 +61,7 @@ def lion(
     def update(params: list[Tensor], grads: Weighted, state: LionState, rate: Rate) -> tuple[list[Tensor], LionState]:
         for p, grad, mean in zip(reals(params), means(grads, params), state.exp_avg, strict=True):
             sign = mean.lerp(grad, 1 - betas[0]).sign_()
-            p.sub_(sign.add_(p, alpha=weight_decay).mul_(lr * rate))
+            p.sub_(sign.add_(p, alpha=float(weight_decay)).mul_(lr * rate))
             mean.lerp_(grad, 1 - betas[1])
         return params, state
 

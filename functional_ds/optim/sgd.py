@@ -59,8 +59,8 @@ def sgd(
         kernel = functools.partial(
             torch_sgd,
             fused=True,
-            weight_decay=weight_decay,
-            momentum=momentum,
+            weight_decay=float(weight_decay),
+            momentum=float(momentum),
             dampening=0.0,
             nesterov=nesterov,
             maximize=False,
