@@ -64,9 +64,10 @@ def out_of_place(rule: Optimizer | PerParameter) -> Optimizer | PerParameter:
         update = rule.update
 
         def copied(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
-            own: Any = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, (params, grads, state))
+            copies = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, (params, grads, state))
+            params, grads, state = copies
             try:
-                return update(*own, rate)
+                return update(params, grads, state, rate)
             except RuntimeError as error:
                 if not in_torch_func() or "inplace" not in str(error):
                     raise

@@ -113,7 +113,7 @@ REFUSALS = [
         program=halves,
     ),
     Refusal(
-        what="`torch.func.vmap` over steps of an optimizer of yours that writes into what it gets",
+        what="`torch.func.vmap` over steps of your own optimizer that writes into what it gets",
         error=RuntimeError,
         says=r"differentiable: in_place writes into tensors that are the same for all of torch\.func\.vmap",
         advises="let its update return new tensors",
