@@ -368,8 +368,8 @@ class Step(Phases):
         """What this step looks for, in one line each: by call of the step, and by phase and transform.
 
         >>> import functional_ds as fds
-        >>> fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)).guards()["params"]
-        ["Refuses what is no state, and a state whose slots are not those of the step's transforms."]
+        >>> fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)).guards()["norm"]
+        ['Refuses a norm of gradients that are not reduced yet.']
         """
         found = {call: [_summary(guard) for guard in guards] for call, guards in GUARDS.items()}
         for layer in self.layers:
