@@ -128,6 +128,7 @@ def _gradients(
     step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
 ) -> tuple[State, Weighted, dict[str, Weighted]]:
     """Autograd through the loss; the gradients have graphs, unless gradients are switched off."""
+    _refuse(step)
     scope, again = BufferScope(state.slots.get(BUFFERS)), torch.is_grad_enabled()
     with grad_level() as level, Pass(buffers=scope) as pass_:
 

@@ -23,7 +23,6 @@ def loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     return importlib.import_module(request.param)
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("loaded", NAMES, indirect=True)
 def test_a_law_holds_and_a_table_is_printed(loaded: ModuleType) -> None:
     loaded.law()
