@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import tomllib
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,24 @@ def test_keys_that_the_engine_reads_have_a_meaning() -> None:
     read = {key for source in sources for key in re.findall(r'\bvalue\("([\w.]+)"\)', source)}
     assert {"steps_per_print", "flops_profiler.output_file"} <= read
     assert [key for key in sorted(read) if fates.get(key) is Fate.IGNORED] == []
+
+
+def test_words_to_avoid_are_noticed(tmp_path: Path) -> None:
+    """In sentences and docstrings, and not in code; pages for contributors may number laws."""
+    loader = SourceFileLoader("words", str(TOP / ".ci/words"))
+    spec = importlib.util.spec_from_loader("words", loader)
+    assert spec is not None
+    words = importlib.util.module_from_spec(spec)
+    loader.exec_module(words)
+    words.TOP = tmp_path
+    for name in ("docs/page.md", "docs/laws.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("Nobody waits (law 3).\n```python\nnobody\n```\n`whatever`\n", encoding="utf-8")
+    (tmp_path / "a.py").write_text('def f():\n    """Waits for ever."""\n    return "nobody"\n', encoding="utf-8")
+    found = {
+        name: [line.split("'")[1] for line in words.found(tmp_path / name)] for name in ("docs/page.md", "docs/laws.md", "a.py")
+    }
+    assert found == {"docs/page.md": ["Nobody", "law 3"], "docs/laws.md": ["Nobody"], "a.py": ["for ever"]}
 
 
 def test_what_ran_on_gpus_is_said() -> None:
