@@ -145,9 +145,12 @@ def test_what_ran_on_gpus_is_said() -> None:
 
 
 def test_the_readme_installs_what_type_checkers_see() -> None:
-    """A plain editable install hides the package from type checkers (docs/typing.md)."""
+    """A plain editable install hides the package from type checkers (docs/typing.md); all extras are listed."""
     assert "pip install ." in README.read_text(encoding="utf-8")
     assert "pip install -e" not in README.read_text(encoding="utf-8")
+    extras = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    listed = README.read_text(encoding="utf-8").partition("Extras: ")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == extras.keys()
 
 
 @pytest.mark.parametrize("stage", [None, 1, 3])
