@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from functional_ds.deepspeed.api_names import ENGINE, PIPELINE_ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.deepspeed.engine.common.config_scheduler import ConfigScheduler
 from functional_ds.deepspeed.engine.common.engine_counts import CountedEngine, EngineCounts
 from functional_ds.deepspeed.engine.common.engine_files import EngineFiles
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
@@ -318,7 +319,7 @@ def pipeline_engine(
     whole.update(gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=plan.batch.rows)
     counts = EngineCounts(plan.batch.gradient_accumulation_steps)
     given = GivenOptimizer(counts) if make is None else make(plan, counts)
-    if given.counts.scheduler is not None:
+    if given.counts.scheduler is not None and type(given.counts.scheduler) is not ConfigScheduler:
         whole.pop("scheduler", None)
     plain = from_ds_config(whole, parts.data.size, group=parts.data, lr=lr, warn=True)
     rule = given.rule or plain.optimizer
