@@ -8,21 +8,12 @@ import torch
 
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.deepspeed.config.ds_transforms import sums_bf16_in_fp32
-from functional_ds.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from functional_ds.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from functional_ds.deepspeed.ops.lamb import FusedLamb
-from functional_ds.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from functional_ds.deepspeed.ops import adagrad, adam, lamb, lion
 
+from . import optimizer_kinds as kinds
 from .common.engine_counts import EngineCounts
 from .common.optimizer_groups import LiveGroup
 from .loop.engine_loop import EngineLoop
-from .optimizer_kinds import (
-    BF16_Optimizer,
-    DeepSpeedZeroOptimizer,
-    DeepSpeedZeroOptimizer_Stage3,
-    FP16_Optimizer,
-    FP16_UnfusedOptimizer,
-)
 
 __all__ = ["EngineOptimizer"]
 
@@ -36,21 +27,21 @@ def _wrapper_of(plan: ConfigPlan, basic: type | None) -> type | None:
     """
     stage = plan.value("zero_optimization.stage")
     if sums_bf16_in_fp32(plan.value):
-        return BF16_Optimizer
+        return kinds.BF16_Optimizer
     if stage:
-        return DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer
-    if plan.value("bf16.enabled") or plan.value("fp16.enabled"):
-        return FP16_Optimizer if basic is not None and issubclass(basic, FusedAdam) else FP16_UnfusedOptimizer
-    return None
+        return kinds.DeepSpeedZeroOptimizer_Stage3 if stage == 3 else kinds.DeepSpeedZeroOptimizer
+    if not (plan.value("bf16.enabled") or plan.value("fp16.enabled")):
+        return None
+    return kinds.FP16_Optimizer if basic is not None and issubclass(basic, adam.FusedAdam) else kinds.FP16_UnfusedOptimizer
 
 
 _KINDS: Mapping[str, tuple[type, type]] = MappingProxyType(
     {
-        "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
-        "adam": (FusedAdam, DeepSpeedCPUAdam),
-        "adamw": (FusedAdam, DeepSpeedCPUAdam),
-        "lamb": (FusedLamb, FusedLamb),
-        "lion": (FusedLion, DeepSpeedCPULion),
+        "adagrad": (torch.optim.Adagrad, adagrad.DeepSpeedCPUAdagrad),
+        "adam": (adam.FusedAdam, adam.DeepSpeedCPUAdam),
+        "adamw": (adam.FusedAdam, adam.DeepSpeedCPUAdam),
+        "lamb": (lamb.FusedLamb, lamb.FusedLamb),
+        "lion": (lion.FusedLion, lion.DeepSpeedCPULion),
         "sgd": (torch.optim.SGD, torch.optim.SGD),
     }
 )  # where states are on the device, and where they are offloaded

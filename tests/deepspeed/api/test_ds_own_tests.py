@@ -95,6 +95,42 @@ def test_one_cycles_momentum_before_the_first_step() -> None:
     assert found == [[(0.9, 0.99)], [pytest.approx((0.85, 0.99))], [pytest.approx((0.8, 0.99))]]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_zero_grad_of_the_optimizer(stage: int) -> None:
+    engine = engine_of(Product(), zero_optimization={"stage": stage}, gradient_accumulation_steps=2)
+    for zeroes in (True, False):
+        engine.backward(engine(torch.ones(1)))
+        assert engine.optimizer is not None
+        if zeroes:
+            engine.optimizer.zero_grad()
+        engine.step()
+    norm = engine.get_global_grad_norm()
+    assert norm is not None
+    assert norm == pytest.approx(1.0 if stage == 1 else 0.5)
+
+
+def test_a_pipelines_scheduler_is_the_configs(tmp_path: Path) -> None:
+    def on_rank() -> tuple[list[float], list[float], list[float], int]:
+        def made() -> Any:
+            torch.manual_seed(0)
+            model = ds.PipelineModule([nn.Linear(2, 2), nn.Linear(2, 1)], num_stages=2, loss_fn=nn.functional.mse_loss)
+            schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_max_lr": 0.1}}
+            return engine_of(model, scheduler=schedule)
+
+        engine = made()
+        rates = []
+        for _ in range(4):
+            rates += engine.get_lr()
+            engine.train_batch(iter([(torch.ones(1, 2), torch.zeros(1, 1))]))
+        assert isinstance(engine.lr_scheduler, ds.runtime.lr_schedules.WarmupLR)
+        engine.save_checkpoint(tmp_path)
+        other = made()
+        other.load_checkpoint(tmp_path)
+        return rates, engine.lr_scheduler.get_lr(), other.get_lr(), other.lr_scheduler.last_batch_iteration
+
+    assert comm.simulate(on_rank, world_size=2) == [([0.0, 0.0, 0.025, 0.05], *[[pytest.approx(0.075)]] * 2, 3)] * 2
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +166,19 @@ def test_whole_params_of_a_checkpoint_have_both_names_of_a_tied_one(stage: int, 
     found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     tied().load_state_dict(found, strict=True)
     assert torch.equal(found["0.weight"], found["1.weight"])
+
+
+def test_a_module_of_stage_3_goes_on_in_another_engine() -> None:
+    def on_rank() -> list[float]:
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, 3.0)
+        for _ in range(2):
+            engine = engine_of(model, zero_optimization={"stage": 3})
+        with ds.zero.GatheredParameters(model.weight):
+            assert engine(torch.ones(1, 2)).shape == (1, 1)
+            return model.weight.flatten().tolist()
+
+    assert comm.simulate(on_rank, world_size=2) == [[3.0, 3.0]] * 2
 
 
 # -- zero.Init -----------------------------------------------------------------------------------------------------------
