@@ -48,7 +48,7 @@ def _listed(held: Mapping[str, int]) -> str:
 
 def table() -> str:
     """A row for each file, and their sum."""
-    rows = ["| tests/unit | tried | equal | different | refused by name |", "|---|---|---|---|---|"]
+    rows = ["| tests/unit | tried | equal | different | raises an error |", "|---|---|---|---|---|"]
     rows += [f"| {r.file} | {r.tried} | {r.equal} | {_listed(r.differs)} | {_listed(r.refused)} |" for r in ROWS]
     differ, refused = (sum(sum(getattr(row, name).values()) for row in ROWS) for name in ("differs", "refused"))
     rows.append(f"| all | {sum(r.tried for r in ROWS)} | {sum(r.equal for r in ROWS)} | {differ} | {refused} |")
