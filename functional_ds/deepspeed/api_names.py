@@ -107,7 +107,7 @@ def why_missing(path: str) -> str:
     """Why a name of DeepSpeed's is not here, or the nearest one that is.
 
     >>> why_missing("ops.transformer.DeepSpeedTransformerLayer")
-    "DeepSpeed's kernels are not here; torch's are used"
+    "DeepSpeed's kernels are not included; torch's are used"
     >>> why_missing("ops.adam.FusedAdm")
     'did you mean FusedAdam?'
     """
