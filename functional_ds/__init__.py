@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from functional_ds.step.step import Step, Transform
     from functional_ds.step.train_step import train_step
     from functional_ds.step.view import View
+    from functional_ds.transforms.differentiable import differentiable
 
     from . import (
         checkpointing,
@@ -109,6 +110,7 @@ __all__ = [
     "compose",
     "deepspeed",
     "deferred",
+    "differentiable",
     "export",
     "fit",
     "fitting",
