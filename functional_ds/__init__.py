@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from functional_ds.optim.lion import lion
     from functional_ds.optim.muon import muon
     from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
-    from functional_ds.optim.optimizer import Optimizer, PerParameter
+    from functional_ds.optim.optimizer import Optimizer, PerParameter, per_leaf
     from functional_ds.optim.param_groups import param_groups
     from functional_ds.optim.per_matrix import per_matrix
     from functional_ds.optim.sgd import sgd
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from functional_ds.sharding.leaf_map import LeafMap
     from functional_ds.sharding.sources import from_source
     from functional_ds.step.compose import compose, wrap
+    from functional_ds.step.hessian import hvp
     from functional_ds.step.open_pass import Gradients, OpenPass
     from functional_ds.step.phases import innermost, outermost
     from functional_ds.step.state.state import DonatedStateError, State, UpdateError
@@ -116,6 +117,7 @@ __all__ = [
     "from_ds_config",
     "from_source",
     "functional",
+    "hvp",
     "innermost",
     "interchange",
     "jit",
@@ -131,6 +133,7 @@ __all__ = [
     "one_bit_adam",
     "outermost",
     "param_groups",
+    "per_leaf",
     "per_matrix",
     "pipelining",
     "profile",

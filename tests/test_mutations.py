@@ -1560,7 +1560,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("a tied weight becomes two", "modules.functional:_places", "id(parameter)", "(id(parameter), path)"),
     ],
     (one_device_accumulates, 2): [
-        Bug("earlier gradients are dropped", "step.plain_view:_added", "total.add_(grad)", "grad"),
+        Bug("earlier gradients are dropped", "step.view:_added", "total.add_(grad)", "grad"),
         Bug(
             "the last micro-batch is left out",
             "transforms.accumulate:accumulate.gradients",
@@ -1778,7 +1778,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (test_nested_autograd.test_functions_whose_backward_runs_autograd, test_nested_autograd.Recomputing, None, 1): [
         Bug(
-            "what functions leave in .grad is lost", "step.plain_view:stored_view.pull.wait", "sum_of(leaf.grad, grad)", "grad"
+            "what functions leave in .grad is lost", "step.view:stored_view.pull.wait", "sum_of(leaf.grad, grad)", "grad"
         ),
     ],
     (test_nested_autograd.test_nested_gradients_of_one_rank,): [

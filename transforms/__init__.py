@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale
     from functional_ds.transforms.precision.mixed_precision import mixed_precision
     from functional_ds.transforms.precision.policy import Policy
+    from functional_ds.transforms.zero.combine import Combine
     from functional_ds.transforms.zero.zero import Zero, zero
 
     from . import offloading
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .compiled import compiled
     from .compressed_gradients import compressed_gradients
     from .ema import averaged, ema
+    from .every import every
     from .local_gradients import local_gradients
     from .offload import offload
     from .offloading import OffloadError
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from .schedule import one_cycle, range_test, schedule, warmup, warmup_cosine, warmup_decay
 
 __all__ = [
+    "Combine",
     "DynamicScale",
     "Experts",
     "LossScale",
@@ -44,6 +47,7 @@ __all__ = [
     "compiled",
     "compressed_gradients",
     "ema",
+    "every",
     "experts",
     "local_gradients",
     "mixed_precision",

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.record.call_recorder import UnitGathering, current_recorder
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.segment import Segment
-from functional_ds.sharding.sources import is_deferred
+from functional_ds.sharding.sources import is_deferred, values_of
 from functional_ds.step.compose import wrap
 from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.phase_signatures import Metrics
@@ -25,6 +26,7 @@ from functional_ds.step.step import Step
 from functional_ds.step.view import View
 
 from .collectives import Collectives
+from .combine import Combine
 from .config import ZeroConfig
 from .cost_report import report_costs
 from .gather import Gatherer, GatherOnce
@@ -78,7 +80,8 @@ class Zero(ZeroConfig):
         hpz: whether stage 3 keeps what the forward pass gathered between blocks until the end of the backward, which then
             gathers inside blocks alone: ZeRO++'s hpZ. It costs 1/intra_node of the params.
         aggregate: how stages 1 to 3 sum gradients: "reduce_scatter"; "all_reduce", of which each rank keeps its shard; or
-            "owner": every unit belongs to one rank, which its gradients are reduced to and which broadcasts it.
+            "owner": every unit belongs to one rank, which its gradients are reduced to and which broadcasts it. Or, in any
+            stage, ``T.Combine(reduce)``: a function that combines gradients of whole leaves once a step.
         gradient_predivide_factor: gradients are divided by this before they are summed, so that a sum in fp16 stays in range.
             The weight is divided, too, so the mean does not change.
         all_gather: carries params to the loss in stages 1 to 3; compressed by ``comm.codecs.Blocks(8)`` it is ZeRO++'s qwZ. The
@@ -115,7 +118,7 @@ class Zero(ZeroConfig):
         published = stage in (1, 2) or bool(self.persistence_threshold)
         sharded: dict[str, Any] = {"scatter": self.scatter, "update": self.update, "publish": self.publish} if published else {}
         divided: dict[str, Any] = {"reduce": self.reduce} if self.gradient_predivide_factor != 1 else {}
-        return wrap(
+        step = wrap(
             str(self),
             slot="zero",
             traits=self._traits(),
@@ -128,10 +131,53 @@ class Zero(ZeroConfig):
             **sharded,
             **divided,
         )(step)
+        return step if self.combine is None else self._combining(self.combine, step)
+
+    @property
+    def combine(self) -> Combine | None:
+        """The function that combines gradients of whole leaves, if there is one."""
+        return self.aggregate if isinstance(self.aggregate, Combine) else None
+
+    def _combining(self, combine: Combine, step: Step) -> Step:
+        """The step whose gradients, until then whole and each rank's own, are combined by leaves and cut into shards."""
+
+        def init(inner: Any, step: Step, params: Any) -> State:
+            state, groups = inner(step, params), ProcessGroups.by(self)
+            if state.slots["zero"].layout.has_sharers:
+                raise ValueError(f"{self}: some leaves are other experts on other ranks, and {combine} gets whole leaves")
+            wanted = [] if combine.init is None else trainable(params)
+            leaves = [groups.broadcast(values_of(leaf).detach()) for leaf in wanted]
+            return state.put(combine=combine.fresh(leaves, groups.group))  # type: ignore[no-any-return]
+
+        def reduce(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
+            state, grads = inner(step, state, grads)
+            groups = ProcessGroups.by(self)
+            trained = [segment for segment in state.slots["zero"].layout.segments if segment.trainable]
+            flats = [torch.zeros_like(flat) for flat in grads.sum]
+            rows = zip(trained, grads.sum, flats, strict=True)
+            views = [row for s, own, flat in rows for row in zip(s.slots, s.views(own), s.views(flat), strict=True)]
+            views.sort(key=lambda row: row[0].leaf)
+            own = tree.replace(grads, sum=[view for _, view, _ in views])
+            state, grads = combine.combined(state, own, "combine", groups.group)
+            for (_, _, view), total in zip(views, grads.sum, strict=True):
+                view.copy_(total)
+            if self.stage:
+                flats = [s.own(flat, groups.shards.rank).clone() for s, flat in zip(trained, flats, strict=True)]
+            return state, tree.replace(grads, sum=flats)
+
+        return wrap(
+            str(combine),
+            slot="combine",
+            traits=[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
+            options={"reduce": combine.reduce, "init": combine.init},
+            init=init,
+            reduce=reduce,
+        )(step)
 
     def _axes(self) -> list[Axis]:
         replicas = [] if self.replicate is None else [Axis(self.replicate, AxisRole.BATCH)]
-        return [*replicas, Axis(self.group, AxisRole.BATCH, self.parts)]
+        summed_in: Any = "gradients" if self.combine is None else "reduce"
+        return [*replicas, Axis(self.group, AxisRole.BATCH, self.parts, summed_in=summed_in)]
 
     def parts(self, step: Step, state: State) -> GradientParts | None:
         """Shards; of whole gradients those of shared leaves, where the first rank that holds a leaf counts it."""
@@ -145,7 +191,7 @@ class Zero(ZeroConfig):
 
     def _traits(self) -> list[Trait]:
         found = [Trait.HEEDS_SKIPS]
-        found += [Trait.SUMS_LAST] if self.stage < 2 or self.replicate is not None else []
+        found += [Trait.SUMS_LAST] if self.combine is None and (self.stage < 2 or self.replicate is not None) else []
         found += [Trait.SHARDS_STATE] if self.stage else []
         found += [Trait.SHARDS_PARAMS] if self.stage == 3 else []
         return found + ([Trait.KEEPS_WHOLE] if self.persistence_threshold else [])
@@ -293,8 +339,12 @@ class Zero(ZeroConfig):
         last: bool,
         passes: int,
     ) -> Reducer:
-        """Stages 0 and 1 add micro-batches up and reduce the last; 2 and 3 reduce each and add the shards up."""
-        each = self.stage >= 2
+        """Stages 0 and 1 add micro-batches up and reduce the last; 2 and 3 reduce each and add the shards up.
+
+        What combines whole leaves does so in the phase ``reduce``, so that here all stages add up alone.
+        """
+        each = self.stage >= 2 and self.combine is None
+        last = last and self.combine is None
         trained = [i for i, segment in enumerate(layout.segments) if segment.trainable]
         carry = dict(zip(trained, sums, strict=True)) if sums is not None else {}
         if passes == 1 and not each:  # one micro-batch, which turned out to be the last, and so travels as such
