@@ -370,10 +370,11 @@ def sent(algorithm: str, numel: int, n: int, rank: int, *, ranks_per_node: int =
 
 
 def counted(function: Callable[..., Any], n: int, *values: Any) -> list[Load]:
-    """What each of n ranks sends when all call ``function(*values)``: messages and bytes, counted without values.
+    """What each of n ranks sends when all call ``function(*values)``: calls and bytes, counted without values.
 
     For a function of collectives of your own, which ``predict`` and ``sent`` do not know. Law: of an algorithm of
-    ``comm.algorithms`` it is what ``sent`` says. ``link.seconds(load)`` is how long the messages take one after another.
+    ``comm.algorithms`` the bytes are what ``sent`` says. ``messages`` counts calls in which a rank only receives, too, so that
+    ``link.seconds(load)`` is how long the calls take one after another.
 
     Args:
         function: calls collectives; it may ask for ``comm.world()``.

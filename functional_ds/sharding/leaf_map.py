@@ -201,6 +201,29 @@ class LeafMap:
             for x, each in zip(tensors, parts, strict=True)
         ]
 
+    def placed(self, whole: Any, like: Sequence[Tensor]) -> list[Tensor]:
+        """Whole leaves as the optimizer has them: new tensors like these, zero where no leaf lies.
+
+        Args:
+            whole: a tree whose paths are those of the leaves, or a dict from paths to tensors.
+            like: the trained tensors; others' shapes and dtypes are theirs.
+
+        Raises:
+            ValueError: a leaf is missing, or has another number of elements.
+
+        >>> LeafMap.of({"w": torch.ones(2)}).placed({"w": torch.tensor([1.0, 2.0])}, [torch.ones(2)])
+        [tensor([1., 2.])]
+        """
+        given, found = dict(tree.named(whole)), [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in like]
+        self.refuse_slices("placed", instead="give each rank its own slice")
+        for leaf in self.leaves:
+            if leaf.path not in given or given[leaf.path].numel() != leaf.numel:
+                has = list(given[leaf.path].shape) if leaf.path in given else "nothing"
+                raise ValueError(f"placed: {leaf.path!r} has shape {list(leaf.shape)}, and the tree has {has} there")
+        for part, room in zip(self.shards, self.views(found), strict=True):
+            room.copy_(given[self.leaves[part.leaf].path].detach().reshape(-1)[part.offset : part.offset + part.numel])
+        return found
+
     def sums(self, function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> Tensor:
         """A sum over the elements of each leaf, such as one of squares: a row for each leaf, on all ranks.
 

@@ -20,7 +20,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 from .state.buffer_sync import synced
 from .state.state import State
 
-__all__ = ["OVER_RANKS", "Axis", "AxisRole", "GradientParts", "axes_of"]
+__all__ = ["OVER_RANKS", "Axis", "AxisRole", "FollowsFromAxes", "GradientParts", "axes_of"]
 
 
 class AxisRole(Enum):
@@ -319,3 +319,66 @@ def _without(name: str, places: list[int], count: int, group: comm.Group) -> tup
 OVER_RANKS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {f.__name__: f for f in (batch_shard, dot, finite, micro_batches, norm, per_leaf, sum_over_ranks, sync_buffers)}
 )
+
+
+class FollowsFromAxes:
+    """The part of a step that it computes over all its ranks from the axes of its transforms.
+
+    Attributes:
+        layers: what each transform added.
+        over_ranks: the functions, by the name of the method.
+    """
+
+    layers: Sequence[Any]
+    over_ranks: Mapping[str, Callable[..., Any]]
+
+    def _guard(self, call: str, *args: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def sums(self) -> bool:
+        """Whether ``sum_over_ranks`` sums over any other ranks."""
+        return any(axis.sums for axis in axes_of(self))
+
+    def sum_over_ranks(self, state: State, scalars: Any) -> Any:
+        """Scalars, summed over the ranks that share a batch."""
+        return self.over_ranks["sum_over_ranks"](self, state, scalars)
+
+    def norm(self, state: State, grads: list[Tensor]) -> Tensor:
+        """The 2-norm of the whole gradient, replicas counted once."""
+        self._guard("norm", state, grads)
+        return self.over_ranks["norm"](self, state, grads)  # type: ignore[no-any-return]
+
+    def dot(self, state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
+        """The inner product of two lists like the trained tensors, over all ranks, replicas counted once."""
+        self._guard("norm", state, one)
+        return self.over_ranks["dot"](self, state, one, other)  # type: ignore[no-any-return]
+
+    def per_leaf(self, state: State, function: Callable[..., Tensor], *lists: list[Tensor]) -> dict[str, Tensor]:
+        """A sum over the elements of each leaf, over all ranks, by its path; one collective for all leaves.
+
+        ``step.per_leaf(state, lambda g: g.square().sum(), grads.sum)`` has the square of each leaf's gradient norm.
+
+        Args:
+            state: whose leaves; in a pipeline those of this stage.
+            function: from a part of a leaf, a flat tensor of each list, to a sum over it; see ``LeafMap.sums``.
+            lists: like the trained tensors.
+        """
+        self._guard("norm", state, lists[0] if lists else [])
+        return self.over_ranks["per_leaf"](self, state, function, *lists)  # type: ignore[no-any-return]
+
+    def finite(self, state: State, grads: list[Tensor]) -> Tensor:
+        """Whether the whole gradient is finite, the same on every rank."""
+        return self.over_ranks["finite"](self, state, grads)  # type: ignore[no-any-return]
+
+    def sync_buffers(self, state: State) -> State:
+        """The state with the module buffers that ranks with other rows agree on."""
+        return self.over_ranks["sync_buffers"](self, state)  # type: ignore[no-any-return]
+
+    def batch_shard(self, state: State) -> tuple[int, int]:
+        """Which of how many equal parts of the global batch this rank has."""
+        return self.over_ranks["batch_shard"](self, state)  # type: ignore[no-any-return]
+
+    def micro_batches(self, state: State) -> int:
+        """Into how many micro-batches this step cuts a rank's batch."""
+        return self.over_ranks["micro_batches"](self, state)  # type: ignore[no-any-return]

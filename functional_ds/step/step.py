@@ -21,7 +21,7 @@ from functional_ds.base.weighted import Weighted, check_constant
 from .axes import with_axis
 from .checks import name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
 from .guards import GUARDS
-from .mesh_axes import OVER_RANKS, Axis, AxisRole, axes_of
+from .mesh_axes import OVER_RANKS, Axis, AxisRole, FollowsFromAxes, axes_of
 from .open_pass import Gradients, OpenPass
 from .pass_scope import evaluated
 from .phase_signatures import Metrics, Phase, Phases
@@ -37,7 +37,7 @@ Transform = Callable[["Step"], "Step"]
 
 
 @attrs.frozen(eq=False, repr=False)
-class Step(Phases):
+class Step(Phases, FollowsFromAxes):
     """``state, metrics = step(state, batch)``: one optimizer step.
 
     Each phase is a function whose first argument is the finished step, so that a phase sees every other phase as finally
@@ -246,6 +246,16 @@ class Step(Phases):
             leaves[place] = like_marked(x.detach().view_as(leaves[place]).to(leaves[place].dtype), leaves[place])
         return self.publish(tree.replace(held, params=tree.unflatten(spec, leaves)))
 
+    def placed(self, state: State, whole: Any) -> list[Tensor]:
+        """A tree like the user's, or a dict of whole tensors by path, as the optimizer has its tensors: this rank's part.
+
+        Law: ``step.params(step.with_trained(state, step.placed(state, whole)))`` is ``whole``. Nothing is sent.
+
+        Raises:
+            ValueError: a trained leaf is missing, has another number of elements, or is cut by tensor parallelism.
+        """
+        return self.leaf_map(state).placed(whole, self.trained(state))
+
     def run(self, state: State, function: Callable[[Any, Any], Any], batch: Any = None) -> Any:
         """``function(params, batch)`` at the params of a state, without gradients: a forward pass within a transform.
 
@@ -334,56 +344,6 @@ class Step(Phases):
         """As ``Phases.reduce``."""
         after, grads = super().reduce(state, grads)
         return tree.replace(after, reduced=True), grads
-
-    # -- what follows from the axes ------------------------------------------------------------------------------------
-
-    @property
-    def sums(self) -> bool:
-        """Whether ``sum_over_ranks`` sums over any other ranks."""
-        return any(axis.sums for axis in axes_of(self))
-
-    def sum_over_ranks(self, state: State, scalars: Any) -> Any:
-        """Scalars, summed over the ranks that share a batch."""
-        return self.over_ranks["sum_over_ranks"](self, state, scalars)
-
-    def norm(self, state: State, grads: list[Tensor]) -> Tensor:
-        """The 2-norm of the whole gradient, replicas counted once."""
-        self._guard("norm", state, grads)
-        return self.over_ranks["norm"](self, state, grads)  # type: ignore[no-any-return]
-
-    def dot(self, state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
-        """The inner product of two lists like the trained tensors, over all ranks, replicas counted once."""
-        self._guard("norm", state, one)
-        return self.over_ranks["dot"](self, state, one, other)  # type: ignore[no-any-return]
-
-    def per_leaf(self, state: State, function: Callable[..., Tensor], *lists: list[Tensor]) -> dict[str, Tensor]:
-        """A sum over the elements of each leaf, over all ranks, by its path; one collective for all leaves.
-
-        ``step.per_leaf(state, lambda g: g.square().sum(), grads.sum)`` has the square of each leaf's gradient norm.
-
-        Args:
-            state: whose leaves; in a pipeline those of this stage.
-            function: from a part of a leaf, a flat tensor of each list, to a sum over it; see ``LeafMap.sums``.
-            lists: like the trained tensors.
-        """
-        self._guard("norm", state, lists[0] if lists else [])
-        return self.over_ranks["per_leaf"](self, state, function, *lists)  # type: ignore[no-any-return]
-
-    def finite(self, state: State, grads: list[Tensor]) -> Tensor:
-        """Whether the whole gradient is finite, the same on every rank."""
-        return self.over_ranks["finite"](self, state, grads)  # type: ignore[no-any-return]
-
-    def sync_buffers(self, state: State) -> State:
-        """The state with the module buffers that ranks with other rows agree on."""
-        return self.over_ranks["sync_buffers"](self, state)  # type: ignore[no-any-return]
-
-    def batch_shard(self, state: State) -> tuple[int, int]:
-        """Which of how many equal parts of the global batch this rank has."""
-        return self.over_ranks["batch_shard"](self, state)  # type: ignore[no-any-return]
-
-    def micro_batches(self, state: State) -> int:
-        """Into how many micro-batches this step cuts a rank's batch."""
-        return self.over_ranks["micro_batches"](self, state)  # type: ignore[no-any-return]
 
     # -- how it is put together ----------------------------------------------------------------------------------------
 
