@@ -23,14 +23,14 @@ R = TypeVar("R")
 def composed(function: Callable[P, R]) -> Callable[P, R]:
     """A function that calls collectives, such as an all-reduce by messages of your own, as one collective.
 
-    Law: ``start(f, x, group).wait() = f(x, group)``; without ``start`` nothing changes. Once started it runs beside the program,
-    on channels of its own of all groups that it is given, after those that were started before on the same group.
+    Law: ``start(f, x, group).wait() = f(x, group)``; without ``start`` nothing changes. Once started it runs beside the
+    program, on channels of its own of all groups that it is given, after those that were started before on the same group.
 
     ``T.zero(all_reduce=...)``, ``all_gather=`` and ``reduce_scatter=`` take such functions; of a plain function they make one.
 
     Args:
-        function: gets its groups as arguments, and calls no collectives of other groups. Of a parameter ``group`` None stands for
-            the whole world.
+        function: gets its groups as arguments, and calls no collectives of other groups. Of a parameter ``group`` None stands
+            for the whole world.
 
     >>> from functional_ds import comm
     >>> @comm.table.composed
@@ -55,7 +55,7 @@ def composed(function: Callable[P, R]) -> Callable[P, R]:
             values = [value for value in tree.leaves([*given.arguments.values()]) if isinstance(value, Tensor)]
             device = values[0].device if values else groups[0].world.device
             own = {key: x.channel(name) if isinstance(x, Group) else x for key, x in given.arguments.items()}
-            late, with_grad = inspect.BoundArguments(signature, own), torch.is_grad_enabled()  # type: ignore[arg-type]
+            late, with_grad = inspect.BoundArguments(signature, own), torch.is_grad_enabled()
 
             def run(_: None) -> Pending[R]:
                 with torch.set_grad_enabled(with_grad):

@@ -1777,9 +1777,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (test_nested_autograd.test_functions_whose_backward_runs_autograd, test_nested_autograd.Recomputing, None, 1): [
-        Bug(
-            "what functions leave in .grad is lost", "step.view:stored_view.pull.wait", "sum_of(leaf.grad, grad)", "grad"
-        ),
+        Bug("what functions leave in .grad is lost", "step.view:stored_view.pull.wait", "sum_of(leaf.grad, grad)", "grad"),
     ],
     (test_nested_autograd.test_nested_gradients_of_one_rank,): [
         Bug(

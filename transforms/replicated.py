@@ -12,7 +12,6 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-
 from functional_ds.transforms.zero.combine import Combine
 
 from .data_parallel import Replicas
@@ -30,9 +29,9 @@ def replicated(
 ) -> Transform:
     """Each rank of ``group`` has its own batch and all params; ``reduce`` makes one gradient of the ranks' gradients.
 
-    What ``reduce`` must do is what ``T.Combine`` says; ``T.zero(stage, aggregate=T.Combine(reduce, init=init))`` is the same with
-    states in shards. The memory is the slot ``slot`` of the state. Transforms that wrap ``update``, ``clip`` for one, get the
-    combined gradient. Rank 0's params count at ``init``.
+    What ``reduce`` must do is what ``T.Combine`` says; ``T.zero(stage, aggregate=T.Combine(reduce, init=init))`` is the same
+    with states in shards. The memory is the slot ``slot`` of the state. Transforms that wrap ``update``, ``clip`` for one, get
+    the combined gradient. Rank 0's params count at ``init``.
 
     Args:
         group: the ranks; None for the whole world.
@@ -63,7 +62,8 @@ def replicated(
         return state.put(**{slot: combine.fresh(trainable(state.params), replicas.ranks())})
 
     def combined(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        return combine.combined(*inner(step, state, grads), slot, replicas.ranks())
+        state, grads = inner(step, state, grads)
+        return combine.combined(state, grads, slot, replicas.ranks())
 
     return wrap(
         title,
@@ -75,4 +75,3 @@ def replicated(
         init=begin,
         reduce=combined,
     )
-

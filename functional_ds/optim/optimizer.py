@@ -1,4 +1,4 @@
-"""What an optimizer is: a pure pair over lists of tensors, a function from a ``LeafMap`` to such a pair, a rule for one leaf."""
+"""What an optimizer is: a pair over lists of tensors, a function from a ``LeafMap`` to such a pair, or a rule for one leaf."""
 
 import functools
 import inspect
@@ -245,7 +245,9 @@ class _LeafParts:
         for place, each in sums.items():
             rows[self.leaves[place]] = rows[self.leaves[place]] + each.to(wide)
         total = self.leaf_map.total(torch.stack(rows))
-        return {p: total[self.leaves[p]].unbind() if isinstance(each, tuple) else total[self.leaves[p]] for p, each in asked.items()}
+        return {
+            p: total[self.leaves[p]].unbind() if isinstance(each, tuple) else total[self.leaves[p]] for p, each in asked.items()
+        }
 
 
 def _count(sums: Any) -> int:

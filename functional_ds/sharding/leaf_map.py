@@ -249,7 +249,7 @@ class LeafMap:
         return self.total(torch.stack(rows) if rows else zero.new_zeros(0, *zero.shape))
 
     def total(self, rows: Tensor) -> Tensor:
-        """What this rank has of a sum over each leaf, a row a leaf, as the sum over the whole leaf; collective where leaves are cut."""
+        """Sums over this rank's parts, a row a leaf, as sums over whole leaves; collective where leaves are cut."""
         found: Tensor = rows if self.group is None else comm.all_reduce(rows, self.group)
         return found
 

@@ -148,8 +148,8 @@ def refuse_parts(step: Strategy, state: State, batch: Any) -> None:
         for axis in layer.axes:
             if axis.role in (AxisRole.STAGES, AxisRole.SEQUENCE):
                 raise ValueError(
-                    f"step.run: the ranks of {layer.name} have parts of the model or of a sequence each, so none runs a function "
-                    "of all params; use step.evaluate(state, batch), or the function of step.params(state)"
+                    f"step.run: the ranks of {layer.name} have parts of the model or of a sequence each, so none runs a "
+                    "function of all params; use step.evaluate(state, batch), or the function of step.params(state)"
                 )
 
 

@@ -28,8 +28,8 @@ def hvp(
     ``step.dot(state, u, hvp(v)) = step.dot(state, hvp(u), v)``.
 
     Cost: a forward pass and two backward passes. The vector is whole on every rank meanwhile. ZeRO-3 gathers each unit as in a
-    step, and sends v as ``step.params`` sends the params. What a codec of ``T.compressed_gradients`` does to gradients it does to
-    H v.
+    step, and sends v as ``step.params`` sends the params. What a codec of ``T.compressed_gradients`` does to gradients it does
+    to H v.
 
     Args:
         step: whose loss.
@@ -50,8 +50,8 @@ def hvp(
     for axis in axes_of(step):
         if axis.role is not AxisRole.BATCH:
             raise ValueError(
-                f"hvp: ranks divide the model or the sequence in this step ({step}), and H v is computed of whole leaves; use a "
-                "step with data parallelism alone"
+                f"hvp: ranks divide the model or the sequence in this step ({step}), and H v is computed of whole leaves; use "
+                "a step with data parallelism alone"
             )
     held = step.trained(state)
     whole = dict(tree.named(step.params(step.with_trained(state, vector))))
@@ -61,9 +61,13 @@ def hvp(
         viewed = tree.map(lambda leaf: leaf.view_as(leaf), params)  # tensors, whatever stands for them in the tree
         loss, _ = below(step, state, viewed, batch)
         leaves = dict(tree.named(viewed))
-        grads = torch.autograd.grad(loss.sum, [leaves[path] for path in paths], create_graph=True, allow_unused=True)
+        grads: Sequence[Tensor | None] = torch.autograd.grad(
+            loss.sum, [leaves[path] for path in paths], create_graph=True, allow_unused=True
+        )
         used = [(grad, whole[path].to(grad.dtype)) for path, grad in zip(paths, grads, strict=True) if grad is not None]
-        curved = [(grad * v.conj()).real.sum() if grad.is_complex() else (grad * v).sum() for grad, v in used if grad.requires_grad]
+        curved = [
+            (grad * v.conj()).real.sum() if grad.is_complex() else (grad * v).sum() for grad, v in used if grad.requires_grad
+        ]
         return Weighted(torch.stack(curved).sum() if curved else 0 * loss.sum, loss.weight), {}
 
     after, found, _ = inner(step.wrapped("hvp", loss=product), state, batch, None, True)

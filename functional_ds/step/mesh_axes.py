@@ -191,9 +191,7 @@ def _refuse_partial(step: Divided) -> None:
         raise ValueError(f"{partial}: no rank has the whole gradient, so it has no norm, and clip cannot be used ({step})")
 
 
-def _parts_of(
-    step: Divided, state: State, *lists: list[Tensor]
-) -> tuple[list[list[Tensor]], list[tuple[Axis, GradientParts]]]:
+def _parts_of(step: Divided, state: State, *lists: list[Tensor]) -> tuple[list[list[Tensor]], list[tuple[Axis, GradientParts]]]:
     """Lists of tensors like the trained ones, without padding where axes may divide them, and the axes that do."""
     _refuse_partial(step)
     axes = [axis for axis in axes_of(step) if axis.parts is not None]
@@ -242,7 +240,9 @@ def _dot(state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
     if not left:
         return state.step.new_zeros((), dtype=torch.float32)
     wide = _widest([*left, *right])
-    return torch.stack([torch.dot(a.reshape(-1).to(wide), b.reshape(-1).to(wide)) for a, b in zip(left, right, strict=True)]).sum()
+    return torch.stack(
+        [torch.dot(a.reshape(-1).to(wide), b.reshape(-1).to(wide)) for a, b in zip(left, right, strict=True)]
+    ).sum()
 
 
 def finite(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
@@ -331,6 +331,10 @@ class FollowsFromAxes:
 
     layers: Sequence[Any]
     over_ranks: Mapping[str, Callable[..., Any]]
+
+    def leaf_map(self, state: State) -> LeafMap:
+        """As ``Phases.leaf_map``."""
+        raise NotImplementedError
 
     def _guard(self, call: str, *args: Any) -> None:
         raise NotImplementedError

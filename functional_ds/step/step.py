@@ -239,8 +239,8 @@ class Step(Phases, FollowsFromAxes):
         wanted, given = [leaves[place].numel() for place in places], [x.numel() for x in tensors]
         if wanted != given:
             raise ValueError(
-                f"with_trained: the tensors have {given} elements, and step.trained(state) has tensors of {wanted}; pass a list "
-                "that lines up with it, as gradients do"
+                f"with_trained: the tensors have {given} elements, and step.trained(state) has tensors of {wanted}; pass a "
+                "list that lines up with it, as gradients do"
             )
         for place, x in zip(places, tensors, strict=True):
             leaves[place] = like_marked(x.detach().view_as(leaves[place]).to(leaves[place].dtype), leaves[place])
@@ -259,9 +259,9 @@ class Step(Phases, FollowsFromAxes):
     def run(self, state: State, function: Callable[[Any, Any], Any], batch: Any = None) -> Any:
         """``function(params, batch)`` at the params of a state, without gradients: a forward pass within a transform.
 
-        It runs as the step runs its loss function: with the casts, gathers and axes of the transforms. It leaves nothing behind,
-        neither gradients nor module buffers. Law: it is ``function(step.params(state), batch)`` of one device, as exact as the
-        loss. Collective where the loss is.
+        It runs as the step runs its loss function: with the casts, gathers and axes of the transforms. It leaves nothing
+        behind, neither gradients nor module buffers. Law: it is ``function(step.params(state), batch)``, as exact as the loss.
+        Collective where the loss is.
 
         >>> import functional_ds as fds
         >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))

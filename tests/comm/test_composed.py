@@ -123,7 +123,9 @@ def test_a_codec_of_ones_own() -> None:
             found = trained(T.zero(1, reduce_scatter=comm.codecs.compressed(comm.reduce_scatter, codec)))
         return found, book.bytes
 
-    (exact, most), (near, fewer) = (comm.simulate(program, c, world_size=2)[0] for c in (comm.codecs.Cast(torch.float32), Halves()))
+    (exact, most), (near, fewer) = (
+        comm.simulate(program, c, world_size=2)[0] for c in (comm.codecs.Cast(torch.float32), Halves())
+    )
     assert fewer < most
     torch.testing.assert_close(near, exact, rtol=0.02, atol=0.02)
 
@@ -154,7 +156,10 @@ def test_own_functions_are_counted() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: T.zero(0, all_reduce=lambda x: x), r"all_reduce=<lambda> takes \(x\), and zero calls it as <lambda>\(x, group\)"),
+        (
+            lambda: T.zero(0, all_reduce=lambda x: x),
+            r"all_reduce=<lambda> takes \(x\), and zero calls it as <lambda>\(x, group\)",
+        ),
         (lambda: T.zero(1, reduce_scatter=butterfly), r"reduce_scatter=butterfly takes .*\(x, group, tiled=False\)"),
         (lambda: T.zero(0, all_reduce=3), "all_reduce=3 is no collective"),  # type: ignore[arg-type]
     ],
@@ -165,13 +170,21 @@ def test_other_functions_are_refused_at_once(make: Any, words: str) -> None:
 
 
 BUGS = [
-    Bug("it runs on the program's own channel", "comm.composed:composed.described.begin", "x.channel(name) if isinstance(x, Group) else x", "x"),
+    Bug(
+        "it runs on the program's own channel",
+        "comm.composed:composed.described.begin",
+        "x.channel(name) if isinstance(x, Group) else x",
+        "x",
+    ),
     Bug("gradients get lost", "comm.composed:composed.described.begin", "torch.is_grad_enabled()", "False"),
 ]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    with planted(bug), pytest.raises((AssertionError, RuntimeError, comm.errors.CommError)):
+    def run() -> None:
         for seed in range(20):
             started_beside(comm.table.composed(inspect.unwrap(algorithms.ring)), False, seed)
+
+    with planted(bug), pytest.raises((AssertionError, RuntimeError, comm.errors.CommError)):
+        run()

@@ -41,7 +41,17 @@ def plain_lars(params: Any, batches: Any) -> Any:
     return fds.tree.unflatten(spec, leaves)
 
 
-ROWS = ["oracle", "stages", "replicated", "accumulate before", "checkpoints", "skipped steps", "donation", "unused leaves", "jit"]
+ROWS = [
+    "oracle",
+    "stages",
+    "replicated",
+    "accumulate before",
+    "checkpoints",
+    "skipped steps",
+    "donation",
+    "unused leaves",
+    "jit",
+]
 
 
 def test_lars_holds() -> None:
@@ -67,7 +77,10 @@ def test_complex_leaves_and_two_turns() -> None:
         return grad / square.sqrt() + 0.1 * total, state
 
     def program(*strategy: fds.Transform) -> Any:
-        loss = lambda params, x: (params["c"] * x).real.sum() + (params["w"] * x.real).sum()
+        def loss(params: Any, x: Tensor) -> Tensor:
+            found: Tensor = (params["c"] * x).real.sum() + (params["w"] * x.real).sum()
+            return found
+
         step = fds.compose(*strategy)(fds.train_step(loss, fds.per_leaf(lambda part: (), twice, lr=0.5)))
         state = step.init({"c": torch.ones(5, dtype=torch.complex64), "w": torch.ones(5)})
         state, _ = step(state, torch.arange(1, 6) * (1 + 2j))
@@ -97,12 +110,20 @@ def uneven(grad: Tensor, state: Any, step: Tensor) -> Any:
     ],
 )
 def test_wrong_rules_are_refused(make: Any, words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
+    def run() -> None:
         step = fds.train_step(PROBLEM.loss, make())
         step(step.init(PROBLEM.params), PROBLEM.batches[0])
 
+    with pytest.raises((TypeError, ValueError), match=words):
+        run()
 
-BUG = Bug("rules are told of their own parts", "optim.optimizer:_LeafParts._totals", "self.leaf_map.total(torch.stack(rows))", "torch.stack(rows)")
+
+BUG = Bug(
+    "rules are told of their own parts",
+    "optim.optimizer:_LeafParts._totals",
+    "self.leaf_map.total(torch.stack(rows))",
+    "torch.stack(rows)",
+)
 
 
 def test_a_planted_bug_is_found() -> None:

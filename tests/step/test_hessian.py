@@ -97,7 +97,9 @@ def test_all_is_that_of_one_device(name: str, n: int, k: int) -> None:
     near = {"rtol": 0.05, "atol": 0.1} if name == "bf16" else {"rtol": 1e-5, "atol": 1e-5}
     for found in comm.simulate(program, k, STRATEGIES[name], world_size=n):
         for what, value in expected(PROBLEM.batches[0]).items():
-            torch.testing.assert_close(found[what], value, **near, check_dtype=False, msg=lambda text, what=what: f"{what}: {text}")
+            torch.testing.assert_close(
+                found[what], value, **near, check_dtype=False, msg=lambda text, what=what: f"{what}: {text}"
+            )
 
 
 def test_alone_it_is_plain_torch() -> None:
@@ -106,7 +108,10 @@ def test_alone_it_is_plain_torch() -> None:
 
 def test_the_oracle_is_torchs_own() -> None:
     leaves, v = dict(fds.tree.named(PROBLEM.params)), vector(2)
-    function = lambda *x: loss_at(dict(zip(leaves, x, strict=True)), PROBLEM.batches[0])
+
+    def function(*x: Tensor) -> Tensor:
+        return loss_at(dict(zip(leaves, x, strict=True)), PROBLEM.batches[0])
+
     _, found = torch.autograd.functional.hvp(function, tuple(leaves.values()), tuple(v.values()))
     torch.testing.assert_close(list(expected_product(v, PROBLEM.batches[0]).values()), list(found))
 
@@ -158,7 +163,7 @@ def distilled(*strategy: fds.Transform) -> Any:
 def test_a_teacher_stays_in_shards() -> None:
     alone = distilled()
     for stage in range(4):
-        for found in comm.simulate(lambda: distilled(T.zero(stage)), world_size=2):
+        for found in comm.simulate(distilled, T.zero(stage), world_size=2):
             torch.testing.assert_close(found, alone)
 
 
@@ -168,9 +173,9 @@ def test_a_teacher_stays_in_shards() -> None:
 def test_what_does_not_line_up_is_refused() -> None:
     step = fds.train_step(PROBLEM.loss, fds.sgd(0.1))
     state = step.init(PROBLEM.params)
-    with pytest.raises(ValueError, match="with_trained: the tensors have .* elements, and step.trained"):
+    with pytest.raises(ValueError, match=r"with_trained: the tensors have .* elements, and step\.trained"):
         step.with_trained(state, step.trained(state)[:2])
-    with pytest.raises(ValueError, match="step.dot: the lists have"):
+    with pytest.raises(ValueError, match=r"step\.dot: the lists have"):
         step.dot(state, step.trained(state), step.trained(state)[:2])
 
 
@@ -181,7 +186,9 @@ def test_gradients_of_one_ranks_rows_are_refused() -> None:
         return after, grads, metrics
 
     def wrong() -> None:
-        step = fds.compose(T.replicated(reduce=mean), fds.wrap("look", gradients=look))(fds.train_step(PROBLEM.loss, fds.sgd(0.1)))
+        step = fds.compose(T.replicated(reduce=mean), fds.wrap("look", gradients=look))(
+            fds.train_step(PROBLEM.loss, fds.sgd(0.1))
+        )
         step(step.init(PROBLEM.params), PROBLEM.batches[0])
 
     with pytest.raises(ValueError, match="is asked within the phase gradients"):
@@ -195,8 +202,18 @@ BUGS = [
     Bug("a product is of its own gradient", "step.hessian:hvp", "step.sum_over_ranks(state, found.weight)", "found.weight"),
     Bug("a product is not reduced", "step.hessian:hvp", "_, found = step.reduce(after, found)", "..."),
     Bug("a vector is the params", "step.hessian:hvp", "step.with_trained(state, vector)", "state"),
-    Bug("a place is not published", "step.step:Step.with_trained", "x.detach().view_as(leaves[place]).to(leaves[place].dtype)", "leaves[place]"),
-    Bug("products count replicas", "step.mesh_axes:dot", "_total(dividing, rows, lambda a, b: _dot(state, a, b))", "_dot(state, *rows)"),
+    Bug(
+        "a place is not published",
+        "step.step:Step.with_trained",
+        "x.detach().view_as(leaves[place]).to(leaves[place].dtype)",
+        "leaves[place]",
+    ),
+    Bug(
+        "products count replicas",
+        "step.mesh_axes:dot",
+        "_total(dividing, rows, lambda a, b: _dot(state, a, b))",
+        "_dot(state, *rows)",
+    ),
     Bug("what a pass returns is a view of params", "step.pass_scope:evaluated", "x.clone() if lies_in_params(x) else x", "x"),
 ]
 

@@ -15,7 +15,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from tests.planting import Bug, planted
-from tests.step.worked import defined, worked
+from tests.step.worked import worked
 
 
 def loss(params: Any, x: Tensor) -> Tensor:

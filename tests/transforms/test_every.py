@@ -64,7 +64,10 @@ def test_lookahead_holds() -> None:
 
 def local_sgd(jits: bool, stage: int) -> tuple[Any, list[str], list[int]]:
     mesh = comm.mesh(outer=2, inner=comm.world().size // 2)
-    mean = lambda step, state: fds.tree.replace(state, params=comm.all_reduce(state.params, mesh["outer"], op="avg"))
+
+    def mean(step: fds.Step, state: fds.State) -> fds.State:
+        return fds.tree.replace(state, params=comm.all_reduce(state.params, mesh["outer"], op="avg"))
+
     step = fds.compose(T.every(3, mean), T.zero(stage, mesh["inner"]))(fds.train_step(PROBLEM.loss, fds.sgd(0.1)))
     step = fds.jit(step) if jits else step
     state, sent = step.init(PROBLEM.params), []
@@ -79,8 +82,8 @@ def plain_local_sgd() -> Any:
     models = [fds.tree.flatten(PROBLEM.params)[0] for _ in range(2)]
     spec = fds.tree.structure(PROBLEM.params)
     for i, batch in enumerate(PROBLEM.batches):
-        for rank, leaves in enumerate(models):
-            leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        for rank in range(2):
+            leaves = [leaf.detach().requires_grad_() for leaf in models[rank]]
             grads = torch.autograd.grad(PROBLEM.loss(fds.tree.unflatten(spec, leaves), batch.chunk(2)[rank]), leaves)
             models[rank] = [leaf.detach() - 0.1 * grad for leaf, grad in zip(leaves, grads, strict=True)]
         if (i + 1) % 3 == 0:
@@ -125,4 +128,7 @@ BUGS = [
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     with planted(bug):
-        assert holds(lookahead, oracle=plain_lookahead, optimizer=partial(fds.sgd, 0.1), only=["oracle"])["oracle"].outcome == "wrong"
+        assert (
+            holds(lookahead, oracle=plain_lookahead, optimizer=partial(fds.sgd, 0.1), only=["oracle"])["oracle"].outcome
+            == "wrong"
+        )

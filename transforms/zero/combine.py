@@ -24,11 +24,11 @@ class Combine:
     gets what ``reduce`` returns for g. Law: with ``reduce = lambda g, memory, group: (comm.all_reduce(g, group, op="avg"),
     memory)`` it is the single-device step on the concatenated batch; with any function, all stages compute the same.
 
-    ``reduce`` must return the same bits on all ranks, or params drift apart. It runs once a step. A step whose gradients are not
-    finite on any rank leaves the memory as it was.
+    ``reduce`` must return the same bits on all ranks, or params drift apart. It runs once a step. A step whose gradients are
+    not finite on any rank leaves the memory as it was.
 
-    Cost: what ``reduce`` sends, and 8 bytes for the weight and for whether all gradients are finite. Gradients are whole on every
-    rank, in fp32, from the first micro-batch to the update, in stages 2 and 3, too: what compresses them needs them whole.
+    Cost: what ``reduce`` sends, and 8 bytes for the weight and for whether all gradients are finite. Gradients are whole on
+    every rank, in fp32, from the first micro-batch to the update, in stages 2 and 3, too.
 
     Args:
         reduce: ``(gradients, memory, group) -> (gradients, memory)``: lists of real tensors, fp32 at least, shaped like the

@@ -138,8 +138,8 @@ class ZeroConfig:
         if isinstance(self.aggregate, Combine):
             for name in self._changed(("replicate", "gradient_predivide_factor")):
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r}: with aggregate={self.aggregate} its function sums the gradients, over the "
-                    "group and undivided; leave it out"
+                    f"{name}={getattr(self, name)!r}: with aggregate={self.aggregate} its function sums the gradients, over "
+                    "the group and undivided; leave it out"
                 )
         elif self.aggregate not in AGGREGATIONS:
             near = difflib.get_close_matches(str(self.aggregate), AGGREGATIONS, 1, 0.0)[0]
@@ -176,7 +176,9 @@ class ZeroConfig:
             signature.bind("x", "group", **options)
         except TypeError:
             shown = ", ".join(("x", "group", *(f"{key}={option}" for key, option in options.items())))
-            raise TypeError(f"{name}={_short(value)} takes {signature}, and zero calls it as {_short(value)}({shown})") from None
+            raise TypeError(
+                f"{name}={_short(value)} takes {signature}, and zero calls it as {_short(value)}({shown})"
+            ) from None
 
     def _check_stage(self) -> None:
         for name in self._changed(_OF_STAGE_3) if self.stage < 3 else ():
