@@ -61,17 +61,19 @@ def hvp(
         viewed = tree.map(lambda leaf: leaf.view_as(leaf), params)  # tensors, whatever stands for them in the tree
         loss, _ = below(step, state, viewed, batch)
         leaves = dict(tree.named(viewed))
-        grads: Sequence[Tensor | None] = torch.autograd.grad(
-            loss.sum, [leaves[path] for path in paths], create_graph=True, allow_unused=True
-        )
-        used = [(grad, whole[path].to(grad.dtype)) for path, grad in zip(paths, grads, strict=True) if grad is not None]
-        curved = [
-            (grad * v.conj()).real.sum() if grad.is_complex() else (grad * v).sum() for grad, v in used if grad.requires_grad
-        ]
-        return Weighted(torch.stack(curved).sum() if curved else 0 * loss.sum, loss.weight), {}
+        trained = [leaves[path] for path in paths]
+        grads: Sequence[Tensor | None] = torch.autograd.grad(loss.sum, trained, create_graph=True, allow_unused=True)
+        curved = [_inner(g, whole[p]) for p, g in zip(paths, grads, strict=True) if g is not None and g.requires_grad]
+        return Weighted(sum(curved) if curved else 0 * loss.sum, loss.weight), {}
 
     after, found, _ = inner(step.wrapped("hvp", loss=product), state, batch, None, True)
     _, found = step.reduce(after, found)
     weight = step.sum_over_ranks(state, found.weight)
     weight = torch.where(weight == 0, torch.inf, weight)
     return [(total / weight).view_as(leaf).to(leaf.dtype) for total, leaf in zip(found.sum, held, strict=True)]
+
+
+def _inner(grad: Tensor, v: Tensor) -> Tensor:
+    """Real: of complex tensors that of their pairs of reals."""
+    product: Tensor = grad * v.to(grad.dtype).conj()
+    return product.real.sum() if grad.is_complex() else product.sum()
