@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from functional_ds.optim.lion import lion
     from functional_ds.optim.muon import muon
     from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
-    from functional_ds.optim.optimizer import Optimizer, PerParameter, per_leaf
+    from functional_ds.optim.optimizer import Optimizer, PerParameter
     from functional_ds.optim.param_groups import param_groups
+    from functional_ds.optim.per_leaf import per_leaf
     from functional_ds.optim.per_matrix import per_matrix
     from functional_ds.optim.sgd import sgd
     from functional_ds.parallel import experts as moe
@@ -45,12 +46,12 @@ if TYPE_CHECKING:
     from functional_ds.remat.policy import RematPolicy
     from functional_ds.remat.remat import checkpoint_name, remat
     from functional_ds.remat.report import RematReport, remat_report
+    from functional_ds.second_order.hvp import hvp
     from functional_ds.sharding import grouping as units
     from functional_ds.sharding.layout import Layout, shard, unshard
     from functional_ds.sharding.leaf_map import LeafMap
     from functional_ds.sharding.sources import from_source
     from functional_ds.step.compose import compose, wrap
-    from functional_ds.step.hessian import hvp
     from functional_ds.step.open_pass import Gradients, OpenPass
     from functional_ds.step.phases import innermost, outermost
     from functional_ds.step.state.state import DonatedStateError, State, UpdateError

@@ -26,10 +26,10 @@ from functional_ds.base.prng import Key
 from functional_ds.comm.backends.nccl import _raw
 from functional_ds.comm.worlds.communicator_key import CommunicatorKey
 from functional_ds.fitting import RollBack
-from functional_ds.optim.matrix_owners import MatrixOwners
 from functional_ds.pipelining import one_f_one_b
 from functional_ds.sharding.layout import Layout, shard, unshard
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.matrix_owners import MatrixOwners
 from functional_ds.transforms.precision.stochastic_rounding import round_stochastically
 from functional_ds.transforms.zero.collectives import Collectives
 from functional_ds.transforms.zero.config import ZeroConfig
@@ -1560,7 +1560,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("a tied weight becomes two", "modules.functional:_places", "id(parameter)", "(id(parameter), path)"),
     ],
     (one_device_accumulates, 2): [
-        Bug("earlier gradients are dropped", "step.view:_added", "total.add_(grad)", "grad"),
+        Bug("earlier gradients are dropped", "step.plain_view:_added", "total.add_(grad)", "grad"),
         Bug(
             "the last micro-batch is left out",
             "transforms.accumulate:accumulate.gradients",
@@ -1634,7 +1634,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (norms_are_of_the_whole_gradient, 2): [
         Bug(
             "each rank clips by its own shards",
-            "step.mesh_axes:_norm_over",
+            "step.mesh_axes:_total",
             "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
             "functools.reduce(operator.add, divided)",
         ),
@@ -1777,7 +1777,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (test_nested_autograd.test_functions_whose_backward_runs_autograd, test_nested_autograd.Recomputing, None, 1): [
-        Bug("what functions leave in .grad is lost", "step.view:stored_view.pull.wait", "sum_of(leaf.grad, grad)", "grad"),
+        Bug(
+            "what functions leave in .grad is lost", "step.plain_view:stored_view.pull.wait", "sum_of(leaf.grad, grad)", "grad"
+        ),
     ],
     (test_nested_autograd.test_nested_gradients_of_one_rank,): [
         Bug(
@@ -1963,7 +1965,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
         Bug(
             "pieces are put together at the start",
-            "optim.matrix_owners:MatrixOwners.gather",
+            "sharding.matrix_owners:MatrixOwners.gather",
             "found[shard.leaf][shard.offset:shard.offset + shard.numel] = part",
             "found[shard.leaf][:shard.numel] = part",
         ),
@@ -1981,7 +1983,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (owners_give_pieces_back,): [
         Bug(
             "pieces come back in the owners' order",
-            "optim.matrix_owners:MatrixOwners.scatter",
+            "sharding.matrix_owners:MatrixOwners.scatter",
             "sorted(found, key=lambda pair: pair[0])",
             "found",
         ),
@@ -1989,9 +1991,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (an_optimizer_is_that_of_one_device, "lamb", 3): [
         Bug(
             "norms are of shards",
-            "optim.lamb:_norms",
-            "local if leaf_map.group is None else comm.all_reduce(local, leaf_map.group)",
-            "local",
+            "sharding.leaf_map:LeafMap.total",
+            "rows if self.group is None else comm.all_reduce(rows, self.group)",
+            "rows",
         ),
     ],
     (leaves_go_their_own_ways,): [

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
+from functional_ds.sharding.matrix_owners import MatrixOwners
 
 from .kernels import check, check_counts, means, zeros
-from .matrix_owners import MatrixOwners
 from .optimizer import Optimizer, PerParameter, Rate
 from .param_groups import PathFilter
 from .per_matrix import descend, on_matrices

@@ -14,10 +14,10 @@ from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap, match_leaves
 from functional_ds.sharding.leaf_selection import LeafSelection, Unused
+from functional_ds.sharding.matrix_owners import MatrixOwners
 from functional_ds.sharding.stacks import unstacked
 
 from .kernels import check, means
-from .matrix_owners import MatrixOwners
 from .optimizer import Optimizer, PerParameter, Rate, as_optimizer
 from .param_groups import PathFilter, grouped, shown_filter
 

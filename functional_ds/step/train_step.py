@@ -24,10 +24,10 @@ from .mesh_axes import axes_of
 from .pass_scope import Pass, current_pass, detached, differentiated, evaluated, whole_if_needed, with_buffers
 from .phase_signatures import Metrics, Phase
 from .phases import Trait
+from .plain_view import stored_view
 from .state.buffers import BUFFERS, POLICIES, BufferScope
 from .state.state import State, UpdateError, unused_leaves
 from .step import Step
-from .view import stored_view
 
 __all__ = ["train_step"]
 

@@ -1,4 +1,4 @@
-"""``View``: the params as a loss sees them, and ``pull``, the transpose of what made them; the view of a step on one device."""
+"""``View``: the params as a loss sees them, and ``pull``, the transpose of what made them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable
-from functional_ds.base.torch_private import gradients, storage_id
+from functional_ds.base.torch_private import gradients
 
-from .graph_checks import bypassed, refuse_late_hooks, watched
+from .graph_checks import bypassed
 
 __all__ = [
     "NeedsWhole",
@@ -24,7 +23,6 @@ __all__ = [
     "dense",
     "differentiate",
     "in_this_thread",
-    "stored_view",
     "sum_of",
     "wide",
     "wide_dtype",
@@ -137,7 +135,7 @@ class View:
     def map(self, function: Callable[[Any], Any]) -> "View":
         """The view of ``function(params)``, through which gradients flow back.
 
-        >>> from functional_ds.step.view import stored_view
+        >>> from functional_ds.step.plain_view import stored_view
         >>> view = stored_view({"w": torch.tensor([1.0, 2.0])}, trains=True).map(lambda params: {"w": params["w"] ** 2})
         >>> view.pull([(view.params["w"].sum(), None)], None, True).wait()
         Pulled(sums=[tensor([2., 4.])], unused=[])
@@ -212,68 +210,3 @@ def wide(grad: Tensor) -> Tensor:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of micro-batches' gradients grow in: fp32 for half precision, else the same."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-# -- on one device ----------------------------------------------------------------------------------------------------------
-
-
-def stored_view(params: Any, *, trains: bool) -> View:
-    """The stored params themselves; their transpose is autograd's.
-
-    A custom function's backward may run backward passes of its own, as reversible blocks do: what these leave in ``.grad``
-    belongs to the gradients. What a ``backward()`` inside of the loss left there does not.
-    """
-    leaves: list[Tensor] = []
-
-    def seen(leaf: Tensor) -> Tensor:
-        if not (trains and is_trainable(leaf)):
-            return leaf.detach()
-        leaves.append(watched(leaf.detach().requires_grad_()))
-        return leaves[-1]
-
-    def finish() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-
-    def pull(
-        outputs: Outputs | None, carry: list[Tensor] | None, last: bool, *, retain_graph: bool = False, passes: int = 0
-    ) -> Pulling:
-        refuse_late_hooks(leaves)
-        grads = differentiate(outputs or (), leaves, retain_graph=retain_graph)
-
-        def wait() -> Pulled:
-            refuse_late_hooks(leaves)
-            total = [sum_of(leaf.grad, grad) for leaf, grad in zip(leaves, grads, strict=True)]
-            finish()
-            unused = [place for place, grad in enumerate(total) if grad is None]
-            return Pulled(_added(leaves, total, carry, last), unused)
-
-        return Pulling(wait)
-
-    # ``close`` lets go of the leaves: the view is in a cycle, and their memory should not wait for the garbage collector
-    return View(tree.map(seen, params), pull, leaves, finish=finish, close=leaves.clear)
-
-
-def _added(leaves: Sequence[Tensor], grads: Sequence[Tensor | None], carry: list[Tensor] | None, last: bool) -> list[Tensor]:
-    """Gradients, zeros for None, in ``carry``, or in memory of their own."""
-    new = [torch.zeros_like(leaf) if grad is None else dense(grad) for grad, leaf in zip(grads, leaves, strict=True)]
-    if carry is None:
-        return _apart(new) if last else [wide(grad) for grad in new]
-    return [total.add_(grad) for total, grad in zip(carry, new, strict=True)]
-
-
-def _apart(grads: list[Tensor]) -> list[Tensor]:
-    """Each dense and in memory of its own, because updates write into gradients.
-
-    Autograd gives two leaves that are added one tensor, and one that is summed an expanded scalar.
-    """
-    known: set[int] = set()
-    alone = []
-    for grad in grads:
-        apart, place = grad, storage_id(grad)
-        if place in known or 0 in grad.stride():
-            apart = grad.clone(memory_format=torch.contiguous_format)
-            place = storage_id(apart)
-        alone.append(apart)
-        known.add(place)
-    return alone

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds.base.marks import is_trainable
-from functional_ds.optim.matrix_owners import MatrixOwners
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.matrix_owners import MatrixOwners
 from tests.transforms.models import CASES, own_rows
 from tests.transforms.rules import RULES, assert_close, fresh, linear, trained
 

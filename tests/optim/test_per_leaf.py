@@ -120,7 +120,7 @@ def test_wrong_rules_are_refused(make: Any, words: str) -> None:
 
 BUG = Bug(
     "rules are told of their own parts",
-    "optim.optimizer:_LeafParts._totals",
+    "optim.per_leaf:_LeafParts._totals",
     "self.leaf_map.total(torch.stack(rows))",
     "torch.stack(rows)",
 )

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-
-from .mesh_axes import AxisRole, axes_of
-from .state.state import State
-from .step import Step
+from functional_ds.step.mesh_axes import AxisRole, axes_of
+from functional_ds.step.state.state import State
+from functional_ds.step.step import Step
 
 __all__ = ["hvp"]
 

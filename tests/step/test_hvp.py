@@ -199,9 +199,9 @@ def test_gradients_of_one_ranks_rows_are_refused() -> None:
 
 BUGS = [
     Bug("shards are not summed by leaf", "sharding.leaf_map:LeafMap.total", "comm.all_reduce(rows, self.group)", "rows"),
-    Bug("a product is of its own gradient", "step.hessian:hvp", "step.sum_over_ranks(state, found.weight)", "found.weight"),
-    Bug("a product is not reduced", "step.hessian:hvp", "_, found = step.reduce(after, found)", "..."),
-    Bug("a vector is the params", "step.hessian:hvp", "step.with_trained(state, vector)", "state"),
+    Bug("a product is of its own gradient", "second_order.hvp:hvp", "step.sum_over_ranks(state, found.weight)", "found.weight"),
+    Bug("a product is not reduced", "second_order.hvp:hvp", "_, found = step.reduce(after, found)", "..."),
+    Bug("a vector is the params", "second_order.hvp:hvp", "step.with_trained(state, vector)", "state"),
     Bug(
         "a place is not published",
         "step.step:Step.with_trained",
