@@ -261,7 +261,7 @@ class Step(Phases, FollowsFromAxes):
 
         It runs as the step runs its loss function: with the casts, gathers and axes of the transforms. It leaves nothing
         behind, neither gradients nor module buffers. Law: it is ``function(step.params(state), batch)``, as exact as the loss.
-        Collective where the loss is.
+        Collective where the loss is. In an ``update`` before ``zero`` or ``mixed_precision`` pass ``step.publish(state)``.
 
         >>> import functional_ds as fds
         >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))

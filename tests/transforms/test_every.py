@@ -105,6 +105,17 @@ def test_local_sgd_is_plain_torch(stage: int, jits: bool) -> None:
         assert sent[:2] == sent[3:5] == [0, 0]
 
 
+def test_a_step_in_halves_has_the_same_rounds() -> None:
+    whole = fds.train_step(PROBLEM.loss, fds.sgd(0.1))
+    step = fds.compose(lookahead(2), T.every(3, T.clip(0.05)))(whole)
+    one, other = step.init(PROBLEM.params), step.init(PROBLEM.params)
+    for batch in PROBLEM.batches:
+        one, metrics = step(one, batch)
+        other, halves = step.finish(other, step.open(other, batch).backward())
+        torch.testing.assert_close(halves, metrics)
+    torch.testing.assert_close(step.params(other), step.params(one), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -9,11 +9,18 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.optim.kernels import reals
+from functional_ds.sharding.sources import values_of
+from functional_ds.step.compose import wrap
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
+from functional_ds.step.step import Step
 
-__all__ = ["Combine"]
+from .process_groups import ProcessGroups
+
+__all__ = ["Combine", "combining"]
 
 
 @attrs.frozen
@@ -71,6 +78,42 @@ class Combine:
         shaped = [_like((mean * weight).view(-1), grad) for mean, grad in zip(means, grads.sum, strict=True)]
         state = state if self.init is None else tree.replace(state, unused=frozenset())  # what is owed comes in any step
         return state.put(**{slot: memory}), tree.replace(grads, sum=shaped)
+
+
+def combining(zero: Any, combine: Combine, step: Step) -> Step:
+    """A step of ``zero`` whose gradients, until then whole and each rank's own, are combined by leaves and cut into shards."""
+
+    def init(inner: Any, step: Step, params: Any) -> State:
+        state, groups = inner(step, params), ProcessGroups.by(zero)
+        state.slots["zero"].leaf_map.refuse_slices(str(combine), instead="leave aggregate= out of T.zero")
+        wanted = [] if combine.init is None else trainable(params)
+        leaves = [groups.broadcast(values_of(leaf).detach()) for leaf in wanted]
+        return state.put(combine=combine.fresh(leaves, groups.group))  # type: ignore[no-any-return]
+
+    def reduce(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
+        state, grads = inner(step, state, grads)
+        groups = ProcessGroups.by(zero)
+        trained = [segment for segment in state.slots["zero"].layout.segments if segment.trainable]
+        flats = [torch.zeros_like(flat) for flat in grads.sum]
+        rows = zip(trained, grads.sum, flats, strict=True)
+        views = [row for s, own, flat in rows for row in zip(s.slots, s.views(own), s.views(flat), strict=True)]
+        views.sort(key=lambda row: row[0].leaf)
+        own = tree.replace(grads, sum=[view for _, view, _ in views])
+        state, grads = combine.combined(state, own, "combine", groups.group)
+        for (_, _, view), total in zip(views, grads.sum, strict=True):
+            view.copy_(total)
+        if zero.stage:
+            flats = [s.own(flat, groups.shards.rank).clone() for s, flat in zip(trained, flats, strict=True)]
+        return state, tree.replace(grads, sum=flats)
+
+    return wrap(
+        str(combine),
+        slot="combine",
+        traits=[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
+        options={"reduce": combine.reduce, "init": combine.init},
+        init=init,
+        reduce=reduce,
+    )(step)
 
 
 def _finite(tensors: Sequence[Tensor], model: Tensor) -> Tensor:

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.record.call_recorder import UnitGathering, current_recorder
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.segment import Segment
-from functional_ds.sharding.sources import is_deferred, values_of
+from functional_ds.sharding.sources import is_deferred
 from functional_ds.step.compose import wrap
 from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.phase_signatures import Metrics
@@ -26,7 +25,7 @@ from functional_ds.step.step import Step
 from functional_ds.step.view import View
 
 from .collectives import Collectives
-from .combine import Combine
+from .combine import Combine, combining
 from .config import ZeroConfig
 from .cost_report import report_costs
 from .gather import Gatherer, GatherOnce
@@ -131,48 +130,12 @@ class Zero(ZeroConfig):
             **sharded,
             **divided,
         )(step)
-        return step if self.combine is None else self._combining(self.combine, step)
+        return step if self.combine is None else combining(self, self.combine, step)
 
     @property
     def combine(self) -> Combine | None:
         """The function that combines gradients of whole leaves, if there is one."""
         return self.aggregate if isinstance(self.aggregate, Combine) else None
-
-    def _combining(self, combine: Combine, step: Step) -> Step:
-        """The step whose gradients, until then whole and each rank's own, are combined by leaves and cut into shards."""
-
-        def init(inner: Any, step: Step, params: Any) -> State:
-            state, groups = inner(step, params), ProcessGroups.by(self)
-            if state.slots["zero"].layout.has_sharers:
-                raise ValueError(f"{self}: some leaves are other experts on other ranks, and {combine} gets whole leaves")
-            wanted = [] if combine.init is None else trainable(params)
-            leaves = [groups.broadcast(values_of(leaf).detach()) for leaf in wanted]
-            return state.put(combine=combine.fresh(leaves, groups.group))  # type: ignore[no-any-return]
-
-        def reduce(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
-            state, grads = inner(step, state, grads)
-            groups = ProcessGroups.by(self)
-            trained = [segment for segment in state.slots["zero"].layout.segments if segment.trainable]
-            flats = [torch.zeros_like(flat) for flat in grads.sum]
-            rows = zip(trained, grads.sum, flats, strict=True)
-            views = [row for s, own, flat in rows for row in zip(s.slots, s.views(own), s.views(flat), strict=True)]
-            views.sort(key=lambda row: row[0].leaf)
-            own = tree.replace(grads, sum=[view for _, view, _ in views])
-            state, grads = combine.combined(state, own, "combine", groups.group)
-            for (_, _, view), total in zip(views, grads.sum, strict=True):
-                view.copy_(total)
-            if self.stage:
-                flats = [s.own(flat, groups.shards.rank).clone() for s, flat in zip(trained, flats, strict=True)]
-            return state, tree.replace(grads, sum=flats)
-
-        return wrap(
-            str(combine),
-            slot="combine",
-            traits=[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
-            options={"reduce": combine.reduce, "init": combine.init},
-            init=init,
-            reduce=reduce,
-        )(step)
 
     def _axes(self) -> list[Axis]:
         replicas = [] if self.replicate is None else [Axis(self.replicate, AxisRole.BATCH)]
@@ -288,6 +251,11 @@ class Zero(ZeroConfig):
     def view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
         """Lazy leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
+        if partition.frozen is not None:
+            raise ValueError(
+                f"{self}: the params of this state are shards, as scatter and an inner update have them, so that no function runs "
+                "on them; pass step.publish(state)"
+            )
         layout, cache = _as_stored(partition, state.params), partition.cache
         collectives = Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")

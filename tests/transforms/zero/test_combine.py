@@ -146,7 +146,7 @@ def test_what_it_cannot_be_is_refused(make: Any, words: str) -> None:
 
 BUGS = [
     Bug("micro-batches are combined apart", "transforms.zero.zero:Zero._reducer", "last and self.combine is None", "last"),
-    Bug("leaves are in the segments' order", "transforms.zero.zero:Zero._combining.reduce", "row[0].leaf", "-row[0].leaf"),
+    Bug("leaves are in the segments' order", "transforms.zero.combine:combining.reduce", "row[0].leaf", "-row[0].leaf"),
     Bug("nothing is owed", "transforms.zero.combine:Combine.combined", "state.put(**{slot: memory})", "state"),
     Bug("sums are taken for means", "transforms.zero.combine:Combine.combined", "ranks.size / weight", "1 / weight"),
 ]
