@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from . import offloading
     from .accumulate import accumulate
+    from .apart import apart
     from .clip import clip
     from .compiled import compiled
     from .compressed_gradients import compressed_gradients
@@ -41,6 +42,7 @@ __all__ = [
     "StaticScale",
     "Zero",
     "accumulate",
+    "apart",
     "averaged",
     "balance",
     "clip",

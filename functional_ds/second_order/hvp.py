@@ -47,7 +47,7 @@ def hvp(
     [tensor([  6., 120.])]
     """
     for axis in axes_of(step):
-        if axis.role is not AxisRole.BATCH:
+        if axis.role not in (AxisRole.BATCH, AxisRole.APART):
             raise ValueError(
                 f"hvp: ranks divide the model or the sequence in this step ({step}), and H v is computed of whole leaves; use "
                 "a step with data parallelism alone"

@@ -30,6 +30,7 @@ class AxisRole(Enum):
     SEQUENCE = "sp"  # positions of the same rows; an axis of role BATCH has these ranks, too, and sums over them
     STAGES = "pp"  # the model's stages, of which the last alone has the loss
     EXPERTS = "ep"  # stacks of experts, and tokens by expert; the ranks are of an axis of role BATCH, too
+    APART = "outer"  # nothing: each rank has a model of its own by design, and a batch for it
     MODEL = "tp"  # leaves, or what functions exchange, of one batch or of one that another axis divides
 
 

@@ -253,8 +253,8 @@ class Zero(ZeroConfig):
         partition: Partition = state.slots["zero"]
         if partition.frozen is not None:
             raise ValueError(
-                f"{self}: the params of this state are shards, as scatter and an inner update have them, so that no function runs "
-                "on them; pass step.publish(state)"
+                f"{self}: the params of this state are shards, as scatter and an inner update have them, and no function runs "
+                "on those; pass step.publish(state)"
             )
         layout, cache = _as_stored(partition, state.params), partition.cache
         collectives = Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype))

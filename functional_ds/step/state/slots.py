@@ -14,7 +14,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = ["Role", "Stored", "fields_of_role", "stored_layout", "with_room"]
+__all__ = ["Apart", "Role", "Stored", "fields_of_role", "stored_layout", "with_room"]
 
 
 class Role(Enum):
@@ -44,6 +44,20 @@ class Stored:
 
     layout: Layout
     leaf_map: LeafMap
+
+
+@tree.record
+class Apart:
+    """The slot of ranks that have a model each, by design: which of how many models is this rank's."""
+
+    place: int = tree.static()
+    size: int = tree.static()
+
+    @staticmethod
+    def named(state: "State", leaf: str) -> str:
+        """The name of a leaf among those of all models: ``outer.0/w`` for ``w`` of the first one."""
+        models = [f"{name}.{slot.place}/" for name, slot in sorted(state.slots.items()) if isinstance(slot, Apart)]
+        return "".join(models) + leaf
 
 
 def stored_layout(state: "State") -> Stored | None:
