@@ -94,10 +94,15 @@ docs: $(VENV)/.extra-docs  ## draw the figures and build the site, into out/docs
 	@$(BIN)/python -m sphinx -W --keep-going -q -d out/docs/.doctrees docs out/docs $(ARGS)
 
 .PHONY: lint
-lint: $(VENV)/.extra-lint  ## ruff's checks and format, then the types
+lint: $(VENV)/.extra-lint  ## ruff's checks and format, the words of pages and docstrings, then the types
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --diff --quiet .
+	@$(BIN)/python .ci/words
 	@.ci/typecheck.sh $(BIN)/python
+
+.PHONY: release
+release: $(VENV)/.torch  ## build wheel and sdist into dist/, and try both in fresh virtual environments
+	@.ci/release $(BIN)/python
 
 .PHONY: typecheck
 typecheck: $(VENV)/.extra-lint  ## check the types of the built wheel

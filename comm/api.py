@@ -65,7 +65,7 @@ def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", donate: boo
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
         group: the ranks that take part; None for the whole world.
         op: "sum", "avg", "min", "max" or "product".
-        donate: the results may take the memory of the values, which nobody may read any more. For values without a graph.
+        donate: the results may take the memory of the values, which must not be read any more. For values without a graph.
 
     Cost: each rank sends 2 (n - 1) / n of the value.
 

@@ -99,7 +99,7 @@ def check_avg(leaves: Sequence[Tensor], op: str) -> None:
 
 @attrs.define(eq=False)
 class _StartedCall:
-    """A call under way: its leaves and its handle; its line, where somebody follows values."""
+    """A call under way: its leaves and its handle; its line, where values are followed."""
 
     call: Call
     leaves: Sequence[Tensor]

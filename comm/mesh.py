@@ -99,7 +99,7 @@ class Mesh:
         return attrs.evolve(self, axes={axis: self.axes[axis] for axis in axes}, ranks=ranks, rank=places.index(self.rank))
 
     def split(self, axis: str, /, **sizes: int) -> "Mesh":
-        """The same mesh with several axes, outermost first, in the place of one whose size is their product.
+        """The same mesh with several axes, outermost first, in place of one whose size is their product.
 
         Experts share the ranks of the data axis: each of ``ep`` ranks holds a part of them (the expert-parallel group, over
         which tokens travel), and ``edp`` ranks hold the same part (the expert-data-parallel group, over which the experts'

@@ -31,6 +31,7 @@ __all__ = ["spawn"]
 _HOST = "127.0.0.1"
 _GRACE = 0.5  # seconds: for the cause of an error that another rank has reported first
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_GUARD = 'A script must call spawn under `if __name__ == "__main__":`'
 _TERMINATION = 5.0  # seconds that ranks have to end after SIGTERM; then they are killed
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ Ts = TypeVarTuple("Ts")
 
 
 def _check_importable(program: Callable[..., Any]) -> None:
-    """Raises ValueError where a new process could not import the program; it would end without a word about the cause."""
+    """Raises ValueError where a new process could not import the program; it would end without naming the cause."""
     function: Any = program
     while isinstance(function, functools.partial):
         function = function.func
@@ -64,6 +65,12 @@ def _check_importable(program: Callable[..., Any]) -> None:
             f"spawn: the new processes cannot import {module}.{name}, since it is a lambda, or defined inside a function, or "
             f"replaced under its name; {advice}, and pass values as arguments. comm.simulate runs it as it is"
         )
+
+
+def _check_guard() -> None:
+    """Raises RuntimeError in a new process that still imports the script which called ``spawn``."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing sets it for that time
+        raise RuntimeError(f"spawn: a new process imports this script, and calls spawn again. {_GUARD}")
 
 
 def _carry(error: BaseException, rank: int, world_size: int) -> tuple[BaseException, str]:
@@ -125,8 +132,10 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
 
 
 def _hint(code: int | None) -> str:
-    """Gloo aborts a process that receives a message of an unexpected size."""
-    return "; if ranks called different collectives, comm.debug.checked() says which" if code == -signal.SIGABRT else ""
+    """Gloo aborts a process that receives a message of an unexpected size. Python ends with 1 where an import fails."""
+    hints = {-signal.SIGABRT: "if ranks called different collectives, comm.debug.checked() says which"}
+    hints[1] = f"its traceback is above. {_GUARD}"
+    return f"; {hints[code]}" if code in hints else ""
 
 
 def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[Any]:
@@ -208,11 +217,13 @@ def spawn(
         Exception: the first error that a rank raised, with the rank and its traceback as a note. It has its own type where
             that can be pickled, else RankFailedError. The other ranks are ended, by SIGKILL those that SIGTERM does not end
             within 5 s.
+        RuntimeError: in a new process: the script calls ``spawn`` where it is imported.
         RankFailedError: a process ended without a result, or returned and did not end within ``timeout``.
     """
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
     check_ranks_per_node(ranks_per_node, world_size)
+    _check_guard()
     _check_importable(program)
     context = multiprocessing.get_context("spawn")
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timeout)

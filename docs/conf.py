@@ -15,6 +15,7 @@ html_title = "functional_ds"
 html_show_copyright = False
 html_show_sourcelink = False
 
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 highlight_language = "text"  # of blocks that name no language: diagrams and output
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from functional_ds.parallel import tensor as tp
     from functional_ds.parallel.sequence.tiled import tiled
     from functional_ds.profiling.profiler import profile
+    from functional_ds.profiling.record import record
     from functional_ds.remat.policy import RematPolicy
     from functional_ds.remat.remat import checkpoint_name, remat
     from functional_ds.remat.report import RematReport, remat_report
@@ -139,6 +140,7 @@ __all__ = [
     "pipelining",
     "profile",
     "profiling",
+    "record",
     "remat",
     "remat_report",
     "run_job",

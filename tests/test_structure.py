@@ -91,6 +91,8 @@ LATE = {
     ("deepspeed.engine.engine_reports", "profiling.profiler"): "profiling may be left out",
     ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
     ("fitting.checkpoints", "checkpointing.save"): "checkpointing may be left out",
+    ("sharding.leaf_map", "comm.debug.page"): "only notebooks show it",
+    ("sharding.leaf_map", "comm.debug.trace"): "only notebooks show it",
     ("transforms.zero.cost_report", "dry_run.dry_run"): "a step is no prediction of it",
     ("testing.laws", "checkpointing.load"): "checkpointing may be left out",
     ("testing.laws", "checkpointing.save"): "checkpointing may be left out",
@@ -317,7 +319,7 @@ SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
         {"": {"moe", "seq", "tiled", "tp"}, "transforms": {"Experts", "balance", "experts", "sequence", "tensor_parallel"}},
     ),
     "pipelining": (("transforms/pipeline.py",), {"": {"pipelining", "scaling"}, "transforms": {"pipeline"}}),
-    "profiling": ((), {"": {"profile", "profiling"}}),
+    "profiling": ((), {"": {"profile", "profiling", "record"}}),
     "scaling": ((), {"": {"scaling"}}),
     "transforms/offloading": (("transforms/offload.py",), {"transforms": {"OffloadError", "offload", "offloading"}}),
 }

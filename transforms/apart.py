@@ -16,9 +16,9 @@ __all__ = ["apart"]
 def apart(group: comm.Group, *, slot: str = "outer") -> Transform:
     """Says that the ranks of ``group`` have a model each, whose params differ.
 
-    Nothing is computed or sent in a step. Checkpoints keep each model under the name of its place, ``params/outer.0/w``, so that
-    a state is loaded into any stage, precision and number of ranks of each model, and not into another number of models. The
-    step's metrics, weights and norms are those of this rank's model.
+    Nothing is computed or sent in a step. Checkpoints keep each model under the name of its place, ``params/outer.0/w``, so
+    that a state is loaded into any stage, precision and number of ranks of each model, and not into another number of models.
+    The step's metrics, weights and norms are those of this rank's model.
 
     Law: a state that is saved between two rounds and loaded on a mesh with other inner ranks goes on as one run.
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
@@ -190,6 +191,11 @@ def schedule(fn: Callable[..., float | Tensor]) -> Transform:
     has a parameter ``dtype``, it gets the dtype to compute in: fp64 where params are fp64, else fp32. Without it, torch divides
     and multiplies that count in fp32, and fp64 params move by such a rate. Schedules multiply.
     """
+    if isinstance(fn, LRScheduler):
+        raise TypeError(
+            f"fn={type(fn).__name__}(...) moves an optimizer of torch; pass a function from the number of updates to a factor, "
+            "such as T.warmup_cosine(warmup, total), or the one that LambdaLR was given"
+        )
     if not callable(fn):
         raise TypeError(f"fn={fn!r} must be a function from the number of updates to a factor")
     takes_dtype = _takes_dtype(fn)

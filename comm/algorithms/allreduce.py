@@ -237,7 +237,7 @@ def _hand_in(n: int, p: int) -> Permutation:
 def _among_power_of_two(group: Group, core: Callable[[Tensor, int, str], Tensor]) -> Total:
     """``core`` on the first p ranks, a power of two; the other ranks send them their values and get the result back.
 
-    They call what ``core`` calls, but nobody is told to send to them nor they to others.
+    They call what ``core`` calls, but no rank sends to them, and they send to none.
     """
     n, rank = group.size, group.rank
     p = 1 << (n.bit_length() - 1)

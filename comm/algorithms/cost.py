@@ -349,7 +349,7 @@ def sent(algorithm: str, numel: int, n: int, rank: int, *, ranks_per_node: int =
         n: how many ranks.
         rank: which of them; for ``hierarchical`` its place in its node is ``rank % ranks_per_node``.
         ranks_per_node: for ``hierarchical``, how many ranks the inner group has.
-        chunks: for the trees, as there.
+        chunks: for the trees, as for the algorithm.
 
     Raises:
         ValueError: as ``predict``; or rank, numel or chunks out of range.

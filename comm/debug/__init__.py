@@ -8,12 +8,16 @@ if TYPE_CHECKING:
     from .checked import checked, monitored_barrier
     from .clock import Offsets, clock_offsets
     from .explore import explore
+    from .page import Arrow, Chart, calls_chart, write_page
     from .trace import Spread, spreads, write_trace
     from .traffic import draw_traffic, traffic
 
 __all__ = [
+    "Arrow",
+    "Chart",
     "Offsets",
     "Spread",
+    "calls_chart",
     "checked",
     "clock_offsets",
     "draw_traffic",
@@ -21,6 +25,7 @@ __all__ = [
     "monitored_barrier",
     "spreads",
     "traffic",
+    "write_page",
     "write_trace",
 ]
 

@@ -62,7 +62,7 @@ class CallRecorder(Protocol):
 
     Attributes:
         notes: what the step says of itself.
-        trial: whether nobody uses the results.
+        trial: whether the results are unused.
     """
 
     notes: TraceNotes
@@ -123,7 +123,7 @@ def recomputing() -> AbstractContextManager[None]:
 
 
 def runs_on_shapes(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a trial without values, whose numbers nobody uses.
+    """Whether a tensor belongs to a trial without values, whose numbers are unused.
 
     Not while a step is traced into a graph, which runs on values later: what depends on them there must be in the graph.
     """

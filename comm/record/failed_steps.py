@@ -1,7 +1,7 @@
 """Steps that fail on a rank after it has taken part in their collectives: ranks go on only if all of them have failed alike.
 
 A step that raises on all ranks is no step, and each may try another. One that raises on a single rank leaves the others in its
-collectives. If that rank went on, its next step's calls would meet those of the failed one: a wait for ever, or wrong values.
+collectives. If that rank went on, its next step's calls would meet those of the failed one: an endless wait, or wrong values.
 """
 
 import pickle

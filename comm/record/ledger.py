@@ -4,7 +4,7 @@ Counting never synchronises with a device; measuring times does.
 """
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -33,7 +33,7 @@ class Row:
         ranks: the group's ranks.
         timed: the number of timed calls: under ``ledger(times=True)``, those that were waited for.
         overlapped: of these, the asynchronous ones during which this rank did something else for more than a tenth of their
-            time. Nobody knows how much of it was transfer, so bandwidths leave them out.
+            time. The part that was transfer is unknown, so bandwidths leave them out.
         seconds: their total time, from start to end; waiting for the last rank, or a message's other end, is part of it.
         sent_to: of the bytes, those that went to single ranks of the world: messages, rows. The rest went to all others alike.
         payload: bytes of their values: the output of a gather, the input of any other collective.
@@ -104,6 +104,7 @@ class Event:
         overlapped: whether this rank did something else meanwhile, as a row says.
         ranks: the group's ranks.
         traffic: as a row has it.
+        order: names the sequence of the group's calls that it belongs to, as ``Collective.order`` does.
     """
 
     collective: str
@@ -116,6 +117,7 @@ class Event:
     overlapped: bool
     ranks: tuple[int, ...] = attrs.field(repr=False)
     traffic: Traffic = attrs.field(repr=False)
+    order: Hashable = attrs.field(default=None, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -232,7 +234,8 @@ class Ledger:
         if not self.times:
             return handle
         payload *= here.n if row.traffic.of_result else 1
-        event = Event(row.collective, group, began, began, elements, bytes_sent, payload, False, ranks, row.traffic)
+        order = call.collective.order(call.options)
+        event = Event(row.collective, group, began, began, elements, bytes_sent, payload, False, ranks, row.traffic, order)
         return _Timed(handle, self, row, event, early, perf_counter())
 
     def _row(self, collective: str, group: str, ranks: tuple[int, ...], traffic: Traffic) -> Row:

@@ -1,7 +1,7 @@
 """Calls of simulated ranks, and which rank runs: threads that hand a baton on, in an order that a seed picks.
 
 A rank runs until it waits for a collective that is not complete. Then the seed picks the rank that runs next. What a rank does
-beside its program (``World.beside``) has threads of its own, one a lane, which take part. When nobody can go on, the schedule
+beside its program (``World.beside``) has threads of its own, one a lane, which take part. When no rank can go on, the schedule
 knows who waits for whom.
 """
 

@@ -181,7 +181,7 @@ def simulate(
         finally:
             simulator.finish(rank)
 
-    with exclusive_simulation(), kept_rng():
+    with exclusive_simulation(), kept_rng(), nullcontext() if watches is None else watches.keeping():
         threads = torch.get_num_threads()
         workers = [threading.Thread(target=run, args=(r,), daemon=True, name=f"rank {r}") for r in range(world_size)]
         try:

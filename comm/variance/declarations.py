@@ -75,7 +75,7 @@ class Contradiction:
 
 @attrs.define(eq=False)
 class Declarations:
-    """The declarations of all ranks. Nobody waits: the last rank to come compares, and the run goes on.
+    """The declarations of all ranks. No rank waits: the last rank to come compares, and the run goes on.
 
     Attributes:
         open: the declarations that some ranks have yet to come to: the claims so far, by rank of the world.

@@ -1,5 +1,6 @@
 """What a simulated rank computed: its operations and collectives, with a checksum of each result."""
 
+import ctypes
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ class TracedValue:
 
     Attributes:
         key: equal for values that come from the same operations on the same inputs, at the same lines.
-        bits: a checksum of its bytes; None if nobody looked.
+        bits: a checksum of its bytes; None if it was not computed.
         zero: whether all bytes are zero.
         shape: its sizes.
     """
@@ -174,18 +175,17 @@ class OpTrace(TorchDispatchMode):
 
     def number(self, tensor: Tensor) -> int:
         """The number of a tensor's value, which may be new."""
+        memory = self._memory.get(storage_id(tensor)) if _is_plain(tensor) else None
+        found = None if memory is None else memory.tensors.get(_layout(tensor))
+        if found is not None:
+            return found
         with self.paused():
-            memory = self._memory.get(storage_id(tensor)) if _is_plain(tensor) else None
             if memory is None:
                 event = self._event("first use", "", ())
-                self._define(event, [tensor], writes=0)
-                return event.outputs[0]
-            found = memory.tensors.get(_layout(tensor))
-            if found is None:  # a view that was made before the last write
+            else:  # a view that was made before the last write
                 event = self._event("operator", "view", (memory.whole,), operands=(Values((memory.whole,)),))
-                self._define(event, [tensor], writes=0)
-                found = event.outputs[0]
-            return found
+            self._define(event, [tensor], writes=0)
+            return event.outputs[0]
 
     def _operand(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -273,13 +273,19 @@ def _covers(tensor: Tensor) -> bool:
 
 
 def _checksum(tensor: Tensor) -> tuple[int | None, bool]:
-    """A checksum of the bytes, and whether all of them are zero; nothing of tensors without values."""
+    """A checksum of the bytes, and whether all elements are zero; nothing of tensors without values."""
     if not _is_plain(tensor) or tensor.is_meta:
         return None, False
-    data = raw_bytes(tensor).numpy()
-    signed = tensor.is_floating_point() and tensor.itemsize > 1  # -0.0 is zero, and torch counts no float8
-    zero = not tensor.detach().count_nonzero() if signed else not data.any()
-    return zlib.crc32(data.data) if data.size else 0, zero
+    if not tensor.nbytes:
+        return 0, True
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = raw_bytes(tensor).view(-1).view(tensor.dtype)
+    data = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())  # NumPy has not all dtypes
+    *low, high = data[: tensor.itemsize]
+    if any(low) or high & 0x7F:
+        return zlib.crc32(data), False
+    countable = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # -0.0 is zero, and torch counts no float8
+    return zlib.crc32(data), not countable.detach().count_nonzero()
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

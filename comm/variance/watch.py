@@ -1,7 +1,9 @@
 """The watch of a simulated rank: what its values are declared to be, and what becomes of them."""
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import attrs
 import torch
@@ -115,6 +117,16 @@ class Watches:
         self.ranks[rank] = RankWatch(rank, self.declarations)
         return self.ranks[rank]
 
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Lets Python look for garbage more rarely while the block runs: traces grow by objects that stay."""
+        often, *rest = gc.get_threshold()
+        gc.set_threshold(often * 100, *rest)
+        try:
+            yield
+        finally:
+            gc.set_threshold(often, *rest)
+
     def check(self, failure: BaseException | None) -> None:
         """What the ranks' programs contradict, once they have ended. A failure gets it as a note.
 
@@ -122,7 +134,8 @@ class Watches:
             VarianceError: names the first contradiction by its place in a rank's program.
         """
         declared = self.declarations.all_found(ended=failure is None)
-        followed = contradictions([self.ranks[rank].trace for rank in sorted(self.ranks)])
+        with self.keeping():
+            followed = contradictions([self.ranks[rank].trace for rank in sorted(self.ranks)])
         worded = [each for each in (*declared, *followed) if each.text]
         if not worded:
             return

@@ -1,7 +1,7 @@
 """The end of a world: calls under way are finished, or given up with a message, before the connections and the interpreter go.
 
 An interpreter that exits ends a thread wherever it is, and torch aborts the process if that is in its C++ code. A message that
-nobody waits for gets lost with the process.
+no rank waits for gets lost with the process.
 """
 
 import sys

@@ -201,7 +201,7 @@ class FileLock:
 
     @staticmethod
     def take(path: Path) -> "FileLock | None":
-        """The lock, on a file that is created if missing; None if somebody has it.
+        """The lock, on a file that is created if missing; None if another process has it.
 
         Raises:
             OSError: the file cannot be opened for writing; or is a link, whose target the lock would overwrite.

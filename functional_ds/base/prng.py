@@ -87,7 +87,7 @@ class Key:
             name: keeps draws of a step apart.
             places: for each dim of which ``like`` has a part: the global indices as a ``range`` or as integers [n] on
                 ``like``'s device, or [rows, n] where rows differ, and the dim's global size. Those of dim 0 are rows of the
-                global batch, in the place of those that the key counts. None says that a dim is whole although the key
+                global batch, in place of those that the key counts. None says that a dim is whole although the key
                 carries places for it, as of a tensor without a sequence.
 
         Raises:

@@ -180,7 +180,7 @@ def in_dual_level() -> bool:
 
 
 def held_elsewhere(held: list[Any]) -> list[bool]:
-    """Which objects somebody beside this list refers to. torch counts what C++ holds of a tensor as one reference more."""
+    """Which objects are referred to from outside this list. torch counts what C++ holds of a tensor as one reference more."""
     return [count > _ALONE for count in _references(held)]
 
 
@@ -224,7 +224,7 @@ def gradients(
 def at_backward_end(work: Callable[[], None]) -> None:
     """Does ``work`` when the backward pass that this thread runs has ended, unless it fails.
 
-    Without it, nobody would know when a ``loss.backward()`` is over that a user calls.
+    Without it, the end of a ``loss.backward()`` that a user calls would be unknown.
     """
     torch.autograd.Variable._execution_engine.queue_callback(work)
 
@@ -276,7 +276,7 @@ def has_late_hooks(tensor: Tensor) -> bool:
 
 
 def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
-    """A leaf's gradient hooks. Without it, those of a module's parameters would be dropped without a word."""
+    """A leaf's gradient hooks. Without it, those of a module's parameters would be dropped silently."""
     return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 

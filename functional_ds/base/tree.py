@@ -48,7 +48,7 @@ def static(*, default: Any = attrs.NOTHING) -> Any:
 def record(cls: C) -> C:
     """A frozen attrs class that is a pytree: its fields are children, those made by ``static`` are structure.
 
-    It prints in one line, with dtypes and shapes or counts in the place of tensors.
+    It prints in one line, with dtypes and shapes or counts in place of tensors.
 
     >>> @record
     ... class Point:

@@ -292,7 +292,7 @@ def _around(forward: Any, own: Any) -> Any:
 
 
 def _runs_otherwise(forward: Any) -> bool:
-    """Whether somebody else runs a module, beside who compiles blocks: a block in a block is a part of it."""
+    """Whether modules are run by something other than the compiler of blocks: a block in a block is a part of it."""
     while isinstance(forward, RunBy):
         if not isinstance(forward.call, BlockCalls):
             return True

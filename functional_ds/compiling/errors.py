@@ -17,7 +17,7 @@ class Refusal(RuntimeError):
     Args:
         path: the block's.
         module: the block, or what of it cannot be compiled.
-        why: the reason, and what would do.
+        why: the reason, and what to do instead.
     """
 
     def __init__(self, path: str, module: Any, why: str) -> None:

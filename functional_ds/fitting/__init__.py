@@ -8,7 +8,7 @@ from .checkpoints import Checkpoints
 from .data import BatchReader, BatchSource, Epochs, Indexed, Replayed, Stateful
 from .fit import fit
 from .heartbeat import Watch
-from .loggers import Comet, CsvLog, Logger, Logging, MeasuredStep, StepMeasure, TensorBoard, WandB
+from .loggers import Comet, Console, CsvLog, Logger, Logging, MeasuredStep, StepMeasure, TensorBoard, WandB
 from .non_finite import NonFiniteLossError, RollBack, Stop
 from .run import Evaluation, Interrupted
 from .signals import Flag, stop_on_signals, stop_ranks_on_signals
@@ -20,6 +20,7 @@ __all__ = [
     "BatchSource",
     "Checkpoints",
     "Comet",
+    "Console",
     "CsvLog",
     "Epochs",
     "Evaluation",

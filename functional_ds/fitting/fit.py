@@ -50,7 +50,7 @@ def fit(
         steps: the number of steps, earlier runs included; None for as long as all ranks have batches.
         checkpoints: ``Checkpoints(path, every=1000)``: where and when to save; None saves nothing, and starts anew.
         evaluation: ``Evaluation(function, every=1000)``: from a state to numbers, which are logged.
-        logging: ``Logging(loggers, every=10, progress=True)``: where numbers go, and how often.
+        logging: ``Logging(loggers, every=10, progress=True)``: where numbers go, and how often; by default rank 0 prints.
         on_non_finite: ``Stop(after)`` or ``RollBack(after)`` for losses that are not finite; None ignores them. Checked when a
             step is logged. Checkpoints are made only while losses and params are finite.
         timeout: the longest that a step, a save or an evaluation may take; then ranks are taken to hang. None for no watchdog.
@@ -68,6 +68,7 @@ def fit(
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
     >>> state = fds.fit(step, step.init({"w": torch.ones(2)}), lambda index: torch.ones(2), steps=3)
+    step 3: loss 0, seconds_per_step ...
     >>> step.params(state)["w"].tolist()
     [-0.5, -0.5]
     """

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: CSV files, TensorBoard, or any object with the methods of ``Logger``."""
+"""Where a run's numbers go: the console, CSV files, TensorBoard, or any object with the methods of ``Logger``."""
 
 import csv
 import io
@@ -20,6 +20,7 @@ from .checks import check_steps
 
 __all__ = [
     "Comet",
+    "Console",
     "CsvLog",
     "Logger",
     "Logging",
@@ -49,6 +50,29 @@ class Logger(Protocol):
     def close(self) -> None:
         """Ends the log."""
         ...
+
+
+@attrs.frozen
+class Console:
+    """A line for each logged step on standard output; of names with a slash, such as a profile's, none. The default of ``Logging``.
+
+    >>> Console().log(10, {"loss": 0.51234, "seconds_per_step": 0.002})
+    step 10: loss 0.5123, seconds_per_step 0.002
+    """
+
+    def begin(self, done: int) -> None:
+        """Says after which step a run resumes."""
+        if done:
+            sys.stdout.write(f"resumes after step {done}\n")
+
+    def log(self, done: int, numbers: Mapping[str, float]) -> None:
+        """Prints a line."""
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items() if "/" not in name)
+        sys.stdout.write(f"step {done}: {shown}\n")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 @attrs.define(eq=False)
@@ -250,7 +274,8 @@ class Logging:
     """Where ``fit`` sends numbers, and how often.
 
     Attributes:
-        loggers: ``CsvLog(path)``, ``TensorBoard(folder)``, or objects of your own; used on rank 0.
+        loggers: ``Console()`` by default; ``CsvLog(path)``, ``TensorBoard(folder)``, or objects of your own; () for none. Used
+            on rank 0.
         every: the steps between two whose metrics are read and logged. Between them nothing waits for the device.
         progress: whether rank 0 shows a bar; needs the extra ``fit``.
         profile: ``fds.profiling.Profiling(folder=...)``: measures steps; its numbers are logged with the metrics.
@@ -259,7 +284,7 @@ class Logging:
     100
     """
 
-    loggers: tuple[Logger, ...] = attrs.field(default=(), converter=checked)
+    loggers: tuple[Logger, ...] = attrs.field(default=(Console(),), converter=checked)
     every: int = attrs.field(default=10, kw_only=True)
     progress: bool = attrs.field(default=False, kw_only=True)
     profile: StepMeasure | None = attrs.field(default=None, kw_only=True)

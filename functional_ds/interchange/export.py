@@ -257,8 +257,8 @@ def _of_state(state: State, averaged: bool) -> list[LocalShard]:
     apart = next((slot for slot in state.slots.values() if isinstance(slot, Apart)), None)
     if apart is not None:
         raise ValueError(
-            f"export: the ranks have {apart.size} models, of which this rank has number {apart.place}; export step.params(state), "
-            "a tree, on the ranks of one of them"
+            f"export: the ranks have {apart.size} models, of which this rank has number {apart.place}; export "
+            "step.params(state), a tree, on the ranks of one of them"
         )
     found = []
     for shard in describe(as_tensors(tree.replace(state, optimizer=()))):

@@ -32,7 +32,7 @@ class CallEntry:
     CallEntry('zero', {'stage': 3})
 
     Attributes:
-        name: a function's name, or "module:function" of one's own.
+        name: a function's name, or your "module:function".
         arguments: by name, as plain data.
     """
 
@@ -58,7 +58,7 @@ class CallKind:
         what: what such a function makes.
         place: the module that has them by name; None where all are the user's own.
         names: those that may be named.
-        instead: other public names, and what would do in their place.
+        instead: other public names, and what to use instead of them.
         own: names that are in ``functional_ds.jobs.job_model``, since what they take is made of a job.
     """
 

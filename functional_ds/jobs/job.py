@@ -112,7 +112,7 @@ class SavedEntry(Entries):
     minutes: StrictFloat | None = entry("minutes between two checkpoints", default=None, gt=0)
     keep_last: NotNegative | None = entry("how many stay; 0 for all", default=3)
     keep_every: AtLeastOne | None = entry("those after a multiple of so many steps stay, too", default=None)
-    resume: StrictBool = entry("whether a run goes on from the newest of them", default=True)
+    resume: StrictBool = entry("whether a run resumes from the newest of them", default=True)
 
 
 class LogsEntry(Entries):
@@ -128,7 +128,7 @@ class LogsEntry(Entries):
 class ProfileEntry(Entries):
     """Where the time, the operations and the bytes of steps go, as `fds.profile` finds."""
 
-    folder: StrictStr = entry("where profile.txt, profile.json and trace.json are written")
+    folder: StrictStr = entry("where profile.txt, profile.json, trace.json and trace.html are written")
     skip: NotNegative = entry("steps at the beginning that are not measured", default=2)
     every: AtLeastOne = entry("of so many steps one is timed in detail", default=10)
     keep: AtLeastOne = entry("of how many of these the trace shows what ran when", default=2)

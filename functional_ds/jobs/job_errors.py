@@ -1,4 +1,4 @@
-"""``JobError``: which entry of which file is wrong, and what would do."""
+"""``JobError``: which entry of which file is wrong, and what to do instead."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ class JobError(ValueError):
     """A job that is refused.
 
     Attributes:
-        problem: what is wrong, and what would do.
+        problem: what is wrong, and what to do instead.
         entry: the entry, such as "data.context"; "" for the job as a whole.
         value: the entry's value; ``attrs.NOTHING`` if there is none to show.
         file: the job's file, if it has one.

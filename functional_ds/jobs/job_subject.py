@@ -30,7 +30,7 @@ LossFn = Callable[[Any, Any], Any]  # of a model, which is called as a module is
 
 @attrs.frozen(eq=False)
 class OwnBatches:
-    """The batches of a model that brings them, in the place of a text."""
+    """The batches of a model that brings them, in place of a text."""
 
     make: Callable[[int], Any]
     whole: int  # rows of a global batch
@@ -55,7 +55,7 @@ class Subject:
         own: the model's batches; None where they come from the job's text.
         tokens: of a row; None where rows have none.
         tp_plan: how layers are cut over the axis tp, as ``T.tensor_parallel`` takes it; None where the model's config says.
-        sequence: how sequences are cut over sp: arguments of ``T.sequence``; None where nobody said.
+        sequence: how sequences are cut over sp: arguments of ``T.sequence``; None if unknown.
         experts: a pattern for the paths of experts, as ``T.experts`` takes it; None where there are none.
         stages: of a pipeline, once the model is cut.
     """
@@ -88,7 +88,7 @@ class Subject:
         """How layers are cut over tp.
 
         Raises:
-            ValueError: nobody says how.
+            ValueError: it is unknown how.
         """
         if self.tp_plan is not None:
             return self.tp_plan

@@ -98,7 +98,7 @@ def run_job(job: Job, *, stop: Flag | None = None, say: Callable[[str], None] | 
 
     Args:
         job: from ``load_job``, or built in Python.
-        stop: a flag that ends the run after the current step, in the place of SIGINT and SIGTERM; where ranks are processes,
+        stop: a flag that ends the run after the current step, in place of SIGINT and SIGTERM; where ranks are processes,
             one that they share.
         say: gets a line for each number that is logged, on rank 0, such as ``print``; a function that can be pickled.
 
@@ -201,7 +201,7 @@ def check_job(job: Job, ranks: int | None = None) -> None:
     is tokenized or comes from a data set. It does not build the model.
 
     Raises:
-        JobError: with the entry, its value, and what would do.
+        JobError: with the entry, its value, and what to do instead.
 
     >>> check_job(Job(model="nowhere:MLP", steps=1, optimizer={"sgd": 0.1}))
     Traceback (most recent call last):

@@ -29,7 +29,7 @@ class Memory:
         gathered: whole units, in stage 3, at most at one time.
         activations: what the backward pass will need.
         buffers: all else in the state: counts, keys, scales, means, what is owed.
-        peak: the most that the process had; 0 where nobody looked.
+        peak: the most that the process had; 0 if it was not measured.
         places: how many bytes of the state lie on which kind of device, ``"disk"`` among them.
     """
 

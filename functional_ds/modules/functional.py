@@ -368,7 +368,7 @@ class Apply:
             self._pool.append(skeleton)
 
     def _free(self) -> Skeleton:
-        """A copy that nobody uses, with the attributes that ``module`` has now."""
+        """An unused copy, with the attributes that ``module`` has now."""
         while self._pool:
             skeleton = self._pool.pop()
             version = self._changes.bring([*skeleton.owners.values()], skeleton.version)

@@ -19,7 +19,7 @@ def attributes_on(parameter: Tensor) -> dict[str, Any]:
 
 
 class ParameterMarks:
-    """Lets tensors be parameters while they are in the place of a module's.
+    """Lets tensors be parameters while they are in place of a module's.
 
     Args:
         params: the module's, by name.

@@ -72,7 +72,7 @@ def refuse_flags(kind: str, error: RuntimeError | None = None) -> None:
     """Refuses ``requires_grad_()`` of a parameter in forward; of errors, torch's about it alone.
 
     Raises:
-        RuntimeError: with what would do.
+        RuntimeError: with what to do instead.
     """
     if error is None or "you can only change requires_grad flags of leaf variables" in str(error):
         raise RuntimeError(
@@ -85,7 +85,7 @@ def refuse_placeholders(kind: str, error: RuntimeError) -> None:
     """Refuses code that torch traces where params are placeholders, as under ZeRO; of errors, those of torch's tracer alone.
 
     Raises:
-        RuntimeError: with what would do.
+        RuntimeError: with what to do instead.
     """
     traced = ("torch.compile with fullgraph=True", "HigherOrderOperator")
     if type(error).__module__ == "torch._dynamo.exc" or any(words in str(error) for words in traced):
@@ -99,7 +99,7 @@ def refuse_loading(kind: str, error: RuntimeError) -> None:
     """Refuses ``load_state_dict`` in forward, which puts what it meets into an error of its own; of errors, that alone.
 
     Raises:
-        RuntimeError: with what would do.
+        RuntimeError: with what to do instead.
     """
     if "loading state_dict" in str(error) and "a forward pass may write buffers alone" in str(error):
         raise RuntimeError(

@@ -63,7 +63,7 @@ class Skeleton:
         bound: the parameters that it has.
         identity: of these.
         calls: who runs the modules inside of it.
-        marked: the tensors in the place of parameters that are marked as such.
+        marked: the tensors in place of parameters that are marked as such.
         flags: which of the parameters required grad when they were put in place.
     """
 

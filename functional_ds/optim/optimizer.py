@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from functional_ds.base.weighted import Weighted
@@ -15,6 +16,7 @@ from .kernels import divided
 __all__ = ["Optimizer", "PerParameter", "Rate", "as_optimizer"]
 
 Rate = float | Tensor
+_OF_TORCH = {"AdamW", "Adam", "SGD", "Adagrad"}  # that are here by their names in small letters
 
 
 @attrs.frozen
@@ -77,6 +79,10 @@ def as_optimizer(rule: Any) -> Optimizer | PerParameter:
     """
     if isinstance(rule, Optimizer | PerParameter):
         return rule
+    if isinstance(rule, torch.optim.Optimizer) or (isinstance(rule, type) and issubclass(rule, torch.optim.Optimizer)):
+        name = rule.__name__ if isinstance(rule, type) else type(rule).__name__
+        same = f"fds.{name.lower()}(lr, ...)" if name in _OF_TORCH else "an optimizer of fds, or fds.Optimizer(init, update)"
+        raise TypeError(f"optimizer=torch.optim.{name} changes parameters of its own in place; pass {same}")
     if not callable(getattr(rule, "init", None)) or not callable(getattr(rule, "update", None)):
         raise TypeError(f"optimizer={rule!r} is neither an fds optimizer nor an optax-shaped pair of init and update")
     keep = {"inplace": False} if "inplace" in inspect.signature(rule.update).parameters else {}

@@ -4,6 +4,7 @@ from .module_flops import Flops
 from .peak import peak_flops
 from .profiler import Profiled, Profiling, profile
 from .rank import MemoryStatus, RankProfile
+from .record import Recording, record
 from .result import Profile
 from .spans import STAGES, SpanKey
 
@@ -15,7 +16,9 @@ __all__ = [
     "Profiled",
     "Profiling",
     "RankProfile",
+    "Recording",
     "SpanKey",
     "peak_flops",
     "profile",
+    "record",
 ]

@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from functional_ds.comm.debug.trace import slices_of, write_slices
+from functional_ds.comm.debug.page import Chart, calls_chart, write_page
+from functional_ds.comm.debug.trace import Slice, slices_of, write_slices
 
 from .module_flops import Flops
 from .profile_text import text
@@ -83,17 +84,31 @@ class Profile:
         slices = {each.rank: [*each.slices, *slices_of(each.events)] for each in self.ranks}
         if not any(slices.values()):
             raise ValueError("profile: no step was timed in detail yet; make more steps, or a smaller skip= and every=")
-        offsets = {each.rank: offset for each, offset in zip(self.ranks, self.offsets, strict=True)}
-        write_slices(slices, path, offsets=offsets)
+        write_slices(slices, path, offsets=self._ahead())
+
+    def charts(self) -> list[Chart]:
+        """The last detailed steps: phases and waits of each rank, and its collectives, all on one clock."""
+        lanes: dict[str, list[Slice]] = {}
+        for each in self.ranks:
+            ahead = self._ahead()[each.rank]
+            for span in each.slices:
+                moved = attrs.evolve(span, began=span.began + ahead, ended=span.ended + ahead)
+                lanes.setdefault(f"rank {each.rank}, {span.lane}", []).append(moved)
+        timed = any(each.events for each in self.ranks)
+        return [Chart("Phases", lanes), *([calls_chart(self.ranks, offsets=self._ahead())] if timed else [])]
+
+    def _ahead(self) -> dict[int, float]:
+        return {each.rank: offset for each, offset in zip(self.ranks, self.offsets, strict=True)}
 
     def save(self, folder: str | Path) -> None:
-        """Writes ``profile.txt``, ``profile.json``, and ``trace.json`` if a step was timed in detail."""
+        """Writes ``profile.txt``, ``profile.json``, and ``trace.json`` and ``trace.html`` if a step was timed in detail."""
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         (place / "profile.txt").write_text(f"{self}\n", encoding="utf-8")
         self.to_json(place / "profile.json")
         if any(each.slices for each in self.ranks):
             self.to_trace(place / "trace.json")
+            write_page(self.charts(), place / "trace.html", title=self.step)
 
     def __str__(self) -> str:
         return text(self.step, self.ranks, self.numbers())

@@ -84,7 +84,7 @@ class _Allocation:
     """A storage that an operation allocated.
 
     Attributes:
-        storage: alive as long as somebody else uses it.
+        storage: alive as long as it is used elsewhere.
         operation: None where the second run could not tell it, as in a backward pass inside.
         signature: of what the operation was given.
         view: shape, strides and offset of the output that lies in it.

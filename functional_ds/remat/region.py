@@ -51,7 +51,7 @@ def one_operation(known: Iterable[Tensor]) -> Iterator[None]:
 
 
 def refuse_exceptions() -> None:
-    """Refuses compiled code in a region whose policy has exceptions for single operations, which nobody can find in there.
+    """Refuses compiled code in a region whose policy has exceptions for single operations, which cannot be found in there.
 
     Raises:
         ValueError: there is such a region.
@@ -278,7 +278,7 @@ _OF_TRANSFORMS = (
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Says what would do where torch refuses its own transforms."""
+    """Says what to do instead where torch refuses its own transforms."""
     try:
         yield
     except RuntimeError as error:

@@ -43,10 +43,10 @@ class Machine:
         link_bandwidth: bytes a second that a rank sends, in one direction, to another rank of its node.
         link_latency: seconds of an empty message.
         operation_latency: seconds that the host takes to start an operation of an eager step: Python, autograd and modules.
-        node_latency: the same for a node of a graph; None where nobody measured, for ``start_seconds``.
+        node_latency: the same for a node of a graph; None if not measured, for ``start_seconds``.
         overlaps: the part of a collective's time in which the rank can compute; 1 where links move bytes by themselves, 0 where
             the cores that compute do. Graphs' timelines have it; a planner's sum hides nothing.
-        memory: bytes; 0 where nobody said.
+        memory: bytes; 0 if unknown.
         device: the kind, "cuda" or "cpu".
         page_bandwidth: bytes a second of pages that are new from the operating system; 0 where an allocator keeps its memory.
         factors: by kind of operation, ``"starts"`` and ``"communicate"``: how many times longer than at these rates it takes

@@ -25,6 +25,8 @@ from .segment import Blocks
 
 __all__ = ["LeafMap", "LeafShard", "LeafSpec", "TensorRange", "at_least_fp32", "match_leaves"]
 
+_SHOWN_RANKS = 32
+
 
 @attrs.frozen
 class LeafSpec:
@@ -114,6 +116,18 @@ class LeafMap:
     def __repr__(self) -> str:
         where = f"rank {self.rank} of {len(self.shards_by_rank)}"
         return f"LeafMap({len(self.leaves)} leaves, {len(self.shards)} shards on {where})"
+
+    def _repr_html_(self) -> str:
+        from functional_ds.comm.debug.page import Chart
+        from functional_ds.comm.debug.trace import Slice
+
+        lanes: dict[str, list[Slice]] = {}
+        for rank, shards in enumerate(self.shards_by_rank[:_SHOWN_RANKS]):
+            for shard in shards:
+                path, end = self.leaves[shard.leaf].path, shard.start + shard.numel
+                slices = lanes.setdefault(f"rank {rank}, tensor {shard.tensor}", [])
+                slices.append(Slice("", path, shard.start, end, {"from element": shard.offset}))
+        return Chart(repr(self), lanes, unit="elements")._repr_html_()
 
     @property
     def shards(self) -> tuple[LeafShard, ...]:

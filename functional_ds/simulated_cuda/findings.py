@@ -37,7 +37,7 @@ class Finding:
 
     Attributes:
         kind: "race", "early free" or "host sync".
-        text: what is wrong and what would do.
+        text: what is wrong and what to do instead.
         first: the earlier access; None where the memory had none.
         second: the later access, the line that frees the memory, or the line that waits.
     """

@@ -254,14 +254,14 @@ class SimulatedGpu(Findings):
         return self._communicators[key]
 
     def synchronize(self, _: Any = None) -> None:
-        """In the place of ``torch.cuda.synchronize``."""
+        """Replaces ``torch.cuda.synchronize``."""
         everything = Clock()
         for stream in self.streams:
             everything.join(stream.clock)
         self.wait_for(everything, "torch.cuda.synchronize")
 
     def block(self, what: str, tensor: Tensor | None) -> None:
-        """An operation lets the host wait for the current stream, which nobody asked for."""
+        """An operation lets the host wait for the current stream, which the program did not ask for."""
         memory = None if tensor is None else self.memory_of(tensor)
         made = None if memory is None else memory.written
         source = f", computed by {made.what} on {made.stream.name}" if made else ""
@@ -278,7 +278,7 @@ class SimulatedGpu(Findings):
             self._paused -= 1
 
     def reset_peak(self, _: Any = None) -> None:
-        """In the place of ``torch.cuda.reset_peak_memory_stats``."""
+        """Replaces ``torch.cuda.reset_peak_memory_stats``."""
         self.peak = self.allocated
 
     @property

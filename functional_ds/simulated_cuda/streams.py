@@ -26,7 +26,7 @@ class Clock(dict[int, int]):
 
 
 class SimulatedStream:
-    """In the place of ``torch.cuda.Stream``: work on it begins after what it has waited for, and ends at no known time."""
+    """Replaces ``torch.cuda.Stream``: work on it begins after what it has waited for, and ends at no known time."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str | None = None, **_: Any) -> None:
         self.id = self.cuda_stream = self.stream_id = next(_IDS)
@@ -79,7 +79,7 @@ class SimulatedStream:
 
 
 class SimulatedEvent:
-    """In the place of ``torch.cuda.Event``."""
+    """Replaces ``torch.cuda.Event``."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock, self.device = Clock(), torch.device("cuda", 0)
@@ -110,7 +110,7 @@ class SimulatedEvent:
 
 @contextmanager
 def on_stream(stream: SimulatedStream | None) -> Iterator[None]:
-    """In the place of ``torch.cuda.stream``."""
+    """Replaces ``torch.cuda.stream``."""
     gpu = current_gpu()
     if gpu is None or stream is None:
         yield

@@ -178,7 +178,7 @@ class _Matcher:
         return name
 
     def leave(self, shard: TensorShard, why: str) -> None:
-        """Keeps like's value in the place of what each rank had of its own; notes it, unless it may be missing."""
+        """Keeps like's value in place of what each rank had of its own; notes it, unless it may be missing."""
         if not fits(shard.name, self.choice.allow_missing):
             self.found.other.add(f"{shard.name} (each rank had its own, and {why}; allow_missing=... keeps like's)")
 

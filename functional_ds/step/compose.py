@@ -10,9 +10,15 @@ from .phase_signatures import PhaseFunctions
 from .phases import Trait, check_phases
 from .step import Step, Transform
 
-__all__ = ["compose", "wrap"]
+__all__ = ["check_step", "compose", "wrap"]
 
 _NONE: PhaseFunctions = {}
+
+
+def check_step(transform: object, step: object) -> None:
+    """Raises TypeError where a transform is given something else than a step, such as the loss function."""
+    if not isinstance(step, Step):
+        raise TypeError(f"{transform} is a transform: give it a step, as fds.train_step(loss, optimizer) makes them, not {step!r}")
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -30,6 +36,7 @@ class _Wrap:
     phases: Mapping[str, Callable[..., Any]]
 
     def __call__(self, step: Step) -> Step:
+        check_step(self.name, step)
         if self.check is not None:
             self.check(step)
         return step.wrapped(
@@ -54,8 +61,7 @@ class _Composition:
     transforms: tuple[Transform, ...]
 
     def __call__(self, step: Step) -> Step:
-        if not isinstance(step, Step):
-            raise TypeError(f"compose(...) is a transform: give it a step, as fds.train_step makes them, not {step!r}")
+        check_step("compose(...)", step)
         for transform in self.transforms:
             step = transform(step)
         return step

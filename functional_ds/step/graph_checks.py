@@ -48,7 +48,7 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> N
         placeholders: paths of the tensors that stand for a parameter, by id.
 
     Raises:
-        RuntimeError: with what would do.
+        RuntimeError: with what to do instead.
     """
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(todo)

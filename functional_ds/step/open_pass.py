@@ -108,7 +108,7 @@ class Gradients:
         return new
 
     def _use_up(self) -> None:
-        """Lets go of the tensors, which this value may outlive in somebody's loop."""
+        """Lets go of the tensors, which this value may outlive in a custom loop."""
         self._used, self.carry, self.final, self._after, self.last_pass = True, None, None, None, None
 
     def add(self, total: Weighted, metrics: Mapping[str, Weighted], after: State, rows: int, *, last: bool) -> None:

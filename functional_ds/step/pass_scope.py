@@ -105,7 +105,7 @@ class Pass:
             _HERE.passes.pop()
 
     def resume_until_backward_ends(self) -> None:
-        """Is the current pass until the backward pass that runs, which somebody else has begun, is over."""
+        """Is the current pass until the backward pass that runs, which other code has begun, is over."""
         self.resume()
         passes = _HERE.passes
 
@@ -174,7 +174,7 @@ class Pass:
         """The gradients of a loss by the stored leaves, plus ``carry``: those of the view's ``pull``.
 
         Args:
-            loss: None where somebody else's backward pass is about to run.
+            loss: None where another backward pass is about to run.
             carry: as for ``View.pull``.
             last: as for ``View.pull``.
             retain_graph: as for ``View.pull``.
@@ -315,11 +315,11 @@ def differentiated(
         step: whose pass it is.
         state: as the forward pass has left it.
         pass_: is open, and current.
-        loss: of its forward pass; where somebody else has differentiated it, its weight counts alone.
+        loss: of its forward pass; where other code has differentiated it, its weight counts alone.
         carry: the sums of earlier micro-batches.
         last: whether no further one follows.
         retain_graph: whether another backward pass will go through this graph.
-        pulling: what takes the gradients of a backward pass that somebody else has run.
+        pulling: what takes the gradients of a backward pass that other code has run.
     """
     if pulling is None:
         if pass_.graphs is not None:

@@ -77,7 +77,7 @@ class Pull(Protocol):
 
         Args:
             outputs: tensors computed from the view's params, or these params, with their gradients; None where a
-                ``loss.backward()`` of somebody else is about to run, whose gradients ``wait`` then takes.
+                ``loss.backward()`` of other code is about to run, whose gradients ``wait`` then takes.
             carry: the sums of earlier micro-batches, which are consumed.
             last: whether no further micro-batch follows.
             retain_graph: whether another backward pass will go through this graph.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from functional_ds.simulated_cuda.gpu import SimulatedGpu
     from functional_ds.simulated_cuda.stand_ins import simulated_cuda
 
+    from .difference import Difference, LeafDifference, difference
     from .holds import BoundLaw, LawResult, LawTable, holds, laws
     from .mutants import Mutant, MutantTable, mutants
     from .problem import Problem
@@ -41,11 +42,13 @@ __all__ = [
     "FLOATING",
     "INTEGRAL",
     "BoundLaw",
+    "Difference",
     "Finding",
     "Inputs",
     "LawResult",
     "LawTable",
     "Leaf",
+    "LeafDifference",
     "Mutant",
     "MutantTable",
     "PassReport",
@@ -54,6 +57,7 @@ __all__ = [
     "assert_like_one_rank",
     "assert_same",
     "check_pass",
+    "difference",
     "holds",
     "inputs",
     "laws",

@@ -90,7 +90,7 @@ class Method:
         recipe: makes its steps.
         order: "after" what is data-parallel in ``compose``, "before" it, or "alone" where it reduces gradients itself.
         within: the part of a leaf's way by which results may differ from those on one device.
-        oracle: ``(params, batches) -> params``, what it must compute; None where nobody has said.
+        oracle: ``(params, batches) -> params``, what it must compute; None if unknown.
         sends: ``(stage, ranks) -> bytes``, what a rank sends in a step beyond what ``T.zero(stage)`` sends; None as above.
         elsewhere: what the other order of composition gave, for the table.
     """

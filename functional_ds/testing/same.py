@@ -9,13 +9,14 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.comm.variance.declarations import raw_bytes
 
-__all__ = ["assert_like_one_rank", "assert_same"]
+__all__ = ["assert_like_one_rank", "assert_same", "same_bits"]
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return plain.view(-1).view(torch.uint8)
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape have equal bits."""
+    return torch.equal(raw_bytes(x), raw_bytes(y))
 
 
 def assert_same(actual: Any, expected: Any, *, bits: bool = True) -> None:
@@ -32,12 +33,12 @@ def assert_same(actual: Any, expected: Any, *, bits: bool = True) -> None:
     for (path, x), (_, y) in zip(tree.named(actual), tree.named(expected), strict=True):
         where = f"at [{path}]: " if path else ""
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            if x != y:
+            if isinstance(x, Tensor) or isinstance(y, Tensor) or x != y:
                 raise AssertionError(f"{where}{x!r} is not {y!r}")
             continue
         if (x.dtype, x.shape) != (y.dtype, y.shape):
             raise AssertionError(f"{where}{x.dtype}{list(x.shape)} is not {y.dtype}{list(y.shape)}")
-        if not (torch.equal(_bits(x), _bits(y)) if bits else torch.equal(x, y)):
+        if not (same_bits(x, y) if bits else torch.equal(x, y)):
             raise AssertionError(f"{where}{x} is not {y}")
 
 

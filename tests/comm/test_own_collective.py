@@ -12,7 +12,7 @@ from functional_ds import comm
 
 from . import nccl_over_gloo
 
-PAGE = Path(__file__).parents[2] / "docs" / "comm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "own-collective.md"
 
 
 def names() -> dict[str, Any]:

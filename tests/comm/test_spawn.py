@@ -225,3 +225,16 @@ def test_ranks_end_with_the_process_that_called_spawn(method: str, stops: bool, 
                 line.close()
             assert process.stderr is not None
             assert process.stderr.read().count("ends: the process that called spawn has ended") == 2
+
+
+def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
+    """The new process says that it would spawn again, and the caller's error what to write."""
+    script = tmp_path / "unguarded.py"
+    script.write_text("from functional_ds import comm\ndef program(): return 1\nprint(comm.spawn(program, world_size=1))\n")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "RuntimeError: spawn: a new process imports this script, and calls spawn again" in done.stderr
+    told = done.stderr.strip().splitlines()[-1]
+    assert told.startswith("functional_ds.comm.table.errors.RankFailedError: rank 0 of 1 ended without a result (exit code 1)")
+    assert told.endswith('A script must call spawn under `if __name__ == "__main__":`')

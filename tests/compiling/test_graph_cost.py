@@ -115,6 +115,16 @@ def test_the_critical_path_takes_the_whole_step(name: str, machine: Machine) -> 
     assert path[0].begin == 0 or machine is CUDA  # whose host starts an operation first
 
 
+def test_its_chart_has_each_span_once_and_the_memory() -> None:
+    cost = run("stage 3").graph.cost(CPU)
+    chart = cost.chart()
+    spans = [(lane, span.name, span.began, span.ended) for lane, row in chart.lanes.items() for span in row]
+    assert sorted(spans) == sorted((span.lane, span.does, span.begin, span.end) for span in cost.spans)
+    assert [arrow.from_time for arrow in chart.arrows] == [arrow.to_time for arrow in chart.arrows]  # a path without gaps
+    assert max(value for _, value in chart.curve) == max(held.bytes for _, held in cost.memory)
+    assert cost._repr_html_().count("<rect") == len(cost.spans)
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_infinitely_fast_links(name: str) -> None:
     cost = run(name).graph.cost(attrs.evolve(CPU, link_bandwidth=1e30, link_latency=0.0))

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,16 @@ def _json(value: Any) -> str:
 
 
 def _fate(key: ConfigKey) -> str:
-    return "refused where it is active" if key.fate is Fate.REFUSED else key.fate.value
+    return "unsupported if active" if key.fate is Fate.REFUSED else key.fate.value
 
 
 def table(keys: Iterable[ConfigKey], *, short: bool = False) -> str:
-    """A row for each key."""
+    """A row for each answer: neighbouring keys with the same one share it, with their defaults."""
     rows = ["| key | DeepSpeed's default | here | |", "|---|---|---|---|"]
-    for key in keys:
-        names = [key.name if short else key.path, *key.aliases]
-        shown = ", ".join(f"`{name}`" for name in names)
-        rows.append(f"| {shown} | {_json(key.default)} | {_fate(key)} | {key.text} |")
+    for (fate, text), group in groupby(keys, key=lambda key: (_fate(key), key.text)):
+        same = list(group)
+        names = [", ".join(f"`{name}`" for name in (key.name if short else key.path, *key.aliases)) for key in same]
+        rows.append(f"| {', '.join(names)} | {', '.join(_json(key.default) for key in same)} | {fate} | {text} |")
     return "\n".join(rows) + "\n"
 
 

@@ -72,7 +72,7 @@ def test_the_plan_of_a_large_model_is_the_pages(tmp_path: Path) -> None:
     check_sessions(TOP / "docs/quickstart-llama.md", tmp_path, slow=True)
 
 
-@pytest.mark.parametrize("page", [TOP / "README.md", *QUICKSTARTS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [TOP / "README.md", TOP / "docs/which-strategy.md", *QUICKSTARTS], ids=lambda page: page.stem)
 def test_blocks_print_what_the_page_shows(page: Path) -> None:
     """A text block right after a python block is what the python block prints."""
     namespace: dict[str, object] = {"__name__": page.stem}

@@ -96,6 +96,15 @@ def test_a_steps_seconds_are_the_steps_own(tmp_path: Path, monkeypatch: pytest.M
     assert seconds == [2.0] * 4
 
 
+def test_fit_prints_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each tenth step and the last; with ``Logging(())`` nothing."""
+    step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.1))
+    for logging in (fds.Logging(), fds.Logging(())):
+        fds.fit(step, step.init({"w": torch.ones(2)}), lambda index: torch.ones(2), steps=12, logging=logging)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in printed] == ["step 10: loss 0.2", "step 12: loss -0.2"]
+
+
 def test_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match="has no begin, log, close"):
         checked([print])

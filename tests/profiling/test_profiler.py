@@ -83,7 +83,7 @@ def _spawned(folder: str) -> Profile:
 def test_processes_are_on_one_clock(tmp_path: Path) -> None:
     found = comm.spawn(_spawned, str(tmp_path), world_size=2)[1]
     both_are_inside(found)
-    assert {path.name for path in tmp_path.iterdir()} == {"profile.txt", "profile.json", "trace.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"profile.txt", "profile.json", "trace.json", "trace.html"}
     assert json.loads((tmp_path / "profile.json").read_text()) == json.loads(json.dumps(found.as_dict()))
 
 

@@ -197,11 +197,11 @@ REFUSALS = [
         program=saved(lie),
     ),
     Refusal(
-        what="a pipe or a device in the place of a file",
+        what="a pipe or a device instead of a file",
         error=checkpointing.DamagedError,
         says=r"00000\.bin cannot be read: .*no file of bytes|is no file of bytes",
         advises="load another tag",
-        why="Reading it would wait for ever.",
+        why="Reading it would wait forever.",
         instead="Load another tag.",
         program=saved(pipe),
     ),
@@ -211,7 +211,7 @@ REFUSALS = [
         says="was not written by this library",
         advises="give checkpoints a folder of their own",
         why="The other library would no longer find its checkpoint.",
-        instead="Give checkpoints a folder of their own; `fds.from_deepspeed` reads DeepSpeed's.",
+        instead="Give checkpoints a separate folder; `fds.from_deepspeed` reads DeepSpeed's.",
         program=within(of_another_library),
     ),
     Refusal(
@@ -224,7 +224,7 @@ REFUSALS = [
         program=within(without_an_order),
     ),
     Refusal(
-        what="a tag in whose place something else lies",
+        what="a tag whose path is taken by something else",
         error=checkpointing.CheckpointError,
         says="tag='logs': .* is there and is no checkpoint of this tag",
         advises="choose another tag, or move it away",
@@ -256,7 +256,7 @@ REFUSALS = [
         says=r"on rank 1 and .* on rank 0|on rank 0 and .* on rank 1",
         advises="is this the state of one step on all ranks",
         why="The checkpoint would be a mixture.",
-        instead="Save the state of one step on all ranks, or give each rank a group and a folder of its own.",
+        instead="Save the state of one step on all ranks, or give each rank its own group and folder.",
         program=within(of_other_programs),
     ),
     Refusal(

@@ -195,7 +195,7 @@ REFUSALS = [
         error=RuntimeError,
         says="modified by an inplace operation",
         advises="use the out-of-place one",
-        why="Gradients would be computed from the changed values, in stage 3, too.",
+        why="Gradients would be computed from the changed values, also in stage 3.",
         instead="Use the operation that returns a new tensor.",
         program=lambda: on_two(in_place, T.zero(3)),
     ),
@@ -205,7 +205,7 @@ REFUSALS = [
         says=r"ran another backward pass, which gave the params \['w'\] gradients",
         advises="use the Function in the first step, too",
         why="The ranks agree in the first step on what they sum.",
-        instead="Use that Function in the first step, too.",
+        instead="Use that Function in the first step as well.",
         program=nested_later,
     ),
     Refusal(
@@ -227,7 +227,7 @@ REFUSALS = [
         program=other_activations,
     ),
     Refusal(
-        what="a module in the place of params",
+        what="a module instead of params",
         error=TypeError,
         says="this is the module Linear",
         advises=r"apply, params = fds.functional\(module\)",
@@ -277,7 +277,7 @@ REFUSALS = [
         says="this state was donated to a step",
         advises="donate=False",
         why="The step has written into its memory.",
-        instead="Go on with the state that the step returned, or pass `donate=False`.",
+        instead="Use the state that the step returned, or pass `donate=False`.",
         program=donated,
     ),
 ]

@@ -18,7 +18,7 @@ AREAS: dict[str, list[Refusal]] = {
 
 def table(refusals: list[Refusal]) -> str:
     """A row for each refusal."""
-    head = "| refused | error | why | what would do |\n|---|---|---|---|\n"
+    head = "| unsupported | error | why | instead |\n|---|---|---|---|\n"
     return head + "".join(f"| {r.what} | `{r.error.__name__}` | {r.why} | {r.instead} |\n" for r in refusals)
 
 

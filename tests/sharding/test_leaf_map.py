@@ -162,3 +162,17 @@ def test_a_planted_bug_breaks_the_law(bug: Bug, law: Any) -> None:
     law(params)
     with planted(bug), pytest.raises(bug.shows):
         law(params)
+
+
+def test_a_notebook_shows_where_leaves_lie() -> None:
+    def program() -> fds.LeafMap:
+        step = T.zero(3)(fds.train_step(lambda params, x: (params["a"].sum() * params["b"].sum() * x).sum(), fds.sgd(0.1)))
+        return step.leaf_map(step.init({"a": torch.ones(45), "b": torch.ones(20)}))
+
+    for found in comm.simulate(program, world_size=2):
+        shown = found._repr_html_()
+        shards = [(rank, shard) for rank, shards in enumerate(found.shards_by_rank) for shard in shards]
+        assert shown.count("<rect") == len(shards) == 3  # the border between the ranks cuts a leaf
+        for rank, shard in shards:
+            assert f"{found.leaves[shard.leaf].path}: {shard.numel} elements, from element {shard.offset}" in shown
+            assert f"rank {rank}, tensor {shard.tensor}" in shown

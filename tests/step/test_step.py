@@ -1,6 +1,7 @@
 """Steps: donation, evaluation, order of transforms, records, bad input."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -404,3 +405,25 @@ def test_a_sum_that_weighs_nothing(sums: float, strategy: list[fds.Transform]) -
     for moved, loss in comm.simulate(program, world_size=2 if strategy else 1):
         assert not loss.isfinite()
         assert moved.isnan().all() if sums else moved.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: transforms.zero(1)(square), r"zero\(1, world\) is a transform: give it a step.*not <function square"),
+        (lambda: transforms.clip(1.0)(square), r"clip\(1.0\) is a transform"),
+        (lambda: fds.compose(transforms.clip(1.0))(square), r"compose\(...\) is a transform"),
+        (lambda: fds.train_step(square, torch.optim.AdamW([torch.ones(1)])), r"torch.optim.AdamW .* pass fds.adamw\(lr, ...\)"),
+        (lambda: fds.train_step(square, torch.optim.RMSprop), r"torch.optim.RMSprop .* or fds.Optimizer\(init, update\)"),
+        (
+            lambda: transforms.schedule(
+                torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)]))  # type: ignore[arg-type]
+            ),
+            r"fn=ConstantLR\(...\) moves an optimizer of torch; pass a function",
+        ),
+    ],
+)
+def test_refuses_what_a_newcomer_passes(call: Callable[[], Any], says: str) -> None:
+    """A loss for a step, torch's optimizer, torch's scheduler: the error says what to pass instead."""
+    with pytest.raises(TypeError, match=says):
+        call()

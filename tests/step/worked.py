@@ -43,6 +43,6 @@ def worked() -> dict[str, fds.Transform]:
         "sam": coordinates["sam"](0.05),
         "lookahead": coordinates["lookahead"](2),
         "ema": steps["ema"](0.9),
-        "clip_weights": fds.wrap("clip_weights", update=steps["clip_weights"]),
+        "clip_weights": fds.wrap("clip_weights", update=defined("docs/modules.md")["clip_weights"]),
         "diagonal": second["diagonal"](),
     }

@@ -44,7 +44,7 @@ class _TensorInfo:
 
 @attrs.frozen(eq=False, repr=False)
 class OnDisk(_TensorInfo):
-    """A tensor in a file: an immutable value, whose room on the disk is free again when nobody refers to it.
+    """A tensor in a file: an immutable value, whose room on the disk is free again when nothing refers to it.
 
     Copies of a state may share it, because an update writes new values elsewhere. ``detach()`` returns the tensor on its
     device, which is all that a view of shards asks of its leaves.
@@ -264,7 +264,7 @@ def is_handle(leaf: Any) -> bool:
 
 
 def fetched(state: Any) -> Any:
-    """The tree with a tensor in the place of every handle, for example for a checkpoint.
+    """The tree with a tensor in place of every handle, for example for a checkpoint.
 
     Law 28: ``restored(fetched(s), s) = s``, and ``fetched`` of an offloaded run's state is the other run's, both bitwise.
     """
@@ -274,7 +274,7 @@ def fetched(state: Any) -> Any:
 
 
 def restored(values: Any, like: Any) -> Any:
-    """The tree with handles in the place of tensors, as ``like``, a tree of the same structure, has them.
+    """The tree with handles in place of tensors, as ``like``, a tree of the same structure, has them.
 
     Raises:
         ValueError: the trees differ in structure, or a tensor in shape or dtype from its handle.

@@ -26,7 +26,7 @@ def refuse_streams(overlaps: bool) -> None:
 class Prefetcher:
     """Guesses the next handle from the last two that were asked for, and starts to fetch it.
 
-    A guess changes no value: if nobody asks for the handle, what was fetched is dropped. It fetches at most one ahead.
+    A guess changes no value: if the handle is not asked for, what was fetched is dropped. It fetches at most one ahead.
 
     Attributes:
         copies: from the host to the device.

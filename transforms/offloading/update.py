@@ -128,7 +128,7 @@ class Transaction:
                     write.result()
 
     def commit(self, unit: OffloadedLeaf) -> None:
-        """Puts the new values of a unit in the place of the old ones."""
+        """Puts the new values of a unit in place of the old ones."""
         leaves = self.new[unit.leaf]
         for i, _ in unit.on_disk():
             leaves[i] = self._versions[unit.leaf, i].done()

@@ -136,7 +136,7 @@ class Experts:
             )
 
     def check(self, step: Step) -> None:
-        """Refuses a step whose gradients nobody sums, and one that has experts already.
+        """Refuses a step whose gradients are not summed, and one that has experts already.
 
         Raises:
             ValueError: it is such a step.

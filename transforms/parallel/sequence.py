@@ -45,7 +45,7 @@ def sequence(
 
     Laws 44, 49, 53: it is the single-device step on the whole batch, for any layout, with a loss that sums over tokens and
     returns ``Weighted(sum, tokens)``. Ranks may have different numbers of tokens that count. A ``Key`` draws at the sequence's
-    positions what one device draws there, along dim 1 of what it draws for; ``places={1: None}`` is for tensors without a
+    positions what a single device draws there, along dim 1 of what it draws for; ``places={1: None}`` is for tensors without a
     sequence. Attention across ranks is the model's: ``fds.seq.ring`` and its kin find group, layout and masks here.
 
     All ranks of the group get the same batch. A dict's ``labels`` become ``shift_labels``, each position with the next one's

@@ -19,12 +19,12 @@ _OURS = {Path(comm.__file__).parent, Path(torch_private.__file__).parent.parent,
 
 @contextmanager
 def named_errors(slices: Mapping[str, LeafSlice], group: comm.Group) -> Iterator[None]:
-    """Within it torch's errors about shapes name the module that failed, its slices and what would do.
+    """Within it torch's errors about shapes name the module that failed, its slices and what to do instead.
 
     An error outside of any module gets a note that names the leaves of which the loss has slices.
 
     Raises:
-        ValueError: in the place of a ``RuntimeError`` of torch, which is its cause.
+        ValueError: in place of a ``RuntimeError`` of torch, which is its cause.
     """
     try:
         yield

@@ -306,7 +306,7 @@ class _MixedPrecision:
         return self._narrowed(state, draws), metrics
 
     def scatter(self, inner: Any, step: Step, state: State) -> State:
-        """The masters in the place of what is stored."""
+        """The masters in place of what is stored."""
         return inner(step, self._widened(state))  # type: ignore[no-any-return]
 
     def publish(self, inner: Any, step: Step, state: State) -> State:
@@ -363,7 +363,7 @@ def _slot(state: State) -> Mixed:
 
 
 def _with(params: Any, masters: list[Tensor | None]) -> Any:
-    """The params with every master in the place of its copy."""
+    """The params with every master in place of its copy."""
     leaves, spec = tree.flatten(params)
     return tree.unflatten(spec, [leaf if wide is None else wide for wide, leaf in zip(masters, leaves, strict=True)])
 

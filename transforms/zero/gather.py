@@ -120,7 +120,7 @@ class Gatherer:
         self.on_fetch(self._plan, self._made)
 
     def _sharded(self, unit: int) -> list[int]:
-        """The segments that are not whole here: nobody shares the others, or they are persistent."""
+        """The segments that are not whole here: the others are not shared, or they are persistent."""
         return [i for i in self.layout.units[unit].segments if not self.layout.segments[i].persistent and not self._alone(i)]
 
     def _alone(self, index: int) -> bool:

@@ -211,7 +211,7 @@ class LazyParams:
         return path
 
     def forget(self, unit: int) -> None:
-        """Lets go of the memory of a unit that the source has freed, except of leaves that somebody else holds now."""
+        """Lets go of the memory of a unit that the source has freed, except of leaves that are held elsewhere now."""
         if self._cache.functional and not self._in_backward:
             return
         self._writes.check(unit)
@@ -222,7 +222,7 @@ class LazyParams:
             self._held = {each for each in self._held if not self._emptied(each)}
 
     def _emptied(self, unit: int) -> bool:
-        """Whether no leaf of a freed unit has memory; takes that of leaves that nobody else holds."""
+        """Whether no leaf of a freed unit has memory; takes that of leaves that are not held elsewhere."""
         leaves, empty = self._trained[unit], self._empty[unit]
         for place, held in enumerate(held_elsewhere(leaves)):
             if not held and place not in empty:

@@ -5,7 +5,7 @@ not use the unit. ``gather.Gatherer`` keeps to these rules:
 
 - The first pass has no plan. A rank that needs a unit asks: each rank sends one integer, and all ranks fetch every unit
   that any rank asked for. A rank that has finished its pass keeps answering until all have finished.
-- The fetches of a pass are the plan of later passes. A rank that needs a unit follows the plan up to its fetch. Nobody
+- The fetches of a pass are the plan of later passes. A rank that needs a unit follows the plan up to its fetch. No rank
   asks, and the next fetches are known in advance.
 - A rank may need a unit beyond the plan. It then finishes the plan and asks; the other ranks meet that question at the
   end of their pass. The plan grows by the units that were asked for.

@@ -16,7 +16,7 @@ from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.segment import Segment
 from functional_ds.sharding.sources import is_deferred
-from functional_ds.step.compose import wrap
+from functional_ds.step.compose import check_step, wrap
 from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import Trait
@@ -108,6 +108,7 @@ class Zero(ZeroConfig):
 
     def __call__(self, step: Step) -> Step:
         """The step with the phases that zero wraps."""
+        check_step(self, step)
         if step.wraps("view"):
             raise ValueError(
                 f"zero({self.stage}): this step has another view already ({step}); use one zero, and put it before "
@@ -216,7 +217,7 @@ class Zero(ZeroConfig):
         return self._published(state, before), metrics
 
     def scatter(self, inner: Any, step: Step, state: State) -> State:
-        """This rank's shards in the place of what is whole."""
+        """This rank's shards in place of what is whole."""
         return inner(step, self._scattered(state))  # type: ignore[no-any-return]
 
     def publish(self, inner: Any, step: Step, state: State) -> State:

@@ -37,7 +37,7 @@ _ORDER = ("remat", "offload", "mixed_precision", "zero", "accumulate", "", "pipe
 
 
 def with_config(job: Job, path: str | None) -> Job:
-    """The job with a DeepSpeed config in the place of its strategy; as it is for None.
+    """The job with a DeepSpeed config in place of its strategy; as it is for None.
 
     Raises:
         CommandError: the file is not there, or is no JSON object, or has a key that is refused.
@@ -121,7 +121,7 @@ def candidate(
 
 
 def _check_axes(job: Job) -> None:
-    """Refuses a mesh of which nobody here knows which ranks have rows of their own."""
+    """Refuses a mesh for which it is unknown which ranks have different rows."""
     unknown = next((axis for axis in job.mesh if axis not in (*AXES, "edp")), None)
     if unknown is not None:
         raise CommandError(
@@ -199,7 +199,7 @@ def _put(calls: list[CallEntry], name: str, arguments: dict[str, Any] | None) ->
 def _changed_config(
     config: dict[str, Any], stage: int | None, precision: str | None, micro: int, times: int, sizes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A pipeline has the micro-batches in the place of accumulation."""
+    """A pipeline has the micro-batches in place of accumulation."""
     if stage is not None:
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
     if precision is not None:

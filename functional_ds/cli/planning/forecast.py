@@ -81,7 +81,7 @@ class Forecast:
     Attributes:
         job: the candidate.
         shape: what its step is like, on the rank that needs the most memory.
-        machine: where it would run; None where nobody said.
+        machine: where it would run; None if unknown.
         limit: bytes of a rank; 0 for none.
         stages: of a pipeline, what its ranks' steps are like, by their places.
         line: the transforms as Python.

@@ -76,7 +76,7 @@ def _job(model: Any, *, data: Any = None, **more: Any) -> Job:
 
 
 def shapes_alone(job: Job, subject: Subject) -> bool:
-    """Whether a job names a model of which nothing but the shapes are known, so that nobody can run it."""
+    """Whether a job names a model of which nothing but the shapes are known, so that it cannot be run."""
     return job.model.name == _SHAPES or (job.file is None and subject.own is None and subject.config is None)
 
 

@@ -43,7 +43,7 @@ def state_names(found: NamedTensors) -> dict[str, str]:
 
     This library's checkpoints, and files with its names, keep them. DeepSpeed's masters are the params. Of torch's distributed
     checkpoints ``<prefix>.<param>`` are params and ``<prefix>.state.<param>.exp_avg`` the optimizer's, as
-    ``torch.distributed.checkpoint.state_dict`` names them; an optimizer's tensors under numbers belong to nobody who is known.
+    ``torch.distributed.checkpoint.state_dict`` names them; the owners of an optimizer's tensors under numbers are unknown.
 
     >>> import torch
     >>> from pathlib import Path

@@ -105,7 +105,7 @@ def _first_use(order: dict[fx.Node, float], wait: fx.Node) -> tuple[float, fx.No
 
 
 def _join(graph: StepGraph, order: dict[fx.Node, float], bucket: Sequence[fx.Node]) -> None:
-    """One start and one wait in the place of several."""
+    """One start and one wait in place of several."""
     if len(bucket) < 2:
         return
     nodes, last = graph.module.graph, bucket[-1]

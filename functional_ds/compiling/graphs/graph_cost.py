@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch import Tensor, fx
 
 from functional_ds.comm.algorithms.cost import Link
+from functional_ds.comm.debug.page import Arrow, Chart
+from functional_ds.comm.debug.trace import Slice
 from functional_ds.comm.record.ledger import Row
 from functional_ds.comm.table.collective import Here
 from functional_ds.dry_run.events import Events, row_of
@@ -130,6 +133,19 @@ class GraphCost:
             found.append(self.spans[place])
             place = self.spans[place].before
         return tuple(reversed(found))
+
+    def chart(self) -> Chart:
+        """The spans by lane, the critical path where it goes from one to another, and the bytes in memory below."""
+        lanes: dict[str, list[Slice]] = {COMPUTE: []}
+        for span in self.spans:
+            lanes.setdefault(span.lane, []).append(Slice(span.lane, span.does, span.begin, span.end, {"bytes": span.bytes}))
+        path = pairwise(self.critical_path)
+        arrows = [Arrow(one.lane, one.end, two.lane, two.begin) for one, two in path if one.lane != two.lane]
+        memory = [(time, float(held.bytes)) for time, held in self.memory]
+        return Chart(repr(self), lanes, arrows, memory)
+
+    def _repr_html_(self) -> str:
+        return self.chart()._repr_html_()
 
     def __str__(self) -> str:
         """Where the time goes."""

@@ -222,7 +222,7 @@ def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _sizes(node: fx.Node, ends: Mapping[fx.Node, int], sites: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """The bytes of each of a node's results, and the place of its last use; what nobody reads stays with the others' list."""
+    """The bytes of each of a node's results, and the place of its last use; unused results stay with the others' list."""
     value = node.meta.get("val")
     kept = 0 if node.target is not RUN else eager_site(node, sites).kept  # type: ignore[union-attr]
     for place, x in enumerate(value if isinstance(value, (list, tuple)) else [value]):

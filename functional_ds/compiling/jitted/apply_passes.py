@@ -25,7 +25,7 @@ def pass_name(change: Any) -> str:
 
 
 def apply_passes(graph: StepGraph, passes: Sequence[GraphPass]) -> StepGraph:
-    """The graph after passes that somebody else has written, with the shapes and dtypes of all nodes as they are now.
+    """The graph after passes of users, with the shapes and dtypes of all nodes as they are now.
 
     Raises:
         TypeError: a pass returns no ``StepGraph``.

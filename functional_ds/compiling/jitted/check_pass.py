@@ -1,4 +1,4 @@
-"""``check_pass``: holds a pass of one's own to the law that a graph after it is the step."""
+"""``check_pass``: tests that a graph after a custom pass is the step."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -76,7 +76,7 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 
 def _carried_out(graph: fx.Graph, sites: Sequence[CallSite]) -> fx.Graph:
-    """The graph with calls of what its sites do in the place of numbers of sites."""
+    """The graph with calls of what its sites do in place of numbers of sites."""
     new, known = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         copy = known[node] = new.node_copy(node, known.__getitem__)

@@ -154,7 +154,7 @@ class _Builder:
                 self._get(node)
 
     def _call(self, inside: dict[fx.Node, None]) -> None:
-        """One node in the place of kernels, and items for those of their results that others use."""
+        """One node in place of kernels, and items for those of their results that others use."""
         phase = next(iter(inside)).meta.get(PHASE)
         order, bases = self._needed(inside)
         part, own = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -231,7 +231,7 @@ def check_backend(name: Any) -> None:
     """Refuses a back end that does not exist, or that this machine lacks something for.
 
     Raises:
-        ValueError: with what would do.
+        ValueError: with what to do instead.
     """
     if name not in _BACKENDS:
         raise ValueError(f"jit: there is no back end {name!r}; there are {', '.join(map(repr, _BACKENDS))}")

@@ -1,4 +1,4 @@
-"""``deepspeed.comm``: torch.distributed's functions, in place as there, over this library's groups and worlds."""
+"""``deepspeed.comm``: torch.distributed's functions, which write in place, over this library's groups and worlds."""
 
 # ruff: noqa: F403
 from . import comms_log, in_place, joining, point_to_point, reduce_ops, works

@@ -83,9 +83,9 @@ def from_ds_config(
 ) -> ConfigPlan:
     """Reads a DeepSpeed config as DeepSpeed 0.19.8 does, with its defaults and its numbers.
 
-    Every key either becomes something here, or has no meaning here, or is refused; ``plan.explain()`` says which and why.
-    Nothing is accepted unread: unknown names, keys that occur twice and values of another type are refused, too, where
-    DeepSpeed takes many of them in silence.
+    Every key is supported, ignored because nothing here depends on it, or unsupported, which raises an error;
+    ``plan.explain()`` says which and why. Unknown names, keys that occur twice and values of another type raise errors, too,
+    where DeepSpeed silently accepts many of them.
 
     Args:
         config: the path of a JSON file (Hjson where the package hjson is installed), a dict, or base64 text of JSON.
@@ -105,7 +105,7 @@ def from_ds_config(
     >>> plan.batch
     BatchSizes(train_batch_size=32, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=1, world_size=4)
     >>> print(plan.explain())
-    became:
+    supported:
       train_batch_size: 32 -> 8 rows of a micro-batch · 1 of them · 4 ranks
       bf16.enabled: True -> `T.mixed_precision('params=f32,compute=bf16,output=f32,reduce=bf16', ...)`.
       zero_optimization.stage: '2' -> `T.zero(2, world)`.

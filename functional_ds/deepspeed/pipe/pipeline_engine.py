@@ -289,7 +289,7 @@ def pipeline_engine(
 
     Args:
         module: the layers; of each parameter the first rank's count that has its stage, of those given whole rank 0's.
-        config: as ``from_ds_config`` takes it. Its batch's sizes are per data-parallel rank, as there.
+        config: as ``from_ds_config`` takes it. Its batch's sizes are per data-parallel rank, same as DeepSpeed.
         make: from the config's plan and the engine's counts to what takes the place of its optimizer and scheduler.
         lr: the rate of an optimizer that the config does not have, for a scheduler in it.
         training_data: each data-parallel rank reads its part; ``train_batch`` without an iterator in order, as DeepSpeed's,

@@ -79,7 +79,7 @@ def exchange(
 ) -> Tensor:
     """The mixture ``Σ_j w_j f_{e_j}(x)`` of each token's experts, which lie on the ranks of ``group``, E / P on each.
 
-    Law 46: for any routing it is what one device computes with all experts, one rank without tokens and all tokens to one
+    Law 46: for any routing it is what a single device computes with all experts, one rank without tokens and all tokens to one
     rank included; value and gradients, by x, the weights and the experts' params. A choice that capacity dropped adds nothing.
     Each rank has its own tokens, varying over ``group``, as has the result; x's and the weights' gradients are its own. The
     gradients of a rank's experts are summed over the tokens of all ranks of ``group``, so divide them by the weight of these

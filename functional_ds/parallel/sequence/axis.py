@@ -127,7 +127,7 @@ def resolve_axis(
         what: the caller, for errors.
         group: as given.
         layout: as given.
-        documents: in which the caller attends, where it says so.
+        documents: in which the caller attends, if given.
         other: whether it may attend to something else than they say.
 
     Raises:

@@ -257,7 +257,7 @@ def _attention(place: _LeafPlace) -> nn.Module | None:
 
 
 def size_of_heads(attention: nn.Module | None) -> int | None:
-    """The size of an attention's heads, where it says so."""
+    """The size of an attention's heads, if it has one."""
     sizes = [getattr(attention, name, None) for name in ("head_dim", "head_size")]
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 

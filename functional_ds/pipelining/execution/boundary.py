@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass
+from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining.stages.stages import LossInput, OnesReadMode, Stages, mapped, standing_for
 from functional_ds.step.pass_scope import Pass
 from functional_ds.step.state.state import State
@@ -133,8 +134,9 @@ def signature(batch: Any, *, trains: bool) -> tuple[Any, ...]:
 
 
 _READS_PARAMS = (
-    "a transform's phase loss reads {!r}: in a pipeline it has the leaves of the last stage alone, so a term of all params "
-    "would differ from that on one device; add its gradient in the phase update, where each rank has the leaves of its stages"
+    "a transform's phase loss reads {!r} for {!r}: in a pipeline it has the leaves of the last stage alone, so a term of all "
+    "params would differ from that on one device; add its gradient, or the metric, in the phase update, where each rank has "
+    "the leaves of its stages"
 )
 
 
@@ -193,16 +195,19 @@ class ShapeRun:
         try:
             quiet = Pass(trains=False)  # one that trains compares values between ranks
             trial = OnesReadMode if last else FakeTensorMode  # a loss may read numbers, to report them
-            with quiet, trial(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(self.trains):
-                params = {path: _fake(meta, self.trains) for path, meta in self.leaves[index].items()}
+            with quiet, trial(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(self.trains or last):
+                trained = {path for path, meta in self.leaves[index].items() if meta.grad and self.trains}
+                params = {path: _fake(meta, last or path in trained) for path, meta in self.leaves[index].items()}
                 x = None if before is None else before.value([_fake(meta, False) for meta in before.leaves])[0]
                 micro = mapped(lambda leaf: standing_for(leaf, mode, "cpu"), visit.batch)
                 if last:
-                    loss, metrics = self.step.loss(state, params, LossInput(micro, x, visit.weight, detached=True))
-                    read = _reached(loss.sum, params)
-                    if read:
-                        return _READS_PARAMS.format(read)
-                    return {name: value.sum.dtype for name, value in {"loss": loss, **metrics}.items()}
+                    loss, metrics = self.step.loss(state, params, LossInput(micro, x, visit.weight, trained))
+                    sums = {"loss": loss, **metrics}
+                    for name, value in sums.items():
+                        read = _reached(value, params)
+                        if read:
+                            return _READS_PARAMS.format(read, name)
+                    return {name: value.sum.dtype for name, value in sums.items()}
                 run = self.stages[index].run
                 y = Boundary.of(self.step.forward(state, lambda given: run(params, x, given, state.key), micro))
                 if on_shapes(self.group):
@@ -213,13 +218,17 @@ class ShapeRun:
             return f"stage {index} ({self.stages[index].name}) cannot be run on {taken}: {type(error).__name__}: {error}"
 
 
-def _reached(loss: Tensor, params: Mapping[str, Tensor]) -> str:
-    """The path of a leaf that has a part in the loss; empty where none has."""
-    trained = {path: leaf for path, leaf in params.items() if leaf.requires_grad}
-    if not trained or not loss.requires_grad:
+def _reached(value: Weighted, params: Mapping[str, Tensor]) -> str:
+    """The path of a leaf that has a part in a loss or metric; empty where none has."""
+    leaves = {path: leaf for path, leaf in params.items() if leaf.requires_grad}
+    results = [part for part in (value.sum, value.weight) if isinstance(part, Tensor) and part.requires_grad]
+    if not leaves or not results:
         return ""
-    grads: Sequence[Tensor | None] = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return next((path for path, grad in zip(trained, grads, strict=True) if grad is not None), "")
+    ones = [torch.ones_like(result) for result in results]
+    grads: Sequence[Tensor | None] = torch.autograd.grad(
+        results, list(leaves.values()), ones, retain_graph=True, allow_unused=True
+    )
+    return next((path for path, grad in zip(leaves, grads, strict=True) if grad is not None), "")
 
 
 def view_metas(step: Step, part: State) -> dict[str, TensorMeta]:
@@ -236,4 +245,5 @@ def view_metas(step: Step, part: State) -> dict[str, TensorMeta]:
 
 def _fake(meta: TensorMeta, trains: bool) -> Tensor:
     device = "cpu" if meta.device == "meta" else meta.device
-    return torch.empty(meta.shape, dtype=meta.dtype, device=device).requires_grad_(meta.grad and trains)
+    differentiable = meta.dtype.is_floating_point or meta.dtype.is_complex
+    return torch.empty(meta.shape, dtype=meta.dtype, device=device).requires_grad_(trains and differentiable)

@@ -1,12 +1,13 @@
 """``timeline``: when each action of a schedule starts and ends, and how much memory each rank holds."""
 
-import html
 from functools import cached_property
 from typing import NamedTuple
 
 import attrs
 import numpy as np
 
+from functional_ds.comm.debug.page import Chart
+from functional_ds.comm.debug.trace import Slice
 from functional_ds.pipelining.schedules.action import Action, Codes, Kind, kinds, stages, unpack
 from functional_ds.pipelining.schedules.graph import Floats, Graph, build_graph, earliest_times, sent_graph, weights_done
 from functional_ds.pipelining.schedules.schedule import Schedule
@@ -237,8 +238,20 @@ class Timeline:
     def __str__(self) -> str:
         return self.text(ranks=_SHOWN_RANKS)
 
+    def chart(self, *, ranks: int | None = None) -> Chart:
+        """The compute actions as a chart, a lane for each rank; ``ranks`` of them, None for all."""
+        lanes = {
+            f"rank {rank}": [
+                Slice("", span.action.kind.name, span.start, span.end, {"action": span.action})
+                for span in self.spans(rank)
+                if span.action.kind <= Kind.B
+            ]
+            for rank in range(min(ranks or self.schedule.ranks, self.schedule.ranks))
+        }
+        return Chart(f"makespan {self.makespan:g}, bubble {self.bubble:.1%}, peak memory {max(self.peak):g}", lanes)
+
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return self.chart(ranks=_SHOWN_RANKS)._repr_html_()
 
 
 def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:

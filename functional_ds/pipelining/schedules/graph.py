@@ -286,7 +286,7 @@ def cycle_error(stuck: int, wait: Callable[[int], Wait]) -> ScheduleError:
     """The error that lists a cycle: from a rank that is stuck, follows who waits for whom until a rank comes again.
 
     Args:
-        stuck: a rank that waits for ever.
+        stuck: a rank that waits forever.
         wait: where each stuck rank waits.
     """
     rank, path = stuck, list[int]()

@@ -1,6 +1,6 @@
 """``Stages``: a model as a row of functions, whose composition is the loss function of the single-device step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -55,13 +55,13 @@ class LossInput:
         batch: the micro-batch.
         x: what the stage before has sent.
         weight: what a plain mean weighs where micro-batches have different numbers of rows; None for one.
-        detached: whether the stage gets params of the same values that are leaves of another graph, as in a trial run.
+        trial: in a trial run, the paths of the leaves that train: the stage gets the leaves as those of another graph.
     """
 
     batch: Any
     x: Any = tree.static()
     weight: float | None = tree.static(default=None)
-    detached: bool = tree.static(default=False)
+    trial: Collection[str] | None = tree.static(default=None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -132,8 +132,8 @@ class Stages:
         """
         held = self.by_path(params)
         if isinstance(batch, LossInput):
-            if batch.detached:
-                held = {path: leaf.detach().requires_grad_(leaf.requires_grad) for path, leaf in held.items()}
+            if batch.trial is not None:
+                held = {path: leaf.detach().requires_grad_(path in batch.trial) for path, leaf in held.items()}
             found = self.run(len(self) - 1, held, batch.x, batch.batch, key)
             return found if batch.weight is None else _weighing(found, batch.weight)
         x = None

@@ -32,7 +32,7 @@ def intercept(module: nn.Module, path: str, called: Callable[..., Any]) -> None:
     """Routes each call of a module through ``called(path, call, args, kwargs)``.
 
     Args:
-        module: changed in place (its class is replaced), so it must be a copy that nobody else uses.
+        module: changed in place (its class is replaced), so it must be a copy that is not used elsewhere.
         path: the module's path.
         called: calls ``call(*args, **kwargs)`` to run the module.
     """

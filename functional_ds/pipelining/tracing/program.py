@@ -61,7 +61,7 @@ class Template:
 
 
 def make_template(value: Any, of: Callable[[Tensor], Placeholder]) -> Template:
-    """The template of a value, with ``of(tensor)`` in the place of each of its tensors.
+    """The template of a value, with ``of(tensor)`` in place of each of its tensors.
 
     Objects that are no pytrees, and that ``register_containers`` cannot make pytrees, are kept as they are.
 
@@ -272,10 +272,10 @@ class StageProgram:
     Attributes:
         arriving: the numbers of the tensors that the stage before sends, in order.
         leaving: the numbers of the tensors that the next stage gets, in order.
-        copied: the numbers of tensors that are cloned first: they belong to somebody else and are written into.
+        copied: the numbers of tensors that are cloned first: they are not the program's own and are written into.
         sources: of the other tensors, by number.
         instructions: in order.
-        spent: for each instruction, the tensors that nobody needs after it.
+        spent: for each instruction, the tensors that are not needed after it.
         output: the template of the module's result; only the last stage's.
     """
 

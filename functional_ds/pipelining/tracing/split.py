@@ -268,7 +268,7 @@ def _refuse_written_inputs(program: Program, free: Sequence[bool]) -> None:
 
 
 def _spent(instructions: Sequence[Instruction], ends: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """For each instruction, the tensors that nobody needs after it."""
+    """For each instruction, the tensors that are not needed after it."""
     alive = set(ends)
     spent: list[tuple[int, ...]] = []
     for each in reversed(instructions):

@@ -10,7 +10,7 @@ For each call of a torch function, or of a module that is not looked into::
 Torch's own tracers (2.13) do less than a cut needs. Proxies of ``torch.fx`` have neither shapes nor values, so a forward that
 branches on a shape, sets autocast by a tensor's device or writes ``x[i] = y`` cannot be traced, nor can models of transformers.
 ``torch.export`` gives a graph of operators: no module is left for ``remat``, ``compiled`` or ``tensor_parallel`` to run as a
-whole, ``torch.utils.checkpoint`` is gone, an ``autograd.Function`` has the derivative of its forward in the place of its own
+whole, ``torch.utils.checkpoint`` is gone, an ``autograd.Function`` has the derivative of its forward in place of its own
 backward (a straight-through estimator gets zero), and branches on constants are refused.
 """
 

@@ -10,7 +10,7 @@ START, END = "<!-- names -->\n", "<!-- /names -->"
 
 
 def tables() -> str:
-    """What is here, under which other paths, and what is refused."""
+    """What is here, under which other paths, and what is unsupported."""
     rows = ["### Here", "", "| module | names |", "|---|---|"]
     for path in HERE:
         module = found(path)
@@ -32,7 +32,7 @@ def tables() -> str:
             rows.append(f"| `deepspeed.{path}` | {', '.join(f'`{name}`' for name in held.module.__all__)} |")
     rows += ["", "### Other paths of the same modules", "", "| path | module |", "|---|---|"]
     rows += [f"| `deepspeed.{path}` | `deepspeed{'.' if to else ''}{to}` |" for path, to in sorted(ALIASES.items())]
-    rows += ["", "### Refused", "", "| name | why, and what would do |", "|---|---|"]
+    rows += ["", "### Unsupported", "", "| name | why, and what to use instead |", "|---|---|"]
     rows += [f"| `deepspeed.{path}` | {why} |" for path, why in sorted(REFUSED.items())]
     rows += [
         "",

@@ -80,9 +80,11 @@ def test_text() -> None:
 
 
 def test_a_timeline_prints_itself() -> None:
-    """print and notebooks show the text, of large timelines the first ranks; the repr is one line."""
+    """As text, and in notebooks as a chart, of large timelines the first ranks; the repr is one line."""
     timed = timeline(one_f_one_b(2, 3))
     assert str(timed) == timed.text()
-    assert timed._repr_html_() == f"<pre>{timed}</pre>"
+    assert timed._repr_html_() == timed.chart()._repr_html_()
+    assert timed._repr_html_().count("<rect") == 2 * 2 * 3
+    assert list(timeline(one_f_one_b(40, 40)).chart(ranks=3).lanes) == ["rank 0", "rank 1", "rank 2"]
     assert "\n" not in repr(timed)
     assert str(timeline(one_f_one_b(40, 40))).endswith("... and 8 more ranks")

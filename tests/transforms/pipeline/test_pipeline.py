@@ -382,20 +382,26 @@ def test_a_loss_may_choose_elements(choice: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_a_loss_phase_that_reads_all_params() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("phase", ["penalty", "metric", "weight"])
+def test_a_loss_phase_that_reads_all_params(phase: str, frozen: bool) -> None:
     """On the last rank it would read that stage's alone. One that reads the loss alone is the step on one device."""
 
-    def ridge(inner: Any, step: fds.Step, state: fds.State, params: Any, batch: Any) -> Any:
+    def reads(inner: Any, step: fds.Step, state: fds.State, params: Any, batch: Any) -> Any:
         loss, metrics = inner(step, state, params, batch)
-        penalty = sum(leaf.square().sum() for leaf in fds.tree.leaves(params))
-        return fds.Weighted(loss.sum + penalty * loss.weight, loss.weight), metrics
+        norm = sum(leaf.square().sum() for leaf in fds.tree.leaves(params))
+        if phase == "metric":
+            return loss, metrics | {"norm": fds.Weighted(norm, torch.ones(()))}
+        if phase == "weight":
+            return loss, metrics | {"norm": fds.Weighted(torch.ones(()), norm)}
+        return fds.Weighted(loss.sum + norm * loss.weight, loss.weight), metrics
 
     def doubled(inner: Any, step: fds.Step, state: fds.State, params: Any, batch: Any) -> Any:
         loss, metrics = inner(step, state, params, batch)
         return fds.Weighted(2 * loss.sum, loss.weight), metrics
 
-    params = [{"w": torch.tensor(3.0)}, {"w": torch.tensor(2.0)}]
-
+    last = torch.tensor(2.0)
+    params = [{"w": torch.tensor(3.0)}, {"w": fds.freeze(last) if frozen else last}]
     model = pp.stages([lambda p, x: x * p["w"]] * 2, params, loss=lambda y, batch: y.mean())
 
     def program(loss: Any, *strategy: fds.Transform) -> Any:
@@ -403,12 +409,17 @@ def test_a_loss_phase_that_reads_all_params() -> None:
         state, _ = step(step.init(params), torch.ones(4))
         return {path: leaf.item() for path, leaf in fds.tree.named(step.params(state))}
 
+    def evaluated() -> Any:
+        step = fds.compose(pipeline, fds.wrap("changed", loss=reads))(fds.train_step(model, fds.sgd(0.1)))
+        return step.evaluate(step.init(params), torch.ones(4))
+
     pipeline = transforms.pipeline(pp.one_f_one_b(2, 2), model)
     assert comm.simulate(program, doubled, pipeline, world_size=2)[0] == pytest.approx(program(doubled))
-    with pytest.raises(
-        ValueError, match=r"a transform's phase loss reads '1\.w': in a pipeline it has the leaves of the last stage"
-    ):
-        comm.simulate(program, ridge, pipeline, world_size=2)
+    says = rf"a transform's phase loss reads '1\.w' for '{'loss' if phase == 'penalty' else 'norm'}': in a pipeline it has"
+    with pytest.raises(ValueError, match=says):
+        comm.simulate(program, reads, pipeline, world_size=2)
+    with pytest.raises(ValueError, match=says):
+        comm.simulate(evaluated, world_size=2)
 
 
 def test_another_loss_function_than_the_stages() -> None:

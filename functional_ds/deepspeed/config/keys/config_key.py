@@ -13,12 +13,12 @@ Kind = Literal["int", "float", "number", "bool", "str", "list", "dict", "betas",
 
 
 class Fate(Enum):
-    """What becomes of a key: it changes the plan, or the engine alone, or nothing here; or it is refused where it is active."""
+    """What happens to a key: it changes the plan, or the engine only, or nothing; or it raises an error where it is active."""
 
-    BECAME = "became"
-    ENGINE = "of the engine"
-    IGNORED = "no meaning here"
-    REFUSED = "refused"
+    BECAME = "supported"
+    ENGINE = "engine"
+    IGNORED = "ignored"
+    REFUSED = "unsupported"
 
     @property
     def column(self) -> str:
@@ -35,7 +35,7 @@ class ConfigKey:
         kind: of its value: "number" is a float that may be infinite, "rate" one that may be the only one of a list.
         default: DeepSpeed's.
         fate: what becomes of it.
-        text: one sentence: what it becomes, why it means nothing, or why it is refused and what would do.
+        text: one sentence: what it becomes, why it means nothing, or why it is refused and what to do instead.
         aliases: other spellings of the last name that DeepSpeed accepts.
         choices: the values that there are; () for any.
         least: the lowest value of a number.
@@ -77,7 +77,7 @@ class ConfigKey:
         """The value in the key's type; numbers and booleans may be strings.
 
         Raises:
-            ValueError: another type, or a value out of range; the message says what would do.
+            ValueError: another type, or a value out of range; the message says what to do instead.
         """
         if value is None:
             if self.default is None or self.kind == "dict":

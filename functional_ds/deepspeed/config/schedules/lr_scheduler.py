@@ -1,7 +1,7 @@
 """What DeepSpeed's schedulers have in common: arguments by their signatures, rates, and the object that sets them.
 
 DeepSpeed sets a first rate when it makes the scheduler, and moves the scheduler after each update. So update k, from 0, has the
-rate of the scheduler's iteration b = k - 1. Rates are absolute, as there; ``T.schedule`` gets them as multiples of the
+rate of the scheduler's iteration b = k - 1. Rates are absolute, same as DeepSpeed; ``T.schedule`` gets them as multiples of the
 optimizer's rate.
 """
 

@@ -19,7 +19,7 @@ __all__ = ["ConfigScheduler", "cycled_on_host", "named_scheduler"]
 class ConfigScheduler:
     """The config's schedule with the interface of DeepSpeed's schedulers. The engine moves it after each update.
 
-    The step itself has the schedule, as a function of its count of updates. This object only says what it is, until somebody
+    The step itself has the schedule, as a function of its count of updates. This object only says what it is, until the program
     moves it or writes another rate: then that rate holds.
 
     Attributes:

@@ -16,7 +16,7 @@ __all__ = ["CountedEngine", "EngineCounts"]
 
 @attrs.define(eq=False)
 class EngineCounts:
-    """Counts as DeepSpeed has them. Whether an update was left out is read from the device when somebody asks.
+    """Counts as DeepSpeed has them. Whether an update was left out is read from the device when it is asked for.
 
     Attributes:
         global_steps: boundaries, with those whose update was left out.
@@ -29,7 +29,7 @@ class EngineCounts:
         scheduler: what moves with each update.
         managed: whether the engine counts micro-batches.
         backwards: calls of ``backward`` since the last boundary.
-        micro_rows: of a micro-batch, where somebody has changed them.
+        micro_rows: of a micro-batch, where they were changed.
     """
 
     micro_batches: int

@@ -28,14 +28,14 @@ _ZERO = {"amsgrad": False, "maximize": False, "dampening": 0, "lr_decay": 0, "di
 class LiveGroup:
     """A param group: its dict, which programs read and write, and the optimizer that its numbers make.
 
-    Law: while nobody writes into the dict, the optimizer is ``build(numbers)``.
+    Law: while the dict is not written, the optimizer is ``build(numbers)``.
 
     Attributes:
         given: the dict.
         paths: of its leaves.
         build: from its numbers and a learning rate to an optimizer.
         base: the rate that factors are multiples of.
-        shown: the rate that the engine has put into the dict; None if all rates there are somebody else's.
+        shown: the rate that the engine has put into the dict; None if the engine wrote none of the rates there.
     """
 
     given: Numbers
@@ -46,7 +46,7 @@ class LiveGroup:
     _last: tuple[Any, Rule] | None = None
 
     def factor(self) -> float | None:
-        """What multiplies the base rate, where somebody has written one; else None."""
+        """What multiplies the base rate, where the program has written one; else None."""
         written = float(self.given["lr"])
         return None if written == self.shown else written / self.base
 

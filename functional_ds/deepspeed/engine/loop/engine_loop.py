@@ -36,7 +36,7 @@ class LossShare:
 
     Attributes:
         factor: what multiplies the weight.
-        norm_times: what multiplies the gradients' norm for the metric "grad_norm"; 0 where nobody is to compute it.
+        norm_times: what multiplies the gradients' norm for the metric "grad_norm"; 0 if it is not to be computed.
     """
 
     factor: float = 1.0
@@ -243,7 +243,7 @@ class EngineLoop:
         self.live.show(self.step, state)
 
     def rest(self) -> None:
-        """Ends the open pass before somebody writes into the state's memory, as its graph would find other values.
+        """Ends the open pass before a write into the state's memory, as its graph would find other values.
 
         Raises:
             RuntimeError: its backward pass is still to come.

@@ -1,0 +1,96 @@
+"""``difference``: where two states, or any two trees, differ."""
+
+import html
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+
+from .same import same_bits
+
+__all__ = ["Difference", "LeafDifference", "difference"]
+
+
+@attrs.frozen
+class LeafDifference:
+    """Two leaves that differ.
+
+    Attributes:
+        path: where they are.
+        what: how they differ, as text.
+        elements: how many elements differ, of tensors of one shape and dtype.
+        largest: the largest absolute difference of two elements; NaN where one of the two is NaN.
+    """
+
+    path: str
+    what: str
+    elements: int = 0
+    largest: float = 0.0
+
+
+@attrs.frozen
+class Difference:
+    """The leaves that differ; printed, it is a table. It is false where there are none.
+
+    Attributes:
+        leaves: in the order of the trees.
+        equal: how many leaves have equal bits.
+    """
+
+    leaves: tuple[LeafDifference, ...]
+    equal: int
+
+    def __bool__(self) -> bool:
+        return bool(self.leaves)
+
+    def __str__(self) -> str:
+        width = max((len(leaf.path) for leaf in self.leaves), default=0)
+        return "\n".join([f"{leaf.path:<{width}}  {leaf.what}" for leaf in self.leaves] + [f"{self.equal} leaves are equal"])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def difference(a: Any, b: Any) -> Difference:
+    """The leaves of two pytrees, such as two states, that have not the same bits.
+
+    Law: it is empty if and only if the trees have the same paths, and equal dtypes, shapes and bits there.
+
+    On shards it compares what this rank holds; compare ``step.params(state)`` for whole tensors.
+
+    >>> a = {"w": torch.tensor([1.0, 2.0]), "b": torch.zeros(3), "step": torch.tensor(1)}
+    >>> print(difference(a, {"w": torch.tensor([1.0, 2.5]), "b": torch.zeros(2), "step": torch.tensor(1)}))
+    b  torch.float32[3] and torch.float32[2]
+    w  1 of 2 elements, by at most 0.5
+    1 leaves are equal
+    """
+    left, right = dict(tree.named(a)), dict(tree.named(b))
+    absent = object()
+    pairs = [(path, left.get(path, absent), right.get(path, absent)) for path in dict.fromkeys([*left, *right])]
+    found = [
+        LeafDifference(path, f"only in the {'second' if x is absent else 'first'}")
+        if absent in (x, y)
+        else _compared(path, x, y)
+        for path, x, y in pairs
+    ]
+    return Difference(tuple(leaf for leaf in found if leaf is not None), sum(leaf is None for leaf in found))
+
+
+def _compared(path: str, x: Any, y: Any) -> LeafDifference | None:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        same = type(x) is type(y) and bool(x == y)
+        return None if same else LeafDifference(path, f"{x!r} and {y!r}")
+    if (x.dtype, x.shape) != (y.dtype, y.shape):
+        return LeafDifference(path, f"{x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}")
+    if same_bits(x, y):
+        return None
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    one, other = x.detach().cpu().to(wide), y.detach().cpu().to(wide)
+    unequal = int((one != other).sum())
+    if not unequal:
+        return LeafDifference(path, "the signs of zeros, or bits beyond a double's")
+    largest = float((one - other).abs().max())
+    return LeafDifference(path, f"{unequal} of {x.numel()} elements, by at most {largest:g}", unequal, largest)
