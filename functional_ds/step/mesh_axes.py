@@ -333,17 +333,13 @@ class FollowsFromAxes:
     layers: Sequence[Any]
     over_ranks: Mapping[str, Callable[..., Any]]
 
-    def leaf_map(self, state: State) -> LeafMap:
-        """As ``Phases.leaf_map``."""
-        raise NotImplementedError
-
     def _guard(self, call: str, *args: Any) -> None:
         raise NotImplementedError
 
     @property
     def sums(self) -> bool:
         """Whether ``sum_over_ranks`` sums over any other ranks."""
-        return any(axis.sums for axis in axes_of(self))
+        return any(axis.sums for layer in self.layers for axis in layer.axes)
 
     def sum_over_ranks(self, state: State, scalars: Any) -> Any:
         """Scalars, summed over the ranks that share a batch."""

@@ -35,15 +35,16 @@ class Role(Enum):
 
 @attrs.frozen(eq=False)
 class Stored:
-    """How a state's params lie in flat segments, as the slot that cut them says.
+    """How a state's params lie, as the slot that cut them says.
 
     Attributes:
-        layout: the segments.
         leaf_map: which leaf lies where in what the optimizer gets.
+        layout: the flat segments in which the params are stored; None where they are the user's tree, or are where ``leaf_map``
+            says.
     """
 
-    layout: Layout
     leaf_map: LeafMap
+    layout: Layout | None = None
 
 
 @tree.record
@@ -61,10 +62,10 @@ class Apart:
 
 
 def stored_layout(state: "State") -> Stored | None:
-    """How the params lie, by the slot that has a ``layout`` and a ``leaf_map``; None where they are the user's tree."""
+    """How the params lie, by the slot that has a ``leaf_map``, and perhaps a ``layout``; None where all is the user's tree."""
     for slot in state.slots.values():
-        if isinstance(getattr(slot, "layout", None), Layout):
-            return Stored(slot.layout, slot.leaf_map)
+        if isinstance(found := getattr(slot, "leaf_map", None), LeafMap):
+            return Stored(found, getattr(slot, "layout", None))
     return None
 
 
