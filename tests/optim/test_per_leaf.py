@@ -41,17 +41,7 @@ def plain_lars(params: Any, batches: Any) -> Any:
     return fds.tree.unflatten(spec, leaves)
 
 
-ROWS = [
-    "oracle",
-    "stages",
-    "replicated",
-    "accumulate before",
-    "checkpoints",
-    "skipped steps",
-    "donation",
-    "unused leaves",
-    "jit",
-]
+ROWS = ["oracle", "stages", "replicated", "checkpoints", "skipped steps", "unused leaves", "jit", "pipelines"]
 
 
 def test_lars_holds() -> None:

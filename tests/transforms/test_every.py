@@ -55,7 +55,7 @@ def plain_lookahead(params: Any, batches: Any) -> Any:
     return fds.tree.unflatten(spec, [leaf.detach() for leaf in fast])
 
 
-ROWS = ["oracle", "stages", "replicated", "accumulate before", "checkpoints", "skipped steps", "donation", "jit", "slots"]
+ROWS = ["oracle", "stages", "replicated", "checkpoints", "skipped steps", "jit", "pipelines"]
 
 
 def test_lookahead_holds() -> None:
