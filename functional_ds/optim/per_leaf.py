@@ -113,7 +113,8 @@ def per_leaf(
                 for old, value in zip((param, *own), (change, *tree.leaves(new)), strict=True):
                     if old.shape != value.shape:
                         raise ValueError(f"{shown}: of a part of shape {list(old.shape)} it made one of {list(value.shape)}")
-                param.mul_(1 - lr * rate * weight_decay).sub_((lr * rate * change).to(param.dtype))
+                moved = (lr * rate * change).to(param.dtype)  # before the param is written, which it may be a view of
+                param.mul_(1 - lr * rate * weight_decay).sub_(moved)
                 for old, value in zip(own, tree.leaves(new), strict=True):
                     old.copy_(value)
             return params, tree.replace(state, count=count)
