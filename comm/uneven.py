@@ -42,7 +42,7 @@ def all_gather_uneven(x: T, group: Group, dim: int) -> Request[T]:
 def need_values(name: str, group: Group, what: str) -> None:
     """Raises ValueError in a world without values, where ``what`` is unknown."""
     if group.world.device.type == "meta":
-        raise ValueError(f"{name} on shapes only: nobody knows {what}")
+        raise ValueError(f"{name} on shapes only it is unknown: {what}")
 
 
 def sizes_along(dim: int, leaves: Sequence[Tensor], group: Group) -> list[tuple[int, ...]]:

@@ -33,7 +33,7 @@ def contents(app: Any, docname: str, source: list[str]) -> None:
     for part in re.split(r"^## ", source[0], flags=re.MULTILINE)[1:]:
         if rows := re.findall(r"^\| \[([\w-]+)\.md\]\(", part, re.MULTILINE):
             source[0] += _toctree(part.splitlines()[0], rows)
-    source[0] += _toctree("Reference", sorted(f"reference/{path.stem}" for path in (DOCS / "reference").glob("*.rst")))
+    source[0] += _toctree("API reference", sorted(f"reference/{path.stem}" for path in (DOCS / "reference").glob("*.rst")))
 
 
 def _toctree(caption: str, names: list[str]) -> str:

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from functional_ds.step.step import Step, Transform
     from functional_ds.step.train_step import train_step
     from functional_ds.step.view import View
+    from functional_ds.transforms.differentiable import differentiable
 
     from . import (
         checkpointing,
@@ -111,6 +112,7 @@ __all__ = [
     "compose",
     "deepspeed",
     "deferred",
+    "differentiable",
     "export",
     "fit",
     "fitting",

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import tomllib
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,24 @@ def test_keys_that_the_engine_reads_have_a_meaning() -> None:
     assert [key for key in sorted(read) if fates.get(key) is Fate.IGNORED] == []
 
 
+def test_words_to_avoid_are_noticed(tmp_path: Path) -> None:
+    """In sentences and docstrings, and not in code; pages for contributors may number laws."""
+    loader = SourceFileLoader("words", str(TOP / ".ci/words"))
+    spec = importlib.util.spec_from_loader("words", loader)
+    assert spec is not None
+    words = importlib.util.module_from_spec(spec)
+    loader.exec_module(words)
+    words.TOP = tmp_path
+    for name in ("docs/page.md", "docs/laws.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("Nobody waits (law 3).\n```python\nnobody\n```\n`whatever`\n", encoding="utf-8")
+    (tmp_path / "a.py").write_text('def f():\n    """Waits for ever."""\n    return "nobody"\n', encoding="utf-8")
+    found = {
+        name: [line.split("'")[1] for line in words.found(tmp_path / name)] for name in ("docs/page.md", "docs/laws.md", "a.py")
+    }
+    assert found == {"docs/page.md": ["Nobody", "law 3"], "docs/laws.md": ["Nobody"], "a.py": ["for ever"]}
+
+
 def test_what_ran_on_gpus_is_said() -> None:
     """The README says that nothing has run on a GPU, as long as no result of a benchmark names one."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in (TOP / "benchmarks/results").glob("*.json")]
@@ -126,9 +145,12 @@ def test_what_ran_on_gpus_is_said() -> None:
 
 
 def test_the_readme_installs_what_type_checkers_see() -> None:
-    """A plain editable install hides the package from type checkers (docs/typing.md)."""
+    """A plain editable install hides the package from type checkers (docs/typing.md); all extras are listed."""
     assert "pip install ." in README.read_text(encoding="utf-8")
     assert "pip install -e" not in README.read_text(encoding="utf-8")
+    extras = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    listed = README.read_text(encoding="utf-8").partition("Extras: ")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == extras.keys()
 
 
 @pytest.mark.parametrize("stage", [None, 1, 3])

@@ -1584,10 +1584,15 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "(done + 1) / max(warmup, 1)",
             "done / max(warmup, 1)",
         ),
-        Bug("updates are not counted", "step.train_step:train_step.update", "state.step + count", "state.step"),
+        Bug("updates are not counted", "step.train_step:updating.update", "state.step + count", "state.step"),
     ],
     (donation_changes_nothing_but_memory,): [
-        Bug("a kept state shares memory", "step.state.state:State.clone", "x.detach().clone", "x.detach"),
+        Bug(
+            "a kept state shares memory",
+            "step.state.state:State.clone",
+            "(leaf if keeps_graph else leaf.detach()).clone()",
+            "leaf.detach()",
+        ),
     ],
     # weights, clipping, draws
     (tokens_weigh_the_same, None): [
@@ -2021,14 +2026,14 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "decay comes before the sign",
             "optim.lion:lion.update",
-            "sign = mean.lerp(grad, 1 - betas[0]).sign_()\np.sub_(sign.add_(p, alpha=weight_decay).mul_(lr * rate))",
-            "sign = mean.lerp(grad, 1 - betas[0]).add_(p, alpha=weight_decay)\np.sub_(sign.sign_().mul_(lr * rate))",
+            "sign = mean.lerp(grad, 1 - betas[0]).sign_()\np.sub_(sign.add_(p, alpha=float(weight_decay)).mul_(lr * rate))",
+            "sign = mean.lerp(grad, 1 - betas[0]).add_(p, alpha=float(weight_decay))\np.sub_(sign.sign_().mul_(lr * rate))",
         ),
     ],
     (skipped_updates_move_nothing, "adamw, matrices decay"): [
         Bug(
             "the mean goes on",
-            "transforms.ema:_towards",
+            "transforms.ema:_part",
             "part if skip is None else skip.logical_not().to(mean.dtype) * part",
             "part",
         ),
@@ -2036,7 +2041,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (skipped_updates_move_nothing, "muon, blocks"): [
         Bug(
             "routes do not heed skips",
-            "optim.param_groups:_Groups.update",
+            "optim.param_groups:_Groups._updated",
             "tree.replace(grads, sum=group.views(dense))",
             "tree.replace(grads, sum=group.views(dense), skip=None)",
         ),
@@ -2100,7 +2105,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("kernels do not hear of it", "optim.kernels:found_inf", "grads.skip.float()", "None"),
         Bug(
             "skipped steps count",
-            "step.train_step:train_step.update",
+            "step.train_step:updating.update",
             "1 if state.skip is None else state.skip.logical_not()",
             "1",
         ),

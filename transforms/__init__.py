@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from . import offloading
     from .accumulate import accumulate
-    from .apart import apart
     from .clip import clip
     from .compiled import compiled
     from .compressed_gradients import compressed_gradients
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from .local_gradients import local_gradients
     from .offload import offload
     from .offloading import OffloadError
+    from .parallel.apart import apart
     from .parallel.experts import Experts, experts
     from .parallel.load_balance import balance
     from .parallel.sequence import sequence

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.torch_private import is_transformed
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.phase_signatures import Metrics
@@ -17,7 +19,7 @@ __all__ = ["clip"]
 _EPS = 1e-6  # torch's and DeepSpeed's
 
 
-def clip(limit: float) -> Transform:
+def clip(limit: float | Tensor) -> Transform:
     """Scales the gradient down to a 2-norm of at most ``limit``; the norm before is the metric ``grad_norm``.
 
     Laws: ``g ↦ g · min(1, limit / (‖g‖ + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does; ``clip ∘ clip = clip`` within a
@@ -28,7 +30,7 @@ def clip(limit: float) -> Transform:
     Raises:
         ValueError: the limit is not positive.
     """
-    if not limit > 0:
+    if not (isinstance(limit, Tensor) and is_transformed(limit)) and not limit > 0:
         raise ValueError(f"limit={limit!r}: the norm's limit must be positive")
 
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
@@ -41,4 +43,4 @@ def clip(limit: float) -> Transform:
         state, metrics = inner(step, state, shrunk)
         return state, {**metrics, "grad_norm": norm}
 
-    return wrap(f"clip({limit})", traits=[Trait.HEEDS_SKIPS], update=update)
+    return wrap(f"clip({limit!r})", traits=[Trait.HEEDS_SKIPS], update=update)

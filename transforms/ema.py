@@ -65,7 +65,10 @@ def ema(decay: float) -> Transform:
         skip = state.skip
         state, metrics = inner(step, state, grads)
         pairs = zip(state.slots["ema"].leaves, tree.leaves(state.params), strict=True)
-        moved = [None if mean is None else _towards(mean, leaf, 1 - decay, skip) for mean, leaf in pairs]
+        towards = Tensor.lerp if step.keeps_graph else Tensor.lerp_  # in the mean's own memory, which the update owns
+        moved = [
+            None if mean is None else towards(mean, leaf.to(mean.dtype), _part(mean, 1 - decay, skip)) for mean, leaf in pairs
+        ]
         return state.put(ema=Mean(moved)), metrics
 
     def params(inner: Any, step: Step, state: State) -> Any:
@@ -100,10 +103,9 @@ def averaged(step: Step, state: State) -> Any:
 
 
 def _wide(leaf: Tensor) -> Tensor:
-    return leaf.detach().to(torch.promote_types(leaf.dtype, torch.float32), copy=True)
+    return leaf.to(torch.promote_types(leaf.dtype, torch.float32), copy=True)
 
 
-def _towards(mean: Tensor, leaf: Tensor, part: float, skip: Tensor | None) -> Tensor:
-    """In the mean's own memory, which the update owns; where ``skip`` is true it stays."""
-    weight = part if skip is None else skip.logical_not().to(mean.dtype) * part
-    return mean.lerp_(leaf.detach().to(mean.dtype), weight)
+def _part(mean: Tensor, part: float, skip: Tensor | None) -> float | Tensor:
+    """How far the mean moves: where ``skip`` is true it stays."""
+    return part if skip is None else skip.logical_not().to(mean.dtype) * part

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import tree
+from .torch_private import in_dual_level, is_transformed
 
 __all__ = [
     "ORIGIN",
@@ -156,7 +157,8 @@ ORIGIN = "_fds_origin"  # what ``sharding.sources`` marks leaves with that have 
 
 def _marked(leaf: Tensor, marks: dict[str, Any]) -> Tensor:
     frozen = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
-    marked = nn.Parameter(leaf.detach(), requires_grad=False) if frozen else leaf.detach()
+    tracked = leaf.requires_grad or in_dual_level() or is_transformed(leaf)  # a differentiable step's
+    marked = nn.Parameter(leaf.detach(), requires_grad=False) if frozen else leaf.view_as(leaf) if tracked else leaf.detach()
     marked.__dict__.update({**leaf.__dict__, **marks})
     return marked
 

@@ -67,10 +67,10 @@ class Key:
     watch: Callable[[Tensor, str], None] | None = tree.static(default=None)
 
     @staticmethod
-    def of(seed: int) -> "Key":
+    def of(seed: int | Tensor) -> "Key":
         """The key of a fresh run."""
         zero = torch.zeros((), dtype=torch.int64)
-        return Key(torch.tensor(seed, dtype=torch.int64), zero, zero)
+        return Key(torch.as_tensor(seed, dtype=torch.int64), zero, zero)
 
     def at(self, *, step: Tensor | None = None, rows: Tensor | int = 0, places: Places | None = None) -> "Key":
         """The key of a step, of the rows that begin ``rows`` further on, and of these places beside those that it carries."""

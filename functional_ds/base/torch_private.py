@@ -7,8 +7,8 @@ for each entry, and another that no other file uses anything private of torch.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
+from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 from torch._guards import detect_fake_mode as detect_any_fake_mode
@@ -49,6 +50,7 @@ __all__ = [
     "UnsupportedFakeTensorException",
     "at_backward_end",
     "backward_pass",
+    "below_level",
     "buffers_of",
     "constant_when_compiled",
     "detect_fake_mode",
@@ -58,14 +60,17 @@ __all__ = [
     "dispatch_modes",
     "foreach_add_",
     "foreach_copy_",
+    "grad_level",
     "gradients",
     "graph_number",
     "has_late_hooks",
     "held_elsewhere",
     "hooks_of",
     "in_dual_level",
+    "in_torch_func",
     "is_fake",
     "is_transformed",
+    "leaf_at_level",
     "make_wrapper_subclass",
     "mark_parameter",
     "new_process_group",
@@ -147,6 +152,36 @@ def is_fake(tensor: Tensor) -> bool:
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor is one that a transform of ``torch.func`` has wrapped, whose values cannot be read."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def in_torch_func() -> bool:
+    """Whether a transform of ``torch.func`` runs this code. Without it, steps would give it zeros, or fail in torch's words."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def grad_level() -> Iterator[int | None]:
+    """A level of ``torch.func`` for one backward pass; None outside of its transforms, where autograd needs none.
+
+    ``torch.func.grad`` is this, and gives zeros for inputs that are unused. Without it, optimizers could not skip those.
+    """
+    if not in_torch_func():
+        yield None
+        return
+    with grad_increment_nesting() as level:
+        yield level
+
+
+def leaf_at_level(tensor: Tensor, level: int | None) -> Tensor:
+    """A view to differentiate by at a level of ``grad_level``, which has the tensor's own graph below it."""
+    leaf = tensor.view_as(tensor) if level is None else torch._C._functorch._wrap_for_grad(tensor, level)
+    with enable_inplace_requires_grad(True):
+        return leaf if leaf.requires_grad else leaf.requires_grad_()
+
+
+def below_level(tensor: Tensor, level: int | None) -> Tensor:
+    """What was computed at a level, as it is outside of it."""
+    return tensor if level is None else torch._C._functorch._unwrap_for_grad(tensor, level)
 
 
 def disable_dispatch_modes() -> AbstractContextManager[Any]:

@@ -65,7 +65,7 @@ def weigh(value: Any, what: str, *, constant: bool = False) -> Weighted:
     if isinstance(found.weight, Tensor):
         if constant:
             check_constant(found.weight, what)
-        return Weighted(total, _number(found.weight.detach().reshape(()), total.device, dtype))
+        return Weighted(total, _number(found.weight.reshape(()), total.device, dtype))
     return Weighted(total, torch.full((), float(found.weight), dtype=dtype, device=total.device))
 
 

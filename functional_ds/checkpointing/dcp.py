@@ -86,7 +86,7 @@ class CheckpointReader(StorageReader):
             before, other = given.setdefault(view.data_ptr(), (name, value))
             if not torch.equal(other, value):
                 raise StructureError(
-                    f"{name} is {value.item()} and {before} is {other.item()}, but in like one number stands for both; "
+                    f"{name} is {value.item()} and {before} is {other.item()}, but like has one number for both; "
                     "put these leaves into different units"
                 )
             view.copy_(value)

@@ -30,7 +30,7 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="A job's file, file.py:function, module:function, a Hugging Face config.json, or shapes.")
     ],
-    config: Annotated[str | None, typer.Option(help="A DeepSpeed config; what is given beside it takes its place.")] = None,
+    config: Annotated[str | None, typer.Option(help="A DeepSpeed config; other options override it.")] = None,
     mesh: Annotated[
         str | None, typer.Option(help="The ranks by axis: dp=8, or dp=8,tp=2; dp, pp, sp, tp, and ep within dp.")
     ] = None,

@@ -152,7 +152,7 @@ class CheckpointManager:
             return None
         if "fit" not in (extra or {}):
             raise ValueError(
-                f"path={str(path)!r}: its newest checkpoint was not made by fit, so nothing says where the data stand; "
+                f"path={str(path)!r}: its newest checkpoint was not made by fit, so the position in the data is unknown; "
                 "pass fds.load(path, like=state) as the state, and another folder as path"
             )
         progress = Progress(**extra["fit"])

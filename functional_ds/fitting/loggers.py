@@ -54,7 +54,7 @@ class Logger(Protocol):
 
 @attrs.frozen
 class Console:
-    """A line for each logged step on standard output; of names with a slash, such as a profile's, none. The default of ``Logging``.
+    """A line for each logged step on standard output, without names that have a slash. The default of ``Logging``.
 
     >>> Console().log(10, {"loss": 0.51234, "seconds_per_step": 0.002})
     step 10: loss 0.5123, seconds_per_step 0.002

@@ -56,10 +56,10 @@ def module_names(names: Iterable[str]) -> tuple[str, ...]:
 class DataEntry(Entries):
     """What the model is trained on: text, as bytes or tokens, in rows of `context` tokens that begin anywhere."""
 
-    rows: AtLeastOne = entry("rows of a step, over all ranks: losses do not depend on their number", default=32)
+    rows: AtLeastOne = entry("rows of a step, over all ranks; losses do not depend on the number of ranks", default=32)
     context: AtLeastOne = entry("tokens of a row", default=128)
     files: tuple[StrictStr, ...] = entry(
-        "files of text and folders of such; left out, the sources of Python's standard library, 8 MB", default=()
+        "text files and folders; by default the sources of Python's standard library, 8 MB", default=()
     )
     pattern: StrictStr = entry("which files of a folder, as a glob", default="**/*")
     dataset: StrictStr | None = entry(
@@ -67,17 +67,17 @@ class DataEntry(Entries):
     )
     dataset_config: StrictStr | None = entry("its configuration", default=None)
     dataset_split: StrictStr = entry("its split", default="train")
-    column: StrictStr = entry("its column that has the text", default="text")
+    column: StrictStr = entry("its text column", default="text")
     text: Annotated[CallEntry, call_of("text")] | None = entry(
         "in place of files: `module:function` that returns an object with the method `batch` of `fds.jobs.TokenText`",
         default=None,
     )
     tokenizer: StrictStr | None = entry(
-        "a name or folder for Hugging Face's `AutoTokenizer.from_pretrained`; left out, each byte is a token",
+        "a name or folder for Hugging Face's `AutoTokenizer.from_pretrained`; by default each byte is a token",
         default=None,
     )
     validation: Annotated[StrictFloat, AfterValidator(_share)] = entry(
-        "the share of the tokens, from the end, that is not trained on", default=0.1
+        "the fraction of the tokens, at the end, that is held out", default=0.1
     )
 
     @model_validator(mode="after")
@@ -91,28 +91,28 @@ class DataEntry(Entries):
 
 
 class DeepSpeedEntry(Entries):
-    """A DeepSpeed config, which says what `strategy`, and perhaps `optimizer` and `schedule`, would say."""
+    """A DeepSpeed config instead of `strategy`, and perhaps of `optimizer` and `schedule`."""
 
     config: StrictStr | dict[str, Any] = entry("the path of a DeepSpeed config, or its keys, which `fds.from_ds_config` reads")
-    auto: dict[str, Any] = entry('by path, what takes the place of "auto"; `train_batch_size` is `data.rows`', default={})
+    auto: dict[str, Any] = entry('values for "auto", by path; `train_batch_size` is `data.rows`', default={})
 
 
 class EvaluationEntry(Entries):
-    """The mean loss of some batches that are not trained on, before the first step and after the last."""
+    """The mean loss of some held-out batches, before the first step and after the last."""
 
-    every: AtLeastOne | None = entry("steps between two of them; left out, only the first and the last", default=None)
-    batches: AtLeastOne = entry("how many batches, always the same", default=4)
+    every: AtLeastOne | None = entry("steps between two evaluations; by default only the first and the last", default=None)
+    batches: AtLeastOne = entry("number of batches, always the same ones", default=4)
 
 
 class SavedEntry(Entries):
-    """Checkpoints, as `fds.Checkpoints` has them: the last step's always, and others as they are due."""
+    """Checkpoints, as by `fds.Checkpoints`: of the last step always, and of others as configured."""
 
-    folder: StrictStr = entry("where they lie; all ranks must see it")
+    folder: StrictStr = entry("their folder, which all ranks must see")
     every: AtLeastOne | None = entry("steps between two checkpoints", default=None)
     minutes: StrictFloat | None = entry("minutes between two checkpoints", default=None, gt=0)
-    keep_last: NotNegative | None = entry("how many stay; 0 for all", default=3)
-    keep_every: AtLeastOne | None = entry("those after a multiple of so many steps stay, too", default=None)
-    resume: StrictBool = entry("whether a run resumes from the newest of them", default=True)
+    keep_last: NotNegative | None = entry("how many are kept; 0 for all", default=3)
+    keep_every: AtLeastOne | None = entry("also keep those after each multiple of this number of steps", default=None)
+    resume: StrictBool = entry("whether a run resumes from the newest one", default=True)
 
 
 class LogsEntry(Entries):
@@ -130,8 +130,8 @@ class ProfileEntry(Entries):
 
     folder: StrictStr = entry("where profile.txt, profile.json, trace.json and trace.html are written")
     skip: NotNegative = entry("steps at the beginning that are not measured", default=2)
-    every: AtLeastOne = entry("of so many steps one is timed in detail", default=10)
-    keep: AtLeastOne = entry("of how many of these the trace shows what ran when", default=2)
+    every: AtLeastOne = entry("one in this many steps is timed in detail", default=10)
+    keep: AtLeastOne = entry("how many of these are in the trace", default=2)
     flops: StrictBool = entry("whether operations are counted", default=True)
     peak: StrictFloat | Literal["measured"] | None = entry(
         'operations a second that a rank\'s device can do in fp32, or "measured"; left out, there is no MFU',
@@ -159,53 +159,51 @@ class Job(Entries):
     """
 
     model: Annotated[CallEntry, call_of("model")] = entry(
-        "`huggingface`, or `module:function` of your own, with its arguments: tokens [rows, context] to logits"
+        "`huggingface`, or your `module:function`, with its arguments: from tokens [rows, context] to logits"
     )
-    steps: NotNegative = entry("how many steps are made in all, earlier runs included")
-    seed: Annotated[StrictInt, AfterValidator(_seed)] = entry(
-        "of the model's params, of the rows that are drawn, and of dropout", default=0
-    )
+    steps: NotNegative = entry("total number of steps, including earlier runs")
+    seed: Annotated[StrictInt, AfterValidator(_seed)] = entry("random seed of params, sampled rows, and dropout", default=0)
     ranks: AtLeastOne | None = entry(
-        "how many; left out, 1, or the mesh's size. Under torchrun they are torchrun's", default=None
+        "number of ranks; by default 1, or the mesh's size. Under torchrun it is torchrun's", default=None
     )
     simulate: StrictBool = entry("whether the ranks are simulated in one process, for a trial", default=False)
     device: Literal["auto", "cpu", "cuda"] = entry('"auto" is CUDA where each rank of a host has a GPU', default="auto")
     deferred: StrictBool = entry(
-        "whether params get values only when the state is sharded, as with `fds.deferred`: for models larger than memory",
+        "whether params are initialized when the state is sharded, as by `fds.deferred`: for models larger than memory",
         default=False,
     )
     mesh: dict[str, AtLeastOne] = entry("sizes of axes by name, outermost first, such as {dp = 4, tp = 2}", default={})
     loss: Annotated[CallEntry, call_of("loss")] = entry(
-        "`next_token`, `vocab_parallel` for a vocabulary cut by `tensor_parallel`, or `module:function` of outputs and targets",
+        "`next_token`, `vocab_parallel` for a vocabulary that is sliced, or your `module:function` of (outputs, targets)",
         default=CallEntry("next_token"),
     )
     strategy: Annotated[tuple[CallEntry, ...], calls_of("transform")] = entry(
-        "transforms of `functional_ds.transforms`, or `module:function` of your own, in the order of `fds.compose`",
+        "transforms of `functional_ds.transforms`, or your `module:function`, in the order of `fds.compose`",
         default=(),
     )
     deepspeed: DeepSpeedEntry | None = entry("a DeepSpeed config in place of a strategy", default=None)
     optimizer: Annotated[CallEntry, call_of("optimizer")] | None = entry(
-        "an optimizer of `fds`, or `module:function` of your own; only a DeepSpeed config can have it instead",
+        "an optimizer of `fds`, or your `module:function`; may be left out only with a DeepSpeed config",
         default=None,
     )
     schedule: Annotated[CallEntry, call_of("schedule")] | None = entry(
-        "a schedule of `functional_ds.transforms`, or `module:function` of your own; left out, the rate is constant",
+        "a schedule of `functional_ds.transforms`, or your `module:function`; by default the rate is constant",
         default=None,
     )
     on_non_finite: Literal["stop", "roll_back", "ignore"] = entry(
-        "what three losses in a row that are not finite bring about: the end, or a return to a checkpoint",
+        "what to do after three non-finite losses in a row: stop, or go back to a checkpoint",
         default="stop",
     )
     timeout: StrictFloat = entry(
-        "minutes that a step, a save or an evaluation may take before ranks are taken to hang; 0 for no watchdog",
+        "minutes that a step, a save or an evaluation may take before it counts as a hang; 0 for no watchdog",
         default=10.0,
         ge=0,
     )
     data: DataEntry = entry("the text", default=DataEntry())
-    evaluation: EvaluationEntry | None = entry("validation losses; left out, none", default=None)
-    checkpoints: SavedEntry | None = entry("checkpoints; left out, none", default=None)
+    evaluation: EvaluationEntry | None = entry("validation losses; none by default", default=None)
+    checkpoints: SavedEntry | None = entry("checkpoints; none by default", default=None)
     logs: LogsEntry = entry("where numbers go", default=LogsEntry())
-    profile: ProfileEntry | None = entry("a profile of the steps; left out, none", default=None)
+    profile: ProfileEntry | None = entry("a profile of the steps; none by default", default=None)
     folder: StrictStr = entry(
         "where modules, files of text, configs and tokenizers are looked for; left out of a file, it is the file's folder. "
         "What a run writes is relative to the working directory",
@@ -241,7 +239,7 @@ class Job(Entries):
             )
         if self.on_non_finite == "roll_back" and self.checkpoints is None:
             raise JobError(
-                "it goes back to a checkpoint; say where they lie: [checkpoints]", entry="on_non_finite", value="roll_back"
+                "it goes back to a checkpoint; name their folder: [checkpoints]", entry="on_non_finite", value="roll_back"
             )
         if self.optimizer is None and self.deepspeed is None:
             raise JobError("it needs optimizer: an optimizer, such as optimizer = {adamw = {lr = 1e-3}}")

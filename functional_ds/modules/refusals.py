@@ -32,7 +32,7 @@ def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         if type(parameter) is not nn.Parameter and not is_fake(parameter) and not is_dtensor(parameter):
             raise ValueError(
                 f"fds.functional: the parameter {name!r} of {kind} is a {type(parameter).__name__}, and a step has plain "
-                "tensors in the place of parameters, so what the class does would be lost: use nn.Parameter, and do "
+                "tensors in place of parameters, so what the class does would be lost: use nn.Parameter, and do "
                 "that in forward or in torch.nn.utils.parametrize"
             )
     own = {id(parameter): name for name, parameter in params.items()}
@@ -49,7 +49,7 @@ def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
             if found is not None:
                 raise ValueError(
                     f"fds.functional: the keys of {key!r} in {path or kind} are parameters or their ids, here that of "
-                    f"{found!r}; a step has other tensors in the place of parameters: use their names as keys"
+                    f"{found!r}; a step has other tensors in place of parameters: use their names as keys"
                 )
     for name, parameter in params.items():
         if hooks_of(parameter):

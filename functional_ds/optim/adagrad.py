@@ -8,8 +8,9 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
+from .formula import formula, root, tensors
 from .kernels import check, counts, run_fused, zeros
-from .optimizer import Optimizer, PerParameter, Rate
+from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
 __all__ = ["AdagradState", "adagrad"]
@@ -24,11 +25,11 @@ class AdagradState:
 
 
 def adagrad(
-    lr: float,
+    lr: Hyper,
     *,
     initial: float = 0.0,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
+    eps: Hyper = 1e-10,
+    weight_decay: Hyper = 0.0,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
     """Adagrad (Duchi, Hazan, Singer 2011), by torch's fused kernel.
@@ -62,9 +63,17 @@ def adagrad(
     def update(params: list[Tensor], grads: Weighted, state: AdagradState, rate: Rate) -> tuple[list[Tensor], AdagradState]:
         if params and params[0].is_meta:  # no values, and no kernel of torch's
             return params, state
-        kernel = functools.partial(torch_adagrad, fused=True, weight_decay=weight_decay, lr_decay=0.0, eps=eps, maximize=False)
+        kernel = functools.partial(
+            torch_adagrad, fused=True, weight_decay=float(weight_decay), lr_decay=0.0, eps=float(eps), maximize=False
+        )
         run_fused(kernel, params, grads, state.sums, state.steps, lr=lr * rate)
         return params, state
 
-    name = f"adagrad(lr={lr}, initial={initial}, eps={eps}, weight_decay={weight_decay})"
-    return Optimizer(init, update, name, skips=True, elementwise=True)
+    def rule(p: Tensor, grad: Tensor, lr: Tensor, count: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+        grad = grad + weight_decay * p
+        total = total + grad * grad
+        return p - lr * grad / (root(total) + eps), count + 1, total
+
+    name = f"adagrad(lr={lr!r}, initial={initial}, eps={eps!r}, weight_decay={weight_decay!r})"
+    given = tensors(lr=lr, eps=eps, weight_decay=weight_decay)
+    return Optimizer(init, update, name, skips=True, elementwise=True, formula=formula(rule, lr), tensors=given)

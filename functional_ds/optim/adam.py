@@ -9,8 +9,9 @@ from torch.optim.adam import adam as torch_adam
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
+from .formula import formula, root, tensors
 from .kernels import check, check_betas, counts, found_inf, run_fused, zeros
-from .optimizer import Optimizer, PerParameter, Rate
+from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
 __all__ = ["AdamState", "adam", "adam_optimizer", "adamw"]
@@ -33,11 +34,11 @@ class AdamState:
 
 
 def adamw(
-    lr: float,
+    lr: Hyper,
     *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
+    betas: tuple[Hyper, Hyper] = (0.9, 0.999),
+    eps: Hyper = 1e-8,
+    weight_decay: Hyper = 1e-2,
     bias_correction: bool = True,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
@@ -64,11 +65,11 @@ def adamw(
 
 
 def adam(
-    lr: float,
+    lr: Hyper,
     *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    betas: tuple[Hyper, Hyper] = (0.9, 0.999),
+    eps: Hyper = 1e-8,
+    weight_decay: Hyper = 0.0,
     bias_correction: bool = True,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
@@ -99,7 +100,7 @@ def adam(
 
 
 def adam_optimizer(
-    name: str, lr: float, *, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, corrects: bool = True
+    name: str, lr: Hyper, *, betas: tuple[Hyper, Hyper], eps: Hyper, weight_decay: Hyper, decoupled: bool, corrects: bool = True
 ) -> Optimizer:
     """Either of them: ``decoupled`` says whether weights decay by themselves (AdamW) or through the gradient (Adam).
 
@@ -123,8 +124,8 @@ def adam_optimizer(
             amsgrad=False,
             beta1=betas[0],
             beta2=betas[1],
-            weight_decay=weight_decay,
-            eps=eps,
+            weight_decay=float(weight_decay),
+            eps=float(eps),
             maximize=False,
             **more,
         )
@@ -138,6 +139,19 @@ def adam_optimizer(
                 count.add_(1 if skipped is None else 1 - skipped)
         return params, state
 
-    shown = f"{name}(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}"
+    def rule(p: Tensor, grad: Tensor, lr: Tensor, count: Tensor, mean: Tensor, square: Tensor) -> tuple[Tensor, ...]:
+        if decoupled:
+            p = p * (1 - lr * weight_decay)
+        else:
+            grad = grad + weight_decay * p
+        count, mean = count + 1, mean + (grad - mean) * (1 - betas[0])
+        square = betas[1] * square + (1 - betas[1]) * grad * grad
+        t = count.to(torch.promote_types(count.dtype, p.dtype))
+        one, other = (1 - beta**t if corrects else 1.0 for beta in betas)
+        return p - lr / one * mean / (root(square) / other**0.5 + eps), count, mean, square
+
+    shown = f"{name}(lr={lr!r}, betas={betas}, eps={eps!r}, weight_decay={weight_decay!r}"
     shown += ")" if corrects else ", bias_correction=False)"
-    return Optimizer(AdamState.fresh, update, shown, skips=True, elementwise=True)
+    given = tensors(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    apart = formula(rule, lr)
+    return Optimizer(AdamState.fresh, update, shown, skips=True, elementwise=True, formula=apart, tensors=given)

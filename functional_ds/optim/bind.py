@@ -34,6 +34,7 @@ class BoundOptimizer:
             ValueError: as the trial shows, the optimizer is not correct for these tensors.
         """
         if isinstance(self.rule, Optimizer):
+            _refuse_tensors(self.rule)
             self._trial = self._trial or tried(self.rule)
             if self._trial == ELEMENTWISE:
                 return self.rule
@@ -104,6 +105,14 @@ class BoundOptimizer:
 
     def __str__(self) -> str:
         return str(self.rule)
+
+
+def _refuse_tensors(rule: Optimizer) -> None:
+    if rule.tensors:
+        raise ValueError(
+            f"optimizer: {', '.join(rule.tensors)} of {rule} given as tensors, which this step's kernels cannot differentiate: "
+            "use fds.differentiable(step), or pass numbers"
+        )
 
 
 def _made(rule: Optimizer | PerParameter, leaf_map: LeafMap, trial: Trial | None) -> Optimizer:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.torch_private import is_transformed
 from functional_ds.base.weighted import Weighted, weight_dtype
 
 __all__ = [
@@ -127,10 +128,15 @@ def counts(params: list[Tensor]) -> list[Tensor]:
     return [torch.zeros((), dtype=torch.float32, device=p.device) for p in params]
 
 
-def check(**numbers: float) -> None:
-    """Refuses negative numbers, infinity and NaN."""
+def check(**numbers: float | Tensor) -> None:
+    """Refuses negative numbers, infinity, NaN and tensors that are no scalars. Values within ``torch.func`` cannot be read."""
     for name, value in numbers.items():
-        if not 0 <= value < math.inf:
+        if isinstance(value, Tensor) and value.dim():
+            raise ValueError(
+                f"{name} has shape {list(value.shape)}, and is one number: use torch.func.vmap over a function that makes the "
+                "step, or fds.param_groups"
+            )
+        if not (isinstance(value, Tensor) and is_transformed(value)) and not 0 <= value < math.inf:
             raise ValueError(f"{name}={value} must be finite and not negative")
 
 
@@ -141,9 +147,9 @@ def check_counts(**numbers: int) -> None:
             raise ValueError(f"{name}={number} must be at least 1")
 
 
-def check_betas(betas: tuple[float, float]) -> None:
+def check_betas(betas: tuple[float | Tensor, float | Tensor]) -> None:
     """Refuses decay rates of running means outside [0, 1)."""
-    if not all(0 <= beta < 1 for beta in betas):
+    if not all((isinstance(beta, Tensor) and is_transformed(beta)) or 0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas={betas} must lie in [0, 1)")
 
 

@@ -5,8 +5,9 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
+from .formula import formula, tensors
 from .kernels import check, check_betas, means, reals, zeros
-from .optimizer import Optimizer, PerParameter, Rate
+from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
 __all__ = ["LionState", "lion"]
@@ -20,10 +21,10 @@ class LionState:
 
 
 def lion(
-    lr: float,
+    lr: Hyper,
     *,
-    betas: tuple[float, float] = (0.9, 0.99),
-    weight_decay: float = 0.0,
+    betas: tuple[Hyper, Hyper] = (0.9, 0.99),
+    weight_decay: Hyper = 0.0,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
     """Lion (Chen et al. 2023, arXiv:2302.06675): the sign of a running mean, with half of Adam's state.
@@ -60,8 +61,14 @@ def lion(
     def update(params: list[Tensor], grads: Weighted, state: LionState, rate: Rate) -> tuple[list[Tensor], LionState]:
         for p, grad, mean in zip(reals(params), means(grads, params), state.exp_avg, strict=True):
             sign = mean.lerp(grad, 1 - betas[0]).sign_()
-            p.sub_(sign.add_(p, alpha=weight_decay).mul_(lr * rate))
+            p.sub_(sign.add_(p, alpha=float(weight_decay)).mul_(lr * rate))
             mean.lerp_(grad, 1 - betas[1])
         return params, state
 
-    return Optimizer(init, update, f"lion(lr={lr}, betas={betas}, weight_decay={weight_decay})", elementwise=True)
+    def rule(p: Tensor, grad: Tensor, lr: Tensor, mean: Tensor) -> tuple[Tensor, ...]:
+        sign = (mean + (grad - mean) * (1 - betas[0])).sign()
+        return p - lr * (sign + weight_decay * p), mean + (grad - mean) * (1 - betas[1])
+
+    name = f"lion(lr={lr!r}, betas={betas}, weight_decay={weight_decay!r})"
+    given = tensors(lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
+    return Optimizer(init, update, name, elementwise=True, formula=formula(rule, lr), tensors=given)

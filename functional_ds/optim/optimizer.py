@@ -13,9 +13,10 @@ from functional_ds.sharding.leaf_map import LeafMap
 
 from .kernels import divided
 
-__all__ = ["Optimizer", "PerParameter", "Rate", "as_optimizer"]
+__all__ = ["Hyper", "Optimizer", "PerParameter", "Rate", "as_optimizer"]
 
 Rate = float | Tensor
+Hyper = float | Tensor
 _OF_TORCH = {"AdamW", "Adam", "SGD", "Adagrad"}  # that are here by their names in small letters
 
 
@@ -37,6 +38,9 @@ class Optimizer:
         skips_unused: whether ``update`` itself leaves alone the leaves that ``grads.unused`` names. For an optimizer that does
             not, the library calls it with views of the other leaves. Its state must then consist of lists like that of the
             params and of numbers that stay or count updates.
+        formula: ``update`` in new tensors, for ``fds.differentiable``. An optimizer without one gets copies there, so its
+            ``update`` must consist of operations of torch that have derivatives.
+        tensors: the names of hyperparameters that are tensors, which ``formula`` alone can use.
     """
 
     init: Callable[[list[Tensor]], Any]
@@ -45,6 +49,8 @@ class Optimizer:
     skips: bool = False
     elementwise: bool | None = None
     skips_unused: bool = False
+    formula: Callable[[list[Tensor], Weighted, Any, Rate], tuple[list[Tensor], Any]] | None = None
+    tensors: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return self.name
@@ -57,10 +63,12 @@ class PerParameter:
     Attributes:
         make: from a ``LeafMap`` to the optimizer for tensors in which the leaves lie as it says.
         name: for printing.
+        formula: as ``make``, to an optimizer that updates in new tensors, for ``fds.differentiable``.
     """
 
     make: Callable[[LeafMap], Optimizer]
     name: str = "optimizer"
+    formula: Callable[[LeafMap], Optimizer] | None = None
 
     def __repr__(self) -> str:
         return self.name
@@ -87,10 +95,16 @@ def as_optimizer(rule: Any) -> Optimizer | PerParameter:
         raise TypeError(f"optimizer={rule!r} is neither an fds optimizer nor an optax-shaped pair of init and update")
     keep = {"inplace": False} if "inplace" in inspect.signature(rule.update).parameters else {}
 
-    def update(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
+    def changes(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[tuple[Tensor, Tensor]], Any]:
         updates, state = rule.update(divided(grads, params), state, params=params, **keep)
-        for p, change in zip(params, updates, strict=True):
-            p.add_(change * rate)
-        return params, state
+        return [(p, change * rate) for p, change in zip(params, updates, strict=True)], state
 
-    return Optimizer(rule.init, update, f"{type(rule).__name__}(...)")
+    def update(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
+        pairs, state = changes(params, grads, state, rate)
+        return [p.add_(change) for p, change in pairs], state
+
+    def formula(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
+        pairs, state = changes(params, grads, state, rate)
+        return [p + change.to(p.dtype) for p, change in pairs], state
+
+    return Optimizer(rule.init, update, f"{type(rule).__name__}(...)", formula=formula)

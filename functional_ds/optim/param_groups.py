@@ -12,7 +12,8 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap, TensorRange, match_leaves
 
 from .bind import BoundOptimizer
-from .optimizer import Optimizer, PerParameter, Rate, as_optimizer
+from .formula import out_of_place
+from .optimizer import Hyper, Optimizer, PerParameter, Rate, as_optimizer
 
 __all__ = ["GroupStates", "PathFilter", "by_decay", "grouped", "param_groups", "shown_filter"]
 
@@ -66,7 +67,7 @@ def param_groups(rules: Mapping[PathFilter, Any], others: Any) -> PerParameter:
 
 
 def by_decay(
-    rule: Callable[..., Optimizer | PerParameter], lr: float, weight_decay: float, decay: PathFilter, **options: Any
+    rule: Callable[..., Optimizer | PerParameter], lr: Hyper, weight_decay: Hyper, decay: PathFilter, **options: Any
 ) -> PerParameter:
     """``rule(lr, weight_decay=weight_decay, **options)`` for leaves that ``decay`` matches, without decay for the others.
 
@@ -93,7 +94,7 @@ def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequen
     few large tensors. Nothing is sent but what the rules themselves send.
     """
 
-    def make(leaf_map: LeafMap) -> Optimizer:
+    def groups_of(leaf_map: LeafMap, rules: Sequence[Optimizer | PerParameter]) -> _Groups:
         chosen = choose(leaf_map)
         groups, found = list[_RuleLeaves](), []
         for index, rule in enumerate(rules):
@@ -102,10 +103,17 @@ def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequen
                 groups.append(_RuleLeaves(extents, inner, BoundOptimizer(rule)))
                 groups[-1].rule.at(groups[-1].found)  # refuses what is not correct for such tensors
                 found.append((index, tuple(leaf.path for leaf in inner.leaves)))
-        made = _Groups(tuple(groups), tuple(index for index, _ in found), tuple(paths for _, paths in found))
+        return _Groups(tuple(groups), tuple(index for index, _ in found), tuple(paths for _, paths in found))
+
+    def make(leaf_map: LeafMap) -> Optimizer:
+        made = groups_of(leaf_map, rules)
         return Optimizer(made.init, made.update, name, skips=True, skips_unused=True)
 
-    return PerParameter(make, name)
+    def formula(leaf_map: LeafMap) -> Optimizer:
+        made = groups_of(leaf_map, [out_of_place(rule) for rule in rules])
+        return Optimizer(made.init, made.moved, name, skips=True, skips_unused=True)
+
+    return PerParameter(make, name, formula)
 
 
 def shown_filter(where: PathFilter) -> str:
@@ -139,12 +147,28 @@ class _Groups:
 
     def update(self, params: list[Tensor], grads: Weighted, state: GroupStates, rate: Rate) -> tuple[list[Tensor], GroupStates]:
         """Each rule updates its own views. Results that it returns in other memory are copied into them."""
-        states, dense = [], [grad.contiguous() for grad in grads.sum]
-        for group, old in zip(self.groups, state.states, strict=True):
-            views, own = group.views(params), tree.replace(grads, sum=group.views(dense))
-            moved, new = group.rule.update(views, own, old, rate=rate, leaf_map=group.found)
-            for view, other in zip(views, moved, strict=True):
+        found, after = self._updated(params, grads, state, rate)
+        for group, moved in zip(self.groups, found, strict=True):
+            for view, other in zip(group.views(params), moved, strict=True):
                 if not begin_together(other, view):
                     view.copy_(other)
+        return params, after
+
+    def moved(self, params: list[Tensor], grads: Weighted, state: GroupStates, rate: Rate) -> tuple[list[Tensor], GroupStates]:
+        """``update`` in new tensors, of params each of which is one leaf."""
+        found, after = self._updated(params, grads, state, rate)
+        places = (extent.tensor for group in self.groups for extent in group.extents)
+        new = dict(zip(places, (one for moved in found for one in moved), strict=True))
+        return [new[place].view_as(p) for place, p in enumerate(params)], after
+
+    def _updated(
+        self, params: list[Tensor], grads: Weighted, state: GroupStates, rate: Rate
+    ) -> tuple[list[list[Tensor]], GroupStates]:
+        dense = [grad.contiguous() for grad in grads.sum]
+        found, states = [], []
+        for group, old in zip(self.groups, state.states, strict=True):
+            own = tree.replace(grads, sum=group.views(dense))
+            moved, new = group.rule.update(group.views(params), own, old, rate=rate, leaf_map=group.found)
+            found.append(moved)
             states.append(new)
-        return params, tree.replace(state, states=tuple(states))
+        return found, tree.replace(state, states=tuple(states))

@@ -8,8 +8,9 @@ from torch.optim.sgd import sgd as torch_sgd
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
+from .formula import formula, tensors
 from .kernels import check, run_fused, widened, zeros
-from .optimizer import Optimizer, PerParameter, Rate
+from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
 __all__ = ["SGDState", "sgd"]
@@ -23,11 +24,11 @@ class SGDState:
 
 
 def sgd(
-    lr: float,
+    lr: Hyper,
     *,
-    momentum: float = 0.0,
+    momentum: Hyper = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: Hyper = 0.0,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
     """Stochastic gradient descent with momentum, by torch's fused kernel.
@@ -43,13 +44,14 @@ def sgd(
         ValueError: a negative number, or nesterov without momentum.
     """
     check(lr=lr, momentum=momentum, weight_decay=weight_decay)
-    if nesterov and not momentum:
+    keeps = isinstance(momentum, Tensor) or bool(momentum)
+    if nesterov and not keeps:
         raise ValueError("nesterov=True needs momentum > 0")
     if decay is not None:
         return by_decay(sgd, lr, weight_decay, decay, momentum=momentum, nesterov=nesterov)
 
     def init(params: list[Tensor]) -> SGDState:
-        return SGDState(zeros(params) if momentum else [])
+        return SGDState(zeros(params) if keeps else [])
 
     def update(params: list[Tensor], grads: Weighted, state: SGDState, rate: Rate) -> tuple[list[Tensor], SGDState]:
         if params and params[0].is_meta:  # no values, and no kernel of torch's
@@ -57,8 +59,8 @@ def sgd(
         kernel = functools.partial(
             torch_sgd,
             fused=True,
-            weight_decay=weight_decay,
-            momentum=momentum,
+            weight_decay=float(weight_decay),
+            momentum=float(momentum),
             dampening=0.0,
             nesterov=nesterov,
             maximize=False,
@@ -66,5 +68,13 @@ def sgd(
         run_fused(functools.partial(widened, kernel), params, grads, state.momentum or [None] * len(params), lr=lr * rate)
         return params, state
 
-    name = f"sgd(lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay})"
-    return Optimizer(init, update, name, skips=True, elementwise=True)
+    def rule(p: Tensor, grad: Tensor, lr: Tensor, mean: Tensor | None = None) -> tuple[Tensor, ...]:
+        grad = grad + weight_decay * p
+        if mean is None:
+            return (p - lr * grad,)
+        mean = momentum * mean + grad
+        return p - lr * (grad + momentum * mean if nesterov else mean), mean
+
+    name = f"sgd(lr={lr!r}, momentum={momentum!r}, nesterov={nesterov}, weight_decay={weight_decay!r})"
+    given = tensors(lr=lr, momentum=momentum, weight_decay=weight_decay)
+    return Optimizer(init, update, name, skips=True, elementwise=True, formula=formula(rule, lr), tensors=given)

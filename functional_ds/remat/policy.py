@@ -97,7 +97,7 @@ class RematPolicy:
             elif place == 0:
                 default = _word(word, text)
             else:
-                raise ValueError(f"policy={text!r}: {word!r} is not what=word; only the first word stands alone, for the rest")
+                raise ValueError(f"policy={text!r}: {word!r} is not what=word; only the first word has no name, for the rest")
         inputs, matmuls = exceptions.pop(_INPUTS, None), exceptions.pop(_MATMULS, None)
         return RematPolicy(default, inputs, matmuls, exceptions)
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.sharding.leaf_map import LeafMap, LeafShard
+
+from .leaf_map import LeafMap, LeafShard
 
 __all__ = ["MatrixOwners"]
 

@@ -14,6 +14,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import trainable
+from functional_ds.base.torch_private import in_torch_func
 from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.comm.worlds.process import ProcessWorld
 from functional_ds.sharding.leaf_map import LeafMap
@@ -29,6 +30,7 @@ __all__ = [
     "name_sum",
     "refuse_inference",
     "refuse_other_names",
+    "refuse_torch_func",
     "structure_of",
     "warning_of_lone_ranks",
 ]
@@ -56,6 +58,9 @@ class Strategy(Protocol):
     @property
     def sums(self) -> bool: ...
 
+    @property
+    def keeps_graph(self) -> bool: ...
+
 
 def refuse_inference(step: Strategy, *args: Any) -> None:
     """Refuses inference mode, whose tensors have no part in training, in this step or a later one.
@@ -67,6 +72,19 @@ def refuse_inference(step: Strategy, *args: Any) -> None:
         raise RuntimeError(
             "step: torch.inference_mode() is on, and nothing trains on the tensors that it makes; leave the block for it "
             "(step.evaluate may stay inside)"
+        )
+
+
+def refuse_torch_func(step: Strategy, *args: Any) -> None:
+    """Refuses to run within ``torch.func.grad``, ``jvp`` or ``vmap``, to which most steps would give zeros, or torch's errors.
+
+    Raises:
+        RuntimeError: one of them runs, and this step is not differentiable.
+    """
+    if in_torch_func() and not step.keeps_graph:
+        raise RuntimeError(
+            f"step: a transform of torch.func runs ({step}), and this step writes into memory and keeps no graph, so it would "
+            "find gradients of zero: use fds.differentiable(step)"
         )
 
 

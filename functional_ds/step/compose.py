@@ -18,7 +18,7 @@ _NONE: PhaseFunctions = {}
 def check_step(transform: object, step: object) -> None:
     """Raises TypeError where a transform is given something else than a step, such as the loss function."""
     if not isinstance(step, Step):
-        raise TypeError(f"{transform} is a transform: give it a step, as fds.train_step(loss, optimizer) makes them, not {step!r}")
+        raise TypeError(f"{transform} is a transform: give it a step, as fds.train_step(loss, ...) makes them, not {step!r}")
 
 
 @attrs.frozen(eq=False, repr=False)

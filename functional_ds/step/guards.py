@@ -16,7 +16,7 @@ from functional_ds.base.marks import is_trainable, module_of
 from functional_ds.comm.agreement.agree import Entry, differences
 from functional_ds.comm.agreement.description import described
 
-from .checks import Strategy, check_batch, check_state, refuse_inference
+from .checks import Strategy, check_batch, check_state, refuse_inference, refuse_torch_func
 from .mesh_axes import AxisRole
 from .phases import Layer
 from .state.state import State
@@ -153,17 +153,27 @@ def refuse_parts(step: Strategy, state: State, batch: Any) -> None:
                 )
 
 
+def refuse_halves(step: Strategy, *args: Any) -> None:
+    """Refuses to open a pass of a differentiable step, whose backward pass would keep no graph.
+
+    Raises:
+        ValueError: it is such a step.
+    """
+    if step.keeps_graph:
+        raise ValueError("open: a differentiable step has no halves; call step(state, batch)")
+
+
 Guard = Callable[..., None]
 
 GUARDS: Mapping[str, tuple[Guard, ...]] = MappingProxyType(
     {  # what each call of a step looks for before it begins; the guards of its transforms stand beside their phases
-        "init": (refuse_inference, check_params, check_same_step),
-        "step": (refuse_inference, check_state, check_batch),
-        "open": (refuse_inference, check_state, check_batch),
+        "init": (refuse_inference, refuse_torch_func, check_params, check_same_step),
+        "step": (refuse_inference, refuse_torch_func, check_state, check_batch),
+        "open": (refuse_inference, refuse_torch_func, refuse_halves, check_state, check_batch),
         "finish": (refuse_inference, check_state),
-        "evaluate": (check_state, check_batch),
-        "params": (check_state,),
+        "evaluate": (refuse_torch_func, check_state, check_batch),
+        "params": (refuse_torch_func, check_state),
         "norm": (refuse_unreduced,),
-        "run": (check_state, refuse_parts),
+        "run": (refuse_torch_func, check_state, refuse_parts),
     }
 )

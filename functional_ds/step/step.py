@@ -59,6 +59,7 @@ class Step(Phases, FollowsFromAxes):
         skips_unused: whether the optimizer leaves leaves alone that no rank's loss has used; else their gradients are zeros.
         options: what else all ranks must give it alike: the optimizer and the seed.
         guarded: whether what would be wrong is refused; ``without_guards`` gives a step that does not look.
+        keeps_graph: whether gradients flow through what it returns: ``fds.differentiable`` makes such a step.
         over_ranks: what it computes over all its ranks from the axes of its transforms, by the name of the method; no transform
             wraps it.
     """
@@ -71,6 +72,7 @@ class Step(Phases, FollowsFromAxes):
     skips_unused: bool = True
     options: Mapping[str, Any] = attrs.field(factory=dict)
     guarded: bool = True
+    keeps_graph: bool = False
     over_ranks: Mapping[str, Callable[..., Any]] = attrs.field(factory=lambda: dict(OVER_RANKS))
     phases: Mapping[str, Phase] = attrs.field(init=False)
     _acting: dict[tuple[bool, ...], "Step"] = attrs.field(factory=dict, init=False)  # by which layers are due
@@ -125,6 +127,7 @@ class Step(Phases, FollowsFromAxes):
             UpdateError: the update failed and changed nothing; the state is as it was.
             CommError: the step before failed on this rank alone, within collectives in which the other ranks still wait.
         """
+        donate = donate and not self.keeps_graph
         with comm.world().world.step():
             self._guard("step", state, batch)
             if donate:
@@ -243,7 +246,8 @@ class Step(Phases, FollowsFromAxes):
                 "list that lines up with it, as gradients do"
             )
         for place, x in zip(places, tensors, strict=True):
-            leaves[place] = like_marked(x.detach().view_as(leaves[place]).to(leaves[place].dtype), leaves[place])
+            new = x if self.keeps_graph else x.detach()
+            leaves[place] = like_marked(new.view_as(leaves[place]).to(leaves[place].dtype), leaves[place])
         return self.publish(tree.replace(held, params=tree.unflatten(spec, leaves)))
 
     def placed(self, state: State, whole: Any) -> list[Tensor]:
@@ -307,7 +311,7 @@ class Step(Phases, FollowsFromAxes):
         empty = torch.where(total == 0, 1.0, float("nan")).to(weight.dtype)  # or sum / 0, as in torch
         weight = torch.where(weight == 0, empty, weight)
         after, before = tree.replace(after, unused=unused), tree.replace(state)
-        own = state.donate(after) if donate else after.clone()
+        own = state.donate(after) if donate else after.clone(keeps_graph=self.keeps_graph)
         try:
             own, more = self.update(own, Weighted(grads.sum, weight))
         except UpdateError:
@@ -405,8 +409,8 @@ class Step(Phases, FollowsFromAxes):
         """What this step looks for, in one line each: by call of the step, and by phase and transform.
 
         >>> import functional_ds as fds
-        >>> fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)).guards()["params"]
-        ["Refuses what is no state, and a state whose slots are not those of the step's transforms."]
+        >>> fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)).guards()["norm"]
+        ['Refuses a norm of gradients that are not reduced yet.']
         """
         found = {call: [_summary(guard) for guard in guards] for call, guards in GUARDS.items()}
         for layer in self.layers:

@@ -29,7 +29,7 @@ from .state.buffers import BUFFERS, POLICIES, BufferScope
 from .state.state import State, UpdateError, unused_leaves
 from .step import Step
 
-__all__ = ["train_step"]
+__all__ = ["train_step", "updating"]
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
@@ -40,7 +40,7 @@ def _takes_key(loss_fn: Callable[..., Any]) -> bool:
 
 
 def train_step(
-    loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0, buffers: str = "first", unused: str = "skip"
+    loss_fn: Callable[..., Any], optimizer: Any, *, seed: int | Tensor = 0, buffers: str = "first", unused: str = "skip"
 ) -> Step:
     """The step that minimises ``loss_fn(params, batch)`` on one device.
 
@@ -95,22 +95,6 @@ def train_step(
             pass_.slots["mean"] = not isinstance(value, Weighted)
         return weigh(value, "the loss", constant=True), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
 
-    def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        leaves, spec = tree.flatten(state.params)
-        weight = torch.as_tensor(grads.weight)
-        weight = torch.where(weight == 0, math.inf, weight)  # nothing weighed: no gradient, not 0 / 0
-        grads = tree.replace(grads, weight=weight, skip=state.skip, unused=unused_leaves(step, state))
-        try:
-            moved, optimizer_state = rule.update(
-                trainable(state.params), grads, state.optimizer, rate=step.rate(state), leaf_map=lambda: step.leaf_map(state)
-            )
-        except IndivisibleStateError as error:
-            raise UpdateError(str(error)) from None
-        new = iter(moved)
-        params = tree.unflatten(spec, [_moved(leaf, next(new)) if is_trainable(leaf) else leaf for leaf in leaves])
-        count = 1 if state.skip is None else state.skip.logical_not()
-        return tree.replace(state, params=params, optimizer=optimizer_state, step=state.step + count), {}
-
     base: dict[str, Phase] = {
         "prepare": lambda step, params: params,
         "init": init,
@@ -122,7 +106,7 @@ def train_step(
         "reduce": lambda step, state, grads: (state, grads),
         "comm_dtype": lambda step, state, dtype: dtype,
         "scatter": lambda step, state: state,
-        "update": update,
+        "update": updating(rule),
         "publish": lambda step, state: state,
         "rate": lambda step, state: 1.0,
         "params": _params,
@@ -133,6 +117,34 @@ def train_step(
     draws = with_key and getattr(loss_fn, "draws", True)
     options = {"optimizer": rule.rule, "seed": seed}
     return Step(base, name, buffers=buffers, draws=draws, skips_unused=unused == "skip", options=options)
+
+
+def updating(rule: BoundOptimizer) -> Phase:
+    """The base of ``update``: an optimizer moves the trained leaves."""
+
+    def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
+        leaves, spec = tree.flatten(state.params)
+        weight = torch.as_tensor(grads.weight)
+        weight = torch.where(weight == 0, math.inf, weight)  # nothing weighed: no gradient, not 0 / 0
+        grads = tree.replace(grads, weight=weight, skip=state.skip, unused=unused_leaves(step, state))
+        rate = step.rate(state)
+        if not step.keeps_graph and any(isinstance(x, Tensor) and x.requires_grad for x in (rate, weight, *grads.sum)):
+            raise UpdateError(
+                "update: its learning rate or its gradients require grad, as those of a schedule or a limit do that is such a "
+                f"tensor, and this step keeps no graph ({step}): use fds.differentiable(step)"
+            )
+        try:
+            moved, optimizer_state = rule.update(
+                trainable(state.params), grads, state.optimizer, rate=rate, leaf_map=lambda: step.leaf_map(state)
+            )
+        except IndivisibleStateError as error:
+            raise UpdateError(str(error)) from None
+        new = iter(moved)
+        params = tree.unflatten(spec, [_moved(leaf, next(new)) if is_trainable(leaf) else leaf for leaf in leaves])
+        count = 1 if state.skip is None else state.skip.logical_not()
+        return tree.replace(state, params=params, optimizer=optimizer_state, step=state.step + count), {}
+
+    return update
 
 
 def _refuse_no_rows(error: RuntimeError, batch: Any) -> None:

@@ -118,6 +118,34 @@ def transformed_tensors_are_known() -> None:
     assert not private.is_transformed(torch.ones(2))
 
 
+@checks("in_torch_func")
+def transforms_are_seen() -> None:
+    seen: list[bool] = []
+    torch.func.vmap(lambda x: seen.append(private.in_torch_func()) or x)(torch.ones(2))
+    assert seen == [True]
+    assert not private.in_torch_func()
+
+
+@checks("below_level", "grad_level", "leaf_at_level")
+def a_backward_pass_has_a_level() -> None:
+    """Which leaves were unused is known, and gradients have graphs, within torch.func's transforms and outside of them."""
+
+    def grad(x: Tensor) -> Tensor:
+        with private.grad_level() as level:
+            leaves = [private.leaf_at_level(x, level) for _ in range(2)]
+            found, unused = torch.autograd.grad((leaves[0] ** 3).sum(), leaves, create_graph=True, allow_unused=True)
+            assert unused is None
+            return private.below_level(found, level)
+
+    x = torch.tensor([1.0, 2.0])
+    assert torch.func.jacrev(lambda x: grad(x).sum())(x).tolist() == [6.0, 12.0]
+    assert torch.func.vmap(torch.func.grad(grad))(x).tolist() == [6.0, 12.0]
+    assert torch.func.jvp(grad, (x,), (torch.ones(2),))[1].tolist() == [6.0, 12.0]
+    y = x.clone().requires_grad_()
+    assert torch.autograd.grad(grad(y).sum(), y)[0].tolist() == [6.0, 12.0]
+    assert not x.requires_grad
+
+
 @checks("READ_NUMBER")
 def numbers_are_read_by_one_operator() -> None:
     seen = []

@@ -466,7 +466,7 @@ def test_counts_that_differ_do_not_become_one(tmp_path: Path) -> None:
         state = trained(apart)
         next(iter(state.optimizer.steps)).fill_(7)
         fds.save(state, tmp_path)
-        with pytest.raises(fds.checkpointing.StructureError, match="one number stands for both"):
+        with pytest.raises(fds.checkpointing.StructureError, match="like has one number for both"):
             fds.load(tmp_path, like=one.init(fresh()))
 
     comm.simulate(program, world_size=2)

@@ -19,6 +19,7 @@ import new_optimizer
 
 TOP = Path(__file__).resolve().parents[2]
 QUICKSTARTS = sorted((TOP / "docs").glob("quickstart-*.md"))
+SHOWING = [TOP / "README.md", TOP / "docs/which-strategy.md", TOP / "docs/optimizers.md", *QUICKSTARTS]
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 PATIENCE = 500  # seconds of a session: processes import torch
@@ -72,7 +73,7 @@ def test_the_plan_of_a_large_model_is_the_pages(tmp_path: Path) -> None:
     check_sessions(TOP / "docs/quickstart-llama.md", tmp_path, slow=True)
 
 
-@pytest.mark.parametrize("page", [TOP / "README.md", TOP / "docs/which-strategy.md", *QUICKSTARTS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", SHOWING, ids=lambda page: page.stem)
 def test_blocks_print_what_the_page_shows(page: Path) -> None:
     """A text block right after a python block is what the python block prints."""
     namespace: dict[str, object] = {"__name__": page.stem}

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from tests.refusals import collectives, files, losses, modules, strategies
+from tests.refusals import collectives, derivatives, files, losses, modules, strategies
 from tests.refusals.refusal import Refusal
 
 PAGE = Path(__file__).parents[2] / "docs/refused.md"
@@ -11,6 +11,7 @@ AREAS: dict[str, list[Refusal]] = {
     "modules": modules.REFUSALS,
     "losses": losses.REFUSALS,
     "strategies": strategies.REFUSALS,
+    "derivatives": derivatives.REFUSALS,
     "collectives": collectives.REFUSALS,
     "files": files.REFUSALS,
 }

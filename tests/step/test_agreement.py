@@ -248,7 +248,7 @@ def test_the_comparison_costs_sixteen_bytes() -> None:
     def program(*strategy: fds.Transform) -> list[tuple[str, str, int]]:
         step = fds.compose(*strategy)(fds.train_step(loss, ADAM))
         with comm.ledger() as sent:
-            guards.GUARDS["init"][2](step)
+            guards.GUARDS["init"][-1](step)
         return [(row.collective, row.group, row.bytes) for row in sent.rows]
 
     assert comm.simulate(program, T.zero(1), T.clip(1.0), world_size=2)[0] == [("all_reduce", "world/control", 16)]

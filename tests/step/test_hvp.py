@@ -205,7 +205,7 @@ BUGS = [
     Bug(
         "a place is not published",
         "step.step:Step.with_trained",
-        "x.detach().view_as(leaves[place]).to(leaves[place].dtype)",
+        "new.view_as(leaves[place]).to(leaves[place].dtype)",
         "leaves[place]",
     ),
     Bug(

@@ -290,9 +290,7 @@ def _stored(value: Any, model: Any) -> Any:
     if not is_handle(model):
         return value
     if (tuple(value.shape), value.dtype) != (tuple(model.shape), model.dtype):
-        raise ValueError(
-            f"values: {value.dtype}{list(value.shape)} in the place of a handle of {model.dtype}{list(model.shape)}"
-        )
+        raise ValueError(f"values: {value.dtype}{list(value.shape)} instead of a handle of {model.dtype}{list(model.shape)}")
     if isinstance(model, OnHost):
         return tree.replace(model, host=value.detach().to(model.host.device, copy=True))
     return model.written([value.detach().cpu().reshape(-1)])

@@ -25,15 +25,15 @@ def not_admitted(subject: Subject, axis: str, ranks: int) -> str | None:
         try:
             subject.layer_plan()
         except ValueError:
-            more = "give tp_plan beside the module, or a Hugging Face model with one"
-            return f"tp={ranks}: nobody says how layers are cut: {more}"
+            more = "give tp_plan with the module, or a Hugging Face model with one"
+            return f"tp={ranks}: the model does not say how layers are sliced: {more}"
     if axis == "sp" and subject.sequence is None:
         return (
-            f"sp={ranks}: nobody says how sequences are cut: give sequence beside the module, arguments of T.sequence, with "
-            "attention over ranks such as fds.seq.ring(), or a Hugging Face model"
+            f"sp={ranks}: the model does not say how sequences are split: give sequence with the module, arguments of "
+            "T.sequence, with attention over ranks such as fds.seq.ring(), or a Hugging Face model"
         )
     if axis == "ep" and subject.experts is None:
-        return f"ep={ranks}: the model has no experts that are known: give experts beside the module, a pattern of their paths"
+        return f"ep={ranks}: the model has no experts that are known: give experts with the module, a pattern of their paths"
     if axis == "pp" and subject.loss is None:
         return f"pp={ranks}: only shapes are known, and a pipeline needs the model: name a function or a Hugging Face config"
     return None

@@ -50,7 +50,9 @@ def transforms_of(
         else s.attempt("zero_optimization.stage", lambda: sharding(s, world_size, group, units))
     )
     if shards is not None and "zero_optimization.stage" in s:
-        checks = "" if enabled or casts is None else f" `T.{casts}` leaves out steps whose gradients are not finite, as there."
+        checks = (
+            "" if enabled or casts is None else f" `T.{casts}` skips steps whose gradients are not finite, as in DeepSpeed."
+        )
         s.note("zero_optimization.stage", Fate.BECAME, f"`T.{shards}`.{checks}")
     away, others = offloading(s), _others(s, world_size, steps, reduces)
     stops = s["fp16.enabled"] and not s["fp16.loss_scale"] and s["zero_optimization.stage"] > 0

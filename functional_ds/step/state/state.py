@@ -124,9 +124,13 @@ class State:
         """Undoes a donation: ``before`` is what this state was."""
         self.__dict__.update(before.__dict__)
 
-    def clone(self) -> "State":
-        """A copy that shares no memory."""
-        return tree.map(lambda x: like_marked(x.detach().clone(), x) if isinstance(x, Tensor) else x, self)  # type: ignore[no-any-return]
+    def clone(self, *, keeps_graph: bool = False) -> "State":
+        """A copy that shares no memory; ``keeps_graph``: through which gradients flow."""
+
+        def copied(leaf: Any) -> Any:
+            return like_marked((leaf if keeps_graph else leaf.detach()).clone(), leaf) if isinstance(leaf, Tensor) else leaf
+
+        return tree.map(copied, self)  # type: ignore[no-any-return]
 
     def put(self, **slots: Any) -> "State":
         """With these slots set."""
@@ -160,7 +164,7 @@ class State:
         raise AttributeError(name)
 
     @staticmethod
-    def fresh(params: Any, optimizer: Any, seed: int) -> "State":
+    def fresh(params: Any, optimizer: Any, seed: int | Tensor) -> "State":
         """The state before the first update."""
         found = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
         device = found[0].device if found else torch.device("cpu")

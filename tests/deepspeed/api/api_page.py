@@ -1,12 +1,21 @@
 """Prints the tables of DeepSpeed's names; with --write, puts them into docs/deepspeed-api.md."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from functional_ds.deepspeed.api_names import ALIASES, HERE, INDEXES, REFUSED, REST, found
 
 PAGE = Path(__file__).parents[3] / "docs/deepspeed-api.md"
 START, END = "<!-- names -->\n", "<!-- /names -->"
+
+
+def _by_reason(names: Mapping[str, str]) -> list[str]:
+    """A row for each reason, with all names that have it."""
+    same: dict[str, list[str]] = {}
+    for path, why in sorted(names.items()):
+        same.setdefault(why, []).append(f"`deepspeed.{path}`")
+    return [f"| {', '.join(paths)} | {why} |" for why, paths in same.items()]
 
 
 def tables() -> str:
@@ -33,7 +42,7 @@ def tables() -> str:
     rows += ["", "### Other paths of the same modules", "", "| path | module |", "|---|---|"]
     rows += [f"| `deepspeed.{path}` | `deepspeed{'.' if to else ''}{to}` |" for path, to in sorted(ALIASES.items())]
     rows += ["", "### Unsupported", "", "| name | why, and what to use instead |", "|---|---|"]
-    rows += [f"| `deepspeed.{path}` | {why} |" for path, why in sorted(REFUSED.items())]
+    rows += _by_reason(REFUSED)
     rows += [
         "",
         "### The rest of a module",
@@ -41,7 +50,7 @@ def tables() -> str:
         "Every other name of DeepSpeed 0.19.8 below these paths raises an error that says:",
     ]
     rows += ["", "| below | use instead |", "|---|---|"]
-    rows += [f"| `deepspeed.{path}` | {why} |" for path, why in sorted(REST.items())]
+    rows += _by_reason(REST)
     return "\n".join(rows) + "\n"
 
 

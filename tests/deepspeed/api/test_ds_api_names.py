@@ -186,7 +186,7 @@ def test_the_pages_tables_are_current() -> None:
         ("runtme", "did you mean runtime?"),
         ("nothing.of.the.kind", "the nearest module is deepspeed."),
         ("utils.zzz", "deepspeed.utils has OnDevice, RepeatingLoader"),
-        ("ops.transformer.inference.Config", "DeepSpeed's kernels are not here"),
+        ("ops.transformer.inference.Config", "DeepSpeed's kernels are not included"),
     ],
 )
 def test_what_is_said_of_a_missing_name(path: str, message: str) -> None:
@@ -246,7 +246,7 @@ def test_an_unchanged_script_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         "deepspeed.ops.adam.FusedAdm is not in functional_ds.deepspeed: did you mean FusedAdam?",
         "deepspeed.init_inference is not in functional_ds.deepspeed: "
-        "serving and generation are not here; export the params with fds.export",
+        "serving and generation are not supported; export the params with fds.export",
         "deepspeed.runtme is not in functional_ds.deepspeed: did you mean runtime?",
         "deepspeed.runtime.config.X is not in functional_ds.deepspeed: "
         "deepspeed.runtime.config.DeepSpeedConfig(config).plan.value(path) has every key",

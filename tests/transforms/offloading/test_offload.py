@@ -190,7 +190,7 @@ def test_restoring_refuses_what_does_not_fit(folder: str) -> None:
             state.optimizer.exp_avg[0].written([torch.ones(numel)])
     with pytest.raises(ValueError, match="values: their structure"):
         restored({"w": torch.ones(2)}, state)
-    with pytest.raises(ValueError, match=r"values: torch.float64\[300\] in the place of a handle of torch.float32\[300\]"):
+    with pytest.raises(ValueError, match=r"values: torch.float64\[300\] instead of a handle of torch.float32\[300\]"):
         restored(torch.ones(300, dtype=torch.float64), state.optimizer.exp_avg[0])
 
 

@@ -1,0 +1,164 @@
+"""A training step that can be differentiated itself: by hyperparameters, first params and data, through many steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from functional_ds.base import tree
+from functional_ds.base.marks import is_trainable, like_marked, trainable
+from functional_ds.base.torch_private import below_level, grad_level, is_transformed, leaf_at_level
+from functional_ds.base.weighted import Weighted
+from functional_ds.optim.bind import BoundOptimizer
+from functional_ds.optim.formula import out_of_place
+from functional_ds.sharding.sources import is_deferred, values_of
+from functional_ds.step.graph_checks import check_graph
+from functional_ds.step.pass_scope import Pass, with_buffers
+from functional_ds.step.phase_signatures import Phase
+from functional_ds.step.phases import Trait
+from functional_ds.step.state.buffers import BUFFERS, Buffers, BufferScope
+from functional_ds.step.state.state import State, with_unused
+from functional_ds.step.step import Step
+from functional_ds.step.train_step import updating
+from functional_ds.step.view import View, dense, wide_dtype
+
+__all__ = ["differentiable"]
+
+_COMPOSE = frozenset(
+    {"init", "loss", "gradients", "reduce", "update", "rate", "params"}
+)  # phases that keep what they are given
+
+
+def differentiable(step: Step) -> Step:
+    """The same step, through which gradients flow: by hyperparameters given as tensors, by the first params, and by the data.
+
+    ```
+    d loss(step ∘ ... ∘ step (init(params), batches)) / d (lr, betas, ..., params, batches)
+    ```
+
+    ``torch.autograd`` and ``torch.func`` take it as any function of tensors: reverse mode, forward mode, and ``vmap`` over
+    hyperparameters and seeds. Nothing is donated. Law: k steps are k steps of ``step``, but for rounding, as the optimizer's
+    formula runs instead of torch's fused kernel; derivatives equal finite differences.
+
+    Gradients flow through ``clip``, ``accumulate``, ``schedule``, ``ema``, and transforms of your own that wrap phases of
+    gradients, updates and rates.
+
+    Cost: reverse mode keeps the graphs of all steps, forward mode one tangent of the state. Attention runs by its formula,
+    which keeps the scores.
+
+    Raises:
+        ValueError: here, or in ``init`` for transforms that are composed later: a transform divides the step over ranks, casts,
+            recomputes, compiles or offloads; the optimizer looks at whole leaves.
+
+    >>> import functional_ds as fds
+    >>> def trained(lr):
+    ...     step = differentiable(fds.train_step(lambda params, x: (params["w"] - x).square().sum(), fds.sgd(lr)))
+    ...     state, _ = step(step.init({"w": torch.zeros(())}), torch.tensor(1.0))
+    ...     return step.evaluate(state, torch.tensor(1.0))  # (1 - 2 lr)²
+    >>> torch.func.grad(trained)(torch.tensor(0.25)).item(), torch.func.vmap(trained)(torch.tensor([0.0, 0.25, 0.5])).tolist()
+    (-2.0, [1.0, 0.25, 0.0])
+    """
+    _refuse(step)
+    rule = BoundOptimizer(out_of_place(step.options["optimizer"]))
+
+    def init(step: Step, params: Any) -> State:
+        _refuse(step)
+        _refuse_frozen(params)
+        own = tree.map(lambda x: like_marked(values_of(x) if is_deferred(x) else x.clone(), x), params)
+        state = State.fresh(own, (), step.options["seed"])
+        return tree.replace(state, optimizer=rule.at(lambda: step.leaf_map(state)).init(trainable(own)))
+
+    base: dict[str, Phase] = {
+        **step.base,
+        "init": init,
+        "view": lambda step, state, trains, whole: View(state.params, _no_pull),
+        "forward": _forward,
+        "measure": _measure,
+        "gradients": _gradients,
+        "params": _params,
+    }
+    name = f"differentiable({step.name})"
+    return attrs.evolve(step, base={**base, "update": updating(rule)}, name=name, keeps_graph=True)
+
+
+def _refuse(step: Step) -> None:
+    for layer in step.layers:
+        if layer.axes or layer.phases.keys() - _COMPOSE or layer.traits & {Trait.OFFLOADS, Trait.CASTS}:
+            raise ValueError(
+                f"differentiable: {layer.name} stores params or runs the loss in its own way, which has no derivative here "
+                f"({step}): compose transforms of gradients, updates and rates alone, such as clip, accumulate, schedule and "
+                "ema; under ZeRO use Hessian-vector products (docs/second-order.md)"
+            )
+
+
+def _refuse_frozen(params: Any) -> None:
+    for path, leaf in tree.named(params):
+        if isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad and is_transformed(leaf):
+            raise ValueError(
+                f"differentiable: the frozen leaf {path!r} is one that torch.func differentiates by, and frozen leaves have no "
+                "derivative: let the loss take it from the batch or by a closure"
+            )
+
+
+def _no_pull(*args: Any, **options: Any) -> Any:
+    raise RuntimeError("view: a differentiable step runs its backward passes itself; use step.gradients")
+
+
+def _forward(step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
+    """Attention by its formula: torch's fused kernels have no second derivatives, and none in forward mode."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return function(batch)
+
+
+def _params(step: Step, state: State) -> Any:
+    return tree.map(lambda x: like_marked(x.clone(), x), state.params)
+
+
+def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
+    with Pass(buffers=BufferScope(state.slots.get(BUFFERS), keeps=False)) as pass_:
+        pass_.view = step.view(state, trains=False)
+        loss, metrics = step.loss(tree.replace(state, key=None), pass_.view.params, batch)
+    return {"loss": loss, **metrics}
+
+
+def _gradients(
+    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+) -> tuple[State, Weighted, dict[str, Weighted]]:
+    """Autograd through the loss; the gradients have graphs, unless gradients are switched off."""
+    _refuse(step)
+    scope, again = BufferScope(state.slots.get(BUFFERS)), torch.is_grad_enabled()
+    with grad_level() as level, Pass(buffers=scope) as pass_:
+
+        def outside(found: Any) -> Any:
+            return tree.map(lambda x: below_level(x, level) if isinstance(x, Tensor) else x, found)
+
+        params = tree.map(lambda x: leaf_at_level(x, level) if is_trainable(x) else x, step.view(state).params)
+        leaves = trainable(params)
+        pass_.view = View(params, _no_pull, leaves)
+        with pass_.forward():
+            loss, metrics = step.loss(state, params, batch)
+        check_graph(loss, leaves)
+        pass_.end_forward()
+        _refuse_writes(with_buffers(state, scope))
+        grads: list[Tensor | None] = [None] * len(leaves)
+        if leaves and loss.sum.requires_grad:
+            grads = [*torch.autograd.grad(loss.sum, leaves, create_graph=again, allow_unused=True)]
+        unused = [place for place, grad in enumerate(grads) if grad is None]
+        new = [torch.zeros_like(leaf) if grad is None else dense(grad) for grad, leaf in zip(grads, leaves, strict=True)]
+        own, metrics = outside(Weighted(new, loss.weight)), outside({"loss": loss, **metrics})
+    if not last:
+        own = tree.replace(own, sum=[grad.to(wide_dtype(grad.dtype)) for grad in own.sum])
+    return with_unused(step, state, unused), own if carry is None else tree.map(torch.add, carry, own), metrics
+
+
+def _refuse_writes(state: State) -> None:
+    held = state.slots.get(BUFFERS)
+    known = [held.known.written, held.known.sets] if isinstance(held, Buffers) else []
+    for name in sorted(name for by_module in known for names in by_module.values() for name in names):
+        raise RuntimeError(
+            f"differentiable: a module writes {name!r} in its forward pass, through which no gradient would flow: use "
+            "apply.module.eval(), a norm without running statistics, or let the module return the value"
+        )
