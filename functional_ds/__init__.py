@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
     from functional_ds.optim.optimizer import Optimizer, PerParameter
     from functional_ds.optim.param_groups import param_groups
-    from functional_ds.optim.per_leaf import per_leaf
-    from functional_ds.optim.per_matrix import per_matrix
+    from functional_ds.optim.per_matrix import per_leaf, per_matrix
     from functional_ds.optim.sgd import sgd
     from functional_ds.parallel import experts as moe
     from functional_ds.parallel import sequence as seq

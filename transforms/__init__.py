@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from .compiled import compiled
     from .compressed_gradients import compressed_gradients
     from .ema import averaged, ema
-    from .every import every
     from .local_gradients import local_gradients
     from .offload import offload
     from .offloading import OffloadError
-    from .parallel.apart import apart
     from .parallel.experts import Experts, experts
     from .parallel.load_balance import balance
     from .parallel.sequence import sequence
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from .pipeline import pipeline
     from .remat import remat
     from .replicated import replicated
+    from .rounds import apart, every
     from .schedule import one_cycle, range_test, schedule, warmup, warmup_cosine, warmup_decay
 
 __all__ = [

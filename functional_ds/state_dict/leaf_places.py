@@ -159,7 +159,7 @@ def _of_leaf_map(parts: LeafMap) -> Frame:
     for index in range(1 + max((part.tensor for part in parts.shards), default=-1)):
         here = [part for part in parts.shards if part.tensor == index]
         cuts = tuple(Cut(part.leaf, part.offset, part.start, part.numel) for part in here)
-        shapes = [(max(cut.start + cut.numel for cut in cuts),)] if cuts else [(0,)]
+        shapes: list[Shape] = [(max(cut.start + cut.numel for cut in cuts),)] if cuts else [(0,)]
         if len(here) == 1 and here[0].numel == parts.leaves[here[0].leaf].numel:
             shapes.insert(0, parts.leaves[here[0].leaf].shape)
         smooth = any(parts.leaves[cut.leaf].dtype.is_complex for cut in cuts)

@@ -110,7 +110,7 @@ def test_wrong_rules_are_refused(make: Any, words: str) -> None:
 
 BUG = Bug(
     "rules are told of their own parts",
-    "optim.per_leaf:_LeafParts._totals",
+    "sharding.leaf_parts:LeafParts._totals",
     "self.leaf_map.total(torch.stack(rows))",
     "torch.stack(rows)",
 )

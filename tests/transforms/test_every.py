@@ -131,7 +131,7 @@ def test_what_has_no_period_is_refused(make: Any, words: str) -> None:
 
 
 BUGS = [
-    Bug("rounds begin at zero", "transforms.every:every.due", "int(state.step) + 1", "int(state.step)"),
+    Bug("rounds begin at zero", "transforms.rounds:every.due", "int(state.step) + 1", "int(state.step)"),
     Bug("it acts in every step", "step.phases:Layer.acting", "p not in OF_A_STEP", "True"),
 ]
 

@@ -1,4 +1,4 @@
-"""Transforms that act in every k-th update."""
+"""Rounds of training: transforms that act in every k-th update, and ranks whose models differ by design in between."""
 
 import inspect
 from collections.abc import Callable
@@ -6,14 +6,18 @@ from typing import Any
 
 import attrs
 
+from functional_ds import comm
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
+from functional_ds.step.guards import check_same_leaves
+from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import OF_A_STEP
+from functional_ds.step.state.slots import Apart
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
-__all__ = ["every"]
+__all__ = ["apart", "every"]
 
 _FORM = frozenset({"init", "params", "measure"})  # what runs in any case
 
@@ -95,3 +99,31 @@ def _takes(function: Any, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def apart(group: comm.Group, *, slot: str = "outer") -> Transform:
+    """Says that the ranks of ``group`` have a model each, whose params differ.
+
+    Nothing is computed or sent in a step. Checkpoints keep each model under the name of its place, ``params/outer.0/w``, so
+    that a state is loaded into any stage, precision and number of ranks of each model, and not into another number of models.
+    The step's metrics, weights and norms are those of this rank's model.
+
+    Law: a state that is saved between two rounds and loaded on a mesh with other inner ranks goes on as one run.
+
+    Cost: at ``init`` the ranks compare their steps and the shapes of their params.
+
+    Args:
+        group: one rank of each model: ``mesh["outer"]`` of a mesh whose other axes ``zero`` and others use.
+        slot: the name of the slot, and of the models in checkpoints.
+
+    Raises:
+        ValueError: the ranks' params differ in structure.
+        TypeError: ``group`` is no group.
+    """
+    axis = Axis(group, AxisRole.APART)
+
+    def init(inner: Any, step: Step, params: Any) -> State:
+        check_same_leaves(params, group)
+        return inner(step, params).put(**{slot: Apart(group.rank, group.size)})  # type: ignore[no-any-return]
+
+    return wrap(f"apart({axis})", slot=slot, axes=[axis], init=init)
