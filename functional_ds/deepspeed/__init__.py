@@ -1,17 +1,15 @@
 """DeepSpeed's front door: its configs, read key by key into a plan, its engine, and what scripts import beside it."""
 
-from typing import TYPE_CHECKING
-
 from functional_ds.base.package_index import optional
 
 from . import accelerator, checkpointing, comm, ops, runtime, utils, zero
 from .accelerator import get_accelerator
 from .api_names import VERSION as __version__
-from .api_names import lazily
+from .api_names import answer_missing_names
 from .comm import init_distributed
 from .config import ConfigError, ConfigPlan, ExplainedKey, Explanation, UsageError, from_ds_config
 from .config_arguments import add_config_arguments
-from .config_objects import DeepSpeedConfig
+from .config_objects import DeepSpeedConfig, DeepSpeedConfigError
 from .engine import DeepSpeedEngine, initialize
 from .utils import OnDevice, log_dist, logger
 
@@ -28,6 +26,7 @@ __all__ = [
     "ConfigError",
     "ConfigPlan",
     "DeepSpeedConfig",
+    "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "ExplainedKey",
     "Explanation",
@@ -54,8 +53,7 @@ __all__ = [
     "zero",
 ]
 
-if not TYPE_CHECKING:
-    __getattr__ = lazily("")
+answer_missing_names()
 
 
 def __dir__() -> list[str]:

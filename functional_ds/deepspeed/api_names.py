@@ -6,6 +6,7 @@
 import contextlib
 import difflib
 import importlib
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
@@ -26,8 +27,8 @@ __all__ = [
     "REFUSED",
     "REST",
     "VERSION",
+    "answer_missing_names",
     "found",
-    "lazily",
     "why_missing",
 ]
 
@@ -106,7 +107,7 @@ def why_missing(path: str) -> str:
     """Why a name of DeepSpeed's is not here, or the nearest one that is.
 
     >>> why_missing("ops.transformer.DeepSpeedTransformerLayer")
-    "DeepSpeed's kernels are not here; torch's are used"
+    "DeepSpeed's kernels are not included; torch's are used"
     >>> why_missing("ops.adam.FusedAdm")
     'did you mean FusedAdam?'
     """
@@ -131,14 +132,21 @@ def why_missing(path: str) -> str:
     return rest or f"deepspeed{'.' * bool(prefix)}{prefix} has {', '.join(sorted(set(names)))}"
 
 
-def lazily(path: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module: its sub-modules that are indexes or other paths, and why a name is missing.
+def answer_missing_names() -> None:
+    """Attributes of the modules that are loaded: sub-modules that are indexes or other paths, and why others are missing."""
+    for path in (*HERE, "runtime.zero"):
+        module = sys.modules.get(f"{_US}.{ALIASES.get(path, path)}".rstrip("."))
+        if module is not None:
+            vars(module)["__getattr__"] = _answers(path, vars(module).get("__getattr__"))
 
-    Args:
-        path: the module's in DeepSpeed.
-    """
+
+def _answers(path: str, own: Callable[[str], Any] | None) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module, by its path in DeepSpeed, after what it has itself."""
 
     def attribute(name: str) -> Any:
+        if own is not None:
+            with contextlib.suppress(AttributeError):
+                return own(name)
         inner = f"{path}.{name}".lstrip(".")
         held = found(inner) if inner in INDEXES or inner in ALIASES else None
         if held is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from functional_ds import comm
@@ -11,6 +12,7 @@ from .config.ds_plan import from_ds_config
 from .config.explain import ConfigError
 from .config.keys.config_key import Fate
 from .config.keys.config_table import key_of
+from .engine.loop.monitors import MONITORS
 
 __all__ = [
     "DeepSpeedBF16Config",
@@ -189,6 +191,12 @@ class DeepSpeedConfig:
         self.plan = from_ds_config(self._param_dict, self.world_size, warn=True)
         self.zero_config = get_zero_config(self._param_dict)
         self.float16_config, self.bfloat16_config = get_float16_config(self._param_dict), get_bfloat16_config(self._param_dict)
+
+    @property
+    def monitor_config(self) -> SimpleNamespace:
+        """The blocks of monitors: ``monitor_config.csv_monitor.job_name``."""
+        made = {name: type(name, (ConfigBlock,), {}, path=name) for name in MONITORS}
+        return SimpleNamespace(**{name: block(**self._param_dict.get(name, {})) for name, block in made.items()})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "plan":

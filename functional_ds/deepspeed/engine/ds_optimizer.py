@@ -1,19 +1,65 @@
 """What ``initialize`` returns as the optimizer: param groups, and what became of the last update."""
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
+from functional_ds.deepspeed.config.ds_transforms import sums_bf16_in_fp32
+from functional_ds.deepspeed.ops import adagrad, adam, lamb, lion
 
+from . import optimizer_kinds as kinds
 from .common.engine_counts import EngineCounts
 from .common.optimizer_groups import LiveGroup
 from .loop.engine_loop import EngineLoop
-from .optimizer_kinds import kind_of
 
 __all__ = ["EngineOptimizer"]
+
+
+def _wrapper_of(plan: ConfigPlan, basic: type | None) -> type | None:
+    """The class that wraps an optimizer in DeepSpeed; None where nothing does.
+
+    Args:
+        plan: of the config.
+        basic: the optimizer's class.
+    """
+    stage = plan.value("zero_optimization.stage")
+    if sums_bf16_in_fp32(plan.value):
+        return kinds.BF16_Optimizer
+    if stage:
+        return kinds.DeepSpeedZeroOptimizer_Stage3 if stage == 3 else kinds.DeepSpeedZeroOptimizer
+    if not (plan.value("bf16.enabled") or plan.value("fp16.enabled")):
+        return None
+    return kinds.FP16_Optimizer if basic is not None and issubclass(basic, adam.FusedAdam) else kinds.FP16_UnfusedOptimizer
+
+
+_KINDS: Mapping[str, tuple[type, type]] = MappingProxyType(
+    {
+        "adagrad": (torch.optim.Adagrad, adagrad.DeepSpeedCPUAdagrad),
+        "adam": (adam.FusedAdam, adam.DeepSpeedCPUAdam),
+        "adamw": (adam.FusedAdam, adam.DeepSpeedCPUAdam),
+        "lamb": (lamb.FusedLamb, lamb.FusedLamb),
+        "lion": (lion.FusedLion, lion.DeepSpeedCPULion),
+        "sgd": (torch.optim.SGD, torch.optim.SGD),
+    }
+)  # where states are on the device, and where they are offloaded
+
+
+def _decays(plan: ConfigPlan) -> bool:
+    """Whether a config's Adam is AdamW."""
+    params = plan.value("optimizer.params") or {}
+    return bool(plan.value("optimizer.type").lower() == "adamw" or params.get("adam_w_mode", True))
+
+
+def _basic_of(plan: ConfigPlan) -> type | None:
+    """The class that DeepSpeed has for the optimizer that a config names; None where there is none here."""
+    name, value = str(plan.value("optimizer.type")).lower(), plan.value
+    if name.startswith("adam") and (value("optimizer.params") or {}).get("torch_adam"):
+        return torch.optim.AdamW if _decays(plan) else torch.optim.Adam
+    offloads = value("zero_optimization.cpu_offload") or value("zero_optimization.offload_optimizer.device") != "none"
+    return _KINDS[name][bool(offloads)] if name in _KINDS else None
 
 
 def _refused(call: str, advice: str) -> Callable[..., NoReturn]:
@@ -36,7 +82,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     where DeepSpeed returns the optimizer itself, it is of that optimizer's class and equal to it.
 
     Attributes:
-        optimizer: the one that was passed to ``initialize``; for a config's this object.
+        optimizer: the one that was passed to ``initialize``; for a config's one that is of its class in DeepSpeed, FusedAdam
+            for example, with the same groups.
+        adam_w_mode: of a config's Adam, whether it is AdamW.
     """
 
     _kind: type | None = None
@@ -48,18 +96,25 @@ class EngineOptimizer(torch.optim.Optimizer):
         counts: EngineCounts,
         loop: EngineLoop,
         plan: ConfigPlan,
+        *,
+        kind: type | None = None,
     ) -> None:
         self._counts, self._loop, self._plan = counts, loop, plan
         self._groups: list[dict[str, Any]] = []
         super().__init__([group.given for group in groups], {} if client is None else client.defaults)
         if client is None:  # torch's schedulers read them; no group is filled from them
             self.defaults = {name: value for name, value in groups[0].given.items() if name != "params"}
-        self.optimizer: torch.optim.Optimizer = self if client is None else client
-        if client is not None:
-            self._groups = client.param_groups
-        wrapper = kind_of(plan, client)
+        own = _basic_of(plan) if client is None else type(client)
+        wrapper = _wrapper_of(plan, own)
         self._bare = client is not None and wrapper is None
-        self._kind = type(client) if self._bare else wrapper  # torch's constructor above must not see it
+        self._kind = kind or wrapper or own  # torch's constructor above must not see it
+        self.optimizer: torch.optim.Optimizer = self
+        if client is not None:
+            self.optimizer, self._groups = client, client.param_groups
+        elif wrapper is not None and kind is None:
+            self.optimizer = EngineOptimizer(groups, None, counts, loop, plan, kind=own or EngineOptimizer)
+        if client is None and "adam" in str(plan.value("optimizer.type")).lower():
+            self.adam_w_mode = _decays(plan)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -79,9 +134,19 @@ class EngineOptimizer(torch.optim.Optimizer):
         return torch.float16 if plan.value("fp16.enabled") else torch.bfloat16 if plan.value("bf16.enabled") else torch.float32
 
     @property
-    def loss_scale_config(self) -> SimpleNamespace:
-        """``dynamic_loss_scale`` and ``cur_scale``."""
-        return SimpleNamespace(dynamic_loss_scale=self.dynamic_loss_scale, cur_scale=self.cur_scale)
+    def loss_scaler(self) -> SimpleNamespace:
+        """The loss scale, whether it moves, how many updates there were, and the numbers of the config that move it."""
+        window, least = (self._plan.value(f"fp16.{name}") for name in ("loss_scale_window", "min_loss_scale"))
+        return SimpleNamespace(
+            dynamic_loss_scale=self.dynamic_loss_scale,
+            cur_scale=self.cur_scale,
+            loss_scale=self.cur_scale,
+            cur_iter=self._counts.global_steps,
+            scale_window=window,
+            min_loss_scale=least,
+        )
+
+    loss_scale_config = loss_scaler
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -112,9 +177,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     loss_scale = cur_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``engine.zero_grad``."""
+        """As ``engine.zero_grad``; in stage 3, too, as in DeepSpeed."""
         del set_to_none
-        if not self._plan.value("zero_optimization.stage"):
+        if self._plan.value("zero_optimization.stage") in (0, 3):
             self._loop.zero_grad()
 
     step = _refused("step()", "call engine.step(), which makes the update at each accumulation boundary")

@@ -211,6 +211,9 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
         """Nothing: the last backward pass, or ``step``, sums over ranks."""
         del bucket_size
 
+    def empty_partition_cache(self) -> None:
+        """Nothing: gathered params live as long as a pass needs them."""
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """In stage 0 drops the gradients since the last update. In others it has no effect, as in DeepSpeed."""
         del set_to_none

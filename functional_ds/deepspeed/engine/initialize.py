@@ -29,13 +29,14 @@ from .common.optimizer_groups import LiveGroup, as_groups, groups_of_config, gro
 from .ds_optimizer import EngineOptimizer
 from .engine import DeepSpeedEngine
 from .loop.engine_loop import EngineLoop, LossShare
-from .loop.gathered_parameters import own_parameters
+from .loop.gathered_parameters import fill_again, own_parameters
 from .loop.live_module import LiveModule, take_over
-from .loop.zero_init import deferral_of, taken
+from .loop.zero_init import deferral_of, suspended, taken
 
 __all__ = ["initialize"]
 
 
+@suspended()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -63,7 +64,7 @@ def initialize(
         lr_scheduler: one of torch's or DeepSpeed's, or a function from the optimizer to one; None for the config's.
         distributed_port: of rank 0's host, where MASTER_PORT is not set.
         mpu: refused where it has model-parallel ranks.
-        dist_init_required: False where the world was joined already.
+        dist_init_required: False refuses a process that is in no world yet.
         collate_fn: of the loader.
         config: a path, a dict or base64 text.
         mesh_param: refused where it has more than data-parallel ranks.
@@ -105,6 +106,7 @@ def initialize(
     plan = _plan(found, world.size, model, client, has_scheduler=lr_scheduler is not None)
     _set_log_level(plan)
 
+    fill_again(model)
     sharers, deferral = _sharers(model), deferral_of(model)
     _move(model, sharers)
     made = None if deferral is None else taken(deferral, model, _device())
@@ -178,10 +180,9 @@ def _pipeline(
         for parameter in model.parameters():
             if id(parameter) not in trained:
                 parameter.requires_grad_(False)
-    numbered = dicts is not None and any(group.keys() - {"params", "name", "moe"} for group in dicts)
     if client is not None:
         config = {name: block for name, block in config.items() if name != "optimizer"}
-    if lr_scheduler is None and numbered:
+    if lr_scheduler is None:
         lr_scheduler = cycled_on_host(config)
     if lr_scheduler is not None:
         config = {name: block for name, block in config.items() if name != "scheduler"}
@@ -189,13 +190,13 @@ def _pipeline(
     def make(plan: ConfigPlan, counts: EngineCounts) -> GivenOptimizer:
         groups = _groups(plan, client, model, dicts, names)
         holder = client or SimpleNamespace(param_groups=[group.given for group in groups])
-        counts.scheduler = _scheduler(plan, lr_scheduler, holder, groups, counts, on_host=True)
+        counts.scheduler = _scheduler(plan, lr_scheduler, holder, groups, counts)
         return GivenOptimizer(counts, live_optimizer(groups), [group.given for group in groups])
 
     engine = pipeline_engine(
         model,  # type: ignore[arg-type]
         config,
-        make=make if numbered else None,
+        make=make if client is not None or "optimizer" in config else None,
         lr=None if client is None else float(client.param_groups[0]["lr"]),
         training_data=data,
         collate_fn=collate_fn,
@@ -214,11 +215,14 @@ def _no_loss(params: Any, batch: Any) -> Tensor:
 def _join(port: int, required: bool | None) -> None:
     import os
 
-    if required is not False and not comm.is_initialized():
-        if "WORLD_SIZE" in os.environ:
-            os.environ.setdefault("MASTER_PORT", str(port))
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        comm.init_distributed()
+    if comm.is_initialized():
+        return
+    if required is False:
+        raise UsageError("dist_init_required=False, and this process is in no world yet: call init_distributed() before")
+    if "WORLD_SIZE" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(port))
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    comm.init_distributed()
 
 
 def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
@@ -291,16 +295,14 @@ def _groups(
     return groups_of_config(plan, as_groups(model.parameters() if given is None else given), names)
 
 
-def _scheduler(
-    plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGroup], counts: EngineCounts, *, on_host: bool = False
-) -> Any:
+def _scheduler(plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGroup], counts: EngineCounts) -> Any:
     if given is not None:
         return given if hasattr(given, "step") or not callable(given) else given(optimizer)
     if plan.schedule is None or not groups:
         return None
     multiples = plan.value("scheduler.type") == "WarmupCosineLR"
     make = named_scheduler(plan.value("scheduler.type"), plan.value("scheduler.params"))
-    return ConfigScheduler(plan.schedule, multiples, on_host, groups=groups, settle=counts.settle, make=make)
+    return ConfigScheduler(plan.schedule, multiples, groups=groups, settle=counts.settle, make=make)
 
 
 def _sharers(model: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:

@@ -5,12 +5,6 @@ The classes hold nothing. ``engine.optimizer`` is one object in every stage; its
 
 from typing import Any
 
-import torch
-
-from functional_ds.deepspeed.config.ds_plan import ConfigPlan
-from functional_ds.deepspeed.config.ds_transforms import sums_bf16_in_fp32
-from functional_ds.deepspeed.ops.adam import FusedAdam
-
 __all__ = [
     "BF16_Optimizer",
     "DeepSpeedOptimizer",
@@ -19,7 +13,6 @@ __all__ = [
     "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
     "ZeROOptimizer",
-    "kind_of",
 ]
 
 
@@ -57,22 +50,3 @@ class FP16_Optimizer(DeepSpeedOptimizer):
 
 class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
     """Half precision in stage 0, with any other optimizer."""
-
-
-def kind_of(plan: ConfigPlan, client: torch.optim.Optimizer | None) -> type | None:
-    """The class that DeepSpeed's ``engine.optimizer`` has; None where it is an optimizer of the user's or torch's.
-
-    Args:
-        plan: of the config.
-        client: the optimizer that was passed to ``initialize``.
-    """
-    stage = plan.value("zero_optimization.stage")
-    if sums_bf16_in_fp32(plan.value):
-        return BF16_Optimizer
-    if stage:
-        return DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer
-    of_config = str(plan.value("optimizer.type")).lower()
-    fused = isinstance(client, FusedAdam) if client is not None else of_config in ("adam", "adamw")
-    if plan.value("bf16.enabled") or plan.value("fp16.enabled"):
-        return FP16_Optimizer if fused else FP16_UnfusedOptimizer
-    return FusedAdam if fused and client is None else None

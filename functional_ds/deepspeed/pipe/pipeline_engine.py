@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from functional_ds.deepspeed.api_names import ENGINE, PIPELINE_ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.deepspeed.engine.common.config_scheduler import ConfigScheduler
 from functional_ds.deepspeed.engine.common.engine_counts import CountedEngine, EngineCounts
 from functional_ds.deepspeed.engine.common.engine_files import EngineFiles
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
@@ -55,11 +56,10 @@ class PipelineEngine(CountedEngine, EngineFiles):
         module: the ``PipelineModule``. The params of this rank's stage are those of the state, as they are now; those of other
             stages are empty. ``module_state_dict()`` has all.
         training_dataloader: the loader of ``training_data``; None without it.
-        lr_scheduler: is moved after each update that was made, where one was given.
+        lr_scheduler: the config's, or the one that was passed.
         plan: of the config.
         monitor: the config's monitors, told of "lr", "train_loss" and "eval_loss" by rows, and in fp16 of "loss_scale".
         grid: which ranks share a stage, a pipeline, a slice.
-        param_groups: of an optimizer that was given, or of ``model_parameters`` with numbers of their own; else none.
     """
 
     module: PipelineModule
@@ -73,7 +73,7 @@ class PipelineEngine(CountedEngine, EngineFiles):
         given: "GivenOptimizer",
     ) -> None:
         self.module, self._counts = module, given.counts
-        self.lr_scheduler, self.param_groups = given.counts.scheduler, given.groups
+        self.lr_scheduler, self._given = given.counts.scheduler, given
         self.training_dataloader: EngineLoader | None = None
         self.plan, self._parts, self._step = plan, parts, step
         self.monitor = Monitors.of(plan)
@@ -238,6 +238,12 @@ class PipelineEngine(CountedEngine, EngineFiles):
         why = REFUSED.get(f"{PIPELINE_ENGINE}.{name}") or REFUSED.get(f"{ENGINE}.{name}")
         raise AttributeError(f"engine.{name}: {why or 'a PipelineEngine has no such attribute'}")
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer, with the rates of the next update."""
+        self._counts.settle()
+        return self._given.groups
+
     def get_lr(self) -> list[float]:
         """The rate of the next update, for each param group."""
         if self.param_groups:
@@ -318,7 +324,7 @@ def pipeline_engine(
     whole.update(gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=plan.batch.rows)
     counts = EngineCounts(plan.batch.gradient_accumulation_steps)
     given = GivenOptimizer(counts) if make is None else make(plan, counts)
-    if given.counts.scheduler is not None:
+    if given.counts.scheduler is not None and type(given.counts.scheduler) is not ConfigScheduler:
         whole.pop("scheduler", None)
     plain = from_ds_config(whole, parts.data.size, group=parts.data, lr=lr, warn=True)
     rule = given.rule or plain.optimizer

@@ -64,12 +64,15 @@ class PipelineParts:
         """The micro-batches as one batch, which the pipeline cuts again.
 
         Raises:
-            ValueError: there are none, or they have different numbers of rows.
+            ValueError: there are none, they have different numbers of rows, or anything in them is no tensor.
         """
         held = list(micros)
         if not held:
             raise ValueError("micros is empty: a batch is made of micro-batches")
         leaves = [tree.leaves(each) for each in held]
+        other = next((leaf for each in leaves for leaf in each if not isinstance(leaf, Tensor)), None)
+        if other is not None:
+            raise ValueError(f"micros: a micro-batch has {other!r}; inputs and labels are tensors, or containers of them")
         if len({tuple(leaf.shape for leaf in each) for each in leaves}) > 1:
             raise ValueError("micros: the micro-batches of a pipeline have equal shapes; drop the last one of an epoch")
         joined = [torch.cat(each) for each in zip(*leaves, strict=True)]

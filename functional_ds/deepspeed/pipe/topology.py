@@ -54,6 +54,17 @@ class ProcessTopology:
         found: tuple[int, ...] = self.ProcessCoord(*self._coords[rank])
         return found
 
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """A rank's place as text, without some axes.
+
+        >>> ProcessTopology(["pipe", "model"], [2, 2]).get_rank_repr(3, omit_axes=[])
+        'pipe_01-model_01'
+        """
+        held = zip(self.axes, self._coords[rank], strict=True)
+        return outer_sep.join(f"{axis}{inner_sep}{place:02d}" for axis, place in held if axis not in omit_axes)
+
     def filter_match(self, **filter_kwargs: int) -> list[int]:
         """The ranks at these values of some axes."""
         return [

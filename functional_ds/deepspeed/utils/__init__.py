@@ -1,9 +1,6 @@
 """``deepspeed.utils``: its logger, groups, loaders that start over, marks of leaf modules, values of parameters."""
 
 # ruff: noqa: F403
-from typing import TYPE_CHECKING
-
-from functional_ds.deepspeed.api_names import lazily
 from functional_ds.deepspeed.config.model import leaf_modules
 from functional_ds.deepspeed.config.model.leaf_modules import *
 from functional_ds.deepspeed.engine.loop import parameter_values
@@ -16,5 +13,3 @@ from .module_paths import *
 
 __all__ = ["RepeatingLoader", "groups"]
 __all__ += leaf_modules.__all__ + parameter_values.__all__ + logs.__all__ + module_paths.__all__
-if not TYPE_CHECKING:
-    __getattr__ = lazily("utils")

@@ -79,7 +79,10 @@ def _ours(place: Path) -> "OrderedDict[str, Tensor]":
             names[path] = name
     found = {path: torch.empty(tensors[name].shape, dtype=tensors[name].dtype) for path, name in names.items()}
     reader.fill({names[path]: [TensorShard.whole(names[path], value)] for path, value in found.items()})
-    return OrderedDict((path, _fp32(value)) for path, value in found.items())
+    whole = OrderedDict((path, _fp32(value)) for path, value in found.items())
+    tied: dict[str, str] = (reader.manifest.extra or {}).get("tied", {})
+    whole.update((name, whole[first]) for name, first in tied.items() if first in whole)
+    return whole
 
 
 def _fp32(value: Tensor) -> Tensor:

@@ -1,8 +1,5 @@
 """``deepspeed.zero``: blocks in which stage-3 parameters have their values."""
 
-from typing import TYPE_CHECKING
-
-from functional_ds.deepspeed.api_names import lazily
 from functional_ds.deepspeed.engine.loop.gathered_parameters import (
     GatheredParameters,
     ZeroParamStatus,
@@ -11,8 +8,6 @@ from functional_ds.deepspeed.engine.loop.gathered_parameters import (
 from functional_ds.deepspeed.engine.loop.zero_init import Init
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
-if not TYPE_CHECKING:
-    __getattr__ = lazily("runtime.zero")
 
 
 def __dir__() -> list[str]:

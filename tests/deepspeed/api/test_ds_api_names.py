@@ -109,7 +109,7 @@ def _defined(path: str) -> list[str]:
     for name, value in vars(module).items():
         home = getattr(value, "__module__", None) or ""
         own = home.startswith(module.__name__) if inspect.isclass(value) or inspect.isroutine(value) else name.isupper()
-        if not name.startswith("_") and not isinstance(value, ModuleType) and own:
+        if not name.startswith("_") and not isinstance(value, ModuleType) and own and name != "TYPE_CHECKING":
             held.append(name)
     return held
 

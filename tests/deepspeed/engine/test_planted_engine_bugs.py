@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.deepspeed.api import test_ds_own_tests as own_tests
 from tests.deepspeed.api import test_ds_stage_params as stage_params
 from tests.deepspeed.engine import test_ds_engine as engines
 from tests.deepspeed.engine import test_ds_engine_files as files
@@ -19,6 +20,34 @@ ENGINE = "deepspeed.engine"
 PERSIST, COSINE = [True, True, False, True], {"total_num_steps": 10, "warmup_num_steps": 4}
 
 BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
+    (
+        (own_tests.test_zero_grad_of_the_optimizer, 3),
+        [Bug("stage 3 keeps them", "deepspeed.engine.ds_optimizer:EngineOptimizer.zero_grad", "(0, 3)", "(0,)")],
+    ),
+    (
+        (own_tests.test_a_module_of_stage_3_goes_on_in_another_engine,),
+        [
+            Bug(
+                "empty params are taken",
+                "deepspeed.engine.loop.gathered_parameters:fill_again",
+                "module.parameters()",
+                "()",
+                RuntimeError,
+            ),
+        ],
+    ),
+    (
+        (own_tests.test_blocks_of_zero_init_within_each_other_and_around_initialize, 3),
+        [
+            Bug(
+                "values are broadcast as if they were built",
+                "deepspeed.engine.loop.zero_init:broadcast_deferred",
+                "with suspended(), torch.no_grad():\n    ...",
+                "with torch.no_grad():\n    ...",
+                Exception,
+            ),
+        ],
+    ),
     (
         (stage_params.test_own_params_are_the_whole_rows,),
         [

@@ -185,10 +185,14 @@ class OneCycle(
         return rates
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each param group at this iteration; None where they stay."""
+        """The betas of each param group at this iteration; None where they stay.
+
+        Before the first step it says the highest, as DeepSpeed's does, although the groups have the lowest.
+        """
         if not self.cycle_momentum:
             return None
-        return [betas(self.last_batch_iteration + 1) for betas in self._betas]
+        after = self.last_batch_iteration + 1
+        return [betas(after) if after else (betas.high, 0.99) for betas in self._betas]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Moves to the next iteration, or to the one given, and sets the rates and the betas."""

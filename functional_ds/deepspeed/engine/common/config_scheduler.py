@@ -25,14 +25,12 @@ class ConfigScheduler:
     Attributes:
         schedule: of the plan.
         multiples: whether a group's rates are always the same multiples of its own.
-        on_host: whether the step has no schedule, and all rates come from here.
 
     It is an instance of the class that the config names, ``WarmupLR`` for example, and has what such an object has.
     """
 
     schedule: RateSchedule
     multiples: bool
-    on_host: bool
     _groups: Sequence[LiveGroup] = attrs.field(alias="groups", repr=False)
     _settle: Callable[[], None] = attrs.field(alias="settle", repr=False)
     _make: Callable[[Any], Any] = attrs.field(alias="make", repr=False)  # of the scheduler that the config names
@@ -49,7 +47,7 @@ class ConfigScheduler:
             self._lrs.append(lr)
             self._own.append(self.schedule if group.base == self.schedule.reference == lr else self.schedule.for_group(lr))
             differs = group.base != lr or (not self.multiples and lr != self.schedule.reference)
-            self._host.append(self.on_host or differs)
+            self._host.append(differs)
         self._show()
 
     def _named(self) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.files import write_atomically, written_atomically
+from functional_ds.deepspeed.config.explain import UsageError
 from functional_ds.deepspeed.engine.loop.saved_beside import (
     LOOSE,
     check_resumable,
@@ -19,6 +20,7 @@ from functional_ds.deepspeed.engine.loop.saved_beside import (
     numbers_of,
     saved_buffers,
     saved_values,
+    tied_names,
 )
 from functional_ds.step.state.state import State
 
@@ -62,7 +64,8 @@ class EngineFiles:
             exclude_frozen_parameters: saves no space here, which a warning says: a state is saved whole.
 
         Raises:
-            ValueError: no folder, or a tag that leads out of it.
+            ValueError: no folder, or a tag that leads out of it; ranks with different tags, where ``checkpoint.tag_validation``
+                is FAIL. Otherwise rank 0's is taken.
             CheckpointError: a rank could not write; ``latest`` is as it was.
         """
         from functional_ds.checkpointing.save import save  # may be left out of an installation
@@ -71,7 +74,8 @@ class EngineFiles:
             warnings.warn("exclude_frozen_parameters=True: a state is saved whole; see save_16bit_model", stacklevel=2)
         state, counts, scheduler = self.state, self._counts, self.lr_scheduler
         counts.settle()
-        place, name = _place(save_dir, f"global_step{counts.global_steps}" if tag is None else tag)
+        tag = f"global_step{counts.global_steps}" if tag is None else tag
+        place, name = _place(save_dir, _one_tag(str(tag), self.plan.value("checkpoint.tag_validation")))
         held = {
             "client_state": dict(client_state or {}),
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
@@ -79,6 +83,7 @@ class EngineFiles:
         }
         numbers = {name: getattr(counts, name) for name in _COUNTS}
         extra = {"engine": numbers, "held": saved_values(held), "buffers": saved_buffers(self.module)}
+        extra["tied"] = tied_names(self.module)
         save(state, place, tag=_STATE, extra=extra)
         if save_latest and comm.world().rank == 0:
             write_atomically(Path(save_dir) / "latest", name.encode())
@@ -181,6 +186,22 @@ def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     else:
         with written_atomically(path) as file:
             torch.save(weights, file)
+
+
+def _one_tag(tag: str, mode: str) -> str:
+    """Rank 0's tag, which is everyone's. Collective.
+
+    Raises:
+        UsageError: the ranks' tags differ, and the config says FAIL.
+    """
+    tags = comm.all_gather_object(tag) if comm.world().size > 1 else [tag]
+    if len(set(tags)) > 1 and mode != "IGNORE":
+        message = f"save_checkpoint: the ranks' tags differ: {', '.join(tags[:4])}; pass the same on all"
+        if mode == "FAIL":
+            raise UsageError(message)
+        warnings.warn(f"{message}. Rank 0's is taken", stacklevel=3)
+    first: str = tags[0]
+    return first
 
 
 def _place(folder: Any, tag: Any) -> tuple[Path, str]:

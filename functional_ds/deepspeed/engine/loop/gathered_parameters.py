@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import attrs
@@ -15,11 +14,12 @@ from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 
 from .engine_loop import EngineLoop
 from .leaf_values import PARAMS, gathered, written
-from .zero_init import broadcast_deferred
+from .zero_init import ZeroParamStatus, broadcast_deferred, mark_sharded
 
 __all__ = [
     "GatheredParameters",
     "ZeroParamStatus",
+    "fill_again",
     "own_parameters",
     "owner_of",
     "register_external_parameter",
@@ -27,14 +27,6 @@ __all__ = [
 ]
 
 _OWNER = "_fds_owner"
-
-
-class ZeroParamStatus(Enum):
-    """Whether a stage-3 parameter has values now."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 @attrs.frozen(eq=False)
@@ -65,11 +57,20 @@ def own_parameters(loop: EngineLoop, parameters: Mapping[str, nn.Parameter], pla
     for number, (name, parameter) in enumerate(parameters.items()):
         held: Any = parameter
         setattr(held, _OWNER, _Owner(weakref.ref(loop), name))
+        for mark in [each for each in vars(held) if each.startswith("ds_")]:
+            delattr(held, mark)  # of zero.Init
         if not loop.live.shows:
-            held.ds_id, held.ds_shape, held.ds_numel = number, shapes[name], shapes[name].numel()
-            held.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            mark_sharded(held, number, shapes[name])
             held.ds_persist = held.ds_numel <= min(small, left)
             left -= held.ds_numel * held.ds_persist
+
+
+def fill_again(module: nn.Module) -> None:
+    """Gives parameters that an engine of stage 3 has emptied their values, for another engine. Collective."""
+    for parameter in module.parameters():
+        if hasattr(parameter, _OWNER) and getattr(parameter, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE:
+            loop, path = owner_of(parameter, "initialize")
+            parameter.data = gathered(loop.state, ("params",), path).to(parameter.dtype)
 
 
 @contextmanager

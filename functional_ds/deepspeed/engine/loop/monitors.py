@@ -10,9 +10,9 @@ import attrs
 from functional_ds import comm
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 
-__all__ = ["CsvFiles", "Monitors"]
+__all__ = ["MONITORS", "CsvFiles", "Monitors"]
 
-_BLOCKS = ("tensorboard", "wandb", "csv_monitor", "comet")
+MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 _COMET = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
 
 
@@ -58,7 +58,7 @@ class Monitors:
     @staticmethod
     def of(plan: ConfigPlan) -> "Monitors":
         """Those of a config, opened."""
-        asked = [block for block in _BLOCKS if plan.value(f"{block}.enabled")]
+        asked = [block for block in MONITORS if plan.value(f"{block}.enabled")]
         return Monitors(bool(asked), [] if comm.world().rank else [_sink(plan, block) for block in asked])
 
     def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:

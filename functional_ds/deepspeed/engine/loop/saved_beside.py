@@ -25,6 +25,7 @@ __all__ = [
     "numbers_of",
     "saved_buffers",
     "saved_values",
+    "tied_names",
 ]
 
 LOOSE = ("params/*", f"{Role.BUFFER.value}.*")  # what may be missing or extra if names need not be the same
@@ -43,6 +44,13 @@ def saved_buffers(module: nn.Module) -> list[str]:
     """The names of the buffers that are in the module's ``state_dict``; a state has the others, too."""
     saved = module.state_dict().keys()
     return [name for name, _ in module.named_buffers(remove_duplicate=False) if name in saved]
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """The further names of tied parameters: by each, the first."""
+    first = {id(p): name for name, p in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in every if first[id(p)] != name}
 
 
 def module_roles(state: State) -> tuple[str, ...]:

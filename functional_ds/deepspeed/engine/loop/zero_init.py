@@ -1,12 +1,17 @@
 """``zero.Init``: a block in which a model is built without memory, until ``initialize`` shards it."""
 
 import hashlib
-from contextlib import ExitStack
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from enum import Enum
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from functional_ds import comm
 from functional_ds.base import tree
@@ -15,7 +20,24 @@ from functional_ds.modules.deferred_init import Deferral
 from functional_ds.modules.functional import Apply
 from functional_ds.modules.init_recorder import Place
 
-__all__ = ["Init", "broadcast_deferred", "deferral_of", "taken"]
+__all__ = ["Init", "ZeroParamStatus", "broadcast_deferred", "deferral_of", "mark_sharded", "suspended", "taken"]
+
+_IDS = itertools.count()
+_OPEN: ContextVar["Init | None"] = ContextVar("zero_init", default=None)  # this thread's block
+
+
+class ZeroParamStatus(Enum):
+    """Whether a stage-3 parameter has values now."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def mark_sharded(parameter: nn.Parameter, number: int, shape: torch.Size) -> None:
+    """Marks a parameter as DeepSpeed marks those of stage 3."""
+    held: Any = parameter
+    held.ds_id, held.ds_shape, held.ds_numel, held.ds_status = number, shape, shape.numel(), ZeroParamStatus.NOT_AVAILABLE
 
 
 class Init:
@@ -23,7 +45,7 @@ class Init:
 
     Law: the values are those of the model built without the block, on rank 0. What is done to them before ``initialize``
     counts, too (``load_state_dict``, ``half()``, ``nn.init``), and must be the same on all ranks; values that only one rank
-    has go through ``GatheredParameters(..., modifier_rank=0)``. Collective.
+    has go through ``GatheredParameters(..., modifier_rank=0)``. Collective. A block within a block does nothing.
 
     Args:
         module: of no effect: a module that is there stays whole until ``initialize``.
@@ -39,9 +61,10 @@ class Init:
         self._enabled = enabled and module is None
         self._stack = ExitStack()
         self._own: Tensor | None = None
+        self._deferral = Deferral()
 
     def __enter__(self) -> "Init":
-        if self._enabled:
+        if self._enabled and _OPEN.get() is None:
             if not comm.is_initialized():
                 comm.init_distributed()
             if comm.world().size > 1:
@@ -50,15 +73,43 @@ class Init:
                 if not torch.equal(own, first):
                     self._own = own
                     torch.default_generator.set_state(first)
-            deferral = Deferral()
-            self._stack.enter_context(deferral.block())
+            self.open()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def open(self) -> None:
+        """New parameters have no memory from now on."""
+        self._stack.enter_context(self._deferral.block())
+        self._stack.callback(register_module_parameter_registration_hook(self._mark).remove)
+        self._stack.callback(_OPEN.reset, _OPEN.set(self))
+
+    def _mark(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        del module, name
+        if self._deferral.has(parameter):
+            mark_sharded(parameter, next(_IDS), parameter.shape)
+
+    def close(self) -> None:
+        """New parameters have memory again."""
         self._stack.close()
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
         if self._own is not None:
             torch.default_generator.set_state(self._own)
             self._own = None
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Within it, this thread's ``Init`` block is closed."""
+    block = _OPEN.get()
+    if block is None:
+        yield
+        return
+    block.close()
+    try:
+        yield
+    finally:
+        block.open()
 
 
 def deferral_of(module: nn.Module) -> Deferral | None:
@@ -76,8 +127,8 @@ def deferral_of(module: nn.Module) -> Deferral | None:
 def broadcast_deferred(parameter: Tensor, rank: int) -> None:
     """Gives a parameter without memory one rank's values on all ranks, which keep them until ``initialize``. Collective."""
     mode: Any = parameter.fake_mode  # type: ignore[attr-defined]
-    held = mode.deferral.compute(parameter)
-    with torch.no_grad():
+    with suspended(), torch.no_grad():
+        held = mode.deferral.compute(parameter)
         parameter.copy_(comm.broadcast(held, rank) if comm.world().size > 1 else held)
 
 
