@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
     from functional_ds.optim.optimizer import Optimizer, PerParameter
     from functional_ds.optim.param_groups import param_groups
-    from functional_ds.optim.per_matrix import per_matrix
+    from functional_ds.optim.per_matrix import per_leaf, per_matrix
     from functional_ds.optim.sgd import sgd
     from functional_ds.parallel import experts as moe
     from functional_ds.parallel import sequence as seq
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from functional_ds.remat.policy import RematPolicy
     from functional_ds.remat.remat import checkpoint_name, remat
     from functional_ds.remat.report import RematReport, remat_report
+    from functional_ds.second_order.hvp import hvp
     from functional_ds.sharding import grouping as units
     from functional_ds.sharding.layout import Layout, shard, unshard
     from functional_ds.sharding.leaf_map import LeafMap
@@ -119,6 +120,7 @@ __all__ = [
     "from_ds_config",
     "from_source",
     "functional",
+    "hvp",
     "innermost",
     "interchange",
     "jit",
@@ -134,6 +136,7 @@ __all__ = [
     "one_bit_adam",
     "outermost",
     "param_groups",
+    "per_leaf",
     "per_matrix",
     "pipelining",
     "profile",

@@ -1639,7 +1639,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (norms_are_of_the_whole_gradient, 2): [
         Bug(
             "each rank clips by its own shards",
-            "step.mesh_axes:_norm_over",
+            "step.mesh_axes:_total",
             "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
             "functools.reduce(operator.add, divided)",
         ),
@@ -1996,9 +1996,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (an_optimizer_is_that_of_one_device, "lamb", 3): [
         Bug(
             "norms are of shards",
-            "optim.lamb:_norms",
-            "local if leaf_map.group is None else comm.all_reduce(local, leaf_map.group)",
-            "local",
+            "sharding.leaf_map:LeafMap.total",
+            "rows if self.group is None else comm.all_reduce(rows, self.group)",
+            "rows",
         ),
     ],
     (leaves_go_their_own_ways,): [

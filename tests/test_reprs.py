@@ -72,6 +72,7 @@ def _records(folder: Path) -> list[Any]:
             T.StaticScale(2.0),
             T.Policy(),
             T.zero(3),
+            T.Combine(torch.sum),
             T.experts("w", comm.world()),
             T.zero(3).cost_report(params, n=4),
         ),

@@ -34,7 +34,7 @@ LAYERS = (
     ("optim",),
     ("step.state",),
     ("step",),
-    ("remat", "state_dict"),
+    ("remat", "second_order", "state_dict"),
     ("modules",),
     ("dry_run",),
     ("compiling",),

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale
     from functional_ds.transforms.precision.mixed_precision import mixed_precision
     from functional_ds.transforms.precision.policy import Policy
+    from functional_ds.transforms.zero.combine import Combine
     from functional_ds.transforms.zero.zero import Zero, zero
 
     from . import offloading
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
     from .pipeline import pipeline
     from .remat import remat
     from .replicated import replicated
+    from .rounds import apart, every
     from .schedule import one_cycle, range_test, schedule, warmup, warmup_cosine, warmup_decay
 
 __all__ = [
+    "Combine",
     "DynamicScale",
     "Experts",
     "LossScale",
@@ -38,12 +41,14 @@ __all__ = [
     "StaticScale",
     "Zero",
     "accumulate",
+    "apart",
     "averaged",
     "balance",
     "clip",
     "compiled",
     "compressed_gradients",
     "ema",
+    "every",
     "experts",
     "local_gradients",
     "mixed_precision",

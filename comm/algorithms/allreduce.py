@@ -22,6 +22,7 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import repeat
+from functional_ds.comm.composed import composed
 from functional_ds.comm.declare import varying
 from functional_ds.comm.dispatch import check_avg, flatten, resolve_group
 from functional_ds.comm.exchange import permute
@@ -118,6 +119,7 @@ def _pass_around(pieces: list[Tensor], group: Group) -> None:
     repeat(n - 1, step, group)
 
 
+@composed
 def ring(x: T, group: Group | None = None, *, op: str = "sum") -> T:
     """An all-reduce as a reduce-scatter and an all-gather around a ring.
 
@@ -154,6 +156,7 @@ def ring(x: T, group: Group | None = None, *, op: str = "sum") -> T:
 # -- trees --------------------------------------------------------------------------------------------------------------
 
 
+@composed
 def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) -> T:
     """An all-reduce as a reduction up a binary tree and a broadcast down it.
 
@@ -183,6 +186,7 @@ def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) 
     return _all_reduce("tree", x, through(1, role, chunks, group), op, group)
 
 
+@composed
 def double_tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) -> T:
     """An all-reduce on two trees at once, each with half the value; an inner rank of one is a leaf of the other.
 
@@ -259,6 +263,7 @@ def _ordered(rank: int, bit: int, mine: Tensor, theirs: Tensor) -> tuple[Tensor,
     return (theirs, mine) if rank & bit else (mine, theirs)
 
 
+@composed
 def recursive_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
     """An all-reduce by recursive doubling: in round k, ranks at distance 2^k exchange whole values.
 
@@ -293,6 +298,7 @@ def recursive_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> 
     return _all_reduce("recursive_doubling", x, _among_power_of_two(group, core), op, group)
 
 
+@composed
 def halving_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
     """An all-reduce by recursive halving (a reduce-scatter) and recursive doubling (an all-gather).
 
@@ -334,6 +340,7 @@ def halving_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
 # -- two levels ---------------------------------------------------------------------------------------------------------
 
 
+@composed
 def hierarchical(x: T, inner: Group, outer: Group, *, op: str = "sum") -> T:
     """Reduce-scatter within ``inner``, all-reduce across ``outer``, all-gather within ``inner``: rings within, trees across.
 

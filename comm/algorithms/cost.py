@@ -8,10 +8,13 @@ The formulas are those of Thakur, Rabenseifner & Gropp 2005 (recursive doubling,
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 
-__all__ = ["ALGORITHMS", "Cost", "Link", "Load", "Network", "Sent", "best", "predict", "sent"]
+from functional_ds import comm
+
+__all__ = ["ALGORITHMS", "Cost", "Link", "Load", "Network", "Sent", "best", "counted", "predict", "sent"]
 
 
 @attrs.frozen
@@ -364,3 +367,33 @@ def sent(algorithm: str, numel: int, n: int, rank: int, *, ranks_per_node: int =
     if chunks < 1 or (chunks > 1 and algorithm not in ("tree", "double_tree")):
         raise ValueError(f"chunks={chunks} for {algorithm}: tree and double_tree cut into 1 or more, the others into 1")
     return _FORMULAS[algorithm].sends(numel, n, rank, ranks_per_node, chunks)
+
+
+def counted(function: Callable[..., Any], n: int, *values: Any) -> list[Load]:
+    """What each of n ranks sends when all call ``function(*values)``: calls and bytes, counted without values.
+
+    For a function of collectives of your own, which ``predict`` and ``sent`` do not know. Law: of an algorithm of
+    ``comm.algorithms`` the bytes are what ``sent`` says. ``messages`` counts calls in which a rank only receives, too, so that
+    ``link.seconds(load)`` is how long the calls take one after another.
+
+    Args:
+        function: calls collectives; it may ask for ``comm.world()``.
+        n: how many ranks.
+        values: its arguments; of tensors the shapes count, so ``torch.empty(..., device="meta")`` will do.
+
+    Raises:
+        ValueError: n < 1.
+
+    >>> import torch
+    >>> counted(comm.algorithms.ring, 4, torch.empty(12, device="meta"))[0]
+    Load(messages=6, bytes=72.0)
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: a group has at least one rank")
+
+    def program() -> Load:
+        with comm.ledger() as book:
+            function(*values)
+        return Load(book.calls, float(book.bytes))
+
+    return comm.simulate(program, world_size=n, shapes_only=True)

@@ -55,6 +55,15 @@ class Pending(Generic[T]):
         return Pending(lambda: function(self.wait()), self.poll, self._text)
 
     @staticmethod
+    def of(value: U) -> "Pending[U]":
+        """A result that is there, where a function has to return a ``Pending``.
+
+        >>> Pending.of(2).then(lambda x: x + 1).wait()
+        3
+        """
+        return Pending(lambda: value, lambda timeout_s: True, lambda: "a result that is there")
+
+    @staticmethod
     def all(pendings: "Sequence[Pending[Any]]") -> "Pending[list[Any]]":
         """One ``Pending`` for several; ``wait()`` returns their results."""
 

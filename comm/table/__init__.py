@@ -6,6 +6,7 @@ from functional_ds.base.package_index import lazy_index
 
 if TYPE_CHECKING:
     from functional_ds.comm.backends.primitives import Communicator, Options, Prepared, Started
+    from functional_ds.comm.composed import composed
     from functional_ds.comm.dispatch import collective, prepare, request
     from functional_ds.comm.record.pending import Request
 
@@ -26,6 +27,7 @@ __all__ = [
     "Traffic",
     "Variance",
     "collective",
+    "composed",
     "prepare",
     "request",
 ]

@@ -19,7 +19,7 @@ from functional_ds.modules.functional import Apply
 from functional_ds.sharding.leaf_region import LeafRegion, grouped
 from functional_ds.state_dict.describe import as_tensors, describe
 from functional_ds.state_dict.fingerprint import fingerprints
-from functional_ds.step.state.slots import Role, fields_of_role
+from functional_ds.step.state.slots import Apart, Role, fields_of_role
 from functional_ds.step.state.state import State
 
 from .format import SafetensorsFile, TensorSpec, split_files
@@ -254,6 +254,12 @@ def _refuse_twice(path: str) -> None:
 def _of_state(state: State, averaged: bool) -> list[LocalShard]:
     """All of this rank's values of leaves; ``plan_sends`` chooses between several values of a leaf."""
     roles = (*((_MEAN,) if averaged else ()), *_ROLES)
+    apart = next((slot for slot in state.slots.values() if isinstance(slot, Apart)), None)
+    if apart is not None:
+        raise ValueError(
+            f"export: the ranks have {apart.size} models, of which this rank has number {apart.place}; export "
+            "step.params(state), a tree, on the ranks of one of them"
+        )
     found = []
     for shard in describe(as_tensors(tree.replace(state, optimizer=()))):
         role, _, path = shard.name.partition("/")

@@ -94,5 +94,5 @@ def _is_trained(state: State) -> bool:
     """Whether there is anything to take gradients of."""
     stored_as = stored_layout(state)
     if stored_as is not None:
-        return any(segment.trainable for segment in stored_as.layout.segments)
+        return bool(stored_as.leaf_map.leaves)
     return any(isinstance(leaf, Tensor) and is_trainable(leaf) for leaf in tree.leaves(state.params))

@@ -1,14 +1,11 @@
 """LAMB: Adam whose step in each leaf is scaled to the leaf's norm."""
 
-import functools
-from collections.abc import Sequence
 from math import inf
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from functional_ds import comm
 from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.sharding.leaf_map import LeafMap
 
@@ -87,7 +84,7 @@ def lamb(
             rows = zip(reals(params), means(grads, params), state.steps, state.exp_avg, state.exp_avg_sq, strict=True)
             changes = [_shaped(direction(*row), p) for row, p in zip(rows, params, strict=True)]
             before, along = leaf_map.views(params), leaf_map.views(changes)
-            own, length = _norms(leaf_map, before, along)
+            own, length = leaf_map.sums(_squares, params, changes).sqrt().unbind(-1)
             ratio = torch.where((own > 0) & (length > 0), (own / length).clamp(*trust), torch.ones_like(own))
             if correction == "rate":
                 for change, count in zip(changes, state.steps, strict=True):
@@ -108,23 +105,5 @@ def _shaped(change: Tensor, p: Tensor) -> Tensor:
     return torch.view_as_complex(change) if p.is_complex() else change.to(p.dtype).view_as(p)
 
 
-def _norms(leaf_map: LeafMap, *rows: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each leaf from the squares of all ranks' shards, for each row of this rank's shards: [rows, leaves]."""
-    if not leaf_map.leaves:
-        return torch.zeros(len(rows), 0)
-    device = rows[0][0].device if rows[0] else None if leaf_map.group is None else leaf_map.group.world.device
-    dtype = functools.reduce(torch.promote_types, (weight_dtype(leaf.dtype) for leaf in leaf_map.leaves))
-    nothing = torch.zeros((), dtype=dtype, device=device)
-    squares = []
-    for row in rows:
-        held = {shard.leaf: _square(part).to(dtype) for shard, part in zip(leaf_map.shards, row, strict=True)}
-        squares.append(torch.stack([held.get(leaf, nothing) for leaf in range(len(leaf_map.leaves))]))
-    local = torch.stack(squares)  # [rows, leaves]
-    total: Tensor = local if leaf_map.group is None else comm.all_reduce(local, leaf_map.group)
-    return total.sqrt()
-
-
-def _square(part: Tensor) -> Tensor:
-    (real,) = reals([part])
-    norm: Tensor = torch.linalg.vector_norm(real, dtype=weight_dtype(real.dtype))
-    return norm.square()
+def _squares(*parts: Tensor) -> Tensor:
+    return torch.stack([torch.linalg.vector_norm(x) for x in reals([*parts])]).square()

@@ -1,9 +1,10 @@
-"""Which leaf's elements lie where in the tensors that an optimizer gets: data and index arithmetic, no communication.
+"""Which leaf's elements lie where in the tensors that an optimizer gets, as data; and sums over the elements of each leaf.
 
 Under ZeRO an optimizer gets flat tensors, or shards of them, with many leaves in each. An elementwise optimizer need not know
 this. One that looks at whole leaves, or treats leaves differently, is a function of ``LeafMap`` (``fds.PerParameter``).
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from .leaf_slice import LeafSlice
 from .path_patterns import check_expression, nearest
 from .segment import Blocks
 
-__all__ = ["LeafMap", "LeafShard", "LeafSpec", "TensorRange", "match_leaves"]
+__all__ = ["LeafMap", "LeafShard", "LeafSpec", "TensorRange", "at_least_fp32", "match_leaves"]
 
 _SHOWN_RANKS = 32
 
@@ -214,8 +215,65 @@ class LeafMap:
             for x, each in zip(tensors, parts, strict=True)
         ]
 
-    def refuse_slices(self, what: str) -> None:
-        """Refuses slices, for the optimizer ``what``, which needs whole leaves.
+    def placed(self, whole: Any, like: Sequence[Tensor]) -> list[Tensor]:
+        """Whole leaves as the optimizer has them: new tensors like these, zero where no leaf lies.
+
+        Args:
+            whole: a tree whose paths are those of the leaves, or a dict from paths to tensors.
+            like: the trained tensors; others' shapes and dtypes are theirs.
+
+        Raises:
+            ValueError: a leaf is missing, or has another number of elements.
+
+        >>> LeafMap.of({"w": torch.ones(2)}).placed({"w": torch.tensor([1.0, 2.0])}, [torch.ones(2)])
+        [tensor([1., 2.])]
+        """
+        given, found = dict(tree.named(whole)), [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in like]
+        self.refuse_slices("placed", instead="give each rank its own slice")
+        for leaf in self.leaves:
+            if leaf.path not in given or given[leaf.path].numel() != leaf.numel:
+                has = list(given[leaf.path].shape) if leaf.path in given else "nothing"
+                raise ValueError(f"placed: {leaf.path!r} has shape {list(leaf.shape)}, and the tree has {has} there")
+        for part, room in zip(self.shards, self.views(found), strict=True):
+            room.copy_(given[self.leaves[part.leaf].path].detach().reshape(-1)[part.offset : part.offset + part.numel])
+        return found
+
+    def sums(self, function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> Tensor:
+        """A sum over the elements of each leaf, such as one of squares: a row for each leaf, on all ranks.
+
+        Law: for ``function`` with f(x and y) = f(x) + f(y) it is f of the whole leaf, in every stage.
+
+        Args:
+            function: from a part of a leaf, a flat tensor of each list in fp32 at least, to a scalar, or to a tensor of several
+                sums. It is called once on tensors without elements, whose sums are zero.
+            lists: tensors like those that the optimizer gets.
+
+        Cost: one all-reduce of all rows where leaves are cut; else nothing is sent.
+
+        >>> LeafMap.of({"a": torch.ones(3), "b": torch.ones(2)}).sums(torch.sum, [torch.ones(3), 2 * torch.ones(2)])
+        tensor([3., 4.])
+        """
+        device = lists[0][0].device if lists[0] else None if self.group is None else self.group.world.device
+        wide = functools.reduce(torch.promote_types, (leaf.dtype for leaf in self.leaves), torch.float32)
+        zero = function(*(torch.empty(0, dtype=wide, device=device) for _ in lists))
+        rows = [torch.zeros_like(zero) for _ in self.leaves]
+        for part in self.shards:
+            found = (each[part.tensor].reshape(-1)[part.start : part.start + part.numel] for each in lists)
+            rows[part.leaf] = rows[part.leaf] + function(*map(at_least_fp32, found)).to(zero.dtype)
+        return self.total(torch.stack(rows) if rows else zero.new_zeros(0, *zero.shape))
+
+    def total(self, rows: Tensor) -> Tensor:
+        """Sums over this rank's parts, a row a leaf, as sums over whole leaves; collective where leaves are cut."""
+        found: Tensor = rows if self.group is None else comm.all_reduce(rows, self.group)
+        return found
+
+    def refuse_slices(
+        self,
+        what: str,
+        *,
+        instead: str = "give such leaves to an elementwise optimizer such as fds.adamw with fds.param_groups",
+    ) -> None:
+        """Refuses slices, for ``what`` needs whole leaves.
 
         Raises:
             ValueError: a leaf is a slice.
@@ -226,8 +284,7 @@ class LeafMap:
                 over = " and ".join(f"dim {dim} of {size} over {n} ranks" for dim, size, n in cuts)
                 raise ValueError(
                     f"{what}: {leaf.path!r} is the slice {leaf.region} of a leaf of shape {list(leaf.region.shape)}, cut along "
-                    f"{over}, but {what} looks at whole leaves; give such leaves to an elementwise optimizer such as fds.adamw "
-                    "with fds.param_groups"
+                    f"{over}, but {what} looks at whole leaves; {instead}"
                 )
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -251,6 +308,11 @@ class LeafMap:
             flat=True,
         )
         return found[self.rank][0], selected
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Half precision as fp32; other tensors as they are."""
+    return x.float() if x.is_floating_point() and x.element_size() < 4 else x
 
 
 def _extents(shards: Sequence[LeafShard], number: dict[int, int]) -> tuple[tuple[TensorRange, ...], tuple[LeafShard, ...]]:

@@ -17,7 +17,7 @@ from functional_ds.optim.param_groups import GroupStates
 from functional_ds.optim.per_matrix import MatrixStates
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_region import LeafRegion
-from functional_ds.step.state.slots import Role
+from functional_ds.step.state.slots import Apart, Role
 from functional_ds.step.state.state import State
 
 from .leaf_places import Frame, StateLayout, of_extents
@@ -82,7 +82,17 @@ def describe(state: State) -> list[TensorShard]:
     walk.visit(("idle",), state.idle, (), places.parts)
     for name, slot in sorted(state.slots.items()):
         walk.slot(name, slot, frames, places.parts)
-    return walk.found
+    return (
+        [_of_model(state, shard) for shard in walk.found]
+        if any(isinstance(x, Apart) for x in state.slots.values())
+        else walk.found
+    )
+
+
+def _of_model(state: State, shard: TensorShard) -> TensorShard:
+    """The shard as one of this rank's model, where ranks have models of their own."""
+    role, slash, leaf = shard.name.partition("/")
+    return attrs.evolve(shard, name=f"{role}/{Apart.named(state, leaf)}") if slash else shard
 
 
 def describe_in_place(state: State) -> list[TensorShard]:

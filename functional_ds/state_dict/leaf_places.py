@@ -125,6 +125,9 @@ class StateLayout:
         if stored_as is None:
             return StateLayout(*_alone(state.params), LeafMap.of(state.params), spec)
         parts = stored_as.leaf_map
+        if stored_as.layout is None:
+            own, (whole, _) = _of_leaf_map(parts), _alone(state.params)
+            return StateLayout(own if own.fits(tree.leaves(state.params)) else whole, own, parts, spec)
         stored, trained = _of_layout(stored_as.layout, parts.rank if len(parts.shards_by_rank) > 1 else None)
         return StateLayout(stored, trained, parts, spec)
 
@@ -148,6 +151,20 @@ def _alone(params: Any) -> tuple[Frame, Frame]:
     ]
     trained = [place for place, (_, leaf) in zip(places, named, strict=True) if is_trainable(leaf)]
     return Frame(leaves, tuple(places)), Frame(leaves, tuple(trained))
+
+
+def _of_leaf_map(parts: LeafMap) -> Frame:
+    """The layouts of this rank's tensors, which end where their last leaf does."""
+    places = []
+    for index in range(1 + max((part.tensor for part in parts.shards), default=-1)):
+        here = [part for part in parts.shards if part.tensor == index]
+        cuts = tuple(Cut(part.leaf, part.offset, part.start, part.numel) for part in here)
+        shapes: list[Shape] = [(max(cut.start + cut.numel for cut in cuts),)] if cuts else [(0,)]
+        if len(here) == 1 and here[0].numel == parts.leaves[here[0].leaf].numel:
+            shapes.insert(0, parts.leaves[here[0].leaf].shape)
+        smooth = any(parts.leaves[cut.leaf].dtype.is_complex for cut in cuts)
+        places.append(TensorLayout(tuple(TensorForm(shape, cuts) for shape in shapes), tuple(cut.leaf for cut in cuts), smooth))
+    return Frame(tuple((leaf.path, leaf.region) for leaf in parts.leaves), tuple(places))
 
 
 def _of_layout(layout: Layout, rank: int | None) -> tuple[Frame, Frame]:

@@ -17,6 +17,7 @@ from functional_ds.comm.agreement.agree import Entry, differences
 from functional_ds.comm.agreement.description import described
 
 from .checks import Strategy, check_batch, check_state, refuse_inference, refuse_torch_func
+from .mesh_axes import AxisRole
 from .phases import Layer
 from .state.state import State
 
@@ -124,7 +125,7 @@ def check_same_step(step: Strategy, *args: Any) -> None:
 
 
 def refuse_unreduced(step: Strategy, state: State, grads: Sequence[Tensor]) -> None:
-    """Refuses a norm of gradients that are not reduced yet.
+    """Refuses a norm, a product or sums by leaf of gradients that are not reduced yet.
 
     Raises:
         ValueError: they are those of each rank's rows.
@@ -135,6 +136,21 @@ def refuse_unreduced(step: Strategy, state: State, grads: Sequence[Tensor]) -> N
                 f"{layer.name}: step.norm is asked within the phase gradients, where each rank has gradients of its rows "
                 "alone; use reduced, grads = step.reduce(state, grads) first, and step.norm(reduced, grads.sum)"
             )
+
+
+def refuse_parts(step: Strategy, state: State, batch: Any) -> None:
+    """Refuses a function of all params on ranks that have other stages, or other positions of a sequence.
+
+    Raises:
+        ValueError: an axis has such ranks.
+    """
+    for layer in step.layers:
+        for axis in layer.axes:
+            if axis.role in (AxisRole.STAGES, AxisRole.SEQUENCE):
+                raise ValueError(
+                    f"step.run: the ranks of {layer.name} have parts of the model or of a sequence each, so none runs a "
+                    "function of all params; use step.evaluate(state, batch), or the function of step.params(state)"
+                )
 
 
 def refuse_halves(step: Strategy, *args: Any) -> None:
@@ -158,5 +174,6 @@ GUARDS: Mapping[str, tuple[Guard, ...]] = MappingProxyType(
         "evaluate": (refuse_torch_func, check_state, check_batch),
         "params": (refuse_torch_func, check_state),
         "norm": (refuse_unreduced,),
+        "run": (refuse_torch_func, check_state, refuse_parts),
     }
 )

@@ -20,7 +20,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 from .state.buffer_sync import synced
 from .state.state import State
 
-__all__ = ["OVER_RANKS", "Axis", "AxisRole", "GradientParts", "axes_of"]
+__all__ = ["OVER_RANKS", "Axis", "AxisRole", "FollowsFromAxes", "GradientParts", "axes_of"]
 
 
 class AxisRole(Enum):
@@ -30,6 +30,7 @@ class AxisRole(Enum):
     SEQUENCE = "sp"  # positions of the same rows; an axis of role BATCH has these ranks, too, and sums over them
     STAGES = "pp"  # the model's stages, of which the last alone has the loss
     EXPERTS = "ep"  # stacks of experts, and tokens by expert; the ranks are of an axis of role BATCH, too
+    APART = "outer"  # nothing: each rank has a model of its own by design, and a batch for it
     MODEL = "tp"  # leaves, or what functions exchange, of one batch or of one that another axis divides
 
 
@@ -154,29 +155,74 @@ def norm(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
     Raises:
         ValueError: the optimizer sums the gradients.
     """
+    (grads,), dividing = _parts_of(step, state, grads)
+    if not dividing:
+        return _norm(state, grads)
+    return _total(dividing, (grads,), lambda parts: _norm(state, parts) ** 2).sqrt()
+
+
+def dot(step: Divided, state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
+    """⟨a, b⟩ = AR Σ ⟨parts of a, parts of b⟩ / holders + ⟨the rest⟩ over each axis. Padding does not count.
+
+    Raises:
+        ValueError: the lists do not line up; the optimizer sums the gradients.
+    """
+    sizes = [[x.numel() for x in each] for each in (one, other)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"step.dot: the lists have tensors of {sizes[0]} and {sizes[1]} elements; pass two that line up")
+    rows, dividing = _parts_of(step, state, one, other)
+    return _total(dividing, rows, lambda a, b: _dot(state, a, b))
+
+
+def per_leaf(step: Divided, state: State, function: Callable[..., Tensor], *lists: list[Tensor]) -> dict[str, Tensor]:
+    """``LeafMap.sums`` by path.
+
+    Raises:
+        ValueError: a leaf is cut by tensor or expert parallelism; the optimizer sums the gradients.
+    """
+    _refuse_partial(step)
+    leaf_map = step.leaf_map(state)
+    leaf_map.refuse_slices("step.per_leaf", instead="use step.dot or step.norm, which sum over slices, too")
+    return dict(zip((leaf.path for leaf in leaf_map.leaves), leaf_map.sums(function, *lists), strict=True))
+
+
+def _refuse_partial(step: Divided) -> None:
     partial = next((layer.name for layer in step.layers for axis in layer.axes if axis.summed_in == "update"), None)
     if partial is not None:
         raise ValueError(f"{partial}: no rank has the whole gradient, so it has no norm, and clip cannot be used ({step})")
+
+
+def _parts_of(step: Divided, state: State, *lists: list[Tensor]) -> tuple[list[list[Tensor]], list[tuple[Axis, GradientParts]]]:
+    """Lists of tensors like the trained ones, without padding where axes may divide them, and the axes that do."""
+    _refuse_partial(step)
     axes = [axis for axis in axes_of(step) if axis.parts is not None]
-    return _norm_over(step, state, step.leaf_map(state).without_padding(grads) if axes else grads, axes)
+    leaf_map = step.leaf_map(state) if axes else None
+    rows = [each if leaf_map is None else leaf_map.without_padding(each) for each in lists]
+    found = [(axis, axis.parts(step, state)) for axis in axes if axis.parts is not None]
+    return rows, [(axis, parts) for axis, parts in found if parts is not None]
 
 
-def _norm_over(step: Divided, state: State, grads: list[Tensor], axes: Sequence[Axis]) -> Tensor:
-    if not axes:
-        return _norm(state, grads)
-    *inner, axis = axes
-    parts = None if axis.parts is None else axis.parts(step, state)
-    if parts is None:
-        return _norm_over(step, state, grads, inner)
-    norms = {count: _norm_over(step, state, parts.only(grads, count), inner) for count in parts.counts}
+def _total(
+    dividing: Sequence[tuple[Axis, GradientParts]], rows: Sequence[list[Tensor]], function: Callable[..., Tensor]
+) -> Tensor:
+    """A sum over elements, such as one of squares, over the parts of all ranks, each counted once."""
+    if not dividing:
+        return function(*rows)
+    *inner, (axis, parts) = dividing
+    sums = {count: _total(inner, [parts.only(row, count) for row in rows], function) for count in parts.counts}
     if axis.role is AxisRole.STAGES:  # these may differ in their widest dtype
-        total: Tensor = comm.all_reduce(norms[1].double() ** 2, axis.ranks()).sqrt()
-        return total.to(norms[1].dtype)
-    whole = [norm**2 for count, norm in norms.items() if count is None]
-    divided = [norm**2 / count if count > 1 else norm**2 for count, norm in norms.items() if count is not None]
+        total: Tensor = comm.all_reduce(sums[1].double(), axis.ranks())
+        return total.to(sums[1].dtype)
+    whole = [part for count, part in sums.items() if count is None]
+    divided = [part / count if count > 1 else part for count, part in sums.items() if count is not None]
     if divided:
         whole.append(comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks()))
-    return functools.reduce(operator.add, whole).sqrt()
+    return functools.reduce(operator.add, whole)
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """fp32, or fp64 where a tensor is."""
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
 def _norm(state: State, grads: list[Tensor]) -> Tensor:
@@ -184,10 +230,20 @@ def _norm(state: State, grads: list[Tensor]) -> Tensor:
     parts = reals(grads)
     if not parts:
         return state.step.new_zeros((), dtype=torch.float32)
-    widest = functools.reduce(torch.promote_types, (g.dtype for g in parts), torch.float32)
     norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in parts]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(widest) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(_widest(parts)) for norm in norms]))
     return total
+
+
+def _dot(state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
+    """In fp32, or in fp64 where a tensor is."""
+    left, right = reals(one), reals(other)
+    if not left:
+        return state.step.new_zeros((), dtype=torch.float32)
+    wide = _widest([*left, *right])
+    return torch.stack(
+        [torch.dot(a.reshape(-1).to(wide), b.reshape(-1).to(wide)) for a, b in zip(left, right, strict=True)]
+    ).sum()
 
 
 def finite(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
@@ -262,5 +318,68 @@ def _without(name: str, places: list[int], count: int, group: comm.Group) -> tup
 
 
 OVER_RANKS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {f.__name__: f for f in (batch_shard, finite, micro_batches, norm, sum_over_ranks, sync_buffers)}
+    {f.__name__: f for f in (batch_shard, dot, finite, micro_batches, norm, per_leaf, sum_over_ranks, sync_buffers)}
 )
+
+
+class FollowsFromAxes:
+    """The part of a step that it computes over all its ranks from the axes of its transforms.
+
+    Attributes:
+        layers: what each transform added.
+        over_ranks: the functions, by the name of the method.
+    """
+
+    layers: Sequence[Any]
+    over_ranks: Mapping[str, Callable[..., Any]]
+
+    def _guard(self, call: str, *args: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def sums(self) -> bool:
+        """Whether ``sum_over_ranks`` sums over any other ranks."""
+        return any(axis.sums for layer in self.layers for axis in layer.axes)
+
+    def sum_over_ranks(self, state: State, scalars: Any) -> Any:
+        """Scalars, summed over the ranks that share a batch."""
+        return self.over_ranks["sum_over_ranks"](self, state, scalars)
+
+    def norm(self, state: State, grads: list[Tensor]) -> Tensor:
+        """The 2-norm of the whole gradient, replicas counted once."""
+        self._guard("norm", state, grads)
+        return self.over_ranks["norm"](self, state, grads)  # type: ignore[no-any-return]
+
+    def dot(self, state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
+        """The inner product of two lists like the trained tensors, over all ranks, replicas counted once."""
+        self._guard("norm", state, one)
+        return self.over_ranks["dot"](self, state, one, other)  # type: ignore[no-any-return]
+
+    def per_leaf(self, state: State, function: Callable[..., Tensor], *lists: list[Tensor]) -> dict[str, Tensor]:
+        """A sum over the elements of each leaf, over all ranks, by its path; one collective for all leaves.
+
+        ``step.per_leaf(state, lambda g: g.square().sum(), grads.sum)`` has the square of each leaf's gradient norm.
+
+        Args:
+            state: whose leaves; in a pipeline those of this stage.
+            function: from a part of a leaf, a flat tensor of each list, to a sum over it; see ``LeafMap.sums``.
+            lists: like the trained tensors.
+        """
+        self._guard("norm", state, lists[0] if lists else [])
+        return self.over_ranks["per_leaf"](self, state, function, *lists)  # type: ignore[no-any-return]
+
+    def finite(self, state: State, grads: list[Tensor]) -> Tensor:
+        """Whether the whole gradient is finite, the same on every rank."""
+        return self.over_ranks["finite"](self, state, grads)  # type: ignore[no-any-return]
+
+    def sync_buffers(self, state: State) -> State:
+        """The state with the module buffers that ranks with other rows agree on."""
+        return self.over_ranks["sync_buffers"](self, state)  # type: ignore[no-any-return]
+
+    def batch_shard(self, state: State) -> tuple[int, int]:
+        """Which of how many equal parts of the global batch this rank has."""
+        return self.over_ranks["batch_shard"](self, state)  # type: ignore[no-any-return]
+
+    def micro_batches(self, state: State) -> int:
+        """Into how many micro-batches this step cuts a rank's batch."""
+        return self.over_ranks["micro_batches"](self, state)  # type: ignore[no-any-return]

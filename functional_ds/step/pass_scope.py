@@ -2,24 +2,28 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import at_backward_end, graph_number
+from functional_ds.base.torch_private import at_backward_end, graph_number, storage_id
 from functional_ds.base.weighted import Weighted
+from functional_ds.comm.worlds.rng_state import RngState
 
 from .graph_checks import check_graph, inspect_graph
+from .phases import Trait
 from .state.buffers import BUFFERS, BufferScope
 from .state.state import SeenGraphs, State, Summing, with_unused
-from .view import Pulling, View
+from .view import NeedsWhole, Pulling, View
 
-__all__ = ["Moment", "Pass", "current_pass", "detached", "differentiated", "with_buffers"]
+__all__ = ["Moment", "Pass", "current_pass", "detached", "differentiated", "evaluated", "whole_if_needed", "with_buffers"]
+
+T = TypeVar("T")
 
 _HERE = threading.local()  # the passes that this thread is in
 
@@ -245,6 +249,45 @@ class Moment:
                 yield
         finally:
             pass_.calls, pass_.axes = now
+
+
+# -- a forward pass alone --------------------------------------------------------------------------------------------------
+
+
+def evaluated(step: Any, state: State, function: Callable[[Any], T], *, apart: bool = False) -> T:
+    """``function(params)`` without gradients, in a pass of its own that leaves nothing behind.
+
+    Args:
+        step: whose phases.
+        state: whose params.
+        function: of the params as the loss sees them.
+        apart: whether what it returns may be in the memory of the params, and is to be copied then.
+    """
+    stored = {storage_id(x) for x in tree.leaves(state.params) if isinstance(x, Tensor)} if apart else set()
+
+    def run(whole: bool) -> T:
+        with Pass(trains=False, buffers=BufferScope(state.slots.get(BUFFERS), keeps=False)) as pass_:
+            pass_.view = step.view(state, trains=False, whole=whole)
+            with pass_.forward():
+                found = function(pass_.view.params)
+                shown = {id(leaf) for leaf in tree.leaves(pass_.view.params)} if apart else set()
+
+                def lies_in_params(x: Any) -> bool:
+                    return isinstance(x, Tensor) and (id(x) in shown or pass_.owns(x) is not None or storage_id(x) in stored)
+
+                copied: T = tree.map(lambda x: x.clone() if lies_in_params(x) else x, found) if apart else found
+                return copied
+
+    return whole_if_needed(run, RngState.now() if step.has(Trait.SHARDS_PARAMS) else None)
+
+
+def whole_if_needed(run: Callable[[bool], T], before: RngState | None = None) -> T:
+    """``run(False)``; if it needs params whole, ``run(True)``, from the state of random draws before."""
+    with suppress(NeedsWhole):
+        return run(False)
+    if before is not None:  # outside of the handler, which would hold the memory of the first run
+        before.restore()
+    return run(True)
 
 
 # -- from a loss to a state and gradients ----------------------------------------------------------------------------------

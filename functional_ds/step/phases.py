@@ -10,8 +10,10 @@ import attrs
 from .mesh_axes import Axis, AxisRole
 from .phase_signatures import PHASES, RESULTS, Phase
 from .state.skipped import keeping
+from .state.state import State
 
 __all__ = [
+    "OF_A_STEP",
     "Layer",
     "Trait",
     "check_phases",
@@ -22,6 +24,7 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+OF_A_STEP = frozenset({"loss", "forward", "gradients", "reduce", "comm_dtype", "update", "rate"})  # others give params a form
 
 
 class Trait(Enum):
@@ -56,6 +59,7 @@ class Layer:
         options: what all ranks must give it alike; None where the name says so.
         axes: the mesh axes over which it divides a step, or sums and exchanges values.
         micro_batches: into how many parts it cuts a rank's batch.
+        due: whether its phases run in the step of a state, where that is not always so; asked on the host, before the step.
     """
 
     name: str
@@ -66,6 +70,14 @@ class Layer:
     axes: Sequence[Axis] = ()
     micro_batches: int = 1
     guards: Mapping[str, Any] = attrs.field(factory=dict)
+    due: Callable[[State], bool] | None = None
+
+    def acting(self, due: bool) -> "Layer":
+        """The layer in a step in which it is due, or is not: then without the phases that a step runs."""
+        if due:
+            return attrs.evolve(self, due=None)
+        phases, guards = ({p: f for p, f in each.items() if p not in OF_A_STEP} for each in (self.phases, self.guards))
+        return attrs.evolve(self, due=None, phases=phases, guards=guards, micro_batches=1)
 
     def has(self, what: Trait | AxisRole) -> bool:
         """Whether it has a trait, or an axis of a role."""

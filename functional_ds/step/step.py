@@ -15,14 +15,15 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.batch import rows_of
 from functional_ds.base.containers import register_containers
-from functional_ds.base.marks import trainable
+from functional_ds.base.marks import is_trainable, like_marked, trainable
 from functional_ds.base.weighted import Weighted, check_constant
 
 from .axes import with_axis
 from .checks import name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
 from .guards import GUARDS
-from .mesh_axes import OVER_RANKS, Axis, AxisRole, axes_of
+from .mesh_axes import OVER_RANKS, Axis, AxisRole, FollowsFromAxes, axes_of
 from .open_pass import Gradients, OpenPass
+from .pass_scope import evaluated
 from .phase_signatures import Metrics, Phase, Phases
 from .phases import Layer, Trait, check_phases, compose_phase
 from .state.buffer_sync import agreed_anew, unagreed
@@ -36,7 +37,7 @@ Transform = Callable[["Step"], "Step"]
 
 
 @attrs.frozen(eq=False, repr=False)
-class Step(Phases):
+class Step(Phases, FollowsFromAxes):
     """``state, metrics = step(state, batch)``: one optimizer step.
 
     Each phase is a function whose first argument is the finished step, so that a phase sees every other phase as finally
@@ -74,6 +75,7 @@ class Step(Phases):
     keeps_graph: bool = False
     over_ranks: Mapping[str, Callable[..., Any]] = attrs.field(factory=lambda: dict(OVER_RANKS))
     phases: Mapping[str, Phase] = attrs.field(init=False)
+    _acting: dict[tuple[bool, ...], "Step"] = attrs.field(factory=dict, init=False)  # by which layers are due
 
     @phases.default
     def _composed(self) -> Mapping[str, Phase]:
@@ -133,8 +135,9 @@ class Step(Phases):
             if donate:
                 refuse_open(state)
             with warning_of_lone_ranks(self, state) if self.guarded else nullcontext():
-                found = self.gradients(self.at_rows(state, rows_of(batch)), batch, None, True)
-                return self._updated(state, found, self._structure(state, batch), donate)
+                acting = self.acting(state)
+                found = acting.gradients(acting.at_rows(state, rows_of(batch)), batch, None, True)
+                return acting._updated(state, found, self._structure(state, batch), donate)
 
     def open(self, state: State, batch: Any = None, so_far: Gradients | None = None, *, trains: bool = True) -> OpenPass:
         """One forward pass, whose ``backward`` gives gradients for ``finish``: the first half of a step, for loops of your own.
@@ -168,7 +171,7 @@ class Step(Phases):
         self._guard("open" if trains else "evaluate", state, batch)
         _release_before_first(state)
         structure = state.batch if batch is None else self._structure(state, batch)
-        return OpenPass.opened(self, state, batch, so_far, structure, trains=trains)
+        return OpenPass.opened(self.acting(state), state, batch, so_far, structure, trains=trains)
 
     def finish(self, state: State, grads: Gradients, *, donate: bool = True) -> tuple[State, Metrics]:
         """The second half of a step: reduces gradients, if no pass was the last, and updates, as ``step(state, batch)`` does.
@@ -185,8 +188,8 @@ class Step(Phases):
         """
         with comm.world().world.step():
             self._guard("finish", state, None)
-            found = grads.total(self, state, donate=donate)
-            return self._updated(state, found, grads.batch, donate)
+            acting = self.acting(state)
+            return acting._updated(state, grads.total(acting, state, donate=donate), grads.batch, donate)
 
     def evaluate(self, state: State, batch: Any) -> Tensor:
         """The loss over all ranks' batches, without gradients; the params are viewed as in training."""
@@ -222,6 +225,66 @@ class Step(Phases):
         any place among the transforms: in an inner ``init`` or ``update``, which has this form already, too.
         """
         return trainable(self.scatter(state).params)
+
+    def with_trained(self, state: State, tensors: Sequence[Tensor]) -> State:
+        """The state whose trained params are these: a place beside the state's own, to run or differentiate the loss at.
+
+        Law: ``step.trained(step.with_trained(state, x))`` is x, and ``with_trained(state, step.trained(state))`` the state.
+        Frozen params, the optimizer's state and all slots stay. It may share memory with the state. Collective in ZeRO 1 and 2.
+
+        Args:
+            state: stays as it is.
+            tensors: line up with ``step.trained(state)``: as many, of as many elements each.
+
+        Raises:
+            ValueError: they do not.
+        """
+        held = self.scatter(state)
+        leaves, spec = tree.flatten(held.params)
+        places = [place for place, leaf in enumerate(leaves) if is_trainable(leaf)]
+        wanted, given = [leaves[place].numel() for place in places], [x.numel() for x in tensors]
+        if wanted != given:
+            raise ValueError(
+                f"with_trained: the tensors have {given} elements, and step.trained(state) has tensors of {wanted}; pass a "
+                "list that lines up with it, as gradients do"
+            )
+        for place, x in zip(places, tensors, strict=True):
+            new = x if self.keeps_graph else x.detach()
+            leaves[place] = like_marked(new.view_as(leaves[place]).to(leaves[place].dtype), leaves[place])
+        return self.publish(tree.replace(held, params=tree.unflatten(spec, leaves)))
+
+    def placed(self, state: State, whole: Any) -> list[Tensor]:
+        """A tree like the user's, or a dict of whole tensors by path, as the optimizer has its tensors: this rank's part.
+
+        Law: ``step.params(step.with_trained(state, step.placed(state, whole)))`` is ``whole``. Nothing is sent.
+
+        Raises:
+            ValueError: a trained leaf is missing, has another number of elements, or is cut by tensor parallelism.
+        """
+        return self.leaf_map(state).placed(whole, self.trained(state))
+
+    def run(self, state: State, function: Callable[[Any, Any], Any], batch: Any = None) -> Any:
+        """``function(params, batch)`` at the params of a state, without gradients: a forward pass within a transform.
+
+        It runs as the step runs its loss function: with the casts, gathers and axes of the transforms. It leaves nothing
+        behind, neither gradients nor module buffers. Law: it is ``function(step.params(state), batch)``, as exact as the loss.
+        Collective where the loss is. In an ``update`` before ``zero`` or ``mixed_precision`` pass ``step.publish(state)``.
+
+        >>> import functional_ds as fds
+        >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
+        >>> state = step.init({"w": torch.tensor([1.0, 2.0])})
+        >>> step.run(step.with_trained(state, [torch.ones(2)]), lambda params, x: params["w"] * x, torch.tensor([3.0, 4.0]))
+        tensor([3., 4.])
+
+        Raises:
+            ValueError: ranks have other stages or other positions of a sequence, so none can run a function of all params.
+        """
+        self._guard("run", state, None)
+        register_containers(batch)
+        with comm.world().world.step():
+            return evaluated(
+                self, state, lambda params: self.forward(state, lambda given: function(params, given), batch), apart=True
+            )
 
     def _structure(self, state: State, batch: Any) -> optree.PyTreeSpec:
         known = state.batch if self.guarded else None  # a guard has compared them
@@ -289,38 +352,6 @@ class Step(Phases):
         after, grads = super().reduce(state, grads)
         return tree.replace(after, reduced=True), grads
 
-    # -- what follows from the axes ------------------------------------------------------------------------------------
-
-    @property
-    def sums(self) -> bool:
-        """Whether ``sum_over_ranks`` sums over any other ranks."""
-        return any(axis.sums for axis in axes_of(self))
-
-    def sum_over_ranks(self, state: State, scalars: Any) -> Any:
-        """Scalars, summed over the ranks that share a batch."""
-        return self.over_ranks["sum_over_ranks"](self, state, scalars)
-
-    def norm(self, state: State, grads: list[Tensor]) -> Tensor:
-        """The 2-norm of the whole gradient, replicas counted once."""
-        self._guard("norm", state, grads)
-        return self.over_ranks["norm"](self, state, grads)  # type: ignore[no-any-return]
-
-    def finite(self, state: State, grads: list[Tensor]) -> Tensor:
-        """Whether the whole gradient is finite, the same on every rank."""
-        return self.over_ranks["finite"](self, state, grads)  # type: ignore[no-any-return]
-
-    def sync_buffers(self, state: State) -> State:
-        """The state with the module buffers that ranks with other rows agree on."""
-        return self.over_ranks["sync_buffers"](self, state)  # type: ignore[no-any-return]
-
-    def batch_shard(self, state: State) -> tuple[int, int]:
-        """Which of how many equal parts of the global batch this rank has."""
-        return self.over_ranks["batch_shard"](self, state)  # type: ignore[no-any-return]
-
-    def micro_batches(self, state: State) -> int:
-        """Into how many micro-batches this step cuts a rank's batch."""
-        return self.over_ranks["micro_batches"](self, state)  # type: ignore[no-any-return]
-
     # -- how it is put together ----------------------------------------------------------------------------------------
 
     @property
@@ -359,6 +390,16 @@ class Step(Phases):
         check_phases(name, phases)
         layer = Layer(name, phases, frozenset(traits), slot, options, tuple(axes), micro_batches, guards)
         return attrs.evolve(self, layers=(*self.layers, layer))
+
+    def acting(self, state: State) -> "Step":
+        """The step that a state makes: without the transforms that are not due in it, as ``T.every`` says."""
+        if all(layer.due is None for layer in self.layers):
+            return self
+        due = tuple(layer.due is None or layer.due(state) for layer in self.layers)
+        if due not in self._acting:
+            layers = (layer.acting(runs) for layer, runs in zip(self.layers, due, strict=True))
+            self._acting[due] = attrs.evolve(self, layers=tuple(layers))
+        return self._acting[due]
 
     def without_guards(self) -> "Step":
         """The step that does not look for what would be wrong: the same values, of right programs.

@@ -3,8 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import torch
@@ -22,18 +21,15 @@ from functional_ds.sharding.leaf_selection import IndivisibleStateError
 from functional_ds.sharding.sources import values_of
 
 from .mesh_axes import axes_of
-from .pass_scope import Pass, current_pass, detached, differentiated, with_buffers
+from .pass_scope import Pass, current_pass, detached, differentiated, evaluated, whole_if_needed, with_buffers
 from .phase_signatures import Metrics, Phase
 from .phases import Trait
 from .plain_view import stored_view
 from .state.buffers import BUFFERS, POLICIES, BufferScope
 from .state.state import State, UpdateError, unused_leaves
 from .step import Step
-from .view import NeedsWhole
 
 __all__ = ["train_step", "updating"]
-
-T = TypeVar("T")
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
@@ -189,14 +185,8 @@ def _params(step: Step, state: State) -> Any:
 
 
 def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
-    def run(whole: bool) -> dict[str, Weighted]:
-        with Pass(trains=False, buffers=BufferScope(state.slots.get(BUFFERS), keeps=False)) as pass_:
-            pass_.view = step.view(state, trains=False, whole=whole)
-            with pass_.forward():
-                loss, metrics = step.loss(tree.replace(state, key=None), pass_.view.params, batch)
-        return {"loss": loss, **metrics}
-
-    return _whole_if_needed(run, RngState.now() if step.has(Trait.SHARDS_PARAMS) else None)
+    loss, metrics = evaluated(step, state, lambda params: step.loss(tree.replace(state, key=None), params, batch))
+    return {"loss": loss, **metrics}
 
 
 def _leaf_map(step: Step, state: State) -> LeafMap:
@@ -225,13 +215,4 @@ def autograd(
         return with_buffers(after, scope), grads, detached(loss, metrics)
 
     before = RngState.now() if state.batch is None or step.has(Trait.SHARDS_PARAMS) else None  # who else raises ``NeedsWhole``
-    return _whole_if_needed(run, before)
-
-
-def _whole_if_needed(run: Callable[[bool], T], before: RngState | None = None) -> T:
-    """``run(False)``; if it needs params whole, ``run(True)``, from the state of random draws before."""
-    with suppress(NeedsWhole):
-        return run(False)
-    if before is not None:  # outside of the handler, which would hold the memory of the first run
-        before.restore()
-    return run(True)
+    return whole_if_needed(run, before)

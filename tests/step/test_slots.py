@@ -133,11 +133,7 @@ def sam(rho: float) -> fds.Transform:
         after, grads, metrics = inner(step, state, batch, None, True)
         reduced, grads = step.reduce(after, grads)
         length = rho / step.norm(reduced, grads.sum)
-        wide = step.scatter(state)
-        leaves, spec = tree.flatten(wide.params)
-        moved = iter(grads.sum)
-        ahead = [leaf + length * next(moved) if is_trainable(leaf) else leaf for leaf in leaves]
-        there = step.publish(tree.replace(wide, params=tree.unflatten(spec, ahead)))
+        there = step.with_trained(state, [x + length * g for x, g in zip(step.trained(state), grads.sum, strict=True)])
         _, grads, _ = inner(step, there, batch, carry, last)
         return after, grads, metrics
 

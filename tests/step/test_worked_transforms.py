@@ -15,7 +15,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from tests.planting import Bug, planted
-from tests.step.worked import defined, worked
+from tests.step.worked import worked
 
 
 def loss(params: Any, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def test_worked_transforms_run_in_half_precision(name: str, policy: str, strateg
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sharpness_and_curvature_see_the_whole_gradient(strategy: str) -> None:
     """Those that look at gradients within the phase ``gradients``, against plain PyTorch on one device."""
-    curved, params = defined("docs/second-order.md"), start()
+    params = start()
 
     def by_hand() -> Any:
         grads = lambda at, x: torch.autograd.grad(loss(at, x), list(at.values()))  # noqa: E731
@@ -109,10 +109,11 @@ def test_sharpness_and_curvature_see_the_whole_gradient(strategy: str) -> None:
         state, here = step.init(params), comm.world()
         rows = [whole_batch(index).chunk(here.size)[here.rank] for index in range(3)]
         plain = STRATEGIES[strategy]()(fds.train_step(loss, fds.sgd(0.1)))
-        product = curved["hessian_times"](plain, plain.init(params), rows[0], params)
+        at = plain.init(params)
+        product = fds.hvp(plain, at, rows[0], plain.placed(at, params))
         for x in rows:
             state, _ = step(state, x)
-        return step.params(state), product, curved["as_optimizer_has_them"](plain, plain.init(params), want)
+        return step.params(state), product, plain.placed(at, want)
 
     _, whole = torch.autograd.functional.hvp(
         lambda a, b: loss({"a": a, "b": b}, whole_batch(0)), (*start().values(),), (*start().values(),)

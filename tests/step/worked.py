@@ -7,8 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import functional_ds as fds
 
 __all__ = ["defined", "worked"]
@@ -31,7 +29,6 @@ def worked() -> dict[str, fds.Transform]:
     """Each worked transform by its name, for params ``a`` [3, 5] and ``b`` [5, 1] and a batch that is one tensor."""
     readme, phases, first = defined("README.md"), defined("docs/phases.md"), defined("docs/first-transform.md")
     coordinates, steps, second = defined("docs/coordinates.md"), defined("docs/steps.md"), defined("docs/second-order.md")
-    second["params"] = {"a": torch.zeros(3, 5), "b": torch.zeros(5, 1)}  # shapes by path, for its random signs
     wraps: dict[str, Callable[..., Any]] = {name: phases[name] for name in ("sign_gradient", "within_the_box", "add_l2")}
     return {
         "unit_gradient": readme["unit_gradient"](),

@@ -9,8 +9,7 @@ import attrs
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.testing import Problem
-from tests.step.worked import defined, worked
+from tests.step.worked import worked
 
 __all__ = ["METHODS", "Tested"]
 
@@ -70,10 +69,7 @@ LIBRARY = {
 
 def documented(name: str) -> fds.Transform:
     """The docs' transform; a function of this module, so that processes can make it."""
-    transform = worked()[name]
-    if name == "diagonal":
-        defined("docs/second-order.md")["params"] = dict(fds.tree.named(Problem().params))  # shapes, for its random signs
-    return transform
+    return worked()[name]
 
 
 DOCS: dict[str, dict[str, str]] = {
@@ -82,7 +78,6 @@ DOCS: dict[str, dict[str, str]] = {
     "power_sgd": OWN_REDUCTION | KEPT_BY_RANK,
     "diagonal": {
         "accumulate after": "wrong",  # the curvature of a micro-batch
-        "unused leaves": "wrong",  # it differentiates by all leaves
         "pipelines": "refused",  # a stage has not all of them
     },
     "ridge": {"pipelines": "refused"},  # the penalty would be of the last stage's params alone

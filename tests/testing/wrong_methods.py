@@ -79,10 +79,8 @@ def sharpness(norm: Callable[[fds.Step, fds.State, list[Tensor]], Tensor]) -> fd
     def gradients(inner: Any, step: fds.Step, state: fds.State, batch: Any, carry: Any, last: bool) -> Any:
         after, first, _ = inner(step, state, batch, None, True)
         scale = 0.5 / norm(step, after, first.sum)
-        held = step.scatter(state)
-        leaves, spec = fds.tree.flatten(held.params)
-        ahead = [leaf + scale * grad.view_as(leaf) for leaf, grad in zip(leaves, first.sum, strict=True)]
-        there = step.publish(fds.tree.replace(held, params=fds.tree.unflatten(spec, ahead)))
+        pairs = zip(step.trained(state), first.sum, strict=True)
+        there = step.with_trained(state, [leaf + scale * grad.view_as(leaf) for leaf, grad in pairs])
         return (after, *inner(step, there, batch, carry, last)[1:])
 
     return fds.wrap("sharpness", gradients=gradients)

@@ -209,7 +209,7 @@ BUGS = (
     (
         Bug(
             "tensor_parallel counts what all ranks have n times",
-            "step.mesh_axes:_norm_over",
+            "step.mesh_axes:_total",
             "whole.append(comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks()))",
             "whole = [comm.all_reduce(functools.reduce(operator.add, [*whole, *divided]), axis.ranks())]",
         ),
@@ -222,7 +222,7 @@ BUGS = (
             "zero leaves gradients as they are",
             "transforms.zero.collectives:Collectives.reduce",
             "self._reduce_whole(flats, groups)",
-            "_done(flats)",
+            "comm.Pending.of(flats)",
         ),
         {"dp": 2, "pp": 1, "tp": 1},
         "zero 0",
@@ -233,7 +233,7 @@ BUGS = (
             "zero cuts gradients without a sum",
             "transforms.zero.collectives:Collectives._scatter",
             "start(self.config.reduce_scatter, rows, _channel(level), tiled=False)",
-            "_done([x[level.rank] for x in rows])",
+            "comm.Pending.of([x[level.rank] for x in rows])",
         ),
         {"dp": 2, "pp": 1, "tp": 1},
         "zero 3",

@@ -78,7 +78,7 @@ class Collectives:
         """
         groups = self.groups.among(segments[0].sharers)
         if not groups.levels:  # one rank's shards are whole, wherever they are
-            return _done([shard.detach() for shard in shards])
+            return comm.Pending.of([shard.detach() for shard in shards])
         if segments[0].owner is not None:
             return self._broadcast(segments, shards, groups.shards).then(partial(_written, out))
         # the last level writes into it
@@ -180,7 +180,7 @@ class Collectives:
         if self.config.stage == 0:
             return self._reduce_whole(flats, groups)
         if groups.n == 1:
-            return _done(flats)
+            return comm.Pending.of(flats)
         if segments[0].owner is not None:
             return self._reduce_to_owner(flats, segments[0].owner, groups.shards)
         if self.config.aggregate == "all_reduce":
@@ -213,7 +213,7 @@ class Collectives:
         group, replicas, all_reduce = groups.group, groups.replicas, self._in_place
         if replicas is None or replicas.size == 1 or group.size == 1:
             level = group if replicas is None or replicas.size == 1 else replicas
-            return _done(flats) if level.size == 1 else all_reduce(flats, _channel(level))
+            return comm.Pending.of(flats) if level.size == 1 else all_reduce(flats, _channel(level))
         rows = [flat.view(group.size, -1) for flat in flats]  # [n * m] -> [n, m]
         return self._chain(
             start(comm.reduce_scatter, rows, _channel(group), tiled=False),
@@ -268,7 +268,3 @@ def _written(out: Flats | None, flats: Flats) -> Flats:
     if out is None:
         return flats
     return [room if room is flat else room.copy_(flat) for room, flat in zip(out, flats, strict=True)]
-
-
-def _done(flats: Flats) -> PendingFlats:
-    return comm.Pending(lambda: flats, lambda timeout_s: True, lambda: "a collective of one rank")

@@ -1,6 +1,7 @@
 """ZeRO's configuration: every argument of ``zero``, checked before anything is allocated."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from functional_ds.sharding.grouping import UnitOf
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.segment import Segment
 
+from .combine import Combine
 from .process_groups import ProcessGroups
 
 __all__ = ["AGGREGATIONS", "ZeroConfig"]
@@ -35,6 +37,11 @@ def _is_stage(config: Any, field: Any, value: Any) -> None:
         raise ValueError(f"stage={value!r}: ZeRO has the stages 0, 1, 2 and 3")
 
 
+def _as_collective(value: Any) -> Any:
+    """A function that calls collectives, as one that can be started."""
+    return comm.table.composed(value) if callable(value) and not hasattr(value, "request") else value
+
+
 @attrs.frozen(eq=False, repr=False)
 class ZeroConfig:
     """The arguments of ``zero``, which documents them.
@@ -54,11 +61,11 @@ class ZeroConfig:
     max_live_units: int = attrs.field(default=2, kw_only=True, validator=_integer(1))
     persistence_threshold: int = attrs.field(default=0, kw_only=True, validator=_integer(0))
     hpz: bool = attrs.field(default=False, kw_only=True)
-    aggregate: Literal["reduce_scatter", "all_reduce", "owner"] = attrs.field(default="reduce_scatter", kw_only=True)
+    aggregate: Literal["reduce_scatter", "all_reduce", "owner"] | Combine = attrs.field(default="reduce_scatter", kw_only=True)
     gradient_predivide_factor: float = attrs.field(default=1.0, kw_only=True)
-    all_gather: Callable[..., Any] = attrs.field(default=comm.all_gather, kw_only=True)
-    reduce_scatter: Callable[..., Any] = attrs.field(default=comm.reduce_scatter, kw_only=True)
-    all_reduce: Callable[..., Any] = attrs.field(default=comm.all_reduce, kw_only=True)
+    all_gather: Callable[..., Any] = attrs.field(default=comm.all_gather, kw_only=True, converter=_as_collective)
+    reduce_scatter: Callable[..., Any] = attrs.field(default=comm.reduce_scatter, kw_only=True, converter=_as_collective)
+    all_reduce: Callable[..., Any] = attrs.field(default=comm.all_reduce, kw_only=True, converter=_as_collective)
 
     def __attrs_post_init__(self) -> None:
         self._check_groups()
@@ -88,6 +95,8 @@ class ZeroConfig:
     @property
     def used(self) -> tuple[str, ...]:
         """Which of the collectives that can be passed carry params and gradients."""
+        if isinstance(self.aggregate, Combine):
+            return ("all_gather",) if self.stage else ()
         if self.stage == 0:
             return ("all_reduce",)
         return () if self.aggregate == "owner" else ("all_gather", self.aggregate)
@@ -126,10 +135,17 @@ class ZeroConfig:
             raise TypeError(f"intra_node={size!r} is neither a group nor a number of ranks: pass mesh['intra'] or 4")
 
     def _check_values(self) -> None:
-        if self.aggregate not in AGGREGATIONS:
+        if isinstance(self.aggregate, Combine):
+            for name in self._changed(("replicate", "gradient_predivide_factor")):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: with aggregate={self.aggregate} its function sums the gradients, over "
+                    "the group and undivided; leave it out"
+                )
+        elif self.aggregate not in AGGREGATIONS:
             near = difflib.get_close_matches(str(self.aggregate), AGGREGATIONS, 1, 0.0)[0]
             raise ValueError(
-                f"aggregate={self.aggregate!r} is unknown: use one of {', '.join(AGGREGATIONS)}; the nearest is {near!r}"
+                f"aggregate={self.aggregate!r} is unknown: use one of {', '.join(AGGREGATIONS)}, or T.Combine(reduce); the "
+                f"nearest is {near!r}"
             )
         factor: Any = self.gradient_predivide_factor
         if not isinstance(factor, int | float) or not isfinite(factor) or factor <= 0:
@@ -142,6 +158,7 @@ class ZeroConfig:
                 raise TypeError(
                     f"{name}={value!r} is no collective: pass comm.{name}, comm.codecs.compressed(comm.{name}, ...) or the like"
                 )
+            self._check_arguments(name, value)
             others = [other for other in _COLLECTIVES if other != name and value is getattr(comm, other)]
             if others:
                 raise ValueError(f"{name}=comm.{others[0]}: it does something else; pass it as {others[0]}=, or leave it out")
@@ -152,13 +169,25 @@ class ZeroConfig:
                     f"{' and '.join(self.used) or 'broadcast and reduce'}, so this one would change nothing"
                 )
 
+    def _check_arguments(self, name: str, value: Callable[..., Any]) -> None:
+        options = {"tiled": False} if name == "reduce_scatter" else {}
+        signature = inspect.signature(value)
+        try:
+            signature.bind("x", "group", **options)
+        except TypeError:
+            shown = ", ".join(("x", "group", *(f"{key}={option}" for key, option in options.items())))
+            raise TypeError(
+                f"{name}={_short(value)} takes {signature}, and zero calls it as {_short(value)}({shown})"
+            ) from None
+
     def _check_stage(self) -> None:
         for name in self._changed(_OF_STAGE_3) if self.stage < 3 else ():
             raise ValueError(
                 f"{name}={getattr(self, name)!r}: stage {self.stage} keeps all params whole, so this would change nothing; "
                 "it is for stage 3"
             )
-        for name in self._changed(("intra_node", "aggregate")) if self.stage == 0 else ():
+        whole = () if isinstance(self.aggregate, Combine) else ("aggregate",)
+        for name in self._changed(("intra_node", *whole)) if self.stage == 0 else ():
             raise ValueError(f"{name}={getattr(self, name)!r}: stage 0 has no shards and always uses all_reduce")
         if self.hpz and self.intra_node is None:
             raise ValueError("hpz=True: say which ranks share a node: intra_node=mesh['intra'], or a number of ranks")

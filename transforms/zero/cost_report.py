@@ -24,6 +24,7 @@ from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import train_step
 
+from .combine import Combine
 from .config import ZeroConfig
 from .process_groups import ProcessGroups
 
@@ -208,7 +209,7 @@ class CostReport:
         how = (
             "all_reduce"
             if config.stage == 0
-            else {"owner": "one reduce to each unit's owner"}.get(config.aggregate, config.aggregate)
+            else {"owner": "one reduce to each unit's owner"}.get(str(config.aggregate), str(config.aggregate))
         )
         lines.append(
             f"gradients  {how} of {_name(self.comm_dtype) if self.comm_dtype else 'what is computed'}"
@@ -249,7 +250,7 @@ def report_costs(
         comm_dtype: the dtype in which their gradients are sent, likewise.
 
     Raises:
-        ValueError: n does not factor into blocks of ``intra_node`` ranks.
+        ValueError: n does not factor into blocks of ``intra_node`` ranks; gradients are combined by a function of yours.
 
     >>> from functional_ds import transforms as T
     >>> print(T.zero(3, prefetch=2).cost_report({"h.0.w": torch.ones(8, 4), "h.1.w": torch.ones(8, 4)}, n=4))
@@ -261,6 +262,11 @@ def report_costs(
     gradients  reduce_scatter of what is computed, each micro-batch
     sends      bytes a micro-batch and rank: all_gather over 'world' up to 384, reduce_scatter over 'world/reduce' 192
     """
+    if isinstance(config.aggregate, Combine):
+        raise ValueError(
+            f"cost_report: what {config.aggregate} sends is up to its function; count a step by comm.ledger(), in "
+            "comm.simulate(..., shapes_only=True) for many ranks"
+        )
     group = config.group
     count = n if n is not None else (group or comm.world()).size
     given = config.intra_node.size if isinstance(config.intra_node, comm.Group) else config.intra_node

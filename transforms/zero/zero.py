@@ -26,6 +26,7 @@ from functional_ds.step.step import Step
 from functional_ds.step.view import View
 
 from .collectives import Collectives
+from .combine import Combine, combining
 from .config import ZeroConfig
 from .cost_report import report_costs
 from .gather import Gatherer, GatherOnce
@@ -79,7 +80,8 @@ class Zero(ZeroConfig):
         hpz: whether stage 3 keeps what the forward pass gathered between blocks until the end of the backward, which then
             gathers inside blocks alone: ZeRO++'s hpZ. It costs 1/intra_node of the params.
         aggregate: how stages 1 to 3 sum gradients: "reduce_scatter"; "all_reduce", of which each rank keeps its shard; or
-            "owner": every unit belongs to one rank, which its gradients are reduced to and which broadcasts it.
+            "owner": every unit belongs to one rank, which its gradients are reduced to and which broadcasts it. Or, in any
+            stage, ``T.Combine(reduce)``: a function that combines gradients of whole leaves once a step.
         gradient_predivide_factor: gradients are divided by this before they are summed, so that a sum in fp16 stays in range.
             The weight is divided, too, so the mean does not change.
         all_gather: carries params to the loss in stages 1 to 3; compressed by ``comm.codecs.Blocks(8)`` it is ZeRO++'s qwZ. The
@@ -117,7 +119,7 @@ class Zero(ZeroConfig):
         published = stage in (1, 2) or bool(self.persistence_threshold)
         sharded: dict[str, Any] = {"scatter": self.scatter, "update": self.update, "publish": self.publish} if published else {}
         divided: dict[str, Any] = {"reduce": self.reduce} if self.gradient_predivide_factor != 1 else {}
-        return wrap(
+        step = wrap(
             str(self),
             slot="zero",
             traits=self._traits(),
@@ -130,10 +132,17 @@ class Zero(ZeroConfig):
             **sharded,
             **divided,
         )(step)
+        return step if self.combine is None else combining(self, self.combine, step)
+
+    @property
+    def combine(self) -> Combine | None:
+        """The function that combines gradients of whole leaves, if there is one."""
+        return self.aggregate if isinstance(self.aggregate, Combine) else None
 
     def _axes(self) -> list[Axis]:
         replicas = [] if self.replicate is None else [Axis(self.replicate, AxisRole.BATCH)]
-        return [*replicas, Axis(self.group, AxisRole.BATCH, self.parts)]
+        summed_in: Any = "gradients" if self.combine is None else "reduce"
+        return [*replicas, Axis(self.group, AxisRole.BATCH, self.parts, summed_in=summed_in)]
 
     def parts(self, step: Step, state: State) -> GradientParts | None:
         """Shards; of whole gradients those of shared leaves, where the first rank that holds a leaf counts it."""
@@ -147,7 +156,7 @@ class Zero(ZeroConfig):
 
     def _traits(self) -> list[Trait]:
         found = [Trait.HEEDS_SKIPS]
-        found += [Trait.SUMS_LAST] if self.stage < 2 or self.replicate is not None else []
+        found += [Trait.SUMS_LAST] if self.combine is None and (self.stage < 2 or self.replicate is not None) else []
         found += [Trait.SHARDS_STATE] if self.stage else []
         found += [Trait.SHARDS_PARAMS] if self.stage == 3 else []
         return found + ([Trait.KEEPS_WHOLE] if self.persistence_threshold else [])
@@ -238,6 +247,11 @@ class Zero(ZeroConfig):
     def view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
         """Lazy leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
+        if partition.frozen is not None:
+            raise ValueError(
+                f"{self}: the params of this state are shards, as scatter and an inner update have them, and no function runs "
+                "on those; pass step.publish(state)"
+            )
         layout, cache = _as_stored(partition, state.params), partition.cache
         pool = None if comm.world().world.host.libc is None else cache.pool
         collectives = Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype), pool)
@@ -290,8 +304,12 @@ class Zero(ZeroConfig):
         last: bool,
         passes: int,
     ) -> Reducer:
-        """Stages 0 and 1 add micro-batches up and reduce the last; 2 and 3 reduce each and add the shards up."""
-        each = self.stage >= 2
+        """Stages 0 and 1 add micro-batches up and reduce the last; 2 and 3 reduce each and add the shards up.
+
+        What combines whole leaves does so in the phase ``reduce``, so that here all stages add up alone.
+        """
+        each = self.stage >= 2 and self.combine is None
+        last = last and self.combine is None
         trained = [i for i, segment in enumerate(layout.segments) if segment.trainable]
         carry = dict(zip(trained, sums, strict=True)) if sums is not None else {}
         if passes == 1 and not each:  # one micro-batch, which turned out to be the last, and so travels as such

@@ -111,6 +111,9 @@ class JitStep(Step, Compiles):
     def __call__(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
         """One update, as ``Step.__call__``: the same result, bit for bit, and the same refusals."""
         self._guard("finish", state)
+        acting = self.acting(state)
+        if acting is not self:  # with graphs of its own
+            return acting(state, batch, donate=donate)
         entry = self._entry(state, batch)
         if entry is None or entry.graph is None or entry.code is None:
             return Step.__call__(self, state, batch, donate=donate)
@@ -127,7 +130,8 @@ class JitStep(Step, Compiles):
             UntraceableError: with the reason; also for a state that has made no step yet.
         """
         self._guard("params", state)
-        return self._traced(state, batch)
+        acting = self.acting(state)
+        return acting._traced(state, batch) if isinstance(acting, JitStep) else self._traced(state, batch)
 
     def predicted(
         self, state: State, batch: Any, machine: "Machine", *, links: Mapping[str, Link] | None = None, steps: int = 0
@@ -175,11 +179,12 @@ class JitStep(Step, Compiles):
     def reasons(self) -> list[str]:
         """Why some kinds of states and batches run eagerly, or without the back end; empty where none does."""
         entries = [*self._cache.entries.values(), *filter(None, [self._cache.later])]
-        return [entry.reason for entry in entries if entry.reason]
+        further = [reason for acting in self._variants() for reason in acting.reasons]
+        return [*(entry.reason for entry in entries if entry.reason), *further]
 
     def compiled_rows(self, step: Step) -> list[BlockClass] | None:
         """What the back end has compiled, for ``fds.compile_report``."""
-        codes = [entry.code for entry in self._cache.entries.values()]
+        codes = [entry.code for each in (self, *self._variants()) for entry in each._cache.entries.values()]
         return [row for code in codes if isinstance(code, RegionCode) for row in code.rows] or None
 
     def forget(self) -> None:
@@ -187,6 +192,11 @@ class JitStep(Step, Compiles):
         self._cache.kinds.clear()
         self._cache.entries.clear()
         self._cache.later = None
+        self._acting.clear()
+
+    def _variants(self) -> list["JitStep"]:
+        """Those of steps in which other transforms are due."""
+        return [acting for acting in self._acting.values() if isinstance(acting, JitStep)]
 
     def __repr__(self) -> str:
         return f"JitStep({self})"

@@ -14,7 +14,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = ["Role", "Stored", "fields_of_role", "stored_layout", "with_room"]
+__all__ = ["Apart", "Role", "Stored", "fields_of_role", "stored_layout", "with_room"]
 
 
 class Role(Enum):
@@ -35,22 +35,37 @@ class Role(Enum):
 
 @attrs.frozen(eq=False)
 class Stored:
-    """How a state's params lie in flat segments, as the slot that cut them says.
+    """How a state's params lie, as the slot that cut them says.
 
     Attributes:
-        layout: the segments.
         leaf_map: which leaf lies where in what the optimizer gets.
+        layout: the flat segments in which the params are stored; None where they are the user's tree, or are where ``leaf_map``
+            says.
     """
 
-    layout: Layout
     leaf_map: LeafMap
+    layout: Layout | None = None
+
+
+@tree.record
+class Apart:
+    """The slot of ranks that have a model each, by design: which of how many models is this rank's."""
+
+    place: int = tree.static()
+    size: int = tree.static()
+
+    @staticmethod
+    def named(state: "State", leaf: str) -> str:
+        """The name of a leaf among those of all models: ``outer.0/w`` for ``w`` of the first one."""
+        models = [f"{name}.{slot.place}/" for name, slot in sorted(state.slots.items()) if isinstance(slot, Apart)]
+        return "".join(models) + leaf
 
 
 def stored_layout(state: "State") -> Stored | None:
-    """How the params lie, by the slot that has a ``layout`` and a ``leaf_map``; None where they are the user's tree."""
+    """How the params lie, by the slot that has a ``leaf_map``, and perhaps a ``layout``; None where all is the user's tree."""
     for slot in state.slots.values():
-        if isinstance(getattr(slot, "layout", None), Layout):
-            return Stored(slot.layout, slot.leaf_map)
+        if isinstance(found := getattr(slot, "leaf_map", None), LeafMap):
+            return Stored(found, getattr(slot, "layout", None))
     return None
 
 

@@ -101,7 +101,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
             "gradients of experts are not summed over the ranks that share them",
             "transforms.zero.collectives:Collectives.reduce",
             "self._reduce_whole(flats, groups)",
-            "_done(flats) if segments[0].sharers else self._reduce_whole(flats, groups)",
+            "comm.Pending.of(flats) if segments[0].sharers else self._reduce_whole(flats, groups)",
         ),
         Bug(
             "the norm counts what is whole on every rank",
@@ -138,8 +138,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "gradients of experts are ep times too large",
             "transforms.zero.collectives:Collectives.reduce",
-            "_done(flats)",
-            "_done([flat * self.groups.n for flat in flats])",
+            "comm.Pending.of(flats)",
+            "comm.Pending.of([flat * self.groups.n for flat in flats])",
         ),
     ],
     (experts_are_one_device, 3, 2, 2): [

@@ -1,0 +1,68 @@
+"""Functions that are made of other collectives, as collectives that can be started."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.pending import Pending, Request, relay
+
+from .dispatch import collective, resolve_group
+
+__all__ = ["composed"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def composed(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that calls collectives, such as an all-reduce by messages of your own, as one collective.
+
+    Law: ``start(f, x, group).wait() = f(x, group)``; without ``start`` nothing changes. Once started it runs beside the
+    program, on channels of its own of all groups that it is given, after those that were started before on the same group.
+
+    ``T.zero(all_reduce=...)``, ``all_gather=`` and ``reduce_scatter=`` take such functions; of a plain function they make one.
+
+    Args:
+        function: gets its groups as arguments, and calls no collectives of other groups. Of a parameter ``group`` None stands
+            for the whole world.
+
+    >>> from functional_ds import comm
+    >>> @comm.table.composed
+    ... def spread(x, group=None):
+    ...     return comm.all_reduce(x, group, op="max") - comm.all_reduce(x, group, op="min")
+    >>> def program():
+    ...     x = torch.tensor(float(comm.world().rank))
+    ...     return spread(x).item(), comm.start(spread, x).wait().item()
+    >>> comm.simulate(program, world_size=3)[0]
+    (2.0, 2.0)
+    """
+    signature, name = inspect.signature(function), getattr(function, "__name__", type(function).__name__)
+
+    @wraps(function)
+    def described(*args: P.args, **kwargs: P.kwargs) -> Request[R]:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("group") is None and "group" in signature.parameters:
+            given.arguments["group"] = resolve_group(None)
+        groups = [value for value in given.arguments.values() if isinstance(value, Group)] or [resolve_group(None)]
+
+        def begin() -> Pending[R]:
+            values = [value for value in tree.leaves([*given.arguments.values()]) if isinstance(value, Tensor)]
+            device = values[0].device if values else groups[0].world.device
+            own = {key: x.channel(name) if isinstance(x, Group) else x for key, x in given.arguments.items()}
+            late, with_grad = inspect.BoundArguments(signature, own), torch.is_grad_enabled()
+
+            def run(_: None) -> Pending[R]:
+                with torch.set_grad_enabled(with_grad):
+                    return Pending.of(function(*late.args, **late.kwargs))
+
+            return relay(Pending.of(None), run, lane=groups[0].channel(name), device=device)
+
+        return Request(lambda: function(*given.args, **given.kwargs), begin)
+
+    return collective(described)

@@ -1,0 +1,1 @@
+"""Second derivatives of a step's loss: products with its Hessian."""

@@ -1,0 +1,73 @@
+"""The parts of leaves that a rank has, and functions of them that ask for sums over whole leaves."""
+
+import functools
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from .leaf_map import LeafMap
+
+__all__ = ["LeafParts"]
+
+
+@attrs.frozen
+class LeafParts:
+    """This rank's parts of all leaves; of leaves that other ranks have, parts without elements."""
+
+    leaf_map: LeafMap
+    leaves: tuple[int, ...]
+
+    @staticmethod
+    def of(leaf_map: LeafMap) -> "LeafParts":
+        """Those of the leaves of a leaf map."""
+        here = [shard.leaf for shard in leaf_map.shards]
+        return LeafParts(leaf_map, (*here, *(i for i in range(len(leaf_map.leaves)) if i not in here)))
+
+    def views(self, params: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of tensors like the params; of complex ones, and pairs of reals, pairs of reals."""
+        pairs = zip(params, tensors, strict=True)
+        alike = [torch.view_as_complex(x) if p.is_complex() and not x.is_complex() else x for p, x in pairs]
+        found, group = self.leaf_map.views(alike), self.leaf_map.group
+        device = params[0].device if params else None if group is None else group.world.device
+        dtypes = [self.leaf_map.leaves[leaf].dtype for leaf in self.leaves[len(found) :]]
+        return _reals([*found, *(torch.empty(0, dtype=dtype, device=device) for dtype in dtypes)])
+
+    def finished(self, runs: Sequence[Any], what: str) -> list[Any]:
+        """What rules return; the sums that they yield are added up over the parts of their leaves, one collective a turn."""
+        results = [*runs]
+        told: dict[int, Any] = {place: None for place, run in enumerate(runs) if isinstance(run, Generator)}
+        while told:
+            asked: dict[int, Any] = {}
+            for place, total in told.items():
+                try:
+                    asked[place] = runs[place].send(total)
+                except StopIteration as end:
+                    results[place] = end.value
+            if asked and (len(asked) < len(told) or len({_count(each) for each in asked.values()}) > 1):
+                raise ValueError(f"{what}: it must yield equally often, and equally many sums, for all leaves")
+            told = self._totals(asked) if asked else {}
+        return results
+
+    def _totals(self, asked: dict[int, Any]) -> dict[int, Any]:
+        sums = {place: torch.stack(each) if isinstance(each, tuple) else each for place, each in asked.items()}
+        wide = functools.reduce(torch.promote_types, (each.dtype for each in sums.values()), torch.float32)
+        zero = torch.zeros_like(sums[min(sums)], dtype=wide)
+        rows = [zero for _ in self.leaf_map.leaves]
+        for place, each in sums.items():
+            rows[self.leaves[place]] = rows[self.leaves[place]] + each.to(wide)
+        total = self.leaf_map.total(torch.stack(rows))
+        return {
+            p: total[self.leaves[p]].unbind() if isinstance(each, tuple) else total[self.leaves[p]] for p, each in asked.items()
+        }
+
+
+def _count(sums: Any) -> int:
+    """How many sums a rule has asked for at once."""
+    return len(sums) if isinstance(sums, tuple) else -1
+
+
+def _reals(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.view_as_real(x) if x.is_complex() else x for x in tensors]

@@ -1,0 +1,121 @@
+"""Optimizers from rules that ask for sums over their whole leaf: plain PyTorch's, in every stage."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_ds as fds
+from functional_ds import comm
+from functional_ds import transforms as T
+from functional_ds.testing import Problem, holds
+from tests.planting import Bug, planted
+
+PROBLEM = Problem()
+
+
+def rule(grad: Tensor, momentum: Tensor, step: Tensor, param: Tensor) -> Any:
+    """LARS (You et al. 2017)."""
+    w, g = yield param.square().sum(), grad.square().sum()
+    local = 0.02 * w.sqrt() / (g.sqrt() + 1e-3 * w.sqrt() + 1e-12)
+    momentum = 0.9 * momentum + local * (grad + 1e-3 * param)
+    return momentum, momentum
+
+
+def lars() -> fds.PerParameter:
+    return fds.per_leaf(torch.zeros_like, rule, lr=1.0)
+
+
+def plain_lars(params: Any, batches: Any) -> Any:
+    leaves, spec = fds.tree.flatten(params)
+    momenta = [torch.zeros_like(leaf) for leaf in leaves]
+    for batch in batches:
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        grads = torch.autograd.grad(PROBLEM.loss(fds.tree.unflatten(spec, leaves), batch), leaves)
+        for i, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
+            w, g = leaf.detach().norm(), grad.norm()
+            momenta[i] = 0.9 * momenta[i] + 0.02 * w / (g + 1e-3 * w + 1e-12) * (grad + 1e-3 * leaf.detach())
+            leaves[i] = leaf.detach() - momenta[i]
+    return fds.tree.unflatten(spec, leaves)
+
+
+ROWS = ["oracle", "stages", "replicated", "checkpoints", "skipped steps", "unused leaves", "jit", "pipelines"]
+
+
+def test_lars_holds() -> None:
+    holds(lars, oracle=plain_lars, only=ROWS).check(refusals=False)
+
+
+def test_one_collective_a_turn() -> None:
+    def program(optimizer: Any) -> tuple[int, int]:
+        step = T.zero(2)(fds.train_step(PROBLEM.loss, optimizer))
+        state = step.init(PROBLEM.params)
+        with comm.ledger() as book:
+            step(state, PROBLEM.batches[0])
+        return book.calls, book.bytes
+
+    plain = comm.simulate(program, fds.sgd(0.1), world_size=2)
+    assert comm.simulate(program, lars(), world_size=2) == [(calls + 1, sent + 2 * 5 * 4) for calls, sent in plain]
+
+
+def test_complex_leaves_and_two_turns() -> None:
+    def twice(grad: Tensor, state: Any, step: Tensor) -> Any:
+        square = yield grad.square().sum()
+        total = yield (grad / square.sqrt()).sum()
+        return grad / square.sqrt() + 0.1 * total, state
+
+    def program(*strategy: fds.Transform) -> Any:
+        def loss(params: Any, x: Tensor) -> Tensor:
+            found: Tensor = (params["c"] * x).real.sum() + (params["w"] * x.real).sum()
+            return found
+
+        step = fds.compose(*strategy)(fds.train_step(loss, fds.per_leaf(lambda part: (), twice, lr=0.5)))
+        state = step.init({"c": torch.ones(5, dtype=torch.complex64), "w": torch.ones(5)})
+        state, _ = step(state, torch.arange(1, 6) * (1 + 2j))
+        return step.params(state)
+
+    alone, x = program(), torch.arange(1.0, 6)
+    torch.testing.assert_close(alone["w"], 1 - 0.5 * (x / x.norm() + 0.1 * (x / x.norm()).sum()))
+    for stage in range(4):
+        for found in comm.simulate(partial(program, T.zero(stage)), world_size=2):
+            torch.testing.assert_close(found, alone)
+
+
+def uneven(grad: Tensor, state: Any, step: Tensor) -> Any:
+    if grad.numel() > 7:
+        yield grad.sum()
+    return grad, state
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fds.per_leaf(torch.zeros_like, uneven, lr=0.1), "uneven: it must yield equally often"),
+        (lambda: fds.per_leaf(lambda part: torch.zeros(3), uneven, lr=0.1), "init must make tensors of the shape of the part"),
+        (lambda: fds.per_leaf(lambda part: (), lambda grad, state, step: (grad.sum(), state), lr=0.1), "it made one of"),
+        (lambda: fds.per_leaf(3, uneven, lr=0.1), "init=3 is not callable"),
+        (lambda: fds.per_leaf(torch.zeros_like, uneven, lr=-1.0), "lr=-1.0 must be finite and not negative"),
+    ],
+)
+def test_wrong_rules_are_refused(make: Any, words: str) -> None:
+    def run() -> None:
+        step = fds.train_step(PROBLEM.loss, make())
+        step(step.init(PROBLEM.params), PROBLEM.batches[0])
+
+    with pytest.raises((TypeError, ValueError), match=words):
+        run()
+
+
+BUG = Bug(
+    "rules are told of their own parts",
+    "sharding.leaf_parts:LeafParts._totals",
+    "self.leaf_map.total(torch.stack(rows))",
+    "torch.stack(rows)",
+)
+
+
+def test_a_planted_bug_is_found() -> None:
+    with planted(BUG):
+        assert holds(lars, only=["stages"])["stages"].outcome == "wrong"

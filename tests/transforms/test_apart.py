@@ -1,0 +1,74 @@
+"""Models that differ by design between the ranks of an axis: a run that is cut between two rounds goes on elsewhere as one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import functional_ds as fds
+from functional_ds import comm
+from functional_ds import transforms as T
+from functional_ds.testing import Problem
+from tests.planting import Bug, planted
+from tests.transforms.test_every import plain_local_sgd
+
+PROBLEM = Problem()
+
+
+def program(folder: Path, stage: int, steps: range, *parts: fds.Transform, outer: int = 2) -> tuple[int, Any]:
+    """Local SGD in rounds of three updates."""
+    mesh = comm.mesh(outer=outer, inner=comm.world().size // outer)
+
+    def mean(step: fds.Step, state: fds.State) -> fds.State:
+        return fds.tree.replace(state, params=comm.all_reduce(state.params, mesh["outer"], op="avg"))
+
+    strategy = T.every(3, mean), *parts, T.zero(stage, mesh["inner"]), T.apart(mesh["outer"])
+    step = fds.compose(*strategy)(fds.train_step(PROBLEM.loss, fds.sgd(0.1)))
+    state = step.init(PROBLEM.params)
+    if steps.start:
+        state = fds.load(folder, like=state)
+    for index in steps:
+        batch = PROBLEM.batches[index].chunk(2)[mesh["outer"].rank % 2]
+        state, _ = step(state, batch.chunk(mesh["inner"].size)[mesh["inner"].rank])
+    if steps.stop < 6:
+        fds.save(state, folder)
+    return mesh["outer"].rank, step.params(state)
+
+
+@pytest.mark.law(19)
+@pytest.mark.parametrize(("first", "then", "n"), [(3, 1, 2), (0, 3, 4), (2, 0, 6)])
+def test_a_run_goes_on_elsewhere(first: int, then: int, n: int, tmp_path: Path) -> None:
+    """Saved in the middle of a round on 2 models of 2 ranks; loaded into another stage and number of ranks of each."""
+    comm.simulate(program, tmp_path, first, range(4), world_size=4)
+    for _, params in comm.simulate(program, tmp_path, then, range(4, 6), world_size=n):
+        torch.testing.assert_close(params, plain_local_sgd())
+
+
+def test_masters_go_on_without_mixed_precision(tmp_path: Path) -> None:
+    comm.simulate(program, tmp_path, 1, range(4), T.mixed_precision("bf16"), world_size=4)
+    for _, params in comm.simulate(program, tmp_path, 3, range(4, 6), world_size=2):
+        torch.testing.assert_close(params, plain_local_sgd(), rtol=0.05, atol=0.02)
+
+
+def test_models_are_named(tmp_path: Path) -> None:
+    comm.simulate(program, tmp_path, 3, range(4), world_size=4)
+    with pytest.raises(fds.checkpointing.StructureError, match=r"outer\.2/"):
+        comm.simulate(lambda: program(tmp_path, 1, range(4, 6), outer=4), world_size=4)
+
+
+def test_several_models_are_not_exported(tmp_path: Path) -> None:
+    def export() -> None:
+        step = T.apart(comm.world())(fds.train_step(PROBLEM.loss, fds.sgd(0.1)))
+        fds.export(step.init(PROBLEM.params), tmp_path)
+
+    with pytest.raises(ValueError, match="export: the ranks have 2 models, of which this rank has number"):
+        comm.simulate(export, world_size=2)
+
+
+BUG = Bug("all models have one name", "step.state.slots:Apart.named", '"".join(models) + leaf', "leaf")
+
+
+def test_a_planted_bug_is_found(tmp_path: Path) -> None:
+    with planted(BUG), pytest.raises((AssertionError, ValueError, RuntimeError)):
+        test_a_run_goes_on_elsewhere(3, 1, 2, tmp_path)

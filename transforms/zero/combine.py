@@ -1,0 +1,130 @@
+"""How whole leaves' gradients of all ranks become one gradient, by a function of the user's."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.marks import trainable
+from functional_ds.base.weighted import Weighted
+from functional_ds.optim.kernels import reals
+from functional_ds.sharding.sources import values_of
+from functional_ds.step.compose import wrap
+from functional_ds.step.phases import Trait
+from functional_ds.step.state.state import State
+from functional_ds.step.step import Step
+
+from .process_groups import ProcessGroups
+
+__all__ = ["Combine", "combining"]
+
+
+@attrs.frozen
+class Combine:
+    """How gradients of whole leaves are combined over ranks: ``T.zero(stage, aggregate=T.Combine(reduce, init=init))``.
+
+    With gᵢ for rank i's part of the gradient, scaled so that the gradient of the whole batch is the mean of all gᵢ, the update
+    gets what ``reduce`` returns for g. Law: with ``reduce = lambda g, memory, group: (comm.all_reduce(g, group, op="avg"),
+    memory)`` it is the single-device step on the concatenated batch; with any function, all stages compute the same.
+
+    ``reduce`` must return the same bits on all ranks, or params drift apart. It runs once a step. A step whose gradients are
+    not finite on any rank leaves the memory as it was.
+
+    Cost: what ``reduce`` sends, and 8 bytes for the weight and for whether all gradients are finite. Gradients are whole on
+    every rank, in fp32, from the first micro-batch to the update, in stages 2 and 3, too.
+
+    Args:
+        reduce: ``(gradients, memory, group) -> (gradients, memory)``: lists of real tensors, fp32 at least, shaped like the
+            trained leaves (complex ones with a last dim of 2), in the order of ``step.leaf_map(state).leaves``.
+        init: ``(trained tensors, group) -> memory``, a pytree; None for no memory. It is a slot of the state: each rank's own.
+
+    Raises:
+        TypeError: ``reduce`` or ``init`` is no function.
+    """
+
+    reduce: Callable[[list[Tensor], Any, comm.Group], tuple[Sequence[Tensor], Any]]
+    init: Callable[[list[Tensor], comm.Group], Any] | None = attrs.field(default=None, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if not callable(self.reduce):
+            raise TypeError(f"reduce={self.reduce!r} is no function of (gradients, memory, group)")
+        if self.init is not None and not callable(self.init):
+            raise TypeError(f"init={self.init!r} is no function of (trained tensors, group)")
+
+    def __repr__(self) -> str:
+        return f"Combine({getattr(self.reduce, '__name__', type(self.reduce).__name__)})"
+
+    def fresh(self, leaves: list[Tensor], ranks: comm.Group) -> Any:
+        """The memory before the first step."""
+        return () if self.init is None else self.init(reals(leaves), ranks)
+
+    def combined(self, state: State, grads: Weighted, slot: str, ranks: comm.Group) -> tuple[State, Weighted]:
+        """Sums of all ranks from this rank's sums, a tensor a leaf; the memory is in the slot."""
+        before = state.slots[slot]
+        comm.varying(grads.sum, ranks)  # ``reduce`` and the look for overflow may do to a rank's part what is not linear
+        bad = _finite(reals(grads.sum), grads.weight).logical_not()  # on this rank: ``reduce`` may make numbers of infinities
+        weight, bad = comm.all_reduce(torch.stack([grads.weight, bad.to(grads.weight.dtype)]), ranks)
+        weight = torch.where(weight == 0, torch.ones_like(weight), weight)
+        own = [_wide(grad) * (ranks.size / weight) for grad in reals(grads.sum)]
+        means, memory = self.reduce(own, before, ranks)
+        means = comm.invariant(means, ranks)
+        finite = _finite(means, weight) & (bad == 0)
+        memory = tree.map(lambda new, old: torch.where(finite, new, old), memory, before)
+        state = tree.replace(state, finite=finite if state.finite is None else finite & state.finite)
+        shaped = [_like((mean * weight).view(-1), grad) for mean, grad in zip(means, grads.sum, strict=True)]
+        state = state if self.init is None else tree.replace(state, unused=frozenset())  # what is owed comes in any step
+        return state.put(**{slot: memory}), tree.replace(grads, sum=shaped)
+
+
+def combining(zero: Any, combine: Combine, step: Step) -> Step:
+    """A step of ``zero`` whose gradients, until then whole and each rank's own, are combined by leaves and cut into shards."""
+
+    def init(inner: Any, step: Step, params: Any) -> State:
+        state, groups = inner(step, params), ProcessGroups.by(zero)
+        state.slots["zero"].leaf_map.refuse_slices(str(combine), instead="leave aggregate= out of T.zero")
+        wanted = [] if combine.init is None else trainable(params)
+        leaves = [groups.broadcast(values_of(leaf).detach()) for leaf in wanted]
+        return state.put(combine=combine.fresh(leaves, groups.group))  # type: ignore[no-any-return]
+
+    def reduce(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
+        state, grads = inner(step, state, grads)
+        groups = ProcessGroups.by(zero)
+        trained = [segment for segment in state.slots["zero"].layout.segments if segment.trainable]
+        flats = [torch.zeros_like(flat) for flat in grads.sum]
+        rows = zip(trained, grads.sum, flats, strict=True)
+        views = [row for s, own, flat in rows for row in zip(s.slots, s.views(own), s.views(flat), strict=True)]
+        views.sort(key=lambda row: row[0].leaf)
+        own = tree.replace(grads, sum=[view for _, view, _ in views])
+        state, grads = combine.combined(state, own, "combine", groups.group)
+        for (_, _, view), total in zip(views, grads.sum, strict=True):
+            view.copy_(total)
+        if zero.stage:
+            flats = [s.own(flat, groups.shards.rank).clone() for s, flat in zip(trained, flats, strict=True)]
+        return state, tree.replace(grads, sum=flats)
+
+    return wrap(
+        str(combine),
+        slot="combine",
+        traits=[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
+        options={"reduce": combine.reduce, "init": combine.init},
+        init=init,
+        reduce=reduce,
+    )(step)
+
+
+def _finite(tensors: Sequence[Tensor], model: Tensor) -> Tensor:
+    """Whether all of them are finite, a bool where the model is."""
+    return torch.stack([x.isfinite().all() for x in tensors]).all() if tensors else torch.ones_like(model, dtype=torch.bool)
+
+
+def _wide(grad: Tensor) -> Tensor:
+    return grad.to(torch.promote_types(grad.dtype, torch.float32))
+
+
+def _like(flat: Tensor, grad: Tensor) -> Tensor:
+    """As the gradient is shaped, complex where that is, but as wide as the sum."""
+    return torch.view_as_complex(flat.view(*grad.shape, 2)) if grad.is_complex() else flat.view(grad.shape)
