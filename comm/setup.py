@@ -152,7 +152,7 @@ def _join(
     timeout: timedelta,
     store: Store | None,
     ranks_per_node: int | None,
-) -> tuple[int, HostMemory]:
+) -> tuple[int, HostMemory | None]:
     deadline = Deadline(timeout)
     local_rank, ranks_here = _from_environment("LOCAL_RANK"), _from_environment("LOCAL_WORLD_SIZE")
     per_node = ranks_here if ranks_per_node is None else ranks_per_node
@@ -173,7 +173,7 @@ def _join(
             )
         else:
             _from_environment("MASTER_PORT")
-    host = HostMemory() if "nccl" in chosen else keep_freed_memory()
+    host = None if "nccl" in chosen else keep_freed_memory()
     whole = open_store(init_method or "env://", rank=rank, size=size, deadline=deadline) if store is None else store
     # The launcher's store may outlive a world: a prefix keeps this world's keys apart from those of an earlier one.
     part = meet(whole, rank=rank, size=size, deadline=deadline)

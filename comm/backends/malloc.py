@@ -24,20 +24,17 @@ _MAPPED = 2  # the bit of a block's header that says that it is a mapping of its
 
 @attrs.frozen
 class HostMemory:
-    """What the library may do with malloc.
+    """What the library may do with malloc, where the choice is not the user's.
 
     Attributes:
-        libc: glibc, where its options are the library's to set; else None, and nothing here has an effect.
+        libc: glibc, whose options are the library's to set.
     """
 
-    libc: Any = attrs.field(default=None, repr=False)
+    libc: Any = attrs.field(repr=False)
 
     @contextmanager
     def mapped(self) -> Iterator[None]:
         """Large tensors that are made within the block, to stay, lie in mappings of their own, which leave no holes."""
-        if self.libc is None:
-            yield
-            return
         self.libc.mallopt(_MMAP_THRESHOLD, _LARGE)
         try:
             yield
@@ -46,19 +43,18 @@ class HostMemory:
 
     def release(self) -> None:
         """Gives the pages back to the kernel that are free now: those of a model, say, whose values are in a state."""
-        if self.libc is not None:
-            self.libc.malloc_trim(0)
+        self.libc.malloc_trim(0)
 
 
 @cache
-def keep_freed_memory() -> HostMemory:
+def keep_freed_memory() -> HostMemory | None:
     """Makes glibc keep freed memory for later allocations.
 
     Every step allocates the same large buffers. By default glibc returns many of them to the kernel, which zeroes every page
     of the next ones: tens of milliseconds a step for a model of 14 M parameters.
 
     A user's choice stays: ``MALLOC_...`` or ``GLIBC_TUNABLES`` in the environment, an earlier ``mallopt``, another allocator
-    that is preloaded, or ``FUNCTIONAL_DS_MALLOC=default``. Other C libraries are left alone.
+    that is preloaded, or ``FUNCTIONAL_DS_MALLOC=default``. Other C libraries are left alone. The result is then None.
 
     Raises:
         ValueError: ``FUNCTIONAL_DS_MALLOC`` is neither "keep" nor "default".
@@ -68,7 +64,7 @@ def keep_freed_memory() -> HostMemory:
         raise ValueError(f'{SETTING}={wanted!r} in the environment is unknown: use "keep" or "default"')
     libc = _glibc() if wanted == "keep" else None
     if libc is None or _is_tuned(libc):
-        return HostMemory()
+        return None
     for parameter, value in {_MMAP_THRESHOLD: _ALL, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: _CHUNK}.items():
         libc.mallopt(parameter, value)
     return HostMemory(libc)

@@ -1,18 +1,17 @@
 """Flat buffers on the host that are used again by size, so that those of one size never take the place of others."""
 
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from sys import getrefcount
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base.torch_private import dispatch_modes
 
 __all__ = ["Pool"]
 
-_FREE = 3  # references to a buffer without tensors: those of the list, of the loop and of the count itself
 _LEAST = 2**16  # bytes; smaller tensors are malloc's
 
 
@@ -24,7 +23,7 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[int, list[mmap]] = {}
+        self._buffers: dict[int, dict[mmap, StorageWeakRef]] = {}  # by size, with the tensors' storage
         self._lock = Lock()
 
     def __repr__(self) -> str:
@@ -56,9 +55,9 @@ class Pool:
         if size < _LEAST or device.type != "cpu" or dispatch_modes():
             return None
         with self._lock:
-            held = self._buffers.setdefault(size, [])
-            for buffer in held:
-                if getrefcount(buffer) == _FREE:
-                    return torch.frombuffer(buffer, dtype=dtype, count=numel)
-            held.append(mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS))
-            return torch.frombuffer(held[-1], dtype=dtype, count=numel)
+            held = self._buffers.setdefault(size, {})
+            free = next((buffer for buffer, storage in held.items() if storage.expired()), None)
+            buffer = free or mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+            taken = torch.frombuffer(buffer, dtype=dtype, count=numel)
+            held[buffer] = StorageWeakRef(taken.untyped_storage())
+            return taken

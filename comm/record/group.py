@@ -9,17 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache
 from time import monotonic
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.comm.backends.malloc import HostMemory
 from functional_ds.comm.table.collective import Call, Handle
 from functional_ds.comm.table.variance import Variance
 
 from .ledger import Ledger
+
+if TYPE_CHECKING:
+    from functional_ds.comm.backends.malloc import HostMemory
 
 __all__ = [
     "Beside",
@@ -74,7 +76,8 @@ class World(ABC):
         watch: follows the rank's values, in a simulation with ``variance=True``.
         made_for: what the calls on a group are made for, which all its ranks must have alike, by the group's ranks and name.
         ranks_per_node: how many ranks each node has, in the order of the ranks; 1 where that is unknown or differs.
-        host: what may be done with the memory of the rank's process.
+        host: what may be done with the memory of the rank's process; None where that is the user's choice, or one of several
+            ranks of a process.
     """
 
     rank: int
@@ -82,7 +85,7 @@ class World(ABC):
     watch: ValueWatch | None = attrs.field(default=None, init=False)
     made_for: dict[tuple[tuple[int, ...], str], str] = attrs.field(factory=dict, init=False)
     ranks_per_node: int = attrs.field(default=1, init=False)
-    host: HostMemory = attrs.field(factory=HostMemory, init=False)
+    host: "HostMemory | None" = attrs.field(default=None, init=False)
 
     @property
     def device(self) -> torch.device:

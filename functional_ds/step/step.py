@@ -103,7 +103,8 @@ class Step(Phases, FollowsFromAxes):
         """
         self._guard("init", params)
         held = Modules.of(params, modules)
-        with comm.world().world.host.mapped():
+        host = comm.world().world.host
+        with nullcontext() if host is None else host.mapped():
             state: State = self.phases["init"](self, self.phases["prepare"](self, params))
         undeclared = state.slots.keys() - {layer.slot for layer in self.layers}
         if undeclared:
@@ -450,8 +451,8 @@ class Step(Phases, FollowsFromAxes):
 
 def _release_before_first(state: State) -> None:
     """Before the first step: what its params were copied from may be gone, and is not to stay in memory."""
-    if state.batch is None:
-        comm.world().world.host.release()
+    if state.batch is None and (host := comm.world().world.host) is not None:
+        host.release()
 
 
 def _summary(guard: Callable[..., Any]) -> str:

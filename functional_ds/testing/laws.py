@@ -284,7 +284,7 @@ def _bytes(method: Method) -> None:
 LAWS = (
     Law("oracle", "on one device it computes what the oracle does", _oracle),
     Law("stages", "in ZeRO stages 0 to 3, on 2 and 3 ranks, it is the step on one device", _stages),
-    Law("replicated", "so it is beside T.replicated with the mean", _replicated),
+    Law("replicated", "so it is with T.replicated and the mean", _replicated),
     Law("accumulate before", "listed after T.accumulate(2) it is the step on the whole batch", _accumulated(first=_ACCUMULATE)),
     Law("accumulate after", "listed before T.accumulate(2) it is the step on the whole batch", _accumulated(last=_ACCUMULATE)),
     Law("clip before", "listed after T.clip it is the same on any ranks", _clipped(first=_CLIP)),

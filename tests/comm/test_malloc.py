@@ -19,7 +19,7 @@ spec.loader.exec_module(malloc)
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 exec(sys.argv[2])
-print(malloc.keep_freed_memory().libc is not None, malloc.keep_freed_memory.__wrapped__().libc is not None)
+print(malloc.keep_freed_memory() is not None, malloc.keep_freed_memory.__wrapped__() is not None)
 """
 
 
@@ -31,7 +31,7 @@ def _kept(before: str = "", **environment: str) -> str:
 
 
 @pytest.mark.parametrize("before", ["", "libc.free(libc.malloc(20 << 20))", "libc.free(libc.malloc(40 << 20))"])
-def test_what_nobody_has_set_is_set_once(before: str) -> None:
+def test_what_no_user_has_set_is_set_once(before: str) -> None:
     assert _kept(before) == "True False"
 
 

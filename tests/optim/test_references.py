@@ -298,7 +298,7 @@ def test_bad_input(make: Any, message: str) -> None:
 
 
 def test_others_must_be_optimizers() -> None:
-    with pytest.raises(TypeError, match="neither an fds optimizer"):
+    with pytest.raises(TypeError, match=r"torch\.optim\.AdamW changes parameters of its own in place"):
         fds.muon(0.1, torch.optim.AdamW)
     with pytest.raises(TypeError, match="neither an fds optimizer"):
         fds.param_groups({"w": 3}, fds.sgd(0.1))

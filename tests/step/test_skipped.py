@@ -266,7 +266,7 @@ BUGS = [
     ),
     Bug(
         "a vote hides an overflow",
-        "transforms.replicated:replicated.combine",
+        "transforms.zero.combine:Combine.combined",
         "_finite(means, weight) & (bad == 0)",
         "(bad >= 0) | (bad == 0)",
     ),

@@ -253,7 +253,7 @@ class Zero(ZeroConfig):
                 "on those; pass step.publish(state)"
             )
         layout, cache = _as_stored(partition, state.params), partition.cache
-        pool = None if comm.world().world.host.libc is None else cache.pool
+        pool = None if comm.world().world.host is None else cache.pool
         collectives = Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype), pool)
         device = state.params[0].device if state.params else torch.device("cpu")
         params = LazyParams(

@@ -122,7 +122,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "the norm misses other ranks' slices",
-            "step.mesh_axes:_norm_over",
+            "step.mesh_axes:_total",
             "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
             "functools.reduce(operator.add, divided)",
         ),
@@ -136,9 +136,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "the norm counts shared heads on each rank",
-            "step.mesh_axes:_norm_over",
-            "norm**2 / count if count > 1 else norm**2",
-            "norm**2",
+            "step.mesh_axes:_total",
+            "part / count if count > 1 else part",
+            "part",
         ),
         Bug("an attention has all heads' groups", "parallel.tensor.module_calls:_local", "heads % n == 0", "False"),
     ],
