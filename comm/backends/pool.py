@@ -23,7 +23,7 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[int, dict[mmap, StorageWeakRef]] = {}  # by size, with the tensors' storage
+        self._held: dict[int, dict[mmap, StorageWeakRef]] = {}  # by size, with the tensors' storage
         self._lock = Lock()
 
     def __repr__(self) -> str:
@@ -38,7 +38,7 @@ class Pool:
     @property
     def bytes(self) -> int:
         """The bytes of all buffers."""
-        return sum(size * len(held) for size, held in self._buffers.items())
+        return sum(size * len(held) for size, held in self._held.items())
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """A tensor ``[numel]`` without values; None where torch's allocator is to give it: on a GPU, say, or while traced.
@@ -55,7 +55,7 @@ class Pool:
         if size < _LEAST or device.type != "cpu" or dispatch_modes():
             return None
         with self._lock:
-            held = self._buffers.setdefault(size, {})
+            held = self._held.setdefault(size, {})
             free = next((buffer for buffer, storage in held.items() if storage.expired()), None)
             buffer = free or mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
             taken = torch.frombuffer(buffer, dtype=dtype, count=numel)

@@ -414,7 +414,7 @@ class Step(Phases, FollowsFromAxes):
 
         >>> import functional_ds as fds
         >>> fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)).guards()["norm"]
-        ['Refuses a norm of gradients that are not reduced yet.']
+        ['Refuses a norm, a product or sums by leaf of gradients that are not reduced yet.']
         """
         found = {call: [_summary(guard) for guard in guards] for call, guards in GUARDS.items()}
         for layer in self.layers:

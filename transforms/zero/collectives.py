@@ -101,10 +101,8 @@ class Collectives:
         """The first level alone, encoded; any number of ``gather`` may use one result."""
         return self._first_level(shards, self.groups)
 
-    def gather_all(
-        self, segments: Sequence[Segment], stored: Sequence[Tensor], which: Sequence[int], out: Flats | None = None
-    ) -> Flats:
-        """All-gathers the segments listed in ``which``, up to two more in flight; returns ``stored`` with those whole.
+    def gather_all(self, segments: Sequence[Segment], stored: Flats, which: Sequence[int], out: Flats | None = None) -> Flats:
+        """All-gathers the segments listed in ``which``, up to two more in flight, each into its shard's place in ``stored``.
 
         Args:
             segments: of all flat tensors.
@@ -112,22 +110,21 @@ class Collectives:
             which: the list.
             out: memory for whole segments, at their numbers.
         """
-        whole, in_flight = list(stored), deque[comm.Pending[tuple[int, Tensor]]]()
-        del stored
+        in_flight = deque[comm.Pending[tuple[int, Tensor]]]()
 
         def arrive() -> None:
             i, flat = in_flight.popleft().wait()
-            whole[i] = like_marked(flat, whole[i])
+            stored[i] = like_marked(flat, stored[i])
 
         for i in which:
             if self.groups.among(segments[i].sharers).levels:
                 room = None if out is None else [out[i]]
-                in_flight.append(self.gather([segments[i]], [whole[i]], out=room).then(partial(_numbered, i)))
+                in_flight.append(self.gather([segments[i]], [stored[i]], out=room).then(partial(_numbered, i)))
             if len(in_flight) > 2:
                 arrive()
         while in_flight:
             arrive()
-        return whole
+        return stored
 
     def _first_level(self, shards: Sequence[Tensor], groups: ProcessGroups, out: Flats | None = None) -> "comm.Pending[Any]":
         return self._all_gather(self._encoded([shard.detach() for shard in shards]), groups.levels[0], out)

@@ -177,9 +177,9 @@ class Zero(ZeroConfig):
         exact: Sequence[Tensor | None] = ()
         whole = self._whole(layout) if self.stage else []
         if whole:
-            own, state = [state.params], tree.replace(state, params=())
-            exact = self._exact(layout, own[0], whole, groups)
-            state = tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, own.pop(), whole))
+            own, state = list(state.params), tree.replace(state, params=())
+            exact = self._exact(layout, own, whole, groups)
+            state = tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, own, whole))
         return state.put(zero=Partition(layout, cache, exact))
 
     def _whole(self, layout: Layout) -> list[int]:
@@ -200,7 +200,7 @@ class Zero(ZeroConfig):
         layout, groups = partition.layout, ProcessGroups.by(self)
         stored = inner(step, tree.replace(state, params=_either(partition.exact, state.params)))
         exactly = Collectives(groups, attrs.evolve(self, all_gather=comm.all_gather))
-        return layout.unflatten(exactly.gather_all(layout.segments, stored, _in_shards(layout, stored, groups)))
+        return layout.unflatten(exactly.gather_all(layout.segments, [*stored], _in_shards(layout, stored, groups)))
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """Where params are whole: the inner update of this rank's shards, then a gather of all ranks' new shards.
