@@ -2182,7 +2182,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (exceptions_keep_their_dtype,): [
         Bug("exceptions share a segment", "sharding.layout:Layout.of", "stored_in(leaf)", "None"),
-        Bug("marks get lost", "base.marks:like_marked", "_marked(marked, marks) if marks else marked", "marked"),
+        Bug("marks get lost", "base.marks:like_marked", "_marked(marked, marks) if marks else marked", "marked", ValueError),
         Bug(
             "the last rule counts",
             "transforms.precision.policy:Policy.mark",

@@ -89,7 +89,7 @@ def test_tensor_parallel_ranks_are_tried_where_the_model_says_its_cuts(
 
 def test_a_trial_of_tensor_parallel_ranks_has_the_predicted_state() -> None:
     """Law: predicted bytes of a rank's state = measured ones, on the mesh (1, 2)."""
-    job = on_mesh(f"{HERE}:cut", 1, stage=0, micro_batch=2, tp=2).changed({"steps": 1})
+    job = on_mesh(f"{HERE}:cut", 1, stage=1, micro_batch=2, tp=2).changed({"steps": 1})
     expected = forecast(planned(job), job, machine=MACHINES["h100"], limit=0).shape.memory.state
     assert [state for _, _, state in comm.simulate(run_rank, job, world_size=2)] == [expected] * 2
 
