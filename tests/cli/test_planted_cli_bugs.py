@@ -177,6 +177,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             "jobs.resolve:_group",
             "around.mesh is None",
             "True",
+            CommandError,
         ),
     ],
     test_axes.test_every_mesh_is_enumerated: [
