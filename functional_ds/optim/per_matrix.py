@@ -98,12 +98,8 @@ def per_matrix(
     >>> step.params(state)["w"].tolist()
     [[0.75, 0.75], [0.75, 0.75]]
     """
-    for what, given in (("init", init), ("rule", rule)):
-        if not callable(given):
-            raise TypeError(f"per_matrix: {what}={given!r} is not callable")
     check(lr=lr, weight_decay=weight_decay)
-    shown = str(name or getattr(rule, "__name__", type(rule).__name__))
-    takes_param = "param" in inspect.signature(rule).parameters
+    shown, takes_param = _described("per_matrix", init, rule, name)
 
     def make(owners: MatrixOwners) -> Optimizer:
         leaf_map = owners.leaf_map
@@ -147,6 +143,18 @@ def per_matrix(
     return on_matrices(
         make, others, matrices, stacks, kind=shown, name=f"{shown}(lr={lr}, weight_decay={weight_decay}, {{others}})"
     )
+
+
+def _described(optimizer: str, init: Any, rule: Any, name: str | None) -> tuple[str, bool]:
+    """A rule's name for printing, and whether it has a parameter ``param``.
+
+    Raises:
+        TypeError: ``init`` or ``rule`` is not callable.
+    """
+    for what, given in (("init", init), ("rule", rule)):
+        if not callable(given):
+            raise TypeError(f"{optimizer}: {what}={given!r} is not callable")
+    return str(name or getattr(rule, "__name__", type(rule).__name__)), "param" in inspect.signature(rule).parameters
 
 
 # -- rules for leaves of which a rank may have a part -------------------------------------------------------------------------
@@ -207,12 +215,8 @@ def per_leaf(
     >>> step.params(state)["w"].tolist()
     [-3.0, -4.0]
     """
-    for what, given in (("init", init), ("rule", rule)):
-        if not callable(given):
-            raise TypeError(f"per_leaf: {what}={given!r} is not callable")
     check(lr=lr, weight_decay=weight_decay)
-    shown = str(name or getattr(rule, "__name__", type(rule).__name__))
-    takes_param = "param" in inspect.signature(rule).parameters
+    shown, takes_param = _described("per_leaf", init, rule, name)
 
     def kept_as() -> optree.PyTreeSpec:
         return tree.structure(init(torch.empty(0)))

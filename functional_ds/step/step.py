@@ -228,7 +228,7 @@ class Step(Phases, FollowsFromAxes):
         return trainable(self.scatter(state).params)
 
     def with_trained(self, state: State, tensors: Sequence[Tensor]) -> State:
-        """The state whose trained params are these: a place beside the state's own, to run or differentiate the loss at.
+        """The state with these trained params: another point, at which to run or differentiate the loss.
 
         Law: ``step.trained(step.with_trained(state, x))`` is x, and ``with_trained(state, step.trained(state))`` the state.
         Frozen params, the optimizer's state and all slots stay. It may share memory with the state. Collective in ZeRO 1 and 2.

@@ -24,7 +24,7 @@ NAMES = ["ring", "tree", "double_tree", "recursive_doubling", "halving_doubling"
 
 
 def butterfly(x: Any, group: Any = None) -> Any:
-    """An all-reduce of one's own, in which ranks at distance 1, 2, 4, ... exchange sums; for 2, 4, 8, ... ranks."""
+    """A custom all-reduce, in which ranks at distance 1, 2, 4, ... exchange sums; for 2, 4, 8, ... ranks."""
     group = group or comm.world()
     for level in range(group.size.bit_length() - 1):
         partner = comm.Permutation((rank, rank ^ (1 << level)) for rank in range(group.size))
@@ -45,7 +45,7 @@ def scattered(x: Any, group: Any, *, tiled: bool) -> Any:
 
 
 class Halves:
-    """A codec of one's own: what is sent is in fp16."""
+    """A custom codec: what is sent is in fp16."""
 
     def encode(self, rows: Tensor) -> tuple[Tensor, ...]:
         return (rows.half(),)

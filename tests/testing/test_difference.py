@@ -64,7 +64,7 @@ def test_leaves_of_one_tree_alone() -> None:
 
 
 BUGS = [
-    Bug("values in the place of bits", "testing.difference:_compared", "same_bits(x, y)", "torch.equal(x, y)"),
+    Bug("values instead of bits", "testing.difference:_compared", "same_bits(x, y)", "torch.equal(x, y)"),
     Bug("the first tree's paths alone", "testing.difference:difference", "[*left, *right]", "[*left]"),
     Bug(
         "a difference with its sign",

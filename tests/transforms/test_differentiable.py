@@ -62,7 +62,7 @@ class Heavy:
 
 
 def in_place(lr: Any) -> fds.Optimizer:
-    """An optimizer of one's own, which writes into what it gets."""
+    """A custom optimizer, which writes into what it gets."""
 
     def update(params: list[Tensor], grads: fds.Weighted, state: Any, rate: Any) -> tuple[list[Tensor], Any]:
         for p, grad in zip(params, grads.sum, strict=True):

@@ -166,7 +166,7 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
 
 
 def everything() -> Any:
-    """All that a method of one's own is made of, once."""
+    """All that a custom method is made of, once."""
     found = [program(3, 2)]
     codec = comm.codecs.compressed(comm.reduce_scatter, Halves())
     for strategy in (
