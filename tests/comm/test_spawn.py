@@ -178,11 +178,14 @@ def test_a_rank_that_dies_before_it_joins_ends_all(tmp_path: Path) -> None:
 
 
 def connected(port: int, stops: bool) -> None:
-    """Tells the test that this rank lives, as long as it does. The last one stops."""
+    """Tells the test that this rank lives, as long as it does. The last one stops, and a child tells it once that is so."""
     line = socket.create_connection(("127.0.0.1", port))
-    line.sendall(b"!")
-    if stops and comm.world().rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if not stops or comm.world().rank == 0:
+        line.sendall(b"!")
+    elif os.fork() == 0:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        line.sendall(b"!")
+        os._exit(0)
     while True:
         comm.all_reduce(torch.ones(3))
         time.sleep(0.05)
