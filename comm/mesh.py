@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from functional_ds.base.notebook import html_table
 from functional_ds.comm.record.group import Group, World
 from functional_ds.comm.worlds.current import world
 from functional_ds.comm.worlds.process import ProcessWorld
 
 __all__ = ["Mesh", "mesh"]
+
+_SHOWN_ROWS = 32
 
 
 def _listed(axes: dict[str, int]) -> str:
@@ -129,6 +132,13 @@ class Mesh:
         for name, size in self.axes.items():
             axes.update(sizes if name == axis else {name: size})
         return attrs.evolve(self, axes=axes)
+
+    def _repr_html_(self) -> str:
+        *outer, last = self.axes
+        wide, places = self.axes[last], itertools.product(*(range(self.axes[axis]) for axis in outer))
+        names = [f"[{rank}]" if place == self.rank else rank for place, rank in enumerate(self.ranks)]
+        rows = [(*at, *names[row * wide : (row + 1) * wide]) for row, at in enumerate(places)]
+        return html_table([*outer, *(f"{last} {place}" for place in range(wide))], rows[:_SHOWN_ROWS], caption=repr(self))
 
     def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """The same axes as a torch ``DeviceMesh``; ``device_type=None`` is CUDA where NCCL serves it, else the CPU.

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .checked import checked, monitored_barrier
     from .clock import Offsets, clock_offsets
     from .explore import explore
-    from .page import Arrow, Chart, calls_chart, write_page
+    from .page import Arrow, Chart, calls_chart, waits_chart, write_page
     from .trace import Spread, spreads, write_trace
     from .traffic import draw_traffic, traffic
 
@@ -25,6 +25,7 @@ __all__ = [
     "monitored_barrier",
     "spreads",
     "traffic",
+    "waits_chart",
     "write_page",
     "write_trace",
 ]

@@ -1,20 +1,26 @@
 """Charts of runs on an HTML page, which opens in a browser without a server: ranks as lanes, calls as spans, arrows, memory."""
 
 import html
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import attrs
 
 from functional_ds.comm.record.ledger import Event
+from functional_ds.comm.table.errors import DeadlockError
 
 from .trace import Slice, slices_of
 
-__all__ = ["Arrow", "Chart", "calls_chart", "write_page"]
+__all__ = ["Arrow", "Chart", "calls_chart", "waits_chart", "write_page"]
 
-_LANE, _SPAN, _CURVE, _WIDTH = 20, 14, 60, 1000  # pixels
+_LANE, _SPAN, _CURVE, _AXIS = 20, 14, 60, 18  # pixels
+_LEGEND = 120  # letters of all names, with more of which they are in the spans alone
+_LETTER = 0.008  # of the chart's width; a span has its name where there is room for it
+_MARK = (
+    '<defs><marker id="fds-head" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="5" markerHeight="5" orient="auto">'
+    '<path d="M0 0L6 3L0 6z" fill="currentColor"/></marker></defs>'
+)
 
 
 @attrs.frozen
@@ -35,58 +41,100 @@ class Chart:
         title: a line of text.
         lanes: the slices of each lane, by its name, from top to bottom.
         arrows: between lanes.
-        curve: below the lanes: places on the axis, in order, and a value from each on, such as the bytes in memory.
-        unit: of the axis.
+        curve: below the lanes: places on the axis, in order, and the bytes in memory from each on.
+        unit: of the axis; empty for a schedule's own units, None for no axis.
     """
 
     title: str
     lanes: Mapping[str, Sequence[Slice]]
     arrows: Sequence[Arrow] = ()
     curve: Sequence[tuple[float, float]] = ()
-    unit: str = "s"
+    unit: str | None = "s"
 
     def _repr_html_(self) -> str:
-        return f"<figure><figcaption>{html.escape(self.title)}</figcaption>{self._svg()}</figure>"
+        names = sorted({span.name for lane in self.lanes.values() for span in lane})
+        fills = {name: f"hsl({index * 137.5 % 360:g} 60% 70%)" for index, name in enumerate(names)}
+        shown = " ".join(
+            f'<span style="background: {fill}; color: #000; padding: 0 4px; white-space: nowrap">{html.escape(name)}</span>'
+            for name, fill in fills.items()
+        )
+        legend = f"<div>{shown}</div>" if len(names) > 1 and len("".join(names)) <= _LEGEND else ""
+        caption = f"<figcaption>{html.escape(self.title)}</figcaption>{legend}"
+        return f'<figure style="margin: 16px 0">{caption}{self._drawn(fills)}</figure>'
 
-    def _svg(self) -> str:
+    def _drawn(self, fills: Mapping[str, str]) -> str:
+        """The lanes' names, and beside them the spans; places are in percent, so that the chart is as wide as its page."""
         spans = [span for lane in self.lanes.values() for span in lane]
         start = min((span.began for span in spans), default=0.0)
         length = max((span.ended for span in spans), default=start) - start or 1.0
-        below = _LANE * len(self.lanes)
-        height = below + (_CURVE if self.curve else 0)
+        lanes = _LANE * len(self.lanes)
+        below = lanes + (_CURVE if self.curve else 0)
 
         def x(time: float) -> float:
-            return round((time - start) / length * _WIDTH, 3)
+            return round((time - start) / length * 100, 4)
 
         middle = {name: _LANE * row + _LANE / 2 for row, name in enumerate(self.lanes)}
-        names = "".join(f'<text x="4" y="{y + 4}">{html.escape(name)}</text>' for name, y in middle.items())
-        rects = "".join(
-            f'<rect x="{x(span.began)}" y="{middle[name] - _SPAN / 2}" width="{max(x(span.ended) - x(span.began), 0.5)}" '
-            f'height="{_SPAN}" fill="hsl({zlib.crc32(span.name.encode()) % 360} 60% 60%)">'
-            f"<title>{html.escape(self._said(span))}</title></rect>"
+        heads = "".join(_head(name, _LANE) for name in self.lanes)
+        if self.curve:
+            heads += _head(f"memory, at most {max(value for _, value in self.curve):,.0f} bytes", _CURVE)
+        drawn = "".join(
+            f'<svg class="span" x="{x(span.began)}%" y="{middle[name] - _SPAN / 2}" height="{_SPAN}" '
+            f'width="{max(x(span.ended) - x(span.began), 0.05):.4f}%"><title>{html.escape(self._said(span))}</title>'
+            f'<rect width="100%" height="100%" fill="{fills[span.name]}"/>'
+            + (
+                f'<text x="2" y="11" fill="#000">{html.escape(span.name)}</text>'
+                if span.ended - span.began > _LETTER * (len(span.name) + 0.5) * length
+                else ""
+            )
+            + "</svg>"
             for name, lane in self.lanes.items()
             for span in lane
         )
-        top = max((value for _, value in self.curve), default=0.0)
-        values = [(x(time), height - value / (top or 1.0) * (_CURVE - _LANE)) for time, value in self.curve]
-        corners = [f"H{at} V{level:.2f}" for at, level in [*values, (_WIDTH, height)]]
-        area = f'<path d="M0 {height} {" ".join(corners)} Z" fill-opacity="0.4"/>' if self.curve else ""
-        names += f'<text x="4" y="{height - 4}">at most {top:,.0f}</text>' if self.curve else ""
         lines = "".join(
-            f'<line x1="{x(one.from_time)}" y1="{middle[one.from_lane]}" x2="{x(one.to_time)}" y2="{middle[one.to_lane]}"/>'
+            f'<line x1="{x(one.from_time)}%" y1="{middle[one.from_lane]}" x2="{x(one.to_time)}%" y2="{middle[one.to_lane]}" '
+            'marker-end="url(#fds-head)"/>'
             for one in self.arrows
         )
-        view = f'viewBox="0 0 {_WIDTH} {height}" preserveAspectRatio="none" height="{height}"'
+        anchors = ("start", "middle", "middle", "middle", "end")
+        ticks = "".join(
+            f'<text x="{part * 25}%" y="{below + 13}" text-anchor="{anchor}">{html.escape(self._at(length * part / 4))}</text>'
+            for part, anchor in enumerate(anchors if self.unit is not None else ())
+        )
+        wide = 'width="100%" style="min-width: 560px; display: block; background: rgb(127 127 127 / 0.1)"'
         return (
-            f'<div style="display: flex"><svg style="flex: none" width="220" height="{height}" fill="currentColor">'
-            f"{names}</svg>"
-            f'<svg class="spans" style="flex: auto; min-width: 0" {view}>{rects}{area}'
-            f'<g stroke="currentColor" stroke-opacity="0.5">{lines}</g></svg></div>'
+            '<div style="display: flex; font: 11px/1.2 sans-serif">'
+            f'<div style="flex: none; max-width: 35%; padding-right: 6px">{heads}</div>'
+            '<div class="scrolls" style="flex: auto; min-width: 0; overflow-x: auto">'
+            f'<svg class="spans" height="{below + (_AXIS if ticks else 0)}" {wide} fill="currentColor">{_MARK}{drawn}'
+            f'{self._area(x, lanes)}{ticks}<g stroke="currentColor" stroke-opacity="0.45">{lines}</g></svg></div></div>'
+        )
+
+    def _area(self, x: Callable[[float], float], top: int) -> str:
+        """The curve, in a picture of its own, which is stretched to the chart's width."""
+        if not self.curve:
+            return ""
+        most, room = max(value for _, value in self.curve) or 1.0, _CURVE - 6
+        corners = " ".join(f"H{x(time)} V{_CURVE - value / most * room:.2f}" for time, value in self.curve)
+        path = f'<path d="M0 {_CURVE} {corners} H100 V{_CURVE} Z" fill-opacity="0.4"/>'
+        return (
+            f'<svg y="{top}" width="100%" height="{_CURVE}" viewBox="0 0 100 {_CURVE}" preserveAspectRatio="none">{path}</svg>'
         )
 
     def _said(self, span: Slice) -> str:
         more = "".join(f", {name} {value}" for name, value in span.more.items())
-        return f"{span.name}: {span.ended - span.began:.6g} {self.unit}{more}"
+        return f"{span.name}: {self._at(span.ended - span.began)}{more}"
+
+    def _at(self, length: float) -> str:
+        """A length of the axis with its unit; short times in ms or μs."""
+        if self.unit != "s" or length >= 1 or not length:
+            return f"{length:.6g} {self.unit or ''}".strip()
+        return f"{length * 1e3:.4g} ms" if length >= 1e-3 else f"{length * 1e6:.4g} μs"
+
+
+def _head(name: str, height: int) -> str:
+    """A lane's name, cut off where the page is narrow."""
+    style = f"height: {height}px; line-height: {_LANE}px; overflow: hidden; text-overflow: ellipsis; white-space: nowrap"
+    return f'<div class="head" style="{style}" title="{html.escape(name)}">{html.escape(name)}</div>'
 
 
 class _RankEvents(Protocol):
@@ -159,8 +207,60 @@ def _arrows(call: Mapping[int, Event]) -> list[Arrow]:
     ]
 
 
+def waits_chart(error: DeadlockError) -> Chart:
+    """A deadlock as a picture: what each rank waits in, and arrows to the ranks that it waits for.
+
+    Law: the title names a cycle, each of whose ranks waits for the next; if there is none, a rank that will not come.
+
+    Args:
+        error: from ``simulate``.
+
+    Raises:
+        ValueError: the error does not say who waits for whom.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> def facing():
+    ...     other = 1 - comm.world().rank
+    ...     comm.send(torch.ones(1), other)
+    ...     comm.recv(torch.ones(1), other)
+    >>> try:
+    ...     comm.simulate(facing, world_size=2)
+    ... except comm.errors.DeadlockError as error:
+    ...     print(waits_chart(error).title)
+    deadlock: rank 0 waits for rank 1, rank 1 waits for rank 0
+    """
+    if not error.waits:
+        raise ValueError("error: it does not say who waits for whom; errors of comm.simulate do")
+    ranks = sorted({*error.waits, *(other for _, others in error.waits.values() for other in others)})
+    lanes = {f"rank {rank}": [Slice("", error.waits[rank][0], 0, 1)] if rank in error.waits else [] for rank in ranks}
+    pairs = [(rank, other) for rank, (_, others) in error.waits.items() for other in others]
+    places = [0.4 + 0.6 * (index + 0.5) / len(pairs) for index in range(len(pairs))]
+    arrows = [Arrow(f"rank {a}", at, f"rank {b}", at) for (a, b), at in zip(pairs, places, strict=True)]
+    story = ", ".join(
+        f"rank {a} waits for rank {b}" for a, b in _cycle({rank: others for rank, (_, others) in error.waits.items()})
+    )
+    return Chart(f"deadlock: {story}", lanes, arrows, unit=None)
+
+
+def _cycle(waits: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
+    """A cycle of ranks that wait for the next one; else a rank that waits for one that does not."""
+    inside = set(waits)
+    while ends := {rank for rank in inside if inside.isdisjoint(waits[rank])}:
+        inside -= ends
+    if not inside:
+        return [(rank, others[0]) for rank, others in waits.items() if others[0] not in waits][:1]
+    chain = [min(inside)]
+    while (following := next(rank for rank in waits[chain[-1]] if rank in inside)) not in chain:
+        chain.append(following)
+    chain = chain[chain.index(following) :]
+    return list(zip(chain, [*chain[1:], following], strict=True))
+
+
 def write_page(charts: Sequence[Chart], path: str | Path, *, title: str = "A run") -> None:
-    """Writes charts as a page of HTML without other files. The mouse wheel zooms, a span tells what it is when pointed at.
+    """Writes charts as a page of HTML without other files.
+
+    Control and the mouse wheel zoom; a span that is pointed at tells what it is. On a narrow page the lanes scroll.
 
     Args:
         charts: from top to bottom.
@@ -174,20 +274,17 @@ def write_page(charts: Sequence[Chart], path: str | Path, *, title: str = "A run
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>TITLE</title><style>
 :root { color-scheme: light dark; font: 13px system-ui, sans-serif }
-.spans { background: color-mix(in srgb, currentColor 6%, transparent) }
-line { vector-effect: non-scaling-stroke; marker-end: url(#head) }
+h1 { font-size: 18px }
 </style></head><body><h1>TITLE</h1>
-<svg width="0" height="0"><defs><marker id="head" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="6" markerHeight="6"
-orient="auto"><path d="M0 0L6 3L0 6z" fill="currentColor"/></marker></defs></svg>
 FIGURES<script>
 for (const svg of document.querySelectorAll("svg.spans")) {
-  const box = svg.viewBox.baseVal, whole = box.width;
   svg.addEventListener("wheel", event => {
-    if (event.shiftKey) return;
+    if (!event.ctrlKey) return;
     event.preventDefault();
-    const at = event.offsetX / svg.clientWidth, center = box.x + at * box.width;
-    box.width = Math.min(whole, box.width * (event.deltaY < 0 ? 0.8 : 1.25));
-    box.x = Math.max(0, Math.min(whole - box.width, center - at * box.width));
+    const box = svg.parentElement, left = event.clientX - box.getBoundingClientRect().left;
+    const at = (box.scrollLeft + left) / svg.clientWidth;
+    svg.style.minWidth = Math.max(560, Math.min(100000, svg.clientWidth * (event.deltaY < 0 ? 1.25 : 0.8))) + "px";
+    box.scrollLeft = at * svg.clientWidth - left;
   }, { passive: false });
 }
 </script></body></html>

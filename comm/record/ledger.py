@@ -12,6 +12,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base.device import synchronize
+from functional_ds.base.notebook import html_table
 from functional_ds.comm.table.collective import Call, Handle, Here, Traffic
 
 __all__ = ["Event", "Ledger", "Row", "RowsBySize", "add_by_size", "begin"]
@@ -292,6 +293,16 @@ class Ledger:
     def bytes(self) -> int:
         """Bytes this rank sent, over all rows."""
         return sum(row.bytes for row in self.rows)
+
+    def _repr_html_(self) -> str:
+        total = Row("total", "", 0, self.calls, self.elements, self.bytes)
+        rows = [
+            (r.collective, r.group, r.size or "", r.calls, f"{r.elements:,}", f"{r.bytes:,}")
+            + ((f"{r.seconds * 1e3:.3f}" if r.timed else "",) if self.times else ())
+            for r in [*self.rows, total]
+        ]
+        head = ["collective", "group", "ranks", "calls", "elements", "bytes", *(["ms"] if self.times else [])]
+        return html_table(head, rows, caption=f"sent by rank {self.rank}")
 
     def table(self) -> str:
         """The rows as text, with a total; with times, seconds and bandwidths in GB/s (1e9 bytes)."""

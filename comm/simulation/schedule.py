@@ -214,7 +214,7 @@ class Simulator:
         self.fruitless = 0 if found else self.fruitless + 1
         if self.fruitless > _MAX_FRUITLESS_POLLS:
             self.waiting[rank] = slot
-            raise DeadlockError(self.describe())
+            raise self.deadlock()
         return found
 
     def check(self) -> None:
@@ -227,7 +227,7 @@ class Simulator:
             self.polling.add(rank)
         successor = self.pick()
         if successor is None:
-            self.failure = self.failure or DeadlockError(self.describe())
+            self.failure = self.failure or self.deadlock()
             raise AbortedError
         self.hand_over(rank, successor)
         self.polling.discard(rank)
@@ -273,7 +273,7 @@ class Simulator:
             return
         successor = self.pick()
         if successor is None:
-            self.failure = self.failure or DeadlockError(self.describe())
+            self.failure = self.failure or self.deadlock()
             successor = self.pick()
         if successor is not None:
             self.pass_to(successor)
@@ -334,6 +334,17 @@ class Simulator:
             thread.join()
 
     # -- what went wrong -----------------------------------------------------------------------------------------------
+
+    def deadlock(self) -> DeadlockError:
+        """The error that says where each rank waits."""
+        found = {
+            rank: slot for rank, slot in sorted(self.waiting.items()) if isinstance(slot, GroupCall) and rank < self.world_size
+        }
+        waits = {
+            rank: (f"{slot.arrivals[rank]} at {slot.arrivals[rank].site}", tuple(slot.missing()))
+            for rank, slot in found.items()
+        }
+        return DeadlockError(self.describe(), waits=waits)
 
     def describe(self) -> str:
         """The state of every rank: finished, or the call that it waits in and the ranks that it waits for."""

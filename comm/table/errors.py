@@ -1,5 +1,7 @@
 """Errors between ranks."""
 
+from collections.abc import Mapping
+
 __all__ = [
     "CommError",
     "DeadlockError",
@@ -22,7 +24,15 @@ class MismatchError(CommError):
 
 
 class DeadlockError(CommError):
-    """No rank can continue: every unfinished rank waits for another."""
+    """No rank can continue: every unfinished rank waits for another.
+
+    Attributes:
+        waits: by rank, the call that its program waits in, and the ranks that it waits for. Empty where that is not known.
+    """
+
+    def __init__(self, *args: object, waits: Mapping[int, tuple[str, tuple[int, ...]]] | None = None) -> None:
+        super().__init__(*args)
+        self.waits = dict(waits or {})
 
 
 class DivergenceError(CommError):

@@ -16,6 +16,7 @@ from functional_ds.base import tree
 from functional_ds.base.batch import rows_of
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable, like_marked, trainable
+from functional_ds.base.notebook import html_table
 from functional_ds.base.weighted import Weighted, check_constant
 
 from .axes import with_axis
@@ -428,12 +429,9 @@ class Step(Phases, FollowsFromAxes):
         return f"Step({self})"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         rows = [(self.name, "all", "")]
         rows += [(layer.name, ", ".join(layer.phases), layer.slot or "") for layer in self.layers]
-        cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-        return f"<table><tr><th>transform</th><th>wraps</th><th>slot</th></tr>{cells}</table>"
+        return html_table(["transform", "wraps", "slot"], rows)
 
     def at_rows(self, state: State, rows: int) -> State:
         """The state as the gradients of so many rows a rank see it: its key at this step and at this rank's rows."""

@@ -1,6 +1,5 @@
 """``difference``: where two states, or any two trees, differ."""
 
-import html
 from typing import Any
 
 import attrs
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.notebook import html_text
 
 from .same import same_bits
 
@@ -51,7 +51,7 @@ class Difference:
         return "\n".join([f"{leaf.path:<{width}}  {leaf.what}" for leaf in self.leaves] + [f"{self.equal} leaves are equal"])
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return html_text(self)
 
 
 def difference(a: Any, b: Any) -> Difference:

@@ -1,12 +1,13 @@
 """``holds``: a transform or an optimizer against all laws, as a table."""
 
-import html
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import attrs
+
+from functional_ds.base.notebook import html_table
 
 from .laws import LAWS, Law
 from .method import Method, NotApplicableError, WrongError, refuses
@@ -82,8 +83,7 @@ class LawTable:
 
     def _repr_html_(self) -> str:
         lines = [(row.law, row.outcome, row.words or row.says) for row in self.rows]
-        cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
-        return f"<table><caption>{html.escape(self.title)}</caption>{cells}</table>"
+        return html_table(["law", "outcome", ""], lines, caption=self.title)
 
 
 @attrs.define(eq=False)

@@ -11,6 +11,7 @@ import torch
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked, without_values
+from functional_ds.base.notebook import html_text
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.codecs.compressed import Compressed, encode_leaf
 from functional_ds.comm.record.ledger import Row
@@ -181,6 +182,9 @@ class CostReport:
         return sum(part.nbytes for part in encode_leaf(gather.codec, row)) if isinstance(gather, Compressed) else row.nbytes
 
     # -- as text -------------------------------------------------------------------------------------------------------
+
+    def _repr_html_(self) -> str:
+        return html_text(self)
 
     def __str__(self) -> str:
         config, layout = self.config, self.layout

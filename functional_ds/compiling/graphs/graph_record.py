@@ -1,6 +1,7 @@
 """A step's graph: what it takes and gives, what is in memory at each node, and how it prints."""
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
+from functional_ds.base.notebook import html_table, html_text
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.call_recorder import TraceNotes
 from functional_ds.step.state.state import State
@@ -193,6 +195,13 @@ class StepGraph:
             ImportError: matplotlib is not installed (the extra ``train``).
         """
         return draw_cost(self.cost(machine, links=links), path, title=title)
+
+    def _repr_html_(self) -> str:
+        calls = Counter((site.call.collective.name, site.group.name) for site in self.sites)
+        table = html_table(
+            ["collective", "group", "calls"], [(*what, count) for what, count in calls.items()], caption=repr(self)
+        )
+        return f"{table}<details><summary>nodes</summary>{html_text(self)}</details>"
 
     def __str__(self) -> str:
         """A line a node: its phase where one begins, what is in memory, the operator, and what a collective carries."""

@@ -248,7 +248,7 @@ class Timeline:
             ]
             for rank in range(min(ranks or self.schedule.ranks, self.schedule.ranks))
         }
-        return Chart(f"makespan {self.makespan:g}, bubble {self.bubble:.1%}, peak memory {max(self.peak):g}", lanes)
+        return Chart(f"makespan {self.makespan:g}, bubble {self.bubble:.1%}, peak memory {max(self.peak):g}", lanes, unit="")
 
     def _repr_html_(self) -> str:
         return self.chart(ranks=_SHOWN_RANKS)._repr_html_()

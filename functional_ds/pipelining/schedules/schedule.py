@@ -1,12 +1,13 @@
 """``Schedule``: for each rank its actions in order, and which rank holds which stage."""
 
-import html
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, Literal
 
 import attrs
 import numpy as np
+
+from functional_ds.base.notebook import html_text
 
 from .action import COMPUTE, MESSAGES, Action, Codes, Kind, kinds, microbatches, packed, unpack
 
@@ -216,7 +217,7 @@ class Schedule:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return html_text(self)
 
     def __repr__(self) -> str:
         count = sum(map(len, self.codes))

@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.device import arriving
 from functional_ds.base.marks import like_marked
+from functional_ds.base.notebook import html_table, html_text
 from functional_ds.base.prng import Key
 from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.sharding.leaf_map import LeafMap
@@ -146,13 +147,11 @@ class State:
         return f"State(step={done}, {count} stored params, {size:,} bytes in all, slots: {', '.join(self.slots) or 'none'})"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         if not self.__dict__:
-            return escape(repr(self))
+            return html_text(repr(self))
         kinds = {"params": self.params, "optimizer": self.optimizer, **{f"slots[{k!r}]": v for k, v in self.slots.items()}}
-        rows = "".join(f"<tr><td>{escape(kind)}</td>{_row(held)}</tr>" for kind, held in kinds.items())
-        return f"{escape(repr(self))}<table><tr><th></th><th>tensors</th><th>dtypes</th><th>bytes</th></tr>{rows}</table>"
+        rows = [(kind, *_row(held)) for kind, held in kinds.items()]
+        return html_table(["", "tensors", "dtypes", "bytes"], rows, caption=repr(self))
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for what is not there: a field's absence means that the state was donated.
@@ -212,11 +211,11 @@ def refuse_open(state: State) -> None:
         )
 
 
-def _row(held: Any) -> str:
+def _row(held: Any) -> tuple[int, str, str]:
     leaves = [leaf for leaf in tree.leaves(held) if isinstance(leaf, Tensor)]
     dtypes = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves}))
     size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-    return f"<td>{len(leaves)}</td><td>{dtypes}</td><td>{size:,}</td>"
+    return len(leaves), dtypes, f"{size:,}"
 
 
 # -- trained leaves that no rank's loss has used: found by each rank, agreed on, and counted, so that optimizers skip them -----

@@ -1,12 +1,14 @@
 """A page shows each timed call once, and an arrow points from whom a rank waited for to where it went on."""
 
+import re
 from collections import Counter
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from functional_ds import comm
@@ -92,7 +94,49 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
     assert chart._repr_html_() in text
 
 
+def check_waits(others: list[int], finishes: int) -> None:
+    """Each rank sends to another one and waits for it; some have finished."""
+
+    def program() -> None:
+        rank = comm.world().rank
+        if rank >= finishes and others[rank] != rank:
+            comm.send(torch.ones(1), others[rank])
+
+    waiting = {rank: other for rank, other in enumerate(others) if rank >= finishes and other != rank}
+    with pytest.raises(comm.errors.DeadlockError) as caught:
+        comm.simulate(program, world_size=len(others))
+    assert {rank: missing for rank, (_, missing) in caught.value.waits.items()} == {a: (b,) for a, b in waiting.items()}
+    chart = comm.debug.waits_chart(caught.value)
+    assert [(arrow.from_lane, arrow.to_lane) for arrow in chart.arrows] == [
+        (f"rank {a}", f"rank {b}") for a, b in waiting.items()
+    ]
+    assert {name for name, lane in chart.lanes.items() if lane} == {f"rank {rank}" for rank in waiting}
+    told = [tuple(map(int, pair)) for pair in re.findall(r"rank (\d+) waits for rank (\d+)", chart.title)]
+    assert told
+    assert all(waiting[a] == b for a, b in told)
+    inside = set(waiting)
+    for _ in others:
+        inside = {rank for rank in inside if waiting[rank] in inside}  # what is left after n rounds leads into a cycle
+    assert (told[-1][1] == told[0][0]) == bool(inside)
+    assert all(one[1] == two[0] for one, two in pairwise(told))
+    assert inside or told[-1][1] not in waiting
+
+
+@pytest.mark.law
+@given(st.lists(st.integers(0, 4), min_size=5, max_size=5), st.integers(0, 3))
+def test_a_deadlock_is_a_cycle_or_a_rank_that_does_not_come(others: list[int], finishes: int) -> None:
+    assume(any(rank >= finishes and other != rank for rank, other in enumerate(others)))
+    check_waits(others, finishes)
+
+
+def test_a_cycle_beside_a_dead_end() -> None:
+    error = comm.errors.DeadlockError(waits={0: ("barrier()", (1, 2)), 1: ("barrier()", (3,)), 2: ("send(dst=0)", (0,))})
+    assert comm.debug.waits_chart(error).title == "deadlock: rank 0 waits for rank 2, rank 2 waits for rank 0"
+
+
 def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="error: it does not say who waits for whom"):
+        comm.debug.waits_chart(comm.errors.DeadlockError("no rank can go on"))
     with pytest.raises(ValueError, match=r"ledgers: no ledger has times; open them with comm\.ledger\(times=True\)"):
         comm.debug.calls_chart([comm.Ledger()])
 
@@ -114,3 +158,20 @@ def test_a_bug_is_seen(bug: Bug) -> None:
     books = comm.simulate(program, world_size=4)
     with planted(bug), pytest.raises(bug.shows):
         check(books)
+
+
+DEADLOCKS = [
+    (
+        Bug("a chain that leads into a cycle", "comm.debug.page:_cycle", "chain = chain[chain.index(following) :]", "pass"),
+        [1, 2, 1],
+    ),
+    (Bug("dead ends stay", "comm.debug.page:_cycle", "inside -= ends", "break", StopIteration), [1, 2, 2]),
+    (Bug("waits for all members", "comm.simulation.schedule:Simulator.deadlock", "slot.missing()", "slot.members"), [1, 0]),
+]
+
+
+@pytest.mark.parametrize(("bug", "others"), DEADLOCKS, ids=lambda value: getattr(value, "name", ""))
+def test_a_bug_of_deadlocks_is_seen(bug: Bug, others: list[int]) -> None:
+    check_waits(others, 0)
+    with planted(bug), pytest.raises(bug.shows):
+        check_waits(others, 0)
