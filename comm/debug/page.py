@@ -46,9 +46,9 @@ class Chart:
     """
 
     title: str
-    lanes: Mapping[str, Sequence[Slice]]
-    arrows: Sequence[Arrow] = ()
-    curve: Sequence[tuple[float, float]] = ()
+    lanes: Mapping[str, Sequence[Slice]] = attrs.field(repr=False)
+    arrows: Sequence[Arrow] = attrs.field(default=(), repr=False)
+    curve: Sequence[tuple[float, float]] = attrs.field(default=(), repr=False)
     unit: str | None = "s"
 
     def _repr_html_(self) -> str:

@@ -17,7 +17,7 @@ _CURVE = (240, 40)  # pixels, wide and high
 _LINES = 10  # of a printed table
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Recording:
     """What a run has shown; printed, it is a table, and notebooks draw its curves.
 
@@ -26,13 +26,16 @@ class Recording:
         columns: by metric, a number for each step.
     """
 
-    state: State = attrs.field(repr=False)
+    state: State
     columns: Mapping[str, list[float]]
 
     @property
     def steps(self) -> int:
         """How many steps were recorded."""
         return len(next(iter(self.columns.values()), ()))
+
+    def __repr__(self) -> str:
+        return f"Recording({self.steps} steps of {', '.join(self.columns)})"
 
     def __str__(self) -> str:
         shown = range(self.steps)[-_LINES:]
