@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from functional_ds.base.notebook import html_table
 from functional_ds.comm.record.group import Group, World
+from functional_ds.comm.record.notebook import html_table
 from functional_ds.comm.worlds.current import world
 from functional_ds.comm.worlds.process import ProcessWorld
 

@@ -12,8 +12,9 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base.device import synchronize
-from functional_ds.base.notebook import html_table
 from functional_ds.comm.table.collective import Call, Handle, Here, Traffic
+
+from .notebook import html_table
 
 __all__ = ["Event", "Ledger", "Row", "RowsBySize", "add_by_size", "begin"]
 

@@ -16,8 +16,8 @@ from functional_ds.base import tree
 from functional_ds.base.batch import rows_of
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable, like_marked, trainable
-from functional_ds.base.notebook import html_table
 from functional_ds.base.weighted import Weighted, check_constant
+from functional_ds.comm.record.notebook import html_table
 
 from .axes import with_axis
 from .checks import name_sum, refuse_other_names, structure_of, warning_of_lone_ranks

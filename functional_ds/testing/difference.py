@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.notebook import html_text
+from functional_ds.comm.record.notebook import html_text
 
 from .same import same_bits
 

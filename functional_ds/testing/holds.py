@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from functional_ds.base.notebook import html_table
+from functional_ds.comm.record.notebook import html_table
 
 from .laws import LAWS, Law
 from .method import Method, NotApplicableError, WrongError, refuses

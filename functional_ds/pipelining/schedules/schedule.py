@@ -7,7 +7,7 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
-from functional_ds.base.notebook import html_text
+from functional_ds.comm.record.notebook import html_text
 
 from .action import COMPUTE, MESSAGES, Action, Codes, Kind, kinds, microbatches, packed, unpack
 

@@ -9,7 +9,7 @@ import torch
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.base.notebook import html_table
+from functional_ds.comm.record.notebook import html_table
 from tests.planting import Bug, planted
 
 
@@ -29,7 +29,7 @@ def test_a_table() -> None:
 
 
 def test_a_bug_is_seen() -> None:
-    bug = Bug("text is taken for tags", "base.notebook:html_table.line", "escape(str(cell))", "str(cell)")
+    bug = Bug("text is taken for tags", "comm.record.notebook:html_table.line", "escape(str(cell))", "str(cell)")
     with planted(bug), pytest.raises(bug.shows):
         check_table()
 
