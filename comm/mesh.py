@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from functional_ds.comm.record.group import Group, World
-from functional_ds.comm.record.notebook import html_table
 from functional_ds.comm.worlds.current import world
 from functional_ds.comm.worlds.process import ProcessWorld
 
@@ -134,6 +133,8 @@ class Mesh:
         return attrs.evolve(self, axes=axes)
 
     def _repr_html_(self) -> str:
+        from functional_ds.comm.record.notebook import html_table
+
         *outer, last = self.axes
         wide, places = self.axes[last], itertools.product(*(range(self.axes[axis]) for axis in outer))
         names = [f"[{rank}]" if place == self.rank else rank for place, rank in enumerate(self.ranks)]

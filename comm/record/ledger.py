@@ -14,8 +14,6 @@ from torch import Tensor
 from functional_ds.base.device import synchronize
 from functional_ds.comm.table.collective import Call, Handle, Here, Traffic
 
-from .notebook import html_table
-
 __all__ = ["Event", "Ledger", "Row", "RowsBySize", "add_by_size", "begin"]
 
 _OVERLAP = 0.1  # of a call's time: if its rank did other things for longer, its time says nothing about the transfer
@@ -296,6 +294,8 @@ class Ledger:
         return sum(row.bytes for row in self.rows)
 
     def _repr_html_(self) -> str:
+        from .notebook import html_table
+
         total = Row("total", "", 0, self.calls, self.elements, self.bytes)
         rows = [
             (r.collective, r.group, r.size or "", r.calls, f"{r.elements:,}", f"{r.bytes:,}")

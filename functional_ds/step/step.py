@@ -17,7 +17,6 @@ from functional_ds.base.batch import rows_of
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable, like_marked, trainable
 from functional_ds.base.weighted import Weighted, check_constant
-from functional_ds.comm.record.notebook import html_table
 
 from .axes import with_axis
 from .checks import name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
@@ -429,6 +428,8 @@ class Step(Phases, FollowsFromAxes):
         return f"Step({self})"
 
     def _repr_html_(self) -> str:
+        from functional_ds.comm.record.notebook import html_table
+
         rows = [(self.name, "all", "")]
         rows += [(layer.name, ", ".join(layer.phases), layer.slot or "") for layer in self.layers]
         return html_table(["transform", "wraps", "slot"], rows)

@@ -14,7 +14,6 @@ from functional_ds.base.marks import like_marked, without_values
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.codecs.compressed import Compressed, encode_leaf
 from functional_ds.comm.record.ledger import Row
-from functional_ds.comm.record.notebook import html_text
 from functional_ds.comm.worlds.shapes import rank_on_shapes
 from functional_ds.optim.sgd import sgd
 from functional_ds.sharding.layout import Layout
@@ -184,6 +183,8 @@ class CostReport:
     # -- as text -------------------------------------------------------------------------------------------------------
 
     def _repr_html_(self) -> str:
+        from functional_ds.comm.record.notebook import html_text
+
         return html_text(self)
 
     def __str__(self) -> str:

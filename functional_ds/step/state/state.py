@@ -14,7 +14,6 @@ from functional_ds.base.device import arriving
 from functional_ds.base.marks import like_marked
 from functional_ds.base.prng import Key
 from functional_ds.comm.record.call_recorder import current_recorder
-from functional_ds.comm.record.notebook import html_table, html_text
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_selection import Unused
 
@@ -147,6 +146,8 @@ class State:
         return f"State(step={done}, {count} stored params, {size:,} bytes in all, slots: {', '.join(self.slots) or 'none'})"
 
     def _repr_html_(self) -> str:
+        from functional_ds.comm.record.notebook import html_table, html_text
+
         if not self.__dict__:
             return html_text(repr(self))
         kinds = {"params": self.params, "optimizer": self.optimizer, **{f"slots[{k!r}]": v for k, v in self.slots.items()}}
