@@ -30,6 +30,32 @@ class Handle(Protocol):
         ...
 
 
+@attrs.define(eq=False)
+class WatchedHandle:
+    """A call under way, the wait for which is watched.
+
+    Attributes:
+        inner: the call.
+        waits: waits by the function that it is given.
+    """
+
+    inner: Handle
+    waits: Callable[[Callable[[], list[Tensor]]], list[Tensor]]
+
+    @property
+    def ended(self) -> float | None:
+        """As the call says."""
+        return self.inner.ended
+
+    def wait(self) -> list[Tensor]:
+        """The results."""
+        return self.waits(self.inner.wait)
+
+    def poll(self, timeout: float) -> bool:
+        """As the call says."""
+        return self.inner.poll(timeout)
+
+
 @attrs.frozen(eq=False)
 class Here:
     """A call's options, this rank's place in the group, and the number of ranks."""
