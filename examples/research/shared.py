@@ -12,6 +12,7 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm
+from functional_ds import transforms as T
 from functional_ds.jobs import TokenText
 from functional_ds.jobs.job_data import read_standard_library
 
@@ -69,21 +70,17 @@ def train(*strategy: fds.Transform, optimizer: Any, steps: int, batch: Callable[
 
 
 def hessian_times(step: fds.Step, state: fds.State, batch: Batch, vector: dict[str, Tensor]) -> dict[str, Tensor]:
-    """H v of the mean loss, as whole tensors, in any stage of ZeRO (docs/second-order.md)."""
+    """H v of the mean loss, as whole tensors, in any stage of ZeRO."""
+    product = fds.hvp(step, state, batch, step.placed(state, vector))
+    return step.params(step.with_trained(state, product))  # type: ignore[no-any-return]
 
-    def times(inner: Any, step: Any, state: Any, params: Any, batch: Any) -> Any:
-        viewed = fds.tree.map(lambda leaf: leaf.view_as(leaf), params)
-        loss, _ = inner(step, state, viewed, batch)
-        leaves = dict(fds.tree.named(viewed))
-        grads = torch.autograd.grad(loss.sum, [leaves[path] for path in vector], create_graph=True)
-        return fds.Weighted(sum((grad * v).sum() for grad, v in zip(grads, vector.values(), strict=True)), loss.weight), {}
 
-    after, found, _ = step.wrapped("hessian_times", loss=times).gradients(state, batch, None, True)
-    reduced, found = step.reduce(after, found)
-    held = step.scatter(reduced)
-    leaves, spec = fds.tree.flatten(held.params)
-    product = [x.view_as(leaf) / step.sum_over_ranks(state, found.weight) for x, leaf in zip(found.sum, leaves, strict=True)]
-    return step.params(step.publish(fds.tree.replace(held, params=fds.tree.unflatten(spec, product))))  # type: ignore[no-any-return]
+def assert_everywhere(program: Callable[..., Any], wanted: Any, *, ranks: int = 2, **tolerance: float) -> None:
+    """On one device and in all stages of ZeRO, each rank's result is the wanted one."""
+    torch.testing.assert_close(program(), wanted, **tolerance)
+    for stage in range(4):
+        for found in comm.simulate(program, T.zero(stage), world_size=ranks):
+            torch.testing.assert_close(found, wanted, **tolerance)
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
