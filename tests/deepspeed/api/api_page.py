@@ -1,4 +1,4 @@
-"""Prints the tables of DeepSpeed's names; with --write, puts them into docs/deepspeed-api.md."""
+"""Prints the tables of DeepSpeed's names; with --write, puts them into docs/deepspeed-config.md."""
 
 import sys
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from functional_ds.deepspeed.api_names import ALIASES, HERE, INDEXES, REFUSED, REST, found
 
-PAGE = Path(__file__).parents[3] / "docs/deepspeed-api.md"
+PAGE = Path(__file__).parents[3] / "docs/deepspeed-config.md"
 START, END = "<!-- names -->\n", "<!-- /names -->"
 
 
