@@ -35,12 +35,10 @@ def tables() -> str:
         "| module | names |",
         "|---|---|",
     ]
-    for path in INDEXES:
-        held = found(path)
-        if held is not None and held.module.__all__:
-            rows.append(f"| `deepspeed.{path}` | {', '.join(f'`{name}`' for name in held.module.__all__)} |")
+    indexes = {path: held for path in INDEXES if (held := found(path)) is not None and held.module.__all__}
+    rows += _by_reason({path: ", ".join(f"`{name}`" for name in held.module.__all__) for path, held in indexes.items()})
     rows += ["", "### Other paths of the same modules", "", "| path | module |", "|---|---|"]
-    rows += [f"| `deepspeed.{path}` | `deepspeed{'.' if to else ''}{to}` |" for path, to in sorted(ALIASES.items())]
+    rows += _by_reason({path: f"`deepspeed{'.' if to else ''}{to}`" for path, to in ALIASES.items()})
     rows += ["", "### Unsupported", "", "| name | why, and what to use instead |", "|---|---|"]
     rows += _by_reason(REFUSED)
     rows += [
