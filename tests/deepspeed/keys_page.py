@@ -36,15 +36,17 @@ def _names(key: ConfigKey) -> list[str]:
 
 
 def table(keys: Iterable[ConfigKey]) -> str:
-    """A row for each answer: neighbouring keys with the same one share it, with their defaults if they count."""
+    """A row for each answer: neighbouring keys with the same one share it, with their defaults; a row of those that are ignored."""
+    keys = list(keys)
     rows = "| key | DeepSpeed's default | here | |\n|---|---|---|---|\n"
-    for (fate, text), group in groupby(keys, key=lambda key: (_fate(key), key.text)):
+    for (fate, text), group in groupby((key for key in keys if key.fate is not Fate.IGNORED), key=lambda key: (_fate(key), key.text)):
         same = list(group)
-        if text == UNREAD:
-            rows += f"| the other {len(same)} keys of `{same[0].path.partition('.')[0]}` | | {fate} | {text} |\n"
-        else:
-            defaults = [] if fate == Fate.IGNORED.value else [key.default for key in same]
-            rows += _row([name for key in same for name in _names(key)], defaults, fate, text)
+        rows += _row([name for key in same for name in _names(key)], [key.default for key in same], fate, text)
+    ignored = [key for key in keys if key.fate is Fate.IGNORED]
+    if names := [name for key in ignored if key.text != UNREAD for name in _names(key)]:
+        rows += _row(names, [], Fate.IGNORED.value, "")
+    for block, group in groupby((key for key in ignored if key.text == UNREAD), key=lambda key: key.path.partition(".")[0]):
+        rows += f"| the other {len(list(group))} keys of `{block}` | | {Fate.IGNORED.value} | {UNREAD} |\n"
     return rows
 
 

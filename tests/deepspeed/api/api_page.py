@@ -41,14 +41,7 @@ def tables() -> str:
     rows += _by_reason({path: f"`deepspeed{'.' if to else ''}{to}`" for path, to in ALIASES.items()})
     rows += ["", "### Unsupported", "", "| name | why, and what to use instead |", "|---|---|"]
     rows += _by_reason(REFUSED)
-    rows += [
-        "",
-        "### The rest of a module",
-        "",
-        "Every other name of DeepSpeed 0.19.8 below these paths raises an error that says:",
-    ]
-    rows += ["", "| below | use instead |", "|---|---|"]
-    rows += _by_reason(REST)
+    rows += ["", f"Every other name below {', '.join(f'`deepspeed.{path}`' for path in REST)} raises an error that says what to use."]
     return "\n".join(rows) + "\n"
 
 
