@@ -36,10 +36,11 @@ def _names(key: ConfigKey) -> list[str]:
 
 
 def table(keys: Iterable[ConfigKey]) -> str:
-    """A row for each answer: neighbouring keys with the same one share it, with their defaults; a row of those that are ignored."""
+    """A row for each answer: neighbouring keys with the same one share it, with their defaults; one row for all ignored."""
     keys = list(keys)
     rows = "| key | DeepSpeed's default | here | |\n|---|---|---|---|\n"
-    for (fate, text), group in groupby((key for key in keys if key.fate is not Fate.IGNORED), key=lambda key: (_fate(key), key.text)):
+    counted = (key for key in keys if key.fate is not Fate.IGNORED)
+    for (fate, text), group in groupby(counted, key=lambda key: (_fate(key), key.text)):
         same = list(group)
         rows += _row([name for key in same for name in _names(key)], [key.default for key in same], fate, text)
     ignored = [key for key in keys if key.fate is Fate.IGNORED]
@@ -58,12 +59,14 @@ def shared(owners: Mapping[str, Iterable[ConfigKey]]) -> str:
             default = "" if key.fate is Fate.IGNORED else _json(key.default)
             rows.setdefault((key.name, default, _fate(key), key.text), []).append(owner)
     head = "| key | of | DeepSpeed's default | here | |\n|---|---|---|---|---|\n"
-    everyone = len(owners)
-    ordered = sorted(rows.items(), key=lambda row: [*rows].index(next(other for other in rows if other[0] == row[0][0])))
-    return head + "".join(
-        f"| `{name}` | {'all' if len(who) == everyone else ', '.join(who)} | {default} | {fate} | {text} |\n"
-        for (name, default, fate, text), who in ordered
-    )
+    names = [*dict.fromkeys(name for name, *_ in rows)]
+    ordered = sorted(rows.items(), key=lambda row: names.index(row[0][0]))
+    for (who, fate, text), group in groupby(ordered, key=lambda row: (row[1], *row[0][2:])):
+        same = [key for key, _ in group]
+        defaults = ", ".join(default for _, default, *_ in same if default)
+        owned = "all" if len(who) == len(owners) else ", ".join(who)
+        head += f"| {', '.join(f'`{name}`' for name, *_ in same)} | {owned} | {defaults} | {fate} | {text} |\n"
+    return head
 
 
 def tables() -> str:

@@ -41,7 +41,10 @@ def tables() -> str:
     rows += _by_reason({path: f"`deepspeed{'.' if to else ''}{to}`" for path, to in ALIASES.items()})
     rows += ["", "### Unsupported", "", "| name | why, and what to use instead |", "|---|---|"]
     rows += _by_reason(REFUSED)
-    rows += ["", f"Every other name below {', '.join(f'`deepspeed.{path}`' for path in REST)} raises an error that says what to use."]
+    rows += [
+        "",
+        f"Every other name below {', '.join(f'`deepspeed.{path}`' for path in REST)} raises an error that says what to use.",
+    ]
     return "\n".join(rows) + "\n"
 
 

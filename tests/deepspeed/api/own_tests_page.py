@@ -50,7 +50,9 @@ def table() -> str:
     """A row for each file whose cases differ, the others, and their sum."""
     same = [row for row in ROWS if row.equal == row.tried]
     rows = ["| tests/unit | tried | equal | different | raises an error |", "|---|---|---|---|---|"]
-    rows += [f"| {r.file} | {r.tried} | {r.equal} | {_listed(r.differs)} | {_listed(r.refused)} |" for r in ROWS if r not in same]
+    rows += [
+        f"| {r.file} | {r.tried} | {r.equal} | {_listed(r.differs)} | {_listed(r.refused)} |" for r in ROWS if r not in same
+    ]
     cases = sum(row.tried for row in same)
     rows.append(f"| {', '.join(row.file for row in same)} | {cases} | {cases} | | |")
     differ, refused = (sum(sum(getattr(row, name).values()) for row in ROWS) for name in ("differs", "refused"))
