@@ -156,7 +156,7 @@ def export(
 
     Law: the tensors in the files are those of ``step.params(state)``, bit for bit.
 
-    Memory: rank 0 receives values in chunks and writes each immediately. In addition to the params it needs at most the size of two
+    Memory: rank 0 receives values in chunks and writes each immediately. Besides the params it needs at most the size of two
     of the largest leaf, and less than 64 MiB; other ranks need half of that. A conversion takes 16 MiB. Leaves that are slices
     along another dim than their first are put together on rank 0, one at a time, which takes the memory of one.
     Cost: each rank sends what rank 0 does not have, once.
