@@ -1,4 +1,4 @@
-"""Each notebook runs from top to bottom, shows what it has stored, and is named on the docs' page of notebooks."""
+"""Each notebook runs from top to bottom, shows what it has stored, and is named on the docs' page of simulations."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_a_cell_that_fails_is_seen(tmp_path: Path) -> None:
 
 
 def test_they_are_on_their_page() -> None:
-    page = (TOP / "docs/notebooks.md").read_text(encoding="utf-8")
+    page = (TOP / "docs/simulator.md").read_text(encoding="utf-8")
     assert len(NOTEBOOKS) == 5
     for path in NOTEBOOKS:
         first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"][0]
