@@ -1,4 +1,4 @@
-"""Eager 1F1B: a pipeline schedule of one's own that hides messages, trained on text and compared with 1F1B.
+"""Eager 1F1B: a custom pipeline schedule that hides messages, trained on text and compared with 1F1B.
 
 1F1B keeps p - s micro-batches under way on rank s, so each message delays what waits for it. Eager 1F1B (Zhuang et al.
 2022, arXiv:2211.05322) starts 2 (p - s) - 1 forward passes before the first backward pass: a message travels while another

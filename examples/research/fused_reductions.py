@@ -1,4 +1,4 @@
-"""Fused reductions: a pass of one's own over a step's graph, which joins neighbouring all-reduces into one call.
+"""Fused reductions: a custom pass over a step's graph, which joins neighbouring all-reduces into one call.
 
 One gradient is one all-reduce, so a model of many small leaves waits for many latencies. Data parallelism joins gradients
 into buckets (Li et al. 2020, arXiv:2006.15704). Here it is a function from a graph to a graph: ``fds.jit(step,
