@@ -1,8 +1,8 @@
 """DP-SGD: training with differential privacy, with each row's gradient clipped by ``vmap`` and noise from the step's key.
 
 Each row's gradient is clipped to a length before they are summed, and the sum gets Gaussian noise of that length times a
-multiplier (Abadi et al. 2016, arXiv:1607.00133). So the effect of a row is bounded, and hidden by the noise. Noise is a hash of the seed,
-the step and the leaf's path: the same on any number of ranks and in any stage.
+multiplier (Abadi et al. 2016, arXiv:1607.00133). So the effect of a row is bounded, and hidden by the noise. Noise is a
+hash of the seed, the step and the leaf's path: the same on any number of ranks and in any stage.
 
 Law: alone and in stages 0 to 3 it is a loop over rows in plain PyTorch; a row that is added changes a sum by at most the
 length.
