@@ -337,13 +337,9 @@ class Simulator:
 
     def deadlock(self) -> DeadlockError:
         """The error that says where each rank waits."""
-        found = {
-            rank: slot for rank, slot in sorted(self.waiting.items()) if isinstance(slot, GroupCall) and rank < self.world_size
-        }
-        waits = {
-            rank: (f"{slot.arrivals[rank]} at {slot.arrivals[rank].site}", tuple(slot.missing()))
-            for rank, slot in found.items()
-        }
+        calls = {rank: slot for rank, slot in sorted(self.waiting.items()) if isinstance(slot, GroupCall)}
+        found = {rank: (slot.arrivals[rank], tuple(slot.missing())) for rank, slot in calls.items() if rank in slot.arrivals}
+        waits = {rank: (f"{call} at {call.site}", missing) for rank, (call, missing) in found.items()}
         return DeadlockError(self.describe(), waits=waits)
 
     def describe(self) -> str:
