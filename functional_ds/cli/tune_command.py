@@ -34,7 +34,9 @@ def tune(
     model: Annotated[
         str, typer.Argument(help="A job's file, file.py:function, module:function, or a Hugging Face config.json.")
     ],
-    rows: Annotated[int | None, typer.Option(min=1, max=2**31 - 1, help="Rows of a step, over all ranks; a job says its own.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, max=2**31 - 1, help="Rows of a step, over all ranks; a job says its own.")
+    ] = None,
     config: Annotated[str | None, typer.Option(help="A DeepSpeed config, of which these options replace keys.")] = None,
     ranks: Annotated[int, typer.Option(min=0, help="Processes of this machine; one for each GPU by default, else 1.")] = 0,
     zero: Annotated[str, typer.Option(help="Stages.")] = "0,1,2,3",

@@ -58,7 +58,10 @@ def test_the_commands_are_these(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "none.toml"], ""),
         (["draw", "memory", "--params", "inf"], "--params"),
         (["plan", f"{__name__}:net", "--mesh", "dp=4,tp=" + "9" * 30], "has more than 1,048,576 ranks"),
-        (["tune", f"{__name__}:net", "--rows", "4", "--timeout", "nan"], "--timeout: nan should be a number of seconds above 0"),
+        (
+            ["tune", f"{__name__}:net", "--rows", "4", "--timeout", "nan"],
+            "--timeout: nan should be a number of seconds above 0",
+        ),
         (["tune", f"{__name__}:net", "--rows", "9" * 30], "--rows"),
         (["plan", f"{__name__}:net", "--micro-batch", "9" * 30], "it must be at most 2147483647"),
         (["plan", f"{__name__}:ends"], "a program that was named has called exit()"),

@@ -1,4 +1,4 @@
-"""Programs in DeepSpeed's words that are refused: what they ask for would be dropped, or be DeepSpeed's own error in other words."""
+"""Programs in DeepSpeed's words that are refused: what they ask for would be dropped without a word."""
 
 import tempfile
 from collections.abc import Callable

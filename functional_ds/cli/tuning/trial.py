@@ -106,7 +106,9 @@ def measure(job: Job, *, timeout: float) -> Measurement:
             raise CommandError(f"a trial needs a job that can be written: {error}") from error
         words = [sys.executable, "-m", "functional_ds.cli.tuning.trial", str(given), str(out)]
         with Path(folder, "errors").open("w+", encoding="utf-8", errors="replace") as errors:
-            process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+            process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            )
             try:
                 code = process.wait(timeout)
             except subprocess.TimeoutExpired:

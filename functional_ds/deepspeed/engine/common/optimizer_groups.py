@@ -205,7 +205,9 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, st
             "from engine.load_checkpoint, or set moments by safe_set_full_optimizer_state"
         )
     if hooks_of_optimizer(optimizer):
-        raise UsageError(f"optimizer: this {kind} has hooks, and the engine never calls its step(); call them around engine.step()")
+        raise UsageError(
+            f"optimizer: this {kind} has hooks, and the engine never calls its step(); call them around engine.step()"
+        )
     found = []
     for group in optimizer.param_groups:
         if group["params"]:

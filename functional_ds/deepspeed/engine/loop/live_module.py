@@ -64,12 +64,15 @@ class LiveModule:
         self._owners, self._bare = [*self.module.modules()], [*self.apply.module.modules()]
         self._modes = [each.training for each in self._owners]
         self._trains = [each.requires_grad for each in self.params.values()]
-        self._own_buffers, self._homes = ({
-            f"{path}.{key}" if path else key: (held, key)
-            for path, owner in self.module.named_modules()
-            for held in (owner.__dict__[kind],)
-            for key in held
-        } for kind in ("_buffers", "_parameters"))
+        self._own_buffers, self._homes = (
+            {
+                f"{path}.{key}" if path else key: (held, key)
+                for path, owner in self.module.named_modules()
+                for held in (owner.__dict__[kind],)
+                for key in held
+            }
+            for kind in ("_buffers", "_parameters")
+        )
 
     def follow_modes(self) -> None:
         """Gives the function the modes that the user's module has now."""
@@ -108,8 +111,8 @@ class LiveModule:
             like = own if shown is None else shown
             if (own.shape, own.dtype, own.device) != (like.shape, dtype, like.device):
                 raise RuntimeError(
-                    f"{name!r} of engine.module is now {own.dtype} of shape {list(own.shape)} on {own.device}, and the step has "
-                    f"{dtype} of shape {list(like.shape)} on {like.device}; change shapes, dtypes and devices before "
+                    f"{name!r} of engine.module is now {own.dtype} of shape {list(own.shape)} on {own.device}, and the step "
+                    f"has {dtype} of shape {list(like.shape)} on {like.device}; change shapes, dtypes and devices before "
                     "initialize, or the dtype by bf16 or fp16 in the config"
                 )
             if shown is not None and own.data_ptr() != shown.data_ptr():
