@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from functional_ds.base.files import checked_path
+from functional_ds.base.disk.files import checked_path
 from functional_ds.state_dict.errors import NoCheckpointError
 from functional_ds.step.state.state import State
 

@@ -482,9 +482,9 @@ def test_what_is_no_data_and_no_path_is_refused() -> None:
     for program, complaint in (
         (lambda: fds.fit(step, state, {"x": torch.ones(1)}, steps=1), "batches=.*: pass a function from an index"),
         (
-            lambda: fds.fit(step, state, models.batch, steps=1, on_non_finite="stop"),
+            lambda: fds.fit(step, state, models.batch, steps=1, on_non_finite="stop"),  # type: ignore[arg-type]
             r"on_non_finite='stop': pass fitting\.Stop\(\)",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: watchdog(60).__enter__(), r"timeout=60: pass timedelta\(seconds=...\)"),  # type: ignore[arg-type]
         (lambda: fds.Checkpoints(None), "path=None: pass the path of a file or folder"),  # type: ignore[arg-type]
         (lambda: fds.save(state, None), "path=None: pass the path of a file or folder"),  # type: ignore[arg-type]
