@@ -430,9 +430,8 @@ class Step(Phases, FollowsFromAxes):
     def _repr_html_(self) -> str:
         from functional_ds.comm.record.notebook import html_table
 
-        rows = [(self.name, "all", "")]
-        rows += [(layer.name, ", ".join(layer.phases), layer.slot or "") for layer in self.layers]
-        return html_table(["transform", "wraps", "slot"], rows)
+        rows = [(layer.name, ", ".join(layer.phases), layer.slot or "") for layer in self.layers]
+        return html_table(["transform", "wraps", "slot"], [(self.name, "all", ""), *rows])
 
     def at_rows(self, state: State, rows: int) -> State:
         """The state as the gradients of so many rows a rank see it: its key at this step and at this rank's rows."""

@@ -151,8 +151,7 @@ class State:
         if not self.__dict__:
             return html_text(repr(self))
         kinds = {"params": self.params, "optimizer": self.optimizer, **{f"slots[{k!r}]": v for k, v in self.slots.items()}}
-        rows = [(kind, *_row(held)) for kind, held in kinds.items()]
-        return html_table(["", "tensors", "dtypes", "bytes"], rows, caption=repr(self))
+        return html_table(["", "tensors", "dtypes", "bytes"], [(k, *_row(v)) for k, v in kinds.items()], caption=repr(self))
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for what is not there: a field's absence means that the state was donated.
