@@ -282,3 +282,19 @@ def test_vectors_among_what_is_named_are_the_others() -> None:
     elsewhere = fds.muon(0.1, fds.sgd(0.1), matrices="w|vec")  # another group has the matrix that the pattern names
     rule = fds.param_groups({"^w": fds.sgd(0.1)}, elsewhere)
     fds.train_step(lambda params, x: x, rule).init({"vector": torch.ones(3), "w": torch.ones(3, 3)})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0, 0)])
+def test_matrices_without_elements(shape: tuple[int, int], stage: int) -> None:
+    """Muon leaves them alone and moves the others as without them."""
+
+    def moved(**more: Tensor) -> Tensor:
+        rule = fds.muon(0.1, fds.sgd(0.1))
+        step = transforms.zero(stage)(fds.train_step(lambda params, x: (x @ params["w"]).square().mean(), rule))
+        state, _ = step(step.init({"w": torch.eye(3), **more}), torch.arange(6.0).view(2, 3))
+        found: Tensor = step.params(state)["w"]
+        return found
+
+    wanted = comm.simulate(moved, world_size=2)
+    assert torch.equal(comm.simulate(lambda: moved(none=torch.zeros(shape)), world_size=2)[0], wanted[0])
