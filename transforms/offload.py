@@ -160,8 +160,8 @@ class _Offload:
         inside = next((x for x in step.layers[step.names.index(name) :] if x.slot and x.is_innermost("update")), None)
         if inside is not None:
             raise ValueError(
-                f"{self}: put it after {inside.name}, whose update is innermost and so runs once for each piece, and whose slot "
-                f"{inside.slot!r} would be made of whole tensors"
+                f"{self}: put it after {inside.name}, whose update is innermost and so runs once for each piece, and whose "
+                f"slot {inside.slot!r} would be made of whole tensors"
             )
         whole = step.has(Trait.KEEPS_WHOLE, after=name)
         if self.options.params != "device" and whole:

@@ -90,7 +90,7 @@ def describe(state: State) -> list[TensorShard]:
 
 
 def _of_model(state: State, shard: TensorShard) -> TensorShard:
-    """The shard as one of this rank's model, where ranks have models of their own: ``step/outer.0`` is how many updates it had."""
+    """The shard as one of this rank's model, where ranks have models of their own; ``step/outer.0`` counts its updates."""
     role, _, leaf = shard.name.partition("/")
     return shard if shard.per_rank else attrs.evolve(shard, name=f"{role}/{Apart.named(state, leaf)}".removesuffix("/"))
 

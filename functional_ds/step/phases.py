@@ -9,8 +9,7 @@ import attrs
 
 from .mesh_axes import Axis, AxisRole
 from .phase_signatures import PHASES, RESULTS, Phase
-from .state.frozen import marking
-from .state.skipped import keeping
+from .state.skipped import keeping, marking
 from .state.state import State
 
 __all__ = [

@@ -63,7 +63,8 @@ def test_a_function_of_all_params_trains_none_that_is_frozen(stage: int | None, 
     """Every stage gives the bits of plain PyTorch, new values of frozen params among them."""
     stages = () if stage is None else (stage,)
     for found in comm.simulate(partial(trained, stages, outside=outside), world_size=1 if stage is None else 3):
-        assert isinstance(found["fixed"], torch.nn.Parameter) and not found["fixed"].requires_grad
+        assert isinstance(found["fixed"], torch.nn.Parameter)
+        assert not found["fixed"].requires_grad
         for path, leaf in plain().items():
             assert torch.equal(found[path], leaf), path
 
@@ -81,12 +82,12 @@ def test_whole_numbers_stay_whole() -> None:
         return fds.tree.replace(state, params=fds.tree.map(lambda leaf: leaf / 2, state.params))
 
     step = T.every(1, divided)(fds.train_step(loss, fds.sgd(1.0)))
-    with pytest.raises(ValueError, match=r"makes torch\.float32 of shape \[2\] of state\.params 'places', .* cast the new value"):
+    with pytest.raises(ValueError, match=r"makes torch\.float32 of shape \[2\] of state\.params 'places', .* cast"):
         step(step.init(start()), batches(1)[0])
 
 
 BUGS = [
-    Bug("frozen leaves lose their mark", "step.state.frozen:marking", "like_marked(leaves[i], still[i])", "leaves[i]"),
+    Bug("frozen leaves lose their mark", "step.state.skipped:marking", "like_marked(leaves[i], still[i])", "leaves[i]"),
     Bug("new values of whole frozen segments are dropped", "transforms.zero.zero:Zero._published", "own[i] is shard", "True"),
 ]
 
