@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert
+
 DOCS = Path(__file__).parent
 
 project = "functional_ds"
@@ -11,6 +14,9 @@ author = "the functional_ds authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_math_renderer = "mathml"
+html_css_files = ["site.css"]
+html_static_path = ["static"]
 html_title = "functional_ds"
 html_show_copyright = False
 html_show_sourcelink = False
@@ -82,7 +88,15 @@ def _table_row(text: str, indent: str, *, first: bool) -> list[str]:
     return opening + [f"{indent}   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(cells)]
 
 
+def mathml(self: Any, node: Any) -> None:
+    """Writes a formula as MathML, which browsers draw themselves: a page loads nothing from elsewhere."""
+    display = "block" if node.tagname == "math_block" else "inline"
+    self.body.append(convert(node.astext(), display=display))
+    raise SkipNode
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))
     app.connect("autodoc-process-docstring", markdown_in_docstring, priority=400)  # before napoleon
     app.connect("source-read", contents)

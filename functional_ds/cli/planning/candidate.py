@@ -37,10 +37,10 @@ _ORDER = ("remat", "offload", "mixed_precision", "zero", "accumulate", "", "pipe
 
 
 def with_config(job: Job, path: str | None) -> Job:
-    """The job with a DeepSpeed config in place of its strategy; as it is for None.
+    """The job with a DeepSpeed config instead of its strategy; unchanged for None.
 
     Raises:
-        CommandError: the file is not there, or is no JSON object, or has a key that is refused.
+        CommandError: the file is not there, or is no JSON object, or has an unsupported key.
     """
     if path is None:
         return job
@@ -69,7 +69,7 @@ def candidate(
     recompute: bool = False,
     schedule: str = "one_f_one_b",
 ) -> Job:
-    """The job with another strategy; None leaves a part as it is. Rows follow: those of all micro-batches and ranks of dp.
+    """The job with another strategy; None leaves a part unchanged. Rows follow: those of all micro-batches and ranks of dp.
 
     Args:
         job: the job.
@@ -216,7 +216,7 @@ def _changed_config(
 
 
 def several(job: Job) -> frozenset[str]:
-    """The axes beside dp that have several ranks."""
+    """The axes other than dp that have several ranks."""
     return frozenset(axis for axis in AXES[1:] if size(job, axis) > 1)
 
 
@@ -272,7 +272,7 @@ def mesh_line(job: Job) -> str:
 def line_of(job: Job, subject: Subject | None = None) -> str:
     """The transforms as one line of Python.
 
-    The names that it uses beside ``fds`` and ``T``: ``pp`` (``functional_ds.pipelining``), ``mesh``, ``config``, and of the
+    The names that it uses besides ``fds`` and ``T``: ``pp`` (``functional_ds.pipelining``), ``mesh``, ``config``, and of the
     model ``stages`` and ``tp_plan``.
 
     Args:
@@ -321,7 +321,7 @@ def _call(job: Job, call: CallEntry, subject: Subject | None) -> str:
 
 
 def ds_config_of(job: Job) -> dict[str, Any]:
-    """A DeepSpeed config of the transforms beside the axes; its rows are counted over dp and sp.
+    """A DeepSpeed config of the transforms other than the axes; its rows are counted over dp and sp.
 
     Raises:
         CommandError: one of the transforms has no keys there.
@@ -375,7 +375,7 @@ def write_out(job: Job, out: str | None) -> str:
 
 
 def check_out(out: str | None) -> None:
-    """Refuses the name of a file that cannot be written, before anything is computed."""
+    """Raises an error for the name of a file that cannot be written, before anything is computed."""
     if out is not None and Path(out).suffix not in (".toml", ".json"):
         raise CommandError(f"--out {out} should end with .toml, for a job, or with .json, for a DeepSpeed config")
     if out is not None and not Path(out).absolute().parent.is_dir():
@@ -383,7 +383,7 @@ def check_out(out: str | None) -> None:
 
 
 def as_dict(job: Job) -> dict[str, Any]:
-    """For JSON, beside the line."""
+    """For JSON, with the line."""
     times, call = micro_batches(job), job.transform("pipeline")
     return {
         "name": name_of(job),

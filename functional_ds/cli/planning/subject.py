@@ -36,7 +36,7 @@ def job_of(name: str, *, seq: int = 1024, allow_import: Sequence[str] = ()) -> J
 
     Raises:
         CommandError: there is no such thing.
-        JobError: the job's file is refused.
+        JobError: the job's file is invalid.
     """
     path = Path(name)
     if path.suffix in (".toml", ".py"):
@@ -87,7 +87,7 @@ def planned(job: Job) -> Subject:
     it is shapes alone.
 
     Raises:
-        CommandError: the model is refused, or building it raises an error.
+        CommandError: the model is unsupported, or building it raises an error.
     """
     if job.model.name == _SHAPES:
         name = job.model.arguments["file"]

@@ -55,7 +55,7 @@ class _KnownClasses(pickle.Unpickler):
 
 
 def check_metadata(path: Path) -> None:
-    """Refuses a pickle that names anything but the classes of which such metadata are made.
+    """Raises an error for a pickle that names anything but the classes of which such metadata are made.
 
     Raises:
         CommandError: it names something else, or is damaged.
@@ -94,7 +94,7 @@ class NamedTensors:
 
 
 def open_checkpoint(name: str, *, tag: str | None = None) -> NamedTensors:
-    """Opens whatever a path holds; no code of a file runs.
+    """Opens any file of a path; no code of a file runs.
 
     Args:
         name: a file or folder.

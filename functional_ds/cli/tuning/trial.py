@@ -1,4 +1,4 @@
-"""Trials: short runs of candidates in processes of their own, so that a run that dies is a result; and successive halving."""
+"""Trials: short runs of candidates in separate processes, so that a run that dies is a result; and successive halving."""
 
 import contextlib
 import ctypes
@@ -92,7 +92,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def measure(job: Job, *, timeout: float) -> Measurement:
-    """Runs a job's steps in a process group of its own, which is ended after ``timeout`` seconds.
+    """Runs a job's steps in a separate process group, which is ended after ``timeout`` seconds.
 
     Raises:
         CommandError: the job cannot be written.
