@@ -33,10 +33,17 @@ napoleon_use_ivar = True  # attrs classes list their fields under Attributes
 
 
 def contents(app: Any, docname: str, source: list[str]) -> None:
-    """Appends the table of contents to the index: the rows of its own tables, a table a part, then the reference."""
+    """Calls pages by their titles where a link has the name of a file; appends the table of contents to the index.
+
+    It is the rows of the index's own tables, a table a part, then the reference.
+    """
+    titled = re.sub(r"\[([\w-]+)\.md\]\((\1\.md)\)", r"[](\2)", source[0])
     if docname != "index":
+        source[0] = titled
         return
-    for part in re.split(r"^## ", source[0], flags=re.MULTILINE)[1:]:
+    tables = source[0]
+    source[0] = titled
+    for part in re.split(r"^## ", tables, flags=re.MULTILINE)[1:]:
         if rows := re.findall(r"^\| \[([\w-]+)\.md\]\(", part, re.MULTILINE):
             source[0] += _toctree(part.splitlines()[0], rows)
     source[0] += _toctree("API reference", sorted(f"reference/{path.stem}" for path in (DOCS / "reference").glob("*.rst")))

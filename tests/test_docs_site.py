@@ -161,6 +161,11 @@ def test_the_readme_installs_what_type_checkers_see() -> None:
     assert set(re.findall(r"`(\w+)`", listed)) == extras.keys()
 
 
+def test_the_citation_has_this_version() -> None:
+    version = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert f"\nversion: {version}\n" in (TOP / "CITATION.cff").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("stage", [None, 1, 3])
 def test_compiled_losses_raise(stage: int | None) -> None:
     """docs/zero.md: torch.compile around ``apply`` raises, in every stage and without ZeRO."""

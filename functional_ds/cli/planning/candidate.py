@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError, refused
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import from_ds_config
 from functional_ds.jobs.entries.call_entry import KINDS, CallEntry
@@ -46,10 +46,8 @@ def with_config(job: Job, path: str | None) -> Job:
         return job
     if not Path(path).is_file():
         raise CommandError(f"CONFIG: there is no file {path}")
-    try:
+    with refused("CONFIG", OSError, ValueError):
         config = source(path)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"CONFIG: {error}") from error
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         config = {**config, "train_micro_batch_size_per_gpu": 1}
     changes: dict[str, Any] = {"strategy": None, "deepspeed": {"config": config}}
@@ -145,10 +143,8 @@ def _sizes_of_batch(job: Job, config: dict[str, Any] | None, dp: int) -> tuple[i
     if config is None or job.deepspeed is None:
         times = micro_batches(job)
         return max(1, rows_of_rank(job) // times), times
-    try:
+    with refused("CONFIG", ValueError):
         batch = from_ds_config(config, dp, auto={"train_batch_size": job.data.rows, **job.deepspeed.auto}, lr=1.0).batch
-    except ValueError as error:
-        raise CommandError(f"CONFIG: {error}") from error
     return batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps
 
 
@@ -365,10 +361,8 @@ def write_out(job: Job, out: str | None) -> str:
     data = job.to_dict() | ({} if own else {"folder": str(Path(job.folder).resolve())})
     if own:
         del data["folder"]  # a file's own
-    try:
+    with refused(f"--out {out}", TypeError):
         path.write_text(toml(data), encoding="utf-8")
-    except TypeError as error:
-        raise CommandError(f"--out {out}: {error}") from error
     module = job.model.name.rpartition(":")[0]
     allowed = f" --allow-import {module}" if module and (job.allow_import or not own) else ""
     return f"{out} is written; functional-ds train {out}{allowed} runs it"

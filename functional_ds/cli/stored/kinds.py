@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from functional_ds.base.disk.files import read_regular
 from functional_ds.checkpointing.dcp import CheckpointReader
 from functional_ds.checkpointing.directory import latest, open_manifest, read_pointer, tags
-from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError, refused
 from functional_ds.interchange.deepspeed_files import ZeroFiles, load_pickle
 from functional_ds.interchange.deepspeed_layout import MASTER
 from functional_ds.interchange.load_params import open_files
@@ -106,12 +106,8 @@ def open_checkpoint(name: str, *, tag: str | None = None) -> NamedTensors:
     path = Path(name)
     if not path.exists():
         raise CommandError(f"there is no file or folder {name}")
-    try:
+    with refused(f"{name} cannot be read", CheckpointError, ValueError, OSError, ImportError, RuntimeError):
         return _opener(path)(path, tag)
-    except CommandError:
-        raise
-    except (CheckpointError, ValueError, OSError, ImportError, RuntimeError) as error:
-        raise CommandError(f"{name} cannot be read: {error}") from error
 
 
 def _opener(path: Path) -> Callable[[Path, str | None], NamedTensors]:
