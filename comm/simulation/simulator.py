@@ -15,7 +15,7 @@ from torch import Tensor
 from functional_ds.comm.record.group import Beside, Group, World, call_site, check_ranks_per_node
 from functional_ds.comm.record.pending import watched_inputs
 from functional_ds.comm.table.collective import Call, Handle, Here
-from functional_ds.comm.table.errors import CommError, DeadlockError, UnmatchedError
+from functional_ds.comm.table.errors import CommError, DeadlockError, UnmatchedError, of_rank
 from functional_ds.comm.variance.watch import Watches
 from functional_ds.comm.worlds.current import enter, exclusive_simulation
 from functional_ds.comm.worlds.rng_state import kept_rng
@@ -176,8 +176,9 @@ def simulate(
         except AbortedError:
             pass
         except BaseException as error:
-            error.add_note(f"raised on simulated rank {rank} of {world_size}")
-            simulator.failure = simulator.failure or error
+            failure = of_rank(error, rank, world_size)
+            failure.add_note(f"raised on simulated rank {rank} of {world_size}")
+            simulator.failure = simulator.failure or failure
         finally:
             simulator.finish(rank)
 
