@@ -1249,7 +1249,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "options['perm'].source",
             "options['perm'].target",
         ),
-        Bug("all get the whole", "comm.table.rows:_gather", "rank == options['dst']", "True"),
+        Bug("all get the whole", "comm.table.rooted_rows:_gather", "rank == options['dst']", "True"),
         Bug(
             "sizes are everybody's own",
             "comm.uneven:sizes_along",
@@ -1276,7 +1276,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (nothing_is_left_over,): [
-        Bug("leftovers are forgotten", "comm.simulation.simulator:simulate", "simulator.slots", "False"),
+        Bug("leftovers are forgotten", "comm.simulation.simulate:simulate", "simulator.slots", "False"),
     ],
     (ranks_keep_their_settings,): [
         Bug("ranks share warning filters", "comm.worlds.rng_state:RngState.copies", "[*self.filters]", "self.filters"),
@@ -1444,7 +1444,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (buffers_are_state, 2): [
         Bug(
             "a pass writes into the state",
-            "step.state.buffers:Held.of",
+            "step.state.buffer_scope:Held.of",
             "_plain(b)",
             "b",
             RuntimeError,  # it is noticed
@@ -1472,7 +1472,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
         Bug(
             "what kept its bits is not sent",
-            "step.state.buffers:_with_siblings",
+            "step.state.buffer_scope:_with_siblings",
             "name in written or name.rpartition('.')[0] in owners",
             "name in () and name.rpartition('.')[0] in owners",
         ),
@@ -1639,7 +1639,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (norms_are_of_the_whole_gradient, 2): [
         Bug(
             "each rank clips by its own shards",
-            "step.mesh_axes:_total",
+            "step.gradient_sums:_total",
             "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
             "functools.reduce(operator.add, divided)",
         ),
@@ -1647,7 +1647,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (everybody_hears_of_an_overflow, 2): [
         Bug(
             "one rank's finite gradients suffice",
-            "step.mesh_axes:finite",
+            "step.gradient_sums:finite",
             "comm.all_reduce(everywhere, axis.ranks(), op='min')",
             "comm.all_reduce(everywhere, axis.ranks(), op='max')",
         ),
@@ -1732,7 +1732,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (rank_0_gives_the_params, 0): [
         Bug(
             "each rank keeps its own params",
-            "transforms.zero.zero:_InitialShards.read",
+            "transforms.zero.initial_shards:InitialShards.read",
             "partial(_of_first, groups=self.groups.among(segment.sharers))",
             "lambda leaf: leaf",
         ),
@@ -2109,7 +2109,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "1 if state.skip is None else state.skip.logical_not()",
             "1",
         ),
-        Bug("NaN is finite", "step.mesh_axes:_finite", "overflow[0] == 0", "~torch.cat(grads).isinf().any()"),
+        Bug("NaN is finite", "step.gradient_sums:_finite", "overflow[0] == 0", "~torch.cat(grads).isinf().any()"),
         Bug(
             "a scale is never adjusted",
             "transforms.precision.mixed_precision:_MixedPrecision.update",

@@ -1,7 +1,7 @@
 """Collectives that have not begun, and those that are under way."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -13,10 +13,9 @@ from functional_ds.base.torch_private import version_of
 from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.comm.table.errors import WrittenError
 
-from .call_recorder import current_recorder
 from .group import Group, call_site, poll_all
 
-__all__ = ["Pending", "Request", "WatchedInputs", "relay"]
+__all__ = ["Pending", "Request", "WatchedInputs"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -111,47 +110,6 @@ class Request(Generic[T]):
     def then(self, function: Callable[[T], U]) -> "Request[U]":
         """The request whose result is ``function(result)``."""
         return Request(lambda: function(self.run()), lambda: self.start().then(function))
-
-
-def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]], lane: Group, device: torch.device) -> Pending[Any]:
-    """A chain of collectives: each function gets the result of the one before and returns a ``Pending``.
-
-    The world carries the chain out beside the program, the chains of one lane one after another. So when a later collective
-    starts depends on no ``poll`` or ``wait`` of this rank. All ranks begin the chains of a lane in one order, and nothing
-    else uses the channels of a chain's later collectives.
-
-    Args:
-        first: the first collective.
-        rest: functions that start the later ones.
-        lane: names the lane; usually the channel of a later collective.
-        device: where the tensors are. On CUDA all collectives of the chain are launched at once, on a stream of the lane's.
-
-    >>> from functional_ds import comm
-    >>> def program():
-    ...     rank, late = torch.tensor([float(comm.world().rank)]), comm.world().channel("late")
-    ...     total = comm.start(comm.all_reduce, rank)
-    ...     gather = lambda x: comm.start(comm.all_gather, x + rank, late)
-    ...     chain = relay(total, gather, lane=late, device=rank.device)
-    ...     return chain.wait().tolist()
-    >>> comm.simulate(program, world_size=2)
-    [[1.0, 2.0], [1.0, 2.0]]
-    """
-    if not rest:
-        return first
-    if current_recorder() is not None:
-        for start in rest:
-            first = start(first.wait())
-        return first
-
-    def steps() -> Iterator[Any]:
-        value = first.wait()
-        for start in rest:
-            yield value
-            value = start(value).wait()
-        yield value
-
-    chain = lane.world.beside(steps, lane, device)
-    return Pending(chain.wait, chain.poll, lambda: f"a chain of collectives on {lane}")
 
 
 # -- inputs that must stay as they are until the call is over -----------------------------------------------------------

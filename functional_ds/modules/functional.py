@@ -20,10 +20,10 @@ from functional_ds.base.torch_private import (
     unset_fake_temporarily,
     version_of,
 )
-from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.remat.region import called, current_region
 from functional_ds.step.pass_scope import Pass, current_pass
-from functional_ds.step.state.buffers import BufferScope, Held
+from functional_ds.step.state.buffer_scope import BufferScope, Held
 
 from .attributes import HiddenAttributes, is_mutable
 from .deep_copy import Put, deep_copy, reached

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.torch_private import foreach_add_, foreach_copy_
-from functional_ds.comm.record.call_recorder import labelled
+from functional_ds.comm.worlds.current import labelled
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.segment import Segment
 from functional_ds.step.view import dense, wide
