@@ -1723,7 +1723,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "untouched units are not reduced",
             "transforms.zero.lazy_params:LazyParams.finish",
-            "self._trained_leaves(unit) and unit not in self._in_graph",
+            "self._trained_leaves(unit) and unit not in self._tokens",
             "False",
             comm.errors.DeadlockError,
         ),
@@ -1759,14 +1759,14 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (test_nested_autograd.test_losses_that_differentiate, test_nested_autograd.sam, 3, 2): [
         Bug(
             "a leaf is another tensor after an eviction",
-            "transforms.zero.lazy_params:LazyParams._same",
+            "transforms.zero.saved_places:UnitLeaves.filled",
             "unit not in self._trained",
-            "unit not in self._leaves",
+            "unit not in self.whole",
             RuntimeError,
         ),
         Bug(
             "a leaf gets the first memory that its unit had",
-            "transforms.zero.lazy_params:LazyParams._same",
+            "transforms.zero.saved_places:UnitLeaves.filled",
             "leaves[place].data = views[place]",
             "pass",
             RuntimeError,

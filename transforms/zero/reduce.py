@@ -207,7 +207,7 @@ class Reducer:
         return self._plan is not None and self.order.plan is self._plan
 
     def _due(self, unit: int) -> bool:
-        return unit in self._completed and (not self._placed or self._made >= self.order.after[unit])
+        return self.has(unit) and (not self._placed or self._made >= self.order.after[unit])
 
     def _limit_in_flight(self) -> None:
         """Waits until fewer than two reductions are in flight, up to a timeout, which avoids a deadlock.
