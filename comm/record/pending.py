@@ -131,10 +131,10 @@ class WatchedInputs:
     before: "Sequence[tuple[int | None, int]]"
 
     @staticmethod
-    def of(inner: Handle, call: Call, tensors: Sequence[Tensor], group: Group) -> "WatchedInputs":
-        """The handle, watched from now on."""
+    def of(inner: Handle, call: Call, tensors: Sequence[Tensor], group: Group, site: str = "") -> "WatchedInputs":
+        """The handle, watched from now on; ``site`` is that of the call."""
         tensors = tensors if call.collective.reads(Here(call.options, group.rank, group.size)) else ()
-        return WatchedInputs(inner, call, group, tensors, call_site(), [_state(tensor) for tensor in tensors])
+        return WatchedInputs(inner, call, group, tensors, site or call_site(), [_state(tensor) for tensor in tensors])
 
     @property
     def ended(self) -> float | None:
@@ -167,8 +167,7 @@ def _state(tensor: Tensor) -> tuple[int | None, int]:
     version = None if tensor.is_inference() else version_of(tensor)  # inference tensors have none
     if tensor.device.type != "cpu":
         return version, 0
-    with torch.no_grad():
-        plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-        if plain.stride(0) != 1:  # also a single element, which torch calls contiguous whatever its stride
-            plain = plain.clone(memory_format=torch.contiguous_format)
+    plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if plain.stride(0) != 1:  # also a single element, which torch calls contiguous whatever its stride
+        plain = plain.clone(memory_format=torch.contiguous_format)
     return version, zlib.crc32(plain.view(torch.uint8).numpy().data) if plain.numel() else 0

@@ -92,7 +92,7 @@ class SimulatedWorld(World):
         if self.rules is not None:
             self.rules.launch(call, group, (*key, turn), members, f"{arrival} on group {group.name!r} at {arrival.site}")
         handle = _SimulatedHandle(self, slot)
-        return WatchedInputs.of(handle, call, tensors, group) if beside else handle
+        return WatchedInputs.of(handle, call, tensors, group, arrival.site) if beside else handle
 
     @property
     def compares(self) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, storage_id, unset_fake_temporarily
+from functional_ds.base.torch_operators import FakeTensorMode
+from functional_ds.base.torch_private import FakeTensor, storage_id, unset_fake_temporarily
 from functional_ds.comm.debug.trace import opened
 from functional_ds.comm.record.group import Ready, World
 from functional_ds.comm.record.ledger import Ledger, Row

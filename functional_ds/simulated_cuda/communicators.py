@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functional_ds.base.torch_private import schema_of
+from functional_ds.base.torch_operators import schema_of
 from functional_ds.base.torch_replaced import later_work
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Handle

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from functional_ds import comm
+from functional_ds.base import torch_groups as groups
+from functional_ds.base import torch_operators as operators
 from functional_ds.base import torch_private as private
 from functional_ds.base import torch_replaced as replaced
 from functional_ds.compiling import torch_compiler
@@ -36,7 +38,7 @@ def checks(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 @checks("FakeTensor", "FakeTensorMode", "is_fake")
 def fake_tensors_have_shapes_and_no_memory() -> None:
-    with private.FakeTensorMode(allow_non_fake_inputs=True):
+    with operators.FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(2**40, 3)
         y = x @ torch.ones(3, 2)
     assert isinstance(y, private.FakeTensor)
@@ -58,19 +60,19 @@ def attention_on_the_cpu_has_a_kernel() -> None:
     with Seen():
         torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
     shapes = dict(seen)
-    assert shapes[private.CPU_ATTENTION] == [query.shape, key.shape, value.shape]
-    assert shapes[private.CPU_ATTENTION_BACKWARD][:4] == [query.shape, query.shape, key.shape, value.shape]
+    assert shapes[operators.CPU_ATTENTION] == [query.shape, key.shape, value.shape]
+    assert shapes[operators.CPU_ATTENTION_BACKWARD][:4] == [query.shape, query.shape, key.shape, value.shape]
 
 
 @checks("CUDA_ATTENTION", "CUDA_ATTENTION_BACKWARD")
 def attention_on_cuda_takes_grouped_heads_and_gives_the_log_sum_exp() -> None:
-    with private.FakeTensorMode():
+    with operators.FakeTensorMode():
         query, key, value = (torch.ones(2, h, 16, 8, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
-        out, lse, *_ = private.CUDA_ATTENTION(query, key, value, 0.0, True, False, scale=0.5)
+        out, lse, *_ = operators.CUDA_ATTENTION(query, key, value, 0.0, True, False, scale=0.5)
         assert (out.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], torch.float32)
         none = torch.empty(0, dtype=torch.uint64, device="cuda")
         args = out, query, key, value, out, lse, None, None, 16, 16, 0.0, True, none, none
-        assert [g.shape for g in private.CUDA_ATTENTION_BACKWARD(*args, scale=0.5)] == [query.shape, key.shape, value.shape]
+        assert [g.shape for g in operators.CUDA_ATTENTION_BACKWARD(*args, scale=0.5)] == [query.shape, key.shape, value.shape]
 
 
 @checks("GROUPED_PRODUCT")
@@ -80,10 +82,10 @@ def grouped_products_have_shapes_in_every_dtype() -> None:
         ends = torch.tensor([3, 8], dtype=torch.int32)
         for a, b in ((rows, weights), (weights.mT, rows.T), (rows.T, torch.ones(8, 24, dtype=dtype)), (weights.mT, weights)):
             offs = None if a.dim() == b.dim() == 3 else ends
-            with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            with operators.FakeTensorMode(allow_non_fake_inputs=True) as mode:
                 x, y = mode.from_tensor(a), mode.from_tensor(b)
-                found = private.GROUPED_PRODUCT(x, y, offs)
-            expected = private.GROUPED_PRODUCT(a, b, offs)
+                found = operators.GROUPED_PRODUCT(x, y, offs)
+            expected = operators.GROUPED_PRODUCT(a, b, offs)
             assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
@@ -93,7 +95,7 @@ def a_converter_without_memory() -> None:
         def set_tensor_memo(self, t: Any, v: Any) -> None:
             pass
 
-    mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = operators.FakeTensorMode(allow_non_fake_inputs=True)
     mode.fake_tensor_converter = Forgets()
     with mode:
         assert weakref.getweakrefcount(torch.empty(2) + 1) == 0
@@ -101,7 +103,7 @@ def a_converter_without_memory() -> None:
 
 @checks("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedFakeTensorException")
 def fake_tensors_say_what_needs_values() -> None:
-    with private.FakeTensorMode():
+    with operators.FakeTensorMode():
         x = torch.ones(3)
         with pytest.raises(private.DataDependentOutputException):
             x.sum().item()
@@ -158,14 +160,14 @@ def numbers_are_read_by_one_operator() -> None:
     three = torch.tensor(3)
     with Seen():
         assert three.item() == 3
-    assert seen == [private.READ_NUMBER]
+    assert seen == [operators.READ_NUMBER]
 
 
 @checks("unset_fake_temporarily", "detect_fake_mode")
 def a_fake_mode_can_be_seen_and_left() -> None:
-    assert private.detect_fake_mode() is None
-    with private.FakeTensorMode() as mode:
-        assert private.detect_fake_mode() is mode
+    assert operators.detect_fake_mode() is None
+    with operators.FakeTensorMode() as mode:
+        assert operators.detect_fake_mode() is mode
         with private.unset_fake_temporarily() as outer:
             assert outer is mode
             assert torch.ones(2).sum().item() == 2
@@ -178,7 +180,7 @@ class _Sees(private.TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(private.schema_of(func).name)
+        self.names.append(operators.schema_of(func).name)
         return func(*args, **(kwargs or {}))
 
 
@@ -192,14 +194,14 @@ def a_dispatch_mode_sees_operators() -> None:
     assert "aten::mul" in seen.names
     assert seen.names.count("aten::mul") == 2, "the backward pass is seen, too"
     assert "aten::exp" not in seen.names
-    schema = private.schema_of(torch.ops.aten.add_.Tensor)
+    schema = operators.schema_of(torch.ops.aten.add_.Tensor)
     assert schema.is_mutable
     assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
     assert [x.alias_info is not None and x.alias_info.is_write for x in schema.arguments] == [True, False, False]
     given = torch.ones(4)
-    for view, args in zip(private.UNDECLARED_VIEWS, (([2, 2],), ([2, 2], [2, 1]), ()), strict=True):
+    for view, args in zip(operators.UNDECLARED_VIEWS, (([2, 2],), ([2, 2], [2, 1]), ()), strict=True):
         assert view(given, *args).data_ptr() == given.data_ptr()
-    assert private.quick_call_of(torch.ops.aten.add.Tensor)(torch.ones(2), torch.ones(2), alpha=2).tolist() == [3, 3]
+    assert operators.quick_call_of(torch.ops.aten.add.Tensor)(torch.ones(2), torch.ones(2), alpha=2).tolist() == [3, 3]
 
 
 class _Counts(Tensor):
@@ -348,7 +350,7 @@ def views_share_a_storage() -> None:
     assert private.storage_id(x) != private.storage_id(y)
     empty, other = torch.empty(0), torch.empty(0, device="meta")
     assert len({private.storage_id(t) for t in (x, y, empty, other)}) == 4
-    with private.FakeTensorMode():
+    with operators.FakeTensorMode():
         z = torch.ones(2)
         assert private.storage_id(z) == private.storage_id(z.view(2, 1))
 
@@ -468,8 +470,8 @@ def a_tensor_without_memory() -> None:
 @checks("foreach_copy_", "foreach_add_")
 def many_tensors_in_one_call() -> None:
     into = [torch.zeros(2, dtype=torch.float64), torch.zeros(3)]
-    private.foreach_copy_(into, [torch.ones(2), torch.full((3,), 2.0)])
-    private.foreach_add_(into, [torch.ones(2, dtype=torch.float64), torch.ones(3)])
+    operators.foreach_copy_(into, [torch.ones(2), torch.full((3,), 2.0)])
+    operators.foreach_add_(into, [torch.ones(2, dtype=torch.float64), torch.ones(3)])
     assert [x.tolist() for x in into] == [[2.0] * 2, [3.0] * 3]
 
 
@@ -477,7 +479,7 @@ def many_tensors_in_one_call() -> None:
 def what_is_not_finite_is_found() -> None:
     for bad, expected in ((1.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)):
         grads, found = [torch.full((2,), 6.0), torch.tensor([bad])], torch.zeros(1)
-        private.unscale_(grads, found, torch.full((1,), 0.5))
+        operators.unscale_(grads, found, torch.full((1,), 0.5))
         assert (grads[0].tolist(), found.item()) == ([3.0, 3.0], expected)
 
 
@@ -488,14 +490,14 @@ def a_process_group_by_its_name() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         everyone: Any = dist.group.WORLD
         everyone.bound_device_id = torch.device("cuda", 0)  # as if NCCL had connected it; the new group must not split it
-        pg = private.new_process_group([0], "mine", timeout=timedelta(seconds=7))
+        pg = groups.new_process_group([0], "mine", timeout=timedelta(seconds=7))
         assert everyone.bound_device_id == torch.device("cuda", 0)
         everyone.bound_device_id = None
         assert (pg.group_name, pg.size(), dist.get_process_group_ranks(pg)) == ("mine", 1, [0])
         x = torch.ones(1)
         dist.all_reduce(x, group=pg)
         with pytest.raises(ValueError, match="already been created"):
-            private.new_process_group([0], "mine", timeout=timedelta(seconds=7))
+            groups.new_process_group([0], "mine", timeout=timedelta(seconds=7))
     finally:
         comm.destroy_process_group()
 
@@ -564,7 +566,7 @@ def optimizers_ask_for_groups() -> None:
 
 @checks("fake_tensors_as_if_on")
 def autograd_takes_fake_tensors_for_the_hosts() -> None:
-    with replaced.fake_tensors_as_if_on(torch.device("cpu")), private.FakeTensorMode():
+    with replaced.fake_tensors_as_if_on(torch.device("cpu")), operators.FakeTensorMode():
         x = torch.empty(2, device="cuda:0")
         assert (x.device.type, torch.relu(x).device.type) == ("cuda", "cuda")
 
@@ -579,7 +581,7 @@ def a_work_can_be_a_function() -> None:
 
 @checks("dispatch_modes")
 def modes_are_listed() -> None:
-    with private.FakeTensorMode() as mode:
+    with operators.FakeTensorMode() as mode:
         assert private.dispatch_modes() == [mode]
     assert private.dispatch_modes() == []
 
@@ -618,7 +620,7 @@ def the_compiler_does_as_blocks_need() -> None:
     assert callable(torch_compiler.compiler_backend("inductor", mode="max-autotune", options=None, dynamic=False))
 
 
-@pytest.mark.parametrize("name", [*private.__all__, *torch_compiler.__all__])
+@pytest.mark.parametrize("name", [*private.__all__, *operators.__all__, *groups.__all__, *torch_compiler.__all__])
 def test_entry(name: str) -> None:
     """Does what the library needs of it."""
     CHECKS[name]()
@@ -626,7 +628,7 @@ def test_entry(name: str) -> None:
 
 def test_every_check_is_of_an_entry() -> None:
     """None is left over."""
-    assert CHECKS.keys() == {*private.__all__, *replaced.__all__, *torch_compiler.__all__}
+    assert CHECKS.keys() == {*private.__all__, *operators.__all__, *groups.__all__, *replaced.__all__, *torch_compiler.__all__}
 
 
 def test_the_store_of_the_default_group() -> None:
@@ -649,11 +651,17 @@ PYTHONS = {
 }
 
 
+OURS = (
+    *(f"base/torch_{part}.py" for part in ("private", "operators", "groups", "replaced")),
+    "compiling/torch_compiler.py",
+)
+
+
 def _sources() -> Iterator[tuple[str, ast.Module]]:
     for folder in FOLDERS:
         for file in sorted(folder.rglob("*.py")):
             name = file.relative_to(folder.parent).as_posix()
-            if not name.endswith(("base/torch_private.py", "base/torch_replaced.py", "compiling/torch_compiler.py")):
+            if not name.endswith(OURS):
                 yield name, ast.parse(file.read_text())
 
 
@@ -691,7 +699,7 @@ def _foreign(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def test_nothing_else_private_is_used() -> None:
-    """Private names of other libraries stand in torch_private, torch_replaced and torch_compiler alone."""
+    """Private names of other libraries stand in the files that say so alone."""
     own = _own_names() - {"_cdata", "_version", "_schema", "_parameters", "_buffers", "_modules", "_execution_engine", "_C"}
     own |= {"_version"}  # saved_tensors has a field of that name; torch's is `version_of`
     found = [

@@ -104,7 +104,7 @@ class LazyParams:
         self._make_reducer = reducer
         self._leaves = UnitLeaves()
         self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
-        self._saved = SavedPlaces(layout, lambda unit: self.source.fetch(unit), self._freeable)
+        self._saved = SavedPlaces(layout, self._fetch, self._freeable)
         self._begun = self._closed = False
         self._in_backward = False
         self._outside = False  # whether somebody else runs the backward pass
@@ -338,6 +338,9 @@ class LazyParams:
                     if trained := self._trained_leaves(unit):
                         self.completed(unit, [given.get(self.layout.paths[leaf]) for leaf in trained])
         return Pulling(self._settle, self._drop)
+
+    def _fetch(self, unit: int) -> Sequence[Tensor]:
+        return self.source.fetch(unit)
 
     def _freeable(self, unit: int) -> None:
         if self._in_backward:
