@@ -30,6 +30,7 @@ def results_in_graph(
 ) -> list[Tensor]:
     """The results of calls, one after another, as outputs of one node; ``carry_out`` runs their transposes."""
     leaves = (leaf for one in started for leaf in one.leaves)
+    results: list[Tensor]
     *results, _ = _Differentiable.apply(started, group, carry_out, *leaves)
     return results
 

@@ -1228,7 +1228,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "torch.cat(list(pieces)[::-1], options['dim'])",
         ),
         Bug("max adds", "comm.backends.reduction:fold", "binary = OPS[op]", "binary = OPS['sum' if op == 'max' else op]"),
-        Bug("a mean is over n + 1", "comm.api:_reducing.divided", "group.size", "group.size + 1"),
+        Bug("a mean is over n + 1", "comm.api:reducing.divided", "group.size", "group.size + 1"),
     ],
     (exchanges_are_dense_programs,): [
         Bug(
@@ -1276,7 +1276,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (nothing_is_left_over,): [
-        Bug("leftovers are forgotten", "comm.simulation.simulate:simulate", "simulator.slots", "False"),
+        Bug("leftovers are forgotten", "comm.simulation.simulate:simulate", "simulator.slots", "{}"),
     ],
     (ranks_keep_their_settings,): [
         Bug("ranks share warning filters", "comm.worlds.rng_state:RngState.copies", "[*self.filters]", "self.filters"),
@@ -1445,7 +1445,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a pass writes into the state",
             "step.state.buffer_scope:Held.of",
-            "_plain(b)",
+            "plain_copy(b)",
             "b",
             RuntimeError,  # it is noticed
         ),

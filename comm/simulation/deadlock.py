@@ -1,4 +1,4 @@
-"""What ranks of a simulation wait for, told where none can go on, or where nobody came to what some have started."""
+"""What ranks of a simulation wait for, told where none can go on, or where some never came to what others have started."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol

@@ -122,8 +122,9 @@ def simulate(
         if watches is not None:
             watches.check(simulator.failure)
         raise simulator.failure
-    if simulator.slots:
-        raise UnmatchedError(unmatched((slot, slot.arrivals) for slot in simulator.slots.values()))
+    begun = simulator.slots
+    if begun:
+        raise UnmatchedError(unmatched((call, call.arrivals) for call in begun.values()))
     if watches is not None:
         watches.check(None)
     return cast(list[T], results)

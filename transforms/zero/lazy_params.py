@@ -139,7 +139,8 @@ class LazyParams:
         """The path of the leaf that is this output of a node of the graph; None where it is none of these params'."""
         if getattr(node, "params", None) is not self or not output:
             return None
-        return self.layout.paths[self._trained_leaves(node.unit)[output - 1]]
+        path: str = self.layout.paths[self._trained_leaves(node.unit)[output - 1]]
+        return path
 
     def forget(self, unit: int) -> None:
         """Lets go of the memory of a unit that the source has freed, except of leaves that are held elsewhere now."""
