@@ -32,8 +32,8 @@ READING = {
         transforms/zero/collectives.py transforms/zero/process_groups.py""",
     "what is refused on the way": """functional_ds/step/checks.py functional_ds/step/graph_checks.py""",
     "of torch, what is private": "functional_ds/base/torch_private.py",
-    "the wire, between processes": """comm/worlds/process.py comm/worlds/worker.py comm/record/failed_steps.py
-        comm/backends/malloc.py comm/backends/pool.py comm/backends/gloo.py
+    "the wire, between processes": """comm/worlds/process.py comm/worlds/process_handle.py comm/worlds/worker.py
+        comm/record/failed_steps.py comm/backends/malloc.py comm/backends/pool.py comm/backends/gloo.py
         comm/backends/primitives.py comm/table/packing.py comm/exchange.py comm/table/exchanges.py comm/table/permutation.py
         functional_ds/base/device_streams.py""",
 }

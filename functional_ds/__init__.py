@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from functional_ds.optim.adam import adam, adamw
     from functional_ds.optim.lamb import lamb
     from functional_ds.optim.lion import lion
-    from functional_ds.optim.muon import muon
+    from functional_ds.optim.matrix.muon import muon
+    from functional_ds.optim.matrix.per_matrix import per_leaf, per_matrix
     from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
     from functional_ds.optim.optimizer import Optimizer, PerParameter
     from functional_ds.optim.param_groups import param_groups
-    from functional_ds.optim.per_matrix import per_leaf, per_matrix
     from functional_ds.optim.sgd import sgd
     from functional_ds.parallel import experts as moe
     from functional_ds.parallel import sequence as seq
     from functional_ds.parallel import tensor as tp
-    from functional_ds.parallel.sequence.tiled import tiled
+    from functional_ds.parallel.sequence.tiling.tiled import tiled
     from functional_ds.profiling.profiler import profile
     from functional_ds.profiling.record import record
     from functional_ds.remat.policy import RematPolicy

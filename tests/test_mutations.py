@@ -1557,7 +1557,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     # one device
     (modules_are_functions,): [
-        Bug("a tied weight becomes two", "modules.functional:_places", "id(parameter)", "(id(parameter), path)"),
+        Bug("a tied weight becomes two", "modules.module_places:parameter_places", "id(parameter)", "(id(parameter), path)"),
     ],
     (one_device_accumulates, 2): [
         Bug("earlier gradients are dropped", "step.plain_view:_added", "total.add_(grad)", "grad"),

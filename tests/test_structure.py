@@ -21,6 +21,7 @@ from tests.sources import ROOT, TOPS, Source, circles, library
 # A file imports only from its own folder and from folders on lines above its own.
 LAYERS = (
     ("base",),
+    ("base.disk",),
     ("comm.backends",),
     ("comm.table",),
     ("comm.record",),
@@ -32,13 +33,14 @@ LAYERS = (
     ("comm.agreement", "comm.algorithms", "comm.codecs", "comm.debug"),
     ("sharding",),
     ("optim",),
+    ("optim.matrix",),
     ("step.state",),
     ("step",),
     ("remat", "second_order", "state_dict"),
     ("modules",),
     ("dry_run",),
     ("compiling",),
-    ("parallel.tensor", "parallel.sequence", "parallel.experts"),
+    ("parallel.tensor", "parallel.sequence", "parallel.sequence.tiling", "parallel.experts"),
     ("memory", "checkpointing", "interchange"),
     ("profiling",),
     ("fitting",),
@@ -48,6 +50,7 @@ LAYERS = (
     ("pipelining.stages",),
     ("pipelining.execution", "pipelining.tracing"),
     ("transforms.offloading", "transforms.parallel", "transforms.precision", "transforms.zero"),
+    ("transforms.data_parallel",),
     ("transforms",),
     ("compiling.graphs",),
     ("compiling.jitted",),
@@ -55,6 +58,7 @@ LAYERS = (
     ("deepspeed.config.keys", "deepspeed.config.model"),
     ("deepspeed.config.schedules",),
     ("deepspeed.config",),
+    ("jobs.entries",),
     ("jobs",),
     ("deepspeed.accelerator", "deepspeed.comm", "deepspeed.engine.loop"),
     ("deepspeed.engine.common",),
@@ -122,7 +126,18 @@ SAME_FILE_NAMES = {
     "utils": "deepspeed.moe.utils; deepspeed.runtime.utils: DeepSpeed's paths",
 }
 
-LINES, FILES = 500, 14
+LINES, FILES = 400, 12
+
+# Files and folders that are larger, until what they hold is divided.
+LONG = {
+    "base.torch_private",
+    "step.open_pass",
+    "step.state.buffers",
+    "step.step",
+    "transforms.zero.lazy_params",
+    "transforms.zero.zero",
+}
+LARGE = {"comm", "step", "transforms.zero"}
 
 
 @pytest.fixture(scope="module")
@@ -181,12 +196,12 @@ def test_late_imports_have_a_reason(sources: Mapping[str, Source]) -> None:
 
 
 def test_files_are_short(sources: Mapping[str, Source]) -> None:
-    assert {name: source.lines for name, source in sources.items() if source.lines > LINES} == {}
+    assert {name for name, source in sources.items() if source.lines > LINES} == LONG
 
 
 def test_folders_are_small(sources: Mapping[str, Source]) -> None:
     count = Counter(source.folder for source in sources.values())
-    assert {folder: files for folder, files in count.items() if files > FILES} == {}
+    assert {folder for folder, files in count.items() if files > FILES} == LARGE
 
 
 def test_class_names_stand_once(sources: Mapping[str, Source]) -> None:

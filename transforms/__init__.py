@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from .accumulate import accumulate
     from .clip import clip
     from .compiled import compiled
-    from .compressed_gradients import compressed_gradients
+    from .data_parallel.compressed_gradients import compressed_gradients
+    from .data_parallel.local_gradients import local_gradients
+    from .data_parallel.replicated import replicated
     from .ema import averaged, ema
-    from .local_gradients import local_gradients
     from .offload import offload
     from .offloading import OffloadError
     from .parallel.experts import Experts, experts
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from .parallel.tensor_parallel import tensor_parallel
     from .pipeline import pipeline
     from .remat import remat
-    from .replicated import replicated
     from .rounds import apart, every
     from .schedule import one_cycle, range_test, schedule, warmup, warmup_cosine, warmup_decay
 

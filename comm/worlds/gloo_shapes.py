@@ -10,7 +10,7 @@ from functional_ds.comm.backends.primitives import Communicator, Options, Starte
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Handle
 
-from .process import ProcessHandle
+from .process_handle import ProcessHandle
 from .shapes import ShapesWorld
 
 __all__ = ["GlooShapesWorld"]

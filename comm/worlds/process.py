@@ -3,7 +3,7 @@
 import atexit
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from functional_ds.base.device_streams import LentToTransport, SideStream, Streams
+from functional_ds.base.device_streams import SideStream, Streams
 from functional_ds.base.torch_groups import new_process_group
 from functional_ds.comm.backends.primitives import Communicator, Options, Started
 from functional_ds.comm.record.failed_steps import FailedSteps
-from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last, poll_all
+from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
 from functional_ds.comm.record.pending import WatchedInputs
 from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.comm.table.errors import CommError
@@ -28,139 +28,16 @@ from functional_ds.comm.table.errors import CommError
 from .call_log import CallLog
 from .communicator_key import CommunicatorKey
 from .leaving import GRACE, ending_error, finish, follows_another_rank
+from .process_handle import ProcessHandle
 from .rendezvous import ended_store
 from .worker import Performed, Posted, Queued, Worker
 
-__all__ = ["DEFAULT_TIMEOUT", "ProcessHandle", "ProcessWorld", "leave_process_world", "process_world"]
+__all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _POSTED = 2**20  # bytes: smaller messages are posted by the caller's thread, which is faster than waking another
 _GONE = "its processes' group was destroyed; take a group of the new world, which comm.init_distributed() joins"
 _TAGS = 2**30  # that of no message; smaller tags are free for the program's own messages through torch
-
-
-@attrs.define(eq=False)
-class _Coalesced:
-    """Leaves of one dtype that are sent as one payload.
-
-    Attributes:
-        places: their indices among the call's leaves.
-        shares: each leaf's elements along the payload's last dim; none for a single leaf.
-        started: the primitive under way.
-        device: where the results belong.
-        sent: the payload, where it is on a GPU.
-    """
-
-    places: Sequence[int]
-    shares: Sequence[int]
-    started: Started | Performed | Posted | Queued
-    device: torch.device
-    sent: LentToTransport | None = None
-
-    def pieces(self) -> Sequence[Tensor]:
-        result = self.started.wait()
-        if self.sent is not None:
-            self.sent.arrived()
-            self.sent = None
-        if result.device != self.device:
-            result = result.to(self.device)
-        # Copies, because views would share one storage, and each would keep all of it alive.
-        return [x.clone() for x in result.split(self.shares, dim=-1)] if self.shares else [result]
-
-
-@attrs.define(eq=False)
-class ProcessHandle:
-    """A call under way, in parts of one dtype and device each.
-
-    Attributes:
-        call, tensors, group, here: the call.
-        parts: its primitives.
-    """
-
-    call: Call
-    tensors: Sequence[Tensor]
-    group: Group
-    here: Here
-    parts: list[_Coalesced]
-
-    @staticmethod
-    def begin(
-        call: Call,
-        tensors: Sequence[Tensor],
-        group: Group,
-        start: Callable[[Tensor, Options], Any],
-        carrier: Callable[[torch.device], torch.device] = lambda device: device,
-    ) -> "ProcessHandle":
-        """Packs the tensors of each dtype and device into one payload and starts its primitive.
-
-        Args:
-            call, tensors, group: the call.
-            start: starts a payload's primitive with its options.
-            carrier: from a tensor's device to that of its payload.
-        """
-        here, pack, parts = Here(call.options, group.rank, group.size), call.collective.pack, list[_Coalesced]()
-        for places in _by_kind(tensors):
-            device = tensors[places[0]].device
-            carried, shares = carrier(device), list[int]()
-            if len(places) == 1:
-                payload = _dense(pack(_plain(tensors[places[0]]), here))
-            else:
-                payloads = [pack(_plain(tensors[place]), here) for place in places]
-                payload, shares = torch.cat(payloads, dim=-1), [part.shape[-1] for part in payloads]
-            if carried != device:
-                payload = payload.to(carried)
-            started = start(payload, call.options_for(places, payload))
-            parts.append(_Coalesced(places, shares, started, device, LentToTransport.of(payload)))
-        return ProcessHandle(call, tensors, group, here, parts)
-
-    @property
-    def ended(self) -> float | None:
-        ends = [part.started.ended for part in self.parts]
-        return None if None in ends else max(ends, default=None)  # type: ignore[type-var]
-
-    def poll(self, timeout: float) -> bool:
-        return poll_all([part.started for part in self.parts], timeout)
-
-    def wait(self) -> list[Tensor]:
-        results, unpack = [*self.tensors], self.call.collective.unpack
-        try:
-            for part in self.parts:
-                for place, piece in zip(part.places, part.pieces(), strict=True):
-                    results[place] = unpack(piece, self.tensors[place], self.here)
-        except CommError:
-            raise
-        except RuntimeError as error:  # from Gloo or NCCL: a time-out, or a rank that has ended
-            told = ""
-            if isinstance(self.group.world, ProcessWorld):
-                self.group.world.lost = True
-                told = self.group.world.failed_steps.told(self.group.ranks)
-            signature = self.call.signature(self.tensors, self.here)
-            raise CommError(
-                f"rank {self.group.rank} of {self.group.name!r} failed in {signature} at {call_site()}: {error}"
-                + (told or "\n(under comm.debug.checked() the error says which ranks had not come)")
-            ) from error
-        return results
-
-
-def _by_kind(tensors: Sequence[Tensor]) -> Iterable[Sequence[int]]:
-    """The indices of the tensors, grouped by dtype and device."""
-    if len(tensors) == 1:
-        return ((0,),)
-    places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault((tensor.dtype, tensor.device), []).append(place)
-    return places.values()
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, and with conjugation and negation applied to its bytes."""
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
-
-
-def _dense(payload: Tensor) -> Tensor:
-    """Contiguous, and viewable as bytes: torch calls a tensor of one element contiguous whatever its stride."""
-    return payload.contiguous() if payload.stride(-1) == 1 else payload.clone(memory_format=torch.contiguous_format)
 
 
 Key = tuple[tuple[int, ...], str]
@@ -247,10 +124,16 @@ class ProcessWorld(World):
             agreed = None  # the log is waited for once a call
             return started
 
-        handle = ProcessHandle.begin(call, tensors, group, begin, lambda device: self._carrier(device, group))
+        carrier, lost = partial(self._carrier, group=group), partial(self._lose, group)
+        handle = ProcessHandle.begin(call, tensors, group, begin, carrier, lost)
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()
         return WatchedInputs.of(handle, call, tensors, group) if beside and self.call_log else handle
+
+    def _lose(self, group: Group) -> str:
+        """A rank of the group did not answer; why, as far as it has told."""
+        self.lost = True
+        return self.failed_steps.told(group.ranks)
 
     def _start_gloo(
         self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, beside: bool

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import attrs
 
-from functional_ds.base.files import checked_path, read_regular, sync_folder, write_synced
+from functional_ds.base.disk.files import checked_path, read_regular, sync_folder, write_synced
 from functional_ds.state_dict.errors import CheckpointError, DamagedError, NoCheckpointError
 
 from .manifest import LONGEST, MANIFEST, Manifest, Summary, read_summary

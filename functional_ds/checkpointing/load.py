@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import is_pinned
-from functional_ds.base.files import checked_path
+from functional_ds.base.disk.files import checked_path
 from functional_ds.base.marks import like_marked
 from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
 from functional_ds.state_dict.describe import TensorShard, as_before, as_tensors, dense, describe

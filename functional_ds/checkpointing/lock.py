@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from functional_ds.base.files import FileLock, process_note
+from functional_ds.base.disk.files import FileLock, process_note
 from functional_ds.state_dict.errors import BusyError, CheckpointError
 
 __all__ = ["LOCK", "take_lock"]

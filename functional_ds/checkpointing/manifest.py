@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-from functional_ds.base.files import open_regular
+from functional_ds.base.disk.files import open_regular
 from functional_ds.sharding.leaf_region import LeafRegion, fault
 from functional_ds.state_dict.errors import DamagedError, NewerFormatError
 

@@ -13,7 +13,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.files import FileLock
+from functional_ds.base.disk.files import FileLock
 from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
 from functional_ds.state_dict.describe import TensorShard, describe_in_place
 from functional_ds.state_dict.errors import CheckpointError

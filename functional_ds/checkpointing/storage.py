@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import attrs
 import numpy as np
 
-from functional_ds.base.direct_io import DirectFile, aligned
+from functional_ds.base.disk.direct_io import DirectFile, aligned
 from functional_ds.state_dict.errors import DamagedError
 
 from .manifest import BLOCK, DataFile

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from functional_ds.base.device import overlaps
 from functional_ds.base.device_streams import current_stream
-from functional_ds.base.files import FileLock, read_regular, write_atomically
+from functional_ds.base.disk.files import FileLock, read_regular, write_atomically
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import CheckpointError
 from functional_ds.state_dict.stored_view import StoredView

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from functional_ds.base.files import parse_json, read_text
+from functional_ds.base.disk.files import parse_json, read_text
 from functional_ds.comm.debug.traffic import draw_traffic, traffic
 from functional_ds.comm.record.ledger import Ledger
 from functional_ds.memory.formulas import EIGHTEEN, SINGLE, SIXTEEN, Formula, by_stage

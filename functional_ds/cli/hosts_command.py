@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import attrs
 import typer
 
-from functional_ds.base.files import read_text
+from functional_ds.base.disk.files import read_text
 
 from .words.errors_in_one_line import CommandError
 from .words.pages import emit

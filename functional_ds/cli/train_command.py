@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from functional_ds.base.files import parse_json
+from functional_ds.base.disk.files import parse_json
 
 from .words.errors_in_one_line import CommandError
 from .words.pages import emit

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from functional_ds.base.files import read_regular, write_atomically
+from functional_ds.base.disk.files import read_regular, write_atomically
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.files import checked_path
+from functional_ds.base.disk.files import checked_path
 from functional_ds.base.marks import slices_of
 from functional_ds.comm.record.group import Solo
 from functional_ds.modules.functional import Apply

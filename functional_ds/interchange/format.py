@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import torch
 
-from functional_ds.base.files import check_plain
+from functional_ds.base.disk.files import check_plain
 
 __all__ = ["CODES", "INDEX", "SINGLE", "HeaderEntry", "SafetensorsFile", "TensorSpec", "index_of", "split_files"]
 

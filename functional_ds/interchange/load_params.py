@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.files import MAX_TEXT, checked_path, open_regular, parse_json, read_open
+from functional_ds.base.disk.files import MAX_TEXT, checked_path, open_regular, parse_json, read_open
 from functional_ds.base.marks import ModuleRef, mark_module, slices_of
 from functional_ds.modules.functional import Apply
 from functional_ds.sharding.leaf_slice import whole_shape

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.base.files import lock_folder, reserve, sync_folder, write_at, write_synced
+from functional_ds.base.disk.files import lock_folder, reserve, sync_folder, write_at, write_synced
 
 from .format import INDEX, SINGLE, HeaderEntry, SafetensorsFile, index_of
 

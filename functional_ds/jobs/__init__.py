@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from functional_ds.base.package_index import lazy_index
 
 if TYPE_CHECKING:
-    from .call_entry import CallEntry
+    from .entries.call_entry import CallEntry
+    from .entries.job_errors import JobError
     from .job import DataEntry, DeepSpeedEntry, EvaluationEntry, Job, LogsEntry, ProfileEntry, SavedEntry
     from .job_data import TokenText
-    from .job_errors import JobError
     from .job_file import load_job
     from .prepare import PreparedJob, prepare
     from .run_job import JobResult, check_job, run_job, run_ranks

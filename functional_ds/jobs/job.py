@@ -9,10 +9,10 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("jobs need pydantic and tomlkit: pip install 'functional-ds[jobs]'") from error
 
-from .call_entry import CallEntry
-from .job_errors import JobError
-from .job_reader import ALWAYS, AtLeastOne, Entries, NotNegative, call_of, calls_of, changed, entry
-from .job_text import located, toml
+from functional_ds.jobs.entries.call_entry import CallEntry
+from functional_ds.jobs.entries.job_errors import JobError
+from functional_ds.jobs.entries.job_reader import ALWAYS, AtLeastOne, Entries, NotNegative, call_of, calls_of, changed, entry
+from functional_ds.jobs.entries.job_text import located, toml
 
 __all__ = [
     "RECORDS",

@@ -14,11 +14,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.base.files import read_regular
+from functional_ds.base.disk.files import read_regular
+from functional_ds.jobs.entries.call_entry import CallEntry
+from functional_ds.jobs.entries.job_errors import JobError
 
-from .call_entry import CallEntry
 from .job import Job
-from .job_errors import JobError
 from .resolve import made
 
 __all__ = ["TokenText", "imported", "read_files", "read_standard_library", "text_of"]

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from functional_ds.base.files import check_plain, parse_json, read_text
+from functional_ds.base.disk.files import check_plain, parse_json, read_text
+from functional_ds.jobs.entries.job_errors import JobError
+from functional_ds.jobs.entries.job_text import located
 
 from .job import Job, module_names
-from .job_errors import JobError
-from .job_text import located
 
 __all__ = ["load_job"]
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.weighted import Weighted
+from functional_ds.jobs.entries.job_errors import JobError
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Transform
-
-from .job_errors import JobError
 
 __all__ = ["huggingface", "next_token", "pipeline", "pipeline_schedule", "vocab_parallel"]
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.jobs.entries.call_entry import CallEntry, parameters_of
+from functional_ds.jobs.entries.job_errors import JobError, within
 from functional_ds.modules.deferred_init import deferred
 from functional_ds.modules.functional import functional
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import train_step
 
-from .call_entry import CallEntry, parameters_of
 from .job import Job
-from .job_errors import JobError, within
 from .resolve import Surroundings, function_and_arguments, made
 from .strategy import schedule_of, strategy_of
 

@@ -19,15 +19,15 @@ from functional_ds.fitting.loggers import CsvLog, Logger, Logging, StepMeasure, 
 from functional_ds.fitting.non_finite import OnNonFinite, RollBack, Stop
 from functional_ds.fitting.run import Evaluation
 from functional_ds.fitting.signals import Flag
+from functional_ds.jobs.entries.job_errors import JobError
+from functional_ds.jobs.entries.job_text import located
 from functional_ds.modules.functional import Apply
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
 from .job import Job
 from .job_data import TokenText, text_of
-from .job_errors import JobError
 from .job_subject import OwnBatches, known_tokens, subject_of
-from .job_text import located
 
 __all__ = ["PreparedJob", "device_of", "prepare"]
 

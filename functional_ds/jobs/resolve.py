@@ -13,11 +13,11 @@ import attrs
 import torch
 
 from functional_ds import comm
+from functional_ds.jobs.entries.call_entry import KINDS, CallEntry, call_entry, check_arguments, parameters_of
+from functional_ds.jobs.entries.job_errors import JobError, joined, nearest
 from functional_ds.sharding.grouping import UnitPolicy
 
-from .call_entry import KINDS, CallEntry, call_entry, check_arguments, parameters_of
 from .job import Job
-from .job_errors import JobError, joined, nearest
 
 __all__ = ["LIBRARY", "ModelWords", "Surroundings", "function_and_arguments", "made", "user_object"]
 
@@ -189,7 +189,7 @@ def user_object(name: str, job: Job) -> Any:
     >>> user_object("os:system", Job(model="a:B", steps=1, optimizer={"sgd": 0.1}))
     Traceback (most recent call last):
         ...
-    functional_ds.jobs.job_errors.JobError: a job may not name 'os:system' unless its reader allows it: ...
+    functional_ds.jobs.entries.job_errors.JobError: a job may not name 'os:system' unless its reader allows it: ...
     """
     module_name, _, attribute = name.partition(":")
     found: Any = _module(module_name, name, job)

@@ -12,12 +12,12 @@ import torch
 from functional_ds import comm
 from functional_ds.fitting.run import Interrupted
 from functional_ds.fitting.signals import Flag, stop_on_signals, stop_ranks_on_signals
+from functional_ds.jobs.entries.job_errors import JobError, within
+from functional_ds.jobs.entries.job_text import located
 
 from .job import Job
 from .job_data import text_of
-from .job_errors import JobError, within
 from .job_subject import loss_function
-from .job_text import located
 from .prepare import device_of, prepare
 from .resolve import Surroundings, function_and_arguments
 from .strategy import strategy_of
@@ -206,7 +206,7 @@ def check_job(job: Job, ranks: int | None = None) -> None:
     >>> check_job(Job(model="nowhere:MLP", steps=1, optimizer={"sgd": 0.1}))
     Traceback (most recent call last):
         ...
-    functional_ds.jobs.job_errors.JobError: model.nowhere:MLP: there is no module 'nowhere', neither in . nor installed
+    functional_ds.jobs.entries.job_errors.JobError: model.nowhere:MLP: there is no module 'nowhere', neither in . nor installed
     """
 
     def tried() -> None:

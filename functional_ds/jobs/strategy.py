@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from functional_ds import comm
+from functional_ds.jobs.entries.job_errors import JobError, within
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Transform
 
 from .job import Job
-from .job_errors import JobError, within
 from .job_model import pipeline_schedule
 from .resolve import Surroundings, made
 

@@ -1,7 +1,7 @@
 """Any module as a pure function of its parameters and buffers."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,52 +16,24 @@ from functional_ds.base.torch_private import (
     buffers_of,
     non_persistent_buffers_of,
     outside_functorch,
-    parameters_of,
     unset_fake_temporarily,
-    version_of,
 )
 from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.remat.region import called, current_region
 from functional_ds.step.pass_scope import Pass, current_pass
-from functional_ds.step.state.buffer_scope import BufferScope, Held
+from functional_ds.step.state.buffer_scope import Held
 
-from .attributes import HiddenAttributes, is_mutable
+from .attributes import HiddenAttributes
 from .deep_copy import Put, deep_copy, reached
 from .module_changes import BareParameter, ModuleChanges
+from .module_places import OF_EVERY_MODULE, Place, buffer_names, joined, mutable_attributes, parameter_places
 from .parameter_marks import ParameterMarks, attributes_on
-from .refusals import check_elsewhere, check_module, refuse_flags, refuse_loading, refuse_placeholders
+from .refusals import check_elsewhere, check_module, refuse_flags, refuse_loading, refuse_lost_writes, refuse_placeholders
 from .shared_memory import SharedMemory
-from .skeleton import Place, Skeleton, joined
-from .write_watch import refuse_aliases, refuse_write, watched
+from .skeleton import Skeleton
+from .write_watch import refuse_aliases, same_versions, watched
 
 __all__ = ["Apply", "functional"]
-
-_OF_MODULES = frozenset(vars(nn.Module()))  # the attributes that every module has
-
-
-def _places(module: nn.Module) -> tuple[dict[str, list[Place]], dict[str, nn.Parameter]]:
-    """Where each parameter belongs, more than once where it is tied, and the parameters under the name of their first place."""
-    first: dict[int, str] = {}
-    places: dict[str, list[Place]] = {}
-    params: dict[str, nn.Parameter] = {}
-    for path, owner in module.named_modules():
-        for key, parameter in parameters_of(owner).items():
-            if parameter is not None:
-                name = first.setdefault(id(parameter), joined(path, key))
-                places.setdefault(name, []).append((path, key))
-                params.setdefault(name, parameter)
-    return places, params
-
-
-def _buffer_names(module: nn.Module) -> dict[Place, str]:
-    """What the buffer at a place is called: a buffer with several places has the name of the first."""
-    first: dict[int, str] = {}
-    return {
-        (path, key): first.setdefault(id(buffer), joined(path, key))
-        for path, owner in module.named_modules()
-        for key, buffer in buffers_of(owner).items()
-        if buffer is not None
-    }
 
 
 class Apply:
@@ -82,11 +54,11 @@ class Apply:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places, params = _places(module)
+        self._places, params = parameter_places(module)
         check_module(module, params)
         self._bare = {name: BareParameter(torch.empty_like(p, device="meta"), p.requires_grad) for name, p in params.items()}
         memo: dict[int, Any] = {id(p): self._bare[name] for name, p in params.items()}
-        memory = SharedMemory.of(module, params, _buffer_names(module))
+        memory = SharedMemory.of(module, params, buffer_names(module))
         memo.update(memory.stale)
         self.module = deep_copy(module, memo)
         self._pool: list[Skeleton] = []
@@ -98,7 +70,7 @@ class Apply:
 
     def _find_buffers(self, memory: SharedMemory) -> None:
         """Where the module has its buffers now."""
-        self._names = _buffer_names(self.module)
+        self._names = buffer_names(self.module)
         owners = dict(self.module.named_modules()) if self._names else {}
         self._homes = [(name, owners[path], key) for (path, key), name in self._names.items() if name == joined(path, key)]
         self._by_name: dict[str, list[Place]] = {}
@@ -137,7 +109,7 @@ class Apply:
         """
         if self._changes.notice():
             self._pool.clear()
-            self._find_buffers(SharedMemory.of(self.module, self._bare, _buffer_names(self.module)))
+            self._find_buffers(SharedMemory.of(self.module, self._bare, buffer_names(self.module)))
         return self.modes
 
     def changed(self, version: int) -> set[str]:
@@ -150,7 +122,7 @@ class Apply:
         for cut in range(len(parts) - 1):
             owner = dict(self.module.named_modules()).get(".".join(parts[:cut]))
             value = None if owner is None else vars(owner).get(parts[cut])
-            if parts[cut] not in _OF_MODULES and isinstance(value, (list, tuple, dict, deque)):
+            if parts[cut] not in OF_EVERY_MODULE and isinstance(value, (list, tuple, dict, deque)):
                 return ".".join(parts[: cut + 1]), value
         return None
 
@@ -200,7 +172,8 @@ class Apply:
         held, known = self._held(pass_)
         found = self._run(held, params, function, pass_, trial=False)
         if not known and pass_.buffers is not None and pass_.buffers.keeps:
-            self._refuse_loss(held, pass_.buffers)
+            buffers = pass_.buffers.buffers
+            refuse_lost_writes(type(self.module).__name__, held.written(), buffers is not None and buffers.known.pickled)
         return found
 
     def dressed(self, params: Mapping[str, Tensor], dress: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -248,22 +221,6 @@ class Apply:
         if held.looks:
             self._written[self.modes] = self._written.get(self.modes, frozenset()) | held.written()
 
-    def _refuse_loss(self, held: Held, scope: BufferScope) -> None:
-        lost = sorted(held.written())
-        if not lost:
-            return
-        what = f"the module {type(self.module).__name__} wrote {lost[0]!r}, which would be lost, because the state "
-        if scope.buffers is not None and scope.buffers.known.pickled:
-            raise RuntimeError(
-                f"{what}was pickled, which parts it from its modules: use fds.save(state, folder) and fds.load(folder, "
-                "like=step.init(params)), or carry its values over: fds.tree.unflatten(fds.tree.structure(step.init(params)), "
-                "fds.tree.leaves(state))"
-            )
-        raise RuntimeError(
-            f"{what}does not have its buffers: call step.init(params, modules=apply) with the apply that fds.functional gave "
-            "for it, or apply.module.eval()"
-        )
-
     # -- copies of the module ------------------------------------------------------------------------------------------
 
     def _run(
@@ -281,17 +238,14 @@ class Apply:
         skeleton.put(held)
         kind = type(self.module).__name__
         plain = pass_ is not None and not pass_.placeholders
-        versions = _versions(params) if plain else []
         try:
             watches = held.looks and pass_ is not None and not trial
             with (
+                same_versions(kind, params) if plain else nullcontext(),
                 watched(kind, params, pass_) if watches else nullcontext(),  # type: ignore[arg-type]
                 self._marks.on(params) if pass_ is None else nullcontext(),
             ):
                 found = called(skeleton.module, function)(skeleton.module)
-            if plain and versions != (after := _versions(params)):
-                name = next(n for n, old, new in zip(params, versions, after, strict=True) if old != new)
-                refuse_write(kind, name, params[name], "under no_grad, or by .data =")
             if held.looks:
                 self._hidden.hide(skeleton.passing())
             return found
@@ -381,7 +335,7 @@ class Apply:
         """One more copy, which shares the module's buffers until it is given others."""
         buffers = dict(self.module.named_buffers())
         memo: dict[int, Any] = {
-            id(x): x for _, value in _mutable(self.module) for x in tree.leaves(value) if isinstance(x, Tensor)
+            id(x): x for _, value in mutable_attributes(self.module) for x in tree.leaves(value) if isinstance(x, Tensor)
         }  # leases copy them
         memo.update((id(x), x.detach() if name in self._elsewhere else x) for name, x in buffers.items())
         with unset_fake_temporarily(), torch.inference_mode(False), outside_functorch():
@@ -397,7 +351,7 @@ class Apply:
         for found, put in reached(module, names):
             (slots if names[found] in slots else elsewhere)[names[found]].append(put)
         rnns = [each for each in owners.values() if isinstance(each, nn.RNNBase)]
-        mutable = {joined(*place): value for place, value in _mutable(module)}
+        mutable = {joined(*place): value for place, value in mutable_attributes(module)}
         tensors = [name for name, value in mutable.items() if not any(id(x) in names for x in tree.leaves(value))]
         return Skeleton(
             module,
@@ -415,25 +369,9 @@ class Apply:
         )
 
 
-def _mutable(module: nn.Module) -> Iterator[tuple[Place, Any]]:
-    """The attributes that calls may write into."""
-    for path, owner in module.named_modules():
-        for key, value in vars(owner).items():
-            if key not in _OF_MODULES and is_mutable(value):
-                yield (path, key), value
-
-
 def _is_trial() -> bool:
     """Whether this is a run for shapes alone, which leaves nothing behind: not so where a step is traced into a graph."""
     return detect_fake_mode() is not None and current_recorder() is None
-
-
-def _versions(params: Mapping[str, Tensor]) -> list[tuple[int, int]]:
-    """What a write in place changes, and what an assignment of ``data`` does."""
-    try:
-        return [(version_of(p), p.data_ptr() if type(p) in (Tensor, nn.Parameter) else 0) for p in params.values()]
-    except RuntimeError:  # tensors of a torch.func transform have no memory
-        return [(version_of(p), 0) for p in params.values()]
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
@@ -449,7 +387,7 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
     """
     apply = Apply(module)
     ref = ModuleRef(apply)
-    own = _places(module)[1]
+    own = parameter_places(module)[1]
     found = {name: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for name, p in own.items()}
     for name, parameter in found.items():
         vars(parameter).update(attributes_on(own[name]))

@@ -19,10 +19,10 @@ from functional_ds.base.torch_private import version_of
 
 from .attributes import ABSENT, put_attribute
 from .deep_copy import fields_of
+from .module_places import Place
 
 __all__ = ["BareParameter", "ModuleChanges"]
 
-Place = tuple[str, str]  # a module's path and an attribute
 _TENSORS = ("_parameters", "_buffers")
 _STRUCTURE = (*_TENSORS, "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PASSED_OVER = frozenset(vars(nn.Module())) - {"training", *_STRUCTURE}  # no call depends on it, or it changes with hooks

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import hooks_of, is_fake
 
-__all__ = ["check_elsewhere", "check_module", "refuse_flags", "refuse_loading", "refuse_placeholders"]
+__all__ = ["check_elsewhere", "check_module", "refuse_flags", "refuse_loading", "refuse_lost_writes", "refuse_placeholders"]
 
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 
@@ -127,4 +127,29 @@ def check_elsewhere(kind: str, names: Collection[str], assigned: Collection[str]
         raise RuntimeError(
             f"a call under remat wrote its buffer {name!r}, {where}, where a recomputation cannot put its old value: refer "
             "to it by its name alone"
+        )
+
+
+def refuse_lost_writes(kind: str, written: Collection[str], pickled: bool) -> None:
+    """Refuses what a call has written into buffers that the state does not have.
+
+    Args:
+        kind: the module's class.
+        written: the buffers.
+        pickled: whether the state does not have them because it was pickled.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    for name in sorted(written):
+        what = f"the module {kind} wrote {name!r}, which would be lost, because the state "
+        if pickled:
+            raise RuntimeError(
+                f"{what}was pickled, which parts it from its modules: use fds.save(state, folder) and fds.load(folder, "
+                "like=step.init(params)), or carry its values over: fds.tree.unflatten(fds.tree.structure(step.init(params)), "
+                "fds.tree.leaves(state))"
+            )
+        raise RuntimeError(
+            f"{what}does not have its buffers: call step.init(params, modules=apply) with the apply that fds.functional gave "
+            "for it, or apply.module.eval()"
         )

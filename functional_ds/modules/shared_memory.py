@@ -10,7 +10,7 @@ from functional_ds.base.byte_ranges import overlapping
 from functional_ds.base.torch_private import buffers_of
 
 from .attributes import Stale
-from .skeleton import Place, joined
+from .module_places import Place, joined
 
 __all__ = ["SharedMemory", "attributes_of"]
 

@@ -17,11 +17,10 @@ from functional_ds.step.state.buffers import OtherAttribute
 from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import Put
 from .module_changes import ModuleChanges
+from .module_places import Place, joined
 from .refusals import refuse_flags
 
-__all__ = ["Place", "RunBy", "Skeleton", "joined"]
-
-Place = tuple[str, str]  # a module's path and an attribute
+__all__ = ["RunBy", "Skeleton"]
 
 
 class RunBy(functools.partial[Any]):
@@ -325,7 +324,3 @@ def _parted(name: str) -> Place:
 
 def _versioned(value: Any) -> list[tuple[Any, int]]:
     return [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in tree.leaves(value)]
-
-
-def joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key

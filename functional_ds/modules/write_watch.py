@@ -6,19 +6,19 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import TorchDispatchMode, storage_id
+from functional_ds.base.torch_private import TorchDispatchMode, storage_id, version_of
 from functional_ds.remat.operator_arguments import tensors_written
 from functional_ds.step.graph_checks import bit_sums
 from functional_ds.step.pass_scope import Pass
 
-__all__ = ["refuse_aliases", "refuse_write", "watched"]
+__all__ = ["refuse_aliases", "same_versions", "watched"]
 
 
-def refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> None:
+def _refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> None:
     """Raises RuntimeError: the module of this kind wrote into the parameter of this name."""
     if parameter is not None and not parameter.requires_grad:
         raise RuntimeError(
@@ -74,9 +74,27 @@ def watched(kind: str, params: Mapping[str, Tensor], pass_: Pass) -> Iterator[No
     yield
     for name, (storage, sums) in before.items():
         if storage_id(params[name]) != storage:
-            refuse_write(kind, name, params[name], f"{name.rpartition('.')[2]}.data = ...")
+            _refuse_write(kind, name, params[name], f"{name.rpartition('.')[2]}.data = ...")
         if not all(map(torch.equal, sums, bit_sums(params[name]))):
-            refuse_write(kind, name, params[name], "its values have changed")
+            _refuse_write(kind, name, params[name], "its values have changed")
+
+
+@contextmanager
+def same_versions(kind: str, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it writes into params raise that autograd counts, or that replace their memory."""
+    before = _versions(params)
+    yield
+    if before != (after := _versions(params)):
+        name = next(name for name, old, new in zip(params, before, after, strict=True) if old != new)
+        _refuse_write(kind, name, params[name], "under no_grad, or by .data =")
+
+
+def _versions(params: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """What a write in place changes, and what an assignment of ``data`` does."""
+    try:
+        return [(version_of(p), p.data_ptr() if type(p) in (Tensor, nn.Parameter) else 0) for p in params.values()]
+    except RuntimeError:  # tensors of a torch.func transform have no memory
+        return [(version_of(p), 0) for p in params.values()]
 
 
 def _values(param: Tensor) -> tuple[int, tuple[Tensor, ...]] | None:
@@ -99,13 +117,13 @@ class _WriteWatch:
         """Refuses a write into memory that is a param's."""
         for tensor in tree.leaves(written):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided and (name := self.name_of(tensor)) is not None:
-                refuse_write(self.kind, name, self.params.get(name), how)
+                _refuse_write(self.kind, name, self.params.get(name), how)
 
     def assigned(self, tensor: Any) -> None:
         """Refuses ``param.data = ...``."""
         name = next((name for name, param in self.params.items() if param is tensor), None)
         if name is not None:
-            refuse_write(self.kind, name, self.params[name], f"{name.rpartition('.')[2]}.data = ...")
+            _refuse_write(self.kind, name, self.params[name], f"{name.rpartition('.')[2]}.data = ...")
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The param in whose memory a tensor lies."""

@@ -13,8 +13,8 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.tree import NAMESPACE
+from functional_ds.optim.matrix.per_matrix import MatrixStates
 from functional_ds.optim.param_groups import GroupStates
-from functional_ds.optim.per_matrix import MatrixStates
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.step.state.slots import Apart, Role

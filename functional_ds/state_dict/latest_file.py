@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from functional_ds.base.files import read_regular
+from functional_ds.base.disk.files import read_regular
 
 from .errors import DamagedError
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_ds.base.files import MAX_DEPTH, MAX_TEXT, check_plain, checked_path, parse_json, read_regular, read_text
+from functional_ds.base.disk.files import MAX_DEPTH, MAX_TEXT, check_plain, checked_path, parse_json, read_regular, read_text
 from tests.planting import Bug, planted
 
 CHARACTERS = st.characters(codec="utf-8")
@@ -90,7 +90,7 @@ def test_a_sparse_file_is_not_read(tmp_path: Path) -> None:
     os.truncate(path, 1 << 42)
     with pytest.raises(OSError, match="it has 4,398,046,511,104 bytes"):
         read_text(path)
-    bug = Bug("the size is not looked at", "base.files:read_open", "size <= limit", "True", MemoryError)
+    bug = Bug("the size is not looked at", "base.disk.files:read_open", "size <= limit", "True", MemoryError)
     with planted(bug), pytest.raises(bug.shows):
         read_text(path)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_ds.base import direct_io
-from functional_ds.base.direct_io import PAGE, DirectFile, aligned
-from functional_ds.base.files import FileLock, process_note, reserve, write_at, write_atomically, write_synced
+from functional_ds.base.disk import direct_io
+from functional_ds.base.disk.direct_io import PAGE, DirectFile, aligned
+from functional_ds.base.disk.files import FileLock, process_note, reserve, write_at, write_atomically, write_synced
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -85,7 +85,7 @@ def test_reserved_space_is_written_in_pieces(tmp_path: Path) -> None:
 HOLDS = """
 import sys
 from pathlib import Path
-from functional_ds.base.files import FileLock
+from functional_ds.base.disk.files import FileLock
 lock = FileLock.take(Path(sys.argv[1]))
 print("taken", flush=True)
 sys.stdin.read()

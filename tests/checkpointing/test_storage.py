@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from functional_ds.base import direct_io
+from functional_ds.base.disk import direct_io
 from functional_ds.checkpointing import DamagedError, manifest, storage
 from functional_ds.checkpointing.manifest import BLOCK
 

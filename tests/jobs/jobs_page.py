@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from functional_ds.jobs.call_entry import KINDS, CallEntry
+from functional_ds.jobs.entries.call_entry import KINDS, CallEntry
+from functional_ds.jobs.entries.job_reader import Entries
+from functional_ds.jobs.entries.job_text import toml
 from functional_ds.jobs.job import RECORDS
-from functional_ds.jobs.job_reader import Entries
-from functional_ds.jobs.job_text import toml
 
 PAGE = Path(__file__).parents[2] / "docs/jobs.md"
 START, END = "<!-- entries -->\n", "<!-- /entries -->"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import functional_ds as fds
 from functional_ds.jobs import CallEntry, Job, JobError
-from functional_ds.jobs.job_text import json_line_of, line_of, toml
+from functional_ds.jobs.entries.job_text import json_line_of, line_of, toml
 
 LEAST = 'steps = 3\nmodel = "tiny_models:plain"\noptimizer = {sgd = 0.1}\n'
 

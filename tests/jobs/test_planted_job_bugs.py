@@ -20,14 +20,14 @@ FILE_BUGS = [
         [
             Bug(
                 "unknown entries have no name",
-                "jobs.job_reader:_refused",
+                "jobs.entries.job_reader:_refused",
                 "each['type'] == 'extra_forbidden'",
                 "False",
                 Exception,
             ),
             Bug(
                 "the header's line is taken",
-                "jobs.job_text:line_of",
+                "jobs.entries.job_text:line_of",
                 "head.count('\\n') + 1 if mark else found",
                 "found or head.count('\\n') + 1",
             ),
@@ -39,7 +39,7 @@ FILE_BUGS = [
         [
             Bug(
                 "unknown arguments pass",
-                "jobs.call_entry:check_arguments",
+                "jobs.entries.call_entry:check_arguments",
                 "name not in parameters",
                 "False",
                 Exception,
@@ -63,7 +63,7 @@ def test_bugs_of_files(test: Any, arguments: tuple[Any, ...], bug: Bug, tmp_path
 def test_a_default_that_is_left_out_is_the_default() -> None:
     bug = Bug(
         "the folder is left out",
-        "jobs.job_reader:Entries._written",
+        "jobs.entries.job_reader:Entries._written",
         "defaults or always or value != field.get_default(call_default_factory=True)",
         "defaults or value != field.get_default(call_default_factory=True)",
     )

@@ -54,7 +54,7 @@ HARMFUL = [
     "functional_ds:export",
     "functional_ds:comm.spawn",
     "functional_ds.comm:spawn",
-    "functional_ds.base.files:write_synced",
+    "functional_ds.base.disk.files:write_synced",
     "functional_ds.deepspeed.run_script:main",
     "functional_ds.cli.entry:main",
     "functional_ds.transforms.offloading.files:Path.unlink",

@@ -13,7 +13,7 @@ from torch import Tensor
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.optim.muon import orthogonalize
+from functional_ds.optim.matrix.muon import orthogonalize
 from tests.planting import Bug, planted
 
 STEPS, RTOL, LR, DECAY = 6, 1e-13, 0.02, 0.1

@@ -12,8 +12,8 @@ from torch import Tensor
 import functional_ds as fds
 from functional_ds import comm, memory, transforms
 from functional_ds.base.marks import is_trainable
-from functional_ds.optim.muon import orthogonalize
-from functional_ds.optim.per_matrix import MatrixStates
+from functional_ds.optim.matrix.muon import orthogonalize
+from functional_ds.optim.matrix.per_matrix import MatrixStates
 from functional_ds.sharding.layout import Layout
 from functional_ds.state_dict.describe import as_tensors, describe
 from tests.optim.test_optimizers_under_zero import slice_of, update_sends

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import functional_ds as fds
-from functional_ds.optim.muon import orthogonalize
+from functional_ds.optim.matrix.muon import orthogonalize
 
 STEPS = 5
 LATER = 1e-6  # of a param of about 1: a few roundings of fp32 an update, where the order of operations is another

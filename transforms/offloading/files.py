@@ -15,8 +15,8 @@ from threading import Lock
 import attrs
 from torch import Tensor
 
-from functional_ds.base.direct_io import DirectFile, padded
-from functional_ds.base.files import FileLock, lock_folder, open_regular, process_note, reserve
+from functional_ds.base.disk.direct_io import DirectFile, padded
+from functional_ds.base.disk.files import FileLock, lock_folder, open_regular, process_note, reserve
 from functional_ds.step.state.state import UpdateError
 
 __all__ = ["Disk", "DiskTraffic", "Extent", "OffloadError", "ScratchFolder", "VersionedFile", "check_folder"]

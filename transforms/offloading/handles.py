@@ -12,7 +12,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.device_streams import Arrival
-from functional_ds.base.direct_io import aligned, padded
+from functional_ds.base.disk.direct_io import aligned, padded
 from functional_ds.base.tree import NAMESPACE
 
 from .files import Disk, Extent, OffloadError, VersionedFile

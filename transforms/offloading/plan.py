@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.direct_io import padded
+from functional_ds.base.disk.direct_io import padded
 from functional_ds.sharding.leaf_map import LeafMap, LeafShard, LeafSpec
 from functional_ds.step.state.state import State
 

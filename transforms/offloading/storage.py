@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.device_streams import CopyStream
-from functional_ds.base.direct_io import aligned, padded
+from functional_ds.base.disk.direct_io import aligned, padded
 from functional_ds.step.state.state import State
 
 from .files import Disk, DiskTraffic, ScratchFolder

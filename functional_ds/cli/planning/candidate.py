@@ -10,11 +10,11 @@ from typing import Any
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import from_ds_config
-from functional_ds.jobs.call_entry import KINDS, CallEntry
+from functional_ds.jobs.entries.call_entry import KINDS, CallEntry
+from functional_ds.jobs.entries.job_errors import JobError
+from functional_ds.jobs.entries.job_text import toml
 from functional_ds.jobs.job import BESIDE_DEEPSPEED, Job
-from functional_ds.jobs.job_errors import JobError
 from functional_ds.jobs.job_subject import Subject
-from functional_ds.jobs.job_text import toml
 from functional_ds.jobs.strategy import AXES, data_axes, deepspeed_plan, micro_batches, rows_of_rank, size
 
 __all__ = [

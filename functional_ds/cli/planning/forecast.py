@@ -8,8 +8,8 @@ import attrs
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.ledger import Row
+from functional_ds.jobs.entries.job_errors import JobError
 from functional_ds.jobs.job import Job
-from functional_ds.jobs.job_errors import JobError
 from functional_ds.jobs.job_subject import Subject
 from functional_ds.jobs.strategy import data_axes, schedule_of, size
 from functional_ds.memory.account import KINDS

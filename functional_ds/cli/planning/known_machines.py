@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base.device import seconds_of
-from functional_ds.base.files import parse_json, read_text
+from functional_ds.base.disk.files import parse_json, read_text
 from functional_ds.base.weighted import Weighted
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.compiling.graphs.graph_nodes import OPERATOR

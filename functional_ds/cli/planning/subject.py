@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_ds.base.files import parse_json, read_text
+from functional_ds.base.disk.files import parse_json, read_text
 from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.jobs.entries.job_errors import JobError
 from functional_ds.jobs.job import Job
-from functional_ds.jobs.job_errors import JobError
 from functional_ds.jobs.job_file import load_job
 from functional_ds.jobs.job_subject import Subject, subject_of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from functional_ds.base.files import written_atomically
+from functional_ds.base.disk.files import written_atomically
 from functional_ds.checkpointing.named_tensors import save_named
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.interchange.export import export

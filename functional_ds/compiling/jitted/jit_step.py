@@ -27,6 +27,7 @@ from functional_ds.step.step import Step
 from .apply_passes import GraphPass, apply_passes
 from .graph_agreement import disagreement, rank_collectives
 from .graph_code import GraphCode
+from .graph_kind import GraphKind, is_settled, kind_of, leaf_kind
 from .predicted_step import PredictedStep, seconds_of_steps
 from .region_compiler import RegionCode, RegionError, check_backend
 
@@ -55,26 +56,6 @@ class _Traced:
 
 
 @attrs.define(eq=False)
-class _GraphKind:
-    """States and batches that one graph is for.
-
-    Attributes:
-        leaves: their structure, shapes and numbers.
-        modes: of the modules that the loss runs, once that is known.
-        buffers: of these modules, those that no state has, with what a graph depends on.
-    """
-
-    leaves: Any
-    modes: dict[Any, tuple[int, ...]] = attrs.field(factory=dict)
-    buffers: list[tuple[Mapping[str, Any], str, Any]] = attrs.field(factory=list)
-
-    def is_now(self) -> bool:
-        """Whether the modules are in these modes, with such buffers."""
-        like = all(_leaf_kind(store.get(key)) == kind for store, key, kind in self.buffers)
-        return like and all(module.notice() == modes for module, modes in self.modes.items())
-
-
-@attrs.define(eq=False)
 class _GraphCache:
     """What a jitted step has traced; it changes speed, never a value.
 
@@ -85,7 +66,7 @@ class _GraphCache:
         control: the ranks' channel for these numbers.
     """
 
-    kinds: list[_GraphKind] = attrs.field(factory=list)
+    kinds: list[GraphKind] = attrs.field(factory=list)
     entries: dict[tuple[int, ...], _Traced] = attrs.field(factory=dict)
     later: _Traced | None = None
     control: comm.Group | None = None
@@ -234,7 +215,7 @@ class JitStep(Step, Compiles):
 
         0 for a new one while modules are in modes in which no eager step has looked at what they write.
         """
-        kind, kinds = _kind(state, batch), self._cache.kinds
+        kind, kinds = kind_of(state, batch), self._cache.kinds
         like = [number for number, known in enumerate(kinds, 1) if known.leaves == kind]
         found = next((number for number in like if kinds[number - 1].is_now()), None)
         if found is not None:
@@ -242,9 +223,9 @@ class JitStep(Step, Compiles):
         if len(kinds) == self.max_graphs:
             return self.max_graphs + 1
         if like:
-            kinds.append(_GraphKind(kind, {module: module.modes for number in like for module in kinds[number - 1].modes}))
-        elif _is_settled(state):
-            kinds.append(_GraphKind(kind))
+            kinds.append(GraphKind(kind, {module: module.modes for number in like for module in kinds[number - 1].modes}))
+        elif is_settled(state):
+            kinds.append(GraphKind(kind))
             return len(kinds)
         return 0
 
@@ -264,12 +245,12 @@ class JitStep(Step, Compiles):
             self._cache.control = (self.group or comm.world()).channel("jit")
         return self._cache.control if self._cache.control.size > 1 else None
 
-    def _new_entry(self, state: State, batch: Any, group: comm.Group | None, kind: _GraphKind) -> _Traced:
+    def _new_entry(self, state: State, batch: Any, group: comm.Group | None, kind: GraphKind) -> _Traced:
         graph, code, reason, failure, failed = None, None, "", "", None
         try:
             graph = self._traced(state, batch)
             kind.modes = graph.notes.modes
-            kind.buffers = [(store, key, _leaf_kind(store[key])) for store, key in graph.buffers]
+            kind.buffers = [(store, key, leaf_kind(store[key])) for store, key in graph.buffers]
             code = _plain_code(graph) if self.backend == "fx" else RegionCode(graph, self.backend)
         except UntraceableError as error:
             reason = str(error)
@@ -337,31 +318,6 @@ def _run(graph: StepGraph, code: GraphCode, state: State, batch: Any, donate: bo
 
 def _warn(reason: str) -> None:
     warnings.warn(f"fds.jit: {reason}", JitWarning, stacklevel=5)
-
-
-def _kind(state: State, batch: Any) -> Any:
-    """What a graph depends on beside the values of tensors."""
-    leaves, structure = tree.flatten((state, batch))
-    flags = (
-        torch.get_default_dtype(),
-        *map(torch.is_autocast_enabled, ("cpu", "cuda")),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    return structure, tuple(map(_leaf_kind, leaves)), flags
-
-
-def _is_settled(state: State) -> bool:
-    held = state.slots.get(BUFFERS)
-    if not isinstance(held, Buffers):
-        return True
-    now = {key: module.notice() for module, key in held.known.keys.items()}
-    return all(held.known.modes.get(key, modes) == modes for key, modes in now.items())
-
-
-def _leaf_kind(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return type(leaf), leaf
-    return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
 
 
 def _first_reason(reasons: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from functional_ds.base.files import check_plain, parse_json, read_text
+from functional_ds.base.disk.files import check_plain, parse_json, read_text
 
 from .explain import ConfigError, ExplainedKey, Explanation
 from .keys.config_key import ConfigKey, Fate

@@ -10,7 +10,7 @@ from functional_ds.optim.adagrad import adagrad
 from functional_ds.optim.adam import adam, adamw
 from functional_ds.optim.lamb import lamb
 from functional_ds.optim.lion import lion
-from functional_ds.optim.muon import muon
+from functional_ds.optim.matrix.muon import muon
 from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.optim.sgd import sgd

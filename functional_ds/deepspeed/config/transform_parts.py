@@ -9,7 +9,7 @@ from functional_ds.step.compose import compose
 from functional_ds.step.step import Transform
 from functional_ds.transforms.accumulate import accumulate
 from functional_ds.transforms.clip import clip
-from functional_ds.transforms.local_gradients import local_gradients
+from functional_ds.transforms.data_parallel.local_gradients import local_gradients
 from functional_ds.transforms.schedule import schedule as scheduled
 
 from .config_reader import Settings

@@ -9,7 +9,7 @@ from .hugging_face import SequenceMask, register_attention
 from .ring import ring
 from .sequence_layout import SequenceLayout
 from .softmax_merge import merge
-from .tiled_loss import tiled_loss
+from .tiling.tiled_loss import tiled_loss
 from .ulysses import ulysses
 
 __all__ = [

@@ -7,7 +7,7 @@ from io import StringIO
 from os import PathLike
 from pathlib import Path
 
-from functional_ds.base.files import read_text
+from functional_ds.base.disk.files import read_text
 
 from .action import Action, Kind
 from .schedule import Schedule

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import functional_ds as fds
 from functional_ds import comm, seq
 from functional_ds import transforms as T
-from functional_ds.parallel.sequence.tiled import tiled
+from functional_ds.parallel.sequence.tiling.tiled import tiled
 from tests.parallel.sequence import test_order_check, test_sequence, test_tiled
 from tests.parallel.sequence.causal_models import batch_of, model_loss
 from tests.planting import Bug, planted
@@ -94,8 +94,8 @@ def refused(options: dict[str, Any], batch: Callable[[int], Any], words: str) ->
 CUT, STEP, TILED, LOSS = (
     "transforms.parallel.batch_cut",
     "transforms.parallel.sequence",
-    "parallel.sequence.tiled",
-    "parallel.sequence.tiled_loss",
+    "parallel.sequence.tiling.tiled",
+    "parallel.sequence.tiling.tiled_loss",
 )
 PIECE = "leaf.index_select(dims[path], positions)"
 BUGS: dict[Callable[[], None], list[Bug]] = {
@@ -156,7 +156,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     tiles_draw: [
         Bug(
             "the last tile's gradients alone",
-            "parallel.sequence.tiled:_TileByTile.backward",
+            "parallel.sequence.tiling.tiled:_TileByTile.backward",
             "totals[i].add_",
             "totals[i].copy_",
         ),
@@ -168,7 +168,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
         Bug(
             "a tile draws at its own positions",
-            "parallel.sequence.tiled:_Tiles._key",
+            "parallel.sequence.tiling.tiled:_Tiles._key",
             "(own, size)",
             "(range(len(part)), size)",
         ),
@@ -176,21 +176,31 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     test_tiled.test_sums_over_tiles_are_wide: [
         Bug(
             "gradients are summed in half",
-            "parallel.sequence.tiled:_TileByTile.backward",
+            "parallel.sequence.tiling.tiled:_TileByTile.backward",
             "grad.to(wide_dtype(grad.dtype), copy=True)",
             "grad.clone()",
         ),
     ],
     test_tiled.test_generators_draw_again_in_the_backward_pass: [
-        Bug("the backward pass draws anew", "parallel.sequence.tiled:_again.restored", "torch.set_rng_state(host)", "pass"),
+        Bug(
+            "the backward pass draws anew",
+            "parallel.sequence.tiling.tiled:_again.restored",
+            "torch.set_rng_state(host)",
+            "pass",
+        ),
     ],
     test_tiled.test_the_backward_pass_has_the_autocast_of_the_forward: [
-        Bug("the backward pass has no autocast", "parallel.sequence.tiled:_again", "torch.is_autocast_enabled(kind)", "False"),
+        Bug(
+            "the backward pass has no autocast",
+            "parallel.sequence.tiling.tiled:_again",
+            "torch.is_autocast_enabled(kind)",
+            "False",
+        ),
     ],
     test_tiled.test_zero_3_gathers_once_for_all_tiles: [
         Bug(
             "lazy params go past autograd",
-            "parallel.sequence.tiled:_Tiles.with_gradients",
+            "parallel.sequence.tiling.tiled:_Tiles.with_gradients",
             "tensor.view_as(tensor)",
             "tensor",
             RuntimeError,
@@ -199,22 +209,25 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     loss_in_tiles: [
         Bug(
             "ignored labels have gradients",
-            "parallel.sequence.tiled_loss:_with_gradient",
+            "parallel.sequence.tiling.tiled_loss:_with_gradient",
             "grad.masked_fill_(~counts[:, None], 0.0)",
             "grad",
         ),
         Bug(
-            "smoothing has no gradient", "parallel.sequence.tiled_loss:_with_gradient", "grad -= label_smoothing / size", "pass"
+            "smoothing has no gradient",
+            "parallel.sequence.tiling.tiled_loss:_with_gradient",
+            "grad -= label_smoothing / size",
+            "pass",
         ),
         Bug(
             "the last tile's gradients alone",
-            "parallel.sequence.tiled_loss:_TiledCrossEntropy.forward",
+            "parallel.sequence.tiling.tiled_loss:_TiledCrossEntropy.forward",
             "by_weight += narrow.T @ hidden[part].to(exact)",
             "by_weight[:] = narrow.T @ hidden[part].to(exact)",
         ),
         Bug(
             "the factor from outside is lost",
-            "parallel.sequence.tiled_loss:_TiledCrossEntropy.backward",
+            "parallel.sequence.tiling.tiled_loss:_TiledCrossEntropy.backward",
             "grad * seed.to(grad.dtype)",
             "grad",
         ),
@@ -222,7 +235,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     test_tiled.test_fp16_gradients_wait_for_the_loss_scale: [
         Bug(
             "gradients in fp16 before the loss scale",
-            "parallel.sequence.tiled_loss:_TiledCrossEntropy.forward",
+            "parallel.sequence.tiling.tiled_loss:_TiledCrossEntropy.forward",
             "hidden.dtype == torch.float16",
             "False",
         ),

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.parallel.sequence.tiled import tiled
-from functional_ds.parallel.sequence.tiled_loss import tiled_loss
+from functional_ds.parallel.sequence.tiling.tiled import tiled
+from functional_ds.parallel.sequence.tiling.tiled_loss import tiled_loss
 
 
 class Largest(TorchDispatchMode):

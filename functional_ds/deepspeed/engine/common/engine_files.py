@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.files import write_atomically, written_atomically
+from functional_ds.base.disk.files import write_atomically, written_atomically
 from functional_ds.deepspeed.config.explain import UsageError
 from functional_ds.deepspeed.engine.loop.saved_beside import (
     LOOSE,

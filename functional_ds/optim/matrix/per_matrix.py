@@ -13,15 +13,14 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
+from functional_ds.optim.kernels import check, means, reals
+from functional_ds.optim.optimizer import Optimizer, PerParameter, Rate, as_optimizer
+from functional_ds.optim.param_groups import PathFilter, grouped, shown_filter
 from functional_ds.sharding.leaf_map import LeafMap, at_least_fp32, match_leaves
 from functional_ds.sharding.leaf_parts import LeafParts
 from functional_ds.sharding.leaf_selection import LeafSelection, Unused
 from functional_ds.sharding.matrix_owners import MatrixOwners
 from functional_ds.sharding.stacks import unstacked
-
-from .kernels import check, means, reals
-from .optimizer import Optimizer, PerParameter, Rate, as_optimizer
-from .param_groups import PathFilter, grouped, shown_filter
 
 __all__ = ["LeafStates", "MatrixStates", "descend", "on_matrices", "per_leaf", "per_matrix"]
 

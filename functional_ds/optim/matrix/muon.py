@@ -7,11 +7,11 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
+from functional_ds.optim.kernels import check, check_counts, means, zeros
+from functional_ds.optim.optimizer import Optimizer, PerParameter, Rate
+from functional_ds.optim.param_groups import PathFilter
 from functional_ds.sharding.matrix_owners import MatrixOwners
 
-from .kernels import check, check_counts, means, zeros
-from .optimizer import Optimizer, PerParameter, Rate
-from .param_groups import PathFilter
 from .per_matrix import descend, on_matrices
 
 __all__ = ["MuonState", "muon", "orthogonalize"]

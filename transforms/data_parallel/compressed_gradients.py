@@ -5,7 +5,7 @@ import functools
 from functional_ds import comm
 from functional_ds.step.step import Transform
 
-from .data_parallel import Replicas
+from .replicas import Replicas
 from .replicated import replicated
 
 __all__ = ["compressed_gradients"]

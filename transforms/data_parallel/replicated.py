@@ -14,7 +14,7 @@ from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.transforms.zero.combine import Combine
 
-from .data_parallel import Replicas
+from .replicas import Replicas
 
 __all__ = ["replicated"]
 

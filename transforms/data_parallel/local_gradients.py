@@ -8,7 +8,7 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
-from .data_parallel import Replicas
+from .replicas import Replicas
 
 __all__ = ["local_gradients"]
 

@@ -13,7 +13,7 @@ from tomlkit.container import Container
 from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import AbstractTable, AoT, Array
 
-from functional_ds.base.files import parse_json, read_text
+from functional_ds.base.disk.files import parse_json, read_text
 
 from .job_errors import JobError, first_key
 

@@ -1,0 +1,143 @@
+"""A call of a process under way: the leaves of one dtype and device travel as one payload."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base.device_streams import LentToTransport
+from functional_ds.comm.backends.primitives import Options, Started
+from functional_ds.comm.record.group import Group, call_site, poll_all
+from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.errors import CommError
+
+from .worker import Performed, Posted, Queued
+
+__all__ = ["ProcessHandle"]
+
+
+@attrs.define(eq=False)
+class _Coalesced:
+    """Leaves of one dtype that are sent as one payload.
+
+    Attributes:
+        places: their indices among the call's leaves.
+        shares: each leaf's elements along the payload's last dim; none for a single leaf.
+        started: the primitive under way.
+        device: where the results belong.
+        sent: the payload, where it is on a GPU.
+    """
+
+    places: Sequence[int]
+    shares: Sequence[int]
+    started: Started | Performed | Posted | Queued
+    device: torch.device
+    sent: LentToTransport | None = None
+
+    def pieces(self) -> Sequence[Tensor]:
+        result = self.started.wait()
+        if self.sent is not None:
+            self.sent.arrived()
+            self.sent = None
+        if result.device != self.device:
+            result = result.to(self.device)
+        # Copies, because views would share one storage, and each would keep all of it alive.
+        return [x.clone() for x in result.split(self.shares, dim=-1)] if self.shares else [result]
+
+
+@attrs.define(eq=False)
+class ProcessHandle:
+    """A call under way, in parts of one dtype and device each.
+
+    Attributes:
+        call, tensors, group, here: the call.
+        parts: its primitives.
+        lost: called where a rank does not answer; returns what is known of why.
+    """
+
+    call: Call
+    tensors: Sequence[Tensor]
+    group: Group
+    here: Here
+    parts: list[_Coalesced]
+    lost: Callable[[], str]
+
+    @staticmethod
+    def begin(
+        call: Call,
+        tensors: Sequence[Tensor],
+        group: Group,
+        start: Callable[[Tensor, Options], Any],
+        carrier: Callable[[torch.device], torch.device] = lambda device: device,
+        lost: Callable[[], str] = str,
+    ) -> "ProcessHandle":
+        """Packs the tensors of each dtype and device into one payload and starts its primitive.
+
+        Args:
+            call, tensors, group: the call.
+            start: starts a payload's primitive with its options.
+            carrier: from a tensor's device to that of its payload.
+            lost: called where a rank does not answer; returns what is known of why.
+        """
+        here, pack, parts = Here(call.options, group.rank, group.size), call.collective.pack, list[_Coalesced]()
+        for places in _by_kind(tensors):
+            device = tensors[places[0]].device
+            carried, shares = carrier(device), list[int]()
+            if len(places) == 1:
+                payload = _dense(pack(_plain(tensors[places[0]]), here))
+            else:
+                payloads = [pack(_plain(tensors[place]), here) for place in places]
+                payload, shares = torch.cat(payloads, dim=-1), [part.shape[-1] for part in payloads]
+            if carried != device:
+                payload = payload.to(carried)
+            started = start(payload, call.options_for(places, payload))
+            parts.append(_Coalesced(places, shares, started, device, LentToTransport.of(payload)))
+        return ProcessHandle(call, tensors, group, here, parts, lost)
+
+    @property
+    def ended(self) -> float | None:
+        ends = [part.started.ended for part in self.parts]
+        return None if None in ends else max(ends, default=None)  # type: ignore[type-var]
+
+    def poll(self, timeout: float) -> bool:
+        return poll_all([part.started for part in self.parts], timeout)
+
+    def wait(self) -> list[Tensor]:
+        results, unpack = [*self.tensors], self.call.collective.unpack
+        try:
+            for part in self.parts:
+                for place, piece in zip(part.places, part.pieces(), strict=True):
+                    results[place] = unpack(piece, self.tensors[place], self.here)
+        except CommError:
+            raise
+        except RuntimeError as error:  # from Gloo or NCCL: a time-out, or a rank that has ended
+            told = self.lost()
+            signature = self.call.signature(self.tensors, self.here)
+            raise CommError(
+                f"rank {self.group.rank} of {self.group.name!r} failed in {signature} at {call_site()}: {error}"
+                + (told or "\n(under comm.debug.checked() the error says which ranks had not come)")
+            ) from error
+        return results
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> Iterable[Sequence[int]]:
+    """The indices of the tensors, grouped by dtype and device."""
+    if len(tensors) == 1:
+        return ((0,),)
+    places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault((tensor.dtype, tensor.device), []).append(place)
+    return places.values()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, and with conjugation and negation applied to its bytes."""
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def _dense(payload: Tensor) -> Tensor:
+    """Contiguous, and viewable as bytes: torch calls a tensor of one element contiguous whatever its stride."""
+    return payload.contiguous() if payload.stride(-1) == 1 else payload.clone(memory_format=torch.contiguous_format)

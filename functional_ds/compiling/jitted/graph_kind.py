@@ -1,0 +1,61 @@
+"""For which states and batches one graph is: structure, shapes, modes of modules, and flags of torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.step.state.buffers import BUFFERS, Buffers
+from functional_ds.step.state.state import State
+
+__all__ = ["GraphKind", "is_settled", "kind_of", "leaf_kind"]
+
+
+@attrs.define(eq=False)
+class GraphKind:
+    """States and batches that one graph is for.
+
+    Attributes:
+        leaves: their structure, shapes and numbers.
+        modes: of the modules that the loss runs, once that is known.
+        buffers: of these modules, those that no state has, with what a graph depends on.
+    """
+
+    leaves: Any
+    modes: dict[Any, tuple[int, ...]] = attrs.field(factory=dict)
+    buffers: list[tuple[Mapping[str, Any], str, Any]] = attrs.field(factory=list)
+
+    def is_now(self) -> bool:
+        """Whether the modules are in these modes, with such buffers."""
+        like = all(leaf_kind(store.get(key)) == kind for store, key, kind in self.buffers)
+        return like and all(module.notice() == modes for module, modes in self.modes.items())
+
+
+def kind_of(state: State, batch: Any) -> Any:
+    """What a graph depends on beside the values of tensors."""
+    leaves, structure = tree.flatten((state, batch))
+    flags = (
+        torch.get_default_dtype(),
+        *map(torch.is_autocast_enabled, ("cpu", "cuda")),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return structure, tuple(map(leaf_kind, leaves)), flags
+
+
+def is_settled(state: State) -> bool:
+    """Whether the state's modules are in modes in which an eager step has looked at what they write."""
+    held = state.slots.get(BUFFERS)
+    if not isinstance(held, Buffers):
+        return True
+    now = {key: module.notice() for module, key in held.known.keys.items()}
+    return all(held.known.modes.get(key, modes) == modes for key, modes in now.items())
+
+
+def leaf_kind(leaf: Any) -> Any:
+    """What a graph depends on of one leaf."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf), leaf
+    return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad

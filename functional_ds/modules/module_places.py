@@ -1,0 +1,53 @@
+"""Where a module has its parameters, its buffers, and attributes that calls may write into."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from functional_ds.base.torch_private import buffers_of, parameters_of
+
+from .attributes import is_mutable
+
+__all__ = ["OF_EVERY_MODULE", "Place", "buffer_names", "joined", "mutable_attributes", "parameter_places"]
+
+Place = tuple[str, str]  # a module's path and an attribute
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # the attributes that every module has
+
+
+def joined(path: str, key: str) -> str:
+    """The name of what a module has under ``key``."""
+    return f"{path}.{key}" if path else key
+
+
+def parameter_places(module: nn.Module) -> tuple[dict[str, list[Place]], dict[str, nn.Parameter]]:
+    """Where each parameter belongs, more than once where it is tied, and the parameters under the name of their first place."""
+    first: dict[int, str] = {}
+    places: dict[str, list[Place]] = {}
+    params: dict[str, nn.Parameter] = {}
+    for path, owner in module.named_modules():
+        for key, parameter in parameters_of(owner).items():
+            if parameter is not None:
+                name = first.setdefault(id(parameter), joined(path, key))
+                places.setdefault(name, []).append((path, key))
+                params.setdefault(name, parameter)
+    return places, params
+
+
+def buffer_names(module: nn.Module) -> dict[Place, str]:
+    """What the buffer at a place is called: a buffer with several places has the name of the first."""
+    first: dict[int, str] = {}
+    return {
+        (path, key): first.setdefault(id(buffer), joined(path, key))
+        for path, owner in module.named_modules()
+        for key, buffer in buffers_of(owner).items()
+        if buffer is not None
+    }
+
+
+def mutable_attributes(module: nn.Module) -> Iterator[tuple[Place, Any]]:
+    """The attributes that calls may write into."""
+    for path, owner in module.named_modules():
+        for key, value in vars(owner).items():
+            if key not in OF_EVERY_MODULE and is_mutable(value):
+                yield (path, key), value
