@@ -15,13 +15,13 @@ from functional_ds.base import tree as pytree
 from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.record.group import Group, Ready, call_site, poll_all
-from functional_ds.comm.record.ledger import begin
+from functional_ds.comm.record.ledger import LedgerCall, begin
 from functional_ds.comm.record.pending import Pending, Request
 from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.comm.table.errors import CommError
 from functional_ds.comm.worlds.current import current_recorder, world
 
-from .differentiable import Transposed, is_differentiable, results_in_graph
+from .autograd_node import Transposed, is_differentiable, results_in_graph
 
 __all__ = [
     "check_avg",
@@ -123,7 +123,7 @@ def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: Here, besid
     began = begin(ledgers, leaves) if ledgers else 0.0
     handle = group.world.start(call, leaves, group, beside=beside)
     for ledger in ledgers:
-        handle = ledger.record(call, leaves, here, group.name, group.ranks, handle, began, early=early)
+        handle = ledger.record(LedgerCall(call, leaves, here, group.name, group.ranks), handle, began, early=early)
     return handle
 
 

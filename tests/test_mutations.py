@@ -1896,7 +1896,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (test_written.named, "all_reduce", "add"): [
-        Bug("writes are not noticed", "comm.record.pending:WatchedInputs.wait", "_state(tensor) != before", "False"),
+        Bug("writes are not noticed", "comm.record.pending:watched_inputs.checked", "_state(tensor) != before", "False"),
     ],
     (test_written.named, "all_reduce", "data"): [
         Bug(
@@ -1909,9 +1909,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (test_written.named, "broadcast", "late"): [
         Bug(
             "who receives may not write",
-            "comm.record.pending:WatchedInputs.of",
-            "call.collective.reads(Here(call.options, group.rank, group.size))",
-            "True or call.collective.reads(Here(call.options, group.rank, group.size))",
+            "comm.record.pending:watched_inputs",
+            "call.collective.reads(here)",
+            "True or call.collective.reads(here)",
             comm.errors.WrittenError,
         ),
     ],

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from functional_ds.comm.exchange import permute
 from functional_ds.comm.record.group import Group, Ready
+from functional_ds.comm.record.ledger import LedgerCall
 from functional_ds.comm.table.collective import Call, Here
 from functional_ds.comm.table.exchanges import PERMUTE
 from functional_ds.comm.table.permutation import Permutation
@@ -43,9 +44,9 @@ def _in_one_call(x: Tensor, group: Group) -> Tensor:
     while group.world.ledgers and have < group.size:
         count = min(have, group.size - have)
         call, sent = Call(PERMUTE, {"perm": _back(group.size, have)}), found[: count * len(x)]
-        here = Here(call.options, group.rank, group.size)
+        made = LedgerCall(call, [sent], Here(call.options, group.rank, group.size), group.name, group.ranks)
         for ledger in group.world.ledgers:
-            ledger.record(call, [sent], here, group.name, group.ranks, Ready([sent]), began, early=False).wait()
+            ledger.record(made, Ready([sent]), began, early=False).wait()
         began, have = perf_counter(), have + count
     return found
 

@@ -4,7 +4,7 @@ Counting never synchronises with a device; measuring times does.
 """
 
 import csv
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -12,9 +12,9 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base.device import synchronize
-from functional_ds.comm.table.collective import Call, Handle, Here, Traffic
+from functional_ds.comm.table.collective import Call, Handle, Here, Traffic, WatchedHandle
 
-__all__ = ["Event", "Ledger", "Row", "RowsBySize", "add_by_size", "begin"]
+__all__ = ["Event", "Ledger", "LedgerCall", "Row", "RowsBySize", "add_by_size", "begin"]
 
 _OVERLAP = 0.1  # of a call's time: if its rank did other things for longer, its time says nothing about the transfer
 
@@ -137,34 +137,23 @@ def add_by_size(rows: RowsBySize, events: Iterable[Event]) -> None:
         row.time(event)
 
 
-@attrs.define(eq=False)
-class _Timed:
-    """A call under way; waiting for it records its time."""
+@attrs.frozen(eq=False)
+class LedgerCall:
+    """A call as a ledger counts it.
 
-    inner: Handle
-    ledger: "Ledger"
-    row: Row
-    event: Event
-    early: bool
-    started: float
+    Attributes:
+        call: what is called.
+        tensors: this rank's values.
+        here: this rank's place in the group.
+        group: its name.
+        ranks: its ranks.
+    """
 
-    @property
-    def ended(self) -> float | None:
-        return self.inner.ended
-
-    def wait(self) -> list[Tensor]:
-        meanwhile = perf_counter() - self.started
-        results = self.inner.wait()
-        _synchronize(results)
-        ended = self.inner.ended or perf_counter()
-        overlapped = self.early and meanwhile > _OVERLAP * (ended - self.event.began)
-        event = attrs.evolve(self.event, ended=ended, overlapped=overlapped)
-        self.row.time(event)
-        self.ledger.events.append(event)
-        return results
-
-    def poll(self, timeout: float) -> bool:
-        return self.inner.poll(timeout)
+    call: Call
+    tensors: Sequence[Tensor]
+    here: Here
+    group: str
+    ranks: tuple[int, ...]
 
 
 def _synchronize(tensors: Sequence[Tensor]) -> None:
@@ -195,33 +184,19 @@ class Ledger:
     events: list[Event] = attrs.field(factory=list, repr=False)
     _found: dict[tuple[str, str, tuple[int, ...]], Row] = attrs.field(factory=dict, repr=False, eq=False)
 
-    def record(
-        self,
-        call: Call,
-        tensors: Sequence[Tensor],
-        here: Here,
-        group: str,
-        ranks: tuple[int, ...],
-        handle: Handle,
-        began: float,
-        *,
-        early: bool,
-    ) -> Handle:
-        """Records a call on the group of this name and these ranks; returns the handle to wait for.
+    def record(self, made: LedgerCall, handle: Handle, began: float, *, early: bool) -> Handle:
+        """Records a call; returns the handle to wait for.
 
         Args:
-            call: what is called.
-            tensors: this rank's values.
-            here: this rank's place in the group.
-            group: its name.
-            ranks: its ranks.
+            made: the call.
             handle: the call under way.
             began: when it started.
             early: whether the caller goes on before it waits.
         """
-        row = self._row(call.title(here.rank)[0], group, ranks, call.collective.traffic)
+        call, here, ranks = made.call, made.here, made.ranks
+        row = self._row(call.title(here.rank)[0], made.group, ranks, call.collective.traffic)
         payload = elements = bytes_sent = 0
-        for tensor in tensors:
+        for tensor in made.tensors:
             sent, size = call.collective.volume(tensor, here), tensor.element_size()
             elements += sent
             bytes_sent += sent * size
@@ -234,9 +209,21 @@ class Ledger:
         if not self.times:
             return handle
         payload *= here.n if row.traffic.of_result else 1
-        order = call.collective.order(call.options)
-        event = Event(row.collective, group, began, began, elements, bytes_sent, payload, False, ranks, row.traffic, order)
-        return _Timed(handle, self, row, event, early, perf_counter())
+        order, started = call.collective.order(call.options), perf_counter()
+
+        def timed(wait: Callable[[], list[Tensor]]) -> list[Tensor]:
+            meanwhile = perf_counter() - started
+            results = wait()
+            _synchronize(results)
+            ended = handle.ended or perf_counter()
+            overlapped = early and meanwhile > _OVERLAP * (ended - began)
+            sizes = elements, bytes_sent, payload
+            event = Event(row.collective, made.group, began, ended, *sizes, overlapped, ranks, row.traffic, order)
+            row.time(event)
+            self.events.append(event)
+            return results
+
+        return WatchedHandle(handle, timed)
 
     def _row(self, collective: str, group: str, ranks: tuple[int, ...], traffic: Traffic) -> Row:
         key = (collective, group, ranks)

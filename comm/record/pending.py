@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.torch_private import version_of
-from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.collective import Call, Handle, Here, WatchedHandle
 from functional_ds.comm.table.errors import WrittenError
 
 from .group import Group, call_site, poll_all
 
-__all__ = ["Pending", "Request", "WatchedInputs"]
+__all__ = ["Pending", "Request", "watched_inputs"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -115,51 +115,30 @@ class Request(Generic[T]):
 # -- inputs that must stay as they are until the call is over -----------------------------------------------------------
 
 
-@attrs.define(eq=False)
-class WatchedInputs:
-    """A call under way; the wait raises where an input was written since the start.
+def watched_inputs(handle: Handle, call: Call, tensors: Sequence[Tensor], group: Group, site: str = "") -> Handle:
+    """The call under way, the wait for which raises where an input was written since the start, at ``site``.
 
     A transport may read an input at any time until the wait. A write is noticed by torch's version counter, and by a checksum
     of CPU tensors, because ``.data`` and NumPy write without counting. The checksum reads the tensor twice.
     """
+    here, site = Here(call.options, group.rank, group.size), site or call_site()
+    held = [(tensor, _state(tensor)) for tensor in (tensors if call.collective.reads(here) else ())]
 
-    inner: Handle
-    call: Call
-    group: Group
-    tensors: Sequence[Tensor]
-    site: str
-    before: "Sequence[tuple[int | None, int]]"
-
-    @staticmethod
-    def of(inner: Handle, call: Call, tensors: Sequence[Tensor], group: Group, site: str = "") -> "WatchedInputs":
-        """The handle, watched from now on; ``site`` is that of the call."""
-        tensors = tensors if call.collective.reads(Here(call.options, group.rank, group.size)) else ()
-        return WatchedInputs(inner, call, group, tensors, site or call_site(), [_state(tensor) for tensor in tensors])
-
-    @property
-    def ended(self) -> float | None:
-        return self.inner.ended
-
-    def wait(self) -> list[Tensor]:
-        results = self.inner.wait()
-        for place, (tensor, before) in enumerate(zip(self.tensors, self.before, strict=True)):
+    def checked(wait: Callable[[], list[Tensor]]) -> list[Tensor]:
+        results = wait()
+        for place, (tensor, before) in enumerate(held):
             if _state(tensor) != before:
-                raise self._error(place)
-        self.tensors, self.before = (), ()
+                signature = call.signature([each for each, _ in held], here)
+                which = f" {place}" if len(held) > 1 else ""
+                raise WrittenError(
+                    f"rank {group.world.rank} wrote into input{which} of {signature} on group {group.name!r} while it was "
+                    f"under way: started at {site}, written before the wait at {call_site()}; what the ranks get depends on "
+                    "when it is sent. Write after wait(), or pass a clone()"
+                )
+        held.clear()
         return results
 
-    def poll(self, timeout: float) -> bool:
-        return self.inner.poll(timeout)
-
-    def _error(self, place: int) -> WrittenError:
-        group = self.group
-        signature = self.call.signature(self.tensors, Here(self.call.options, group.rank, group.size))
-        which = f" {place}" if len(self.tensors) > 1 else ""
-        return WrittenError(
-            f"rank {group.world.rank} wrote into input{which} of {signature} on group {group.name!r} while it was under way: "
-            f"started at {self.site}, written before the wait at {call_site()}; what the ranks get depends on when it is sent. "
-            "Write after wait(), or pass a clone()"
-        )
+    return WatchedHandle(handle, checked)
 
 
 def _state(tensor: Tensor) -> tuple[int | None, int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.comm.record.group import Beside, Group, World, call_site
-from functional_ds.comm.record.pending import WatchedInputs
+from functional_ds.comm.record.pending import watched_inputs
 from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.comm.table.errors import CommError, DeadlockError
 
@@ -92,7 +92,7 @@ class SimulatedWorld(World):
         if self.rules is not None:
             self.rules.launch(call, group, (*key, turn), members, f"{arrival} on group {group.name!r} at {arrival.site}")
         handle = _SimulatedHandle(self, slot)
-        return WatchedInputs.of(handle, call, tensors, group, arrival.site) if beside else handle
+        return watched_inputs(handle, call, tensors, group, arrival.site) if beside else handle
 
     @property
     def compares(self) -> bool:

@@ -1,6 +1,7 @@
 """The record of a collective: its denotation, transpose, cost, and how backends run it."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NoReturn, Protocol
 
 import attrs
@@ -28,6 +29,39 @@ class Handle(Protocol):
     def poll(self, timeout: float) -> bool:
         """Whether a wait would return at once; waits up to ``timeout`` seconds for that."""
         ...
+
+
+@attrs.define(eq=False)
+class WatchedHandle:
+    """A call under way, the wait for which is watched.
+
+    Attributes:
+        inner: the call.
+        waits: waits by the function that it is given.
+        apart: what that function, and a poll, run within.
+    """
+
+    inner: Handle
+    waits: Callable[[Callable[[], list[Tensor]]], list[Tensor]]
+    apart: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def ended(self) -> float | None:
+        """As the call says."""
+        return self.inner.ended
+
+    def wait(self) -> list[Tensor]:
+        """The results."""
+        return self.waits(self._results)
+
+    def poll(self, timeout: float) -> bool:
+        """As the call says."""
+        with self.apart():
+            return self.inner.poll(timeout)
+
+    def _results(self) -> list[Tensor]:
+        with self.apart():
+            return self.inner.wait()
 
 
 @attrs.frozen(eq=False)

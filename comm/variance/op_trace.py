@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from functional_ds.base.torch_operators import schema_of
-from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, storage_id
+from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, schema_of, storage_id
 from functional_ds.comm.record.group import Group, call_site
 from functional_ds.comm.table.collective import Call
 from functional_ds.comm.table.variance import Variance

@@ -11,35 +11,15 @@ from torch import Tensor
 
 from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.record.group import Group, call_site
-from functional_ds.comm.table.collective import Call, Handle
+from functional_ds.comm.table.collective import Call, Handle, WatchedHandle
 from functional_ds.comm.table.errors import VarianceError
 from functional_ds.comm.table.variance import Variance
 
 from .declarations import Claim, Declarations
 from .follow import contradictions
-from .op_trace import OpTrace, TracedEvent
+from .op_trace import OpTrace
 
 __all__ = ["RankWatch", "Watches"]
-
-
-@attrs.define(eq=False)
-class _FollowedHandle:
-    """A collective under way, whose results become values of the trace."""
-
-    inner: Handle
-    trace: OpTrace
-    event: TracedEvent
-    ended: float | None = None
-
-    def wait(self) -> list[Tensor]:
-        with self.trace.paused():
-            results = self.inner.wait()
-        self.trace.give(self.event, results)
-        return results
-
-    def poll(self, timeout: float) -> bool:
-        with self.trace.paused():
-            return self.inner.poll(timeout)
 
 
 @attrs.define(eq=False)
@@ -64,7 +44,14 @@ class RankWatch:
         """Starts a collective, whose results are followed."""
         event = self.trace.call(call, leaves, group, transposed)
         with self.trace.paused():
-            return _FollowedHandle(begin(), self.trace, event)
+            handle = begin()
+
+        def followed(wait: Callable[[], list[Tensor]]) -> list[Tensor]:
+            results = wait()
+            self.trace.give(event, results)
+            return results
+
+        return WatchedHandle(handle, followed, self.trace.paused)
 
     def declare(
         self, kind: Variance, leaves: Sequence[Tensor], group: Group, names: Sequence[str], *, distinct: bool = False

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from functional_ds.base.device_streams import SideStream, Streams
-from functional_ds.base.torch_groups import new_process_group
 from functional_ds.comm.backends.primitives import Communicator, Options, Started
+from functional_ds.comm.backends.torch_groups import new_process_group
 from functional_ds.comm.record.failed_steps import FailedSteps
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
-from functional_ds.comm.record.pending import WatchedInputs
+from functional_ds.comm.record.pending import watched_inputs
 from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.comm.table.errors import CommError
 
@@ -128,7 +128,7 @@ class ProcessWorld(World):
         handle = ProcessHandle.begin(call, tensors, group, begin, carrier, lost)
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()
-        return WatchedInputs.of(handle, call, tensors, group) if beside and self.call_log else handle
+        return watched_inputs(handle, call, tensors, group) if beside and self.call_log else handle
 
     def _lose(self, group: Group) -> str:
         """A rank of the group did not answer; why, as far as it has told."""

@@ -1,8 +1,9 @@
-"""What is private of torch and used here: of its tensors, its graphs and modes, and its modules. Tried with torch 2.13.0.
+"""What is private of torch and used here, but for its compiler, process groups, and what ``torch_replaced`` replaces.
 
-``torch_operators`` and ``torch_groups`` have the same of operators and process groups, ``torch_replaced`` what it replaces,
-``compiling.torch_compiler`` what concerns its compiler. None of it has a public form. torch may change it in any release, so
-tests/base/test_torch_private.py has a test for each entry, and another that no other file uses anything private of torch.
+Tried with torch 2.13.0.
+
+None of it has a public form there. torch may change any of it in any release, so tests/base/test_torch_private.py has a test
+for each entry, and another that no other file uses anything private of torch.
 """
 
 import sys
@@ -15,6 +16,8 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
 from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
+from torch._guards import detect_fake_mode as detect_any_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,14 +26,23 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
+    "CPU_ATTENTION",
+    "CPU_ATTENTION_BACKWARD",
+    "CUDA_ATTENTION",
+    "CUDA_ATTENTION_BACKWARD",
+    "GROUPED_PRODUCT",
+    "READ_NUMBER",
+    "UNDECLARED_VIEWS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorConverter",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "at_backward_end",
@@ -38,10 +50,13 @@ __all__ = [
     "below_level",
     "buffers_of",
     "constant_when_compiled",
+    "detect_fake_mode",
     "disable_dispatch_modes",
     "disable_torch_function",
     "disable_torch_function_subclass",
     "dispatch_modes",
+    "foreach_add_",
+    "foreach_copy_",
     "grad_level",
     "gradients",
     "graph_number",
@@ -60,24 +75,69 @@ __all__ = [
     "outside_functorch",
     "parameters_of",
     "pytree_node_of",
+    "quick_call_of",
     "refresh_flat_weights",
     "run_backward",
     "saved_tensors_hooks_in_force",
+    "schema_of",
     "storage_id",
+    "unscale_",
     "unset_fake_temporarily",
     "version_of",
 ]
 
 T = TypeVar("T", bound=Tensor)
 F = TypeVar("F", bound=Callable[..., Any])
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+CUDA_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
+CUDA_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+UNDECLARED_VIEWS = (  # they give memory of their input, and their schemas do not say so
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._reshape_alias.default,
+    torch.ops.aten.lift_fresh.default,
+)
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # what ``.item()`` is
 
 # Re-exported names, and what needs them:
-# - FakeTensor: a tensor without values. The three exceptions: how it says that an operation needs them; stages and traces
-#   report them by name.
+# - FakeTensor, FakeTensorMode: tensors without values, on which modules, stages and memory predictions run. Without them
+#   nothing can be built, traced or priced without memory.
 # - FakeTensorConverter: `deferred` switches off its memo of weak references, with which modules could not be cast or moved.
+# - The three exceptions: how a fake tensor says that an operation needs values; stages and traces report them by name.
 # - unset_fake_temporarily: real tensors within a fake mode, for buffers and for recorded initial values.
+# - detect_fake_mode: whether a call is such a trial run, which must leave no trace in buffers and reports.
+# - CPU_ATTENTION, its backward, GROUPED_PRODUCT: operators for which torch has no count of operations, or no shape. Without
+#   them costs leave out attention on the CPU and experts. Ring attention computes its blocks with the former two, and with
+#   CUDA_ATTENTION and its backward: the public function does not return the logarithms by which blocks are merged.
 # - TorchDispatchMode: sees every operation below autograd. Tracing, rematerialisation policies and peaks rest on it. torch
 #   documents the class and keeps it in a private module.
+
+
+class FakeTensorMode(TorchFakeTensorMode):
+    """torch's, for grouped products of every dtype: torch knows their shape in bf16 alone, and computes others, too.
+
+    Without it, mixtures of experts could only be cut, priced and tried without values where they compute in bf16.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is GROUPED_PRODUCT and not any(x.dtype == torch.bfloat16 for x in args[:2]):
+            with self:
+                return _grouped_product(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """An empty result: rows, columns or the inner dim are in groups, where one of both has 2 dims or both have."""
+    groups = [len(offs)] if a.dim() == b.dim() == 2 and offs is not None else [len(a)] if a.dim() == b.dim() == 3 else []
+    return torch.empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype, device=a.device)
+
+
+def detect_fake_mode() -> Any:
+    """The fake mode that is active here, or None. torch's own function takes microseconds to find that there is no mode."""
+    if TracingContext.try_get() is None and not torch._C._len_torch_dispatch_stack():
+        return None
+    return detect_any_fake_mode()
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -251,6 +311,16 @@ def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
     return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
+def schema_of(operator: Any) -> Any:
+    """An operator's name, arguments and which of those it writes to (``torch.FunctionSchema``)."""
+    return operator._schema
+
+
+def quick_call_of(operator: Any) -> Callable[..., Any]:
+    """What an ``OpOverload`` calls: the operator itself, without a function of Python around it."""
+    return operator._op  # type: ignore[no-any-return]
+
+
 def parameters_of(module: nn.Module) -> dict[str, Any]:
     """A module's own parameters by name, as the module stores them: assignments replace parameters without registering."""
     return module._parameters
@@ -286,6 +356,24 @@ def make_wrapper_subclass(
     """A tensor of a subclass that has a shape and no memory: a lazy leaf of ZeRO-3, which is gathered at its first use."""
     made: T = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
     return made
+
+
+def foreach_copy_(into: list[Tensor], values: list[Tensor]) -> None:
+    """``into[i].copy_(values[i])`` for all i in a few kernels. A loop is right, too, and on CUDA several times slower."""
+    torch._foreach_copy_(into, values)
+
+
+def foreach_add_(into: list[Tensor], values: list[Tensor]) -> None:
+    """``into[i].add_(values[i])`` for all i in a few kernels. A loop is right, too, and on CUDA several times slower."""
+    torch._foreach_add_(into, values)
+
+
+def unscale_(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Multiplies gradients in place by a scalar, and sets ``found_inf`` to 1 where one is not finite, in one kernel.
+
+    torch's GradScaler does it so. Otherwise each gradient would take a kernel and a temporary tensor of its own.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
 
 
 # -- for compiled functions --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
-from functional_ds.base.torch_operators import CPU_ATTENTION, CUDA_ATTENTION
+from functional_ds.base.torch_private import CPU_ATTENTION, CUDA_ATTENTION
 from functional_ds.base.torch_replaced import instead_of_engine
 from functional_ds.base.weighted import Weighted, weigh
 from functional_ds.step.state.state import State

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.torch_operators import FakeTensorMode
-from functional_ds.base.torch_private import FakeTensor, storage_id, unset_fake_temporarily
+from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, storage_id, unset_fake_temporarily
 from functional_ds.comm.debug.trace import opened
 from functional_ds.comm.record.group import Ready, World
-from functional_ds.comm.record.ledger import Ledger, Row
-from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.record.ledger import Ledger, LedgerCall, Row
+from functional_ds.comm.table.collective import Handle, WatchedHandle
 
 from .operations import OperationCounter, SizedOperation, tensors_in
 
-__all__ = ["AllocationEvent", "Event", "EventRecorder", "Events", "FakeRecorder", "WatchedHandle", "recorded", "row_of"]
+__all__ = ["AllocationEvent", "Event", "EventRecorder", "Events", "FakeRecorder", "recorded", "row_of"]
 
 
 @attrs.frozen
@@ -93,10 +92,10 @@ class Events(list[Event]):
         return list(rows.values())
 
 
-def row_of(call: Call, tensors: Sequence[Tensor], here: Here, group: str, ranks: tuple[int, ...]) -> Row:
+def row_of(made: LedgerCall) -> Row:
     """One call of a collective, as a ledger counts it."""
     book = Ledger()
-    book.record(call, tensors, here, group, ranks, Ready([]), 0.0, early=False)
+    book.record(made, Ready([]), 0.0, early=False)
     return book.rows[0]
 
 
@@ -206,27 +205,16 @@ class _CallEvents(Ledger):
     recorder: EventRecorder = attrs.field(kw_only=True)
     _begun: list[int] = attrs.field(factory=list)
 
-    def record(
-        self,
-        call: Call,
-        tensors: Sequence[Tensor],
-        here: Here,
-        group: str,
-        ranks: tuple[int, ...],
-        handle: Handle,
-        began: float,
-        *,
-        early: bool,
-    ) -> Handle:
+    def record(self, made: LedgerCall, handle: Handle, began: float, *, early: bool) -> Handle:
         """As a ledger does; the arguments are the same."""
-        row = row_of(call, tensors, here, group, ranks)
+        row = row_of(made)
         self.recorder.resized()
         self.recorder.events.append(row)
-        label = "" if group.endswith("/control") else row.collective
+        label = "" if made.group.endswith("/control") else row.collective
         if isinstance(handle, Ready):
             self.recorder.note(handle.results, label)
             return handle
-        size = sum(x.nbytes for x in tensors) * (here.n if call.collective.traffic.of_result else 1)
+        size = sum(x.nbytes for x in made.tensors) * (made.here.n if row.traffic.of_result else 1)
         noted = hasattr(self.recorder.world, "communicating")  # the memory of what is under way, as operations
         under_way = [self.recorder.expect(0 if noted else size, label)]
 
@@ -248,32 +236,6 @@ class _CallEvents(Ledger):
         """Repeats what was computed and sent since."""
         body = [event for event in self.recorder.events[self._begun.pop() :] if not isinstance(event, AllocationEvent)]
         self.recorder.events += body * (times - 1)
-
-
-@attrs.define(eq=False)
-class WatchedHandle:
-    """A call under way, the wait for which is watched.
-
-    Attributes:
-        inner: the call.
-        waits: waits by the function that it is given.
-    """
-
-    inner: Handle
-    waits: Callable[[Callable[[], list[Tensor]]], list[Tensor]]
-
-    @property
-    def ended(self) -> float | None:
-        """As the call says."""
-        return self.inner.ended
-
-    def wait(self) -> list[Tensor]:
-        """The results."""
-        return self.waits(self.inner.wait)
-
-    def poll(self, timeout: float) -> bool:
-        """As the call says."""
-        return self.inner.poll(timeout)
 
 
 @contextmanager

@@ -11,8 +11,14 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from functional_ds.base import tree
-from functional_ds.base.torch_operators import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, GROUPED_PRODUCT, schema_of
-from functional_ds.base.torch_private import TorchDispatchMode, backward_pass
+from functional_ds.base.torch_private import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    GROUPED_PRODUCT,
+    TorchDispatchMode,
+    backward_pass,
+    schema_of,
+)
 
 __all__ = ["WORK_KINDS", "OperationCounter", "SizedOperation", "operation_of", "tensors_in"]
 

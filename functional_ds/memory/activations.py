@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
-from functional_ds.base.torch_operators import FakeTensorMode
+from functional_ds.base.torch_private import FakeTensorMode
 from functional_ds.base.weighted import weigh
 from functional_ds.dry_run.events import FakeRecorder
 from functional_ds.step.pass_scope import Pass

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from functional_ds.base.torch_operators import FakeTensorMode
-from functional_ds.base.torch_private import FakeTensor, FakeTensorConverter, buffers_of, parameters_of
+from functional_ds.base.torch_private import FakeTensor, FakeTensorConverter, FakeTensorMode, buffers_of, parameters_of
 from functional_ds.sharding.sources import from_source
 
 from .functional import Apply, functional

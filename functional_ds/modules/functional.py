@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.marks import ModuleRef, mark_module
-from functional_ds.base.torch_operators import detect_fake_mode
 from functional_ds.base.torch_private import (
     buffers_of,
+    detect_fake_mode,
     non_persistent_buffers_of,
     outside_functorch,
     unset_fake_temporarily,

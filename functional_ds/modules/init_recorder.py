@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.torch_operators import schema_of
-from functional_ds.base.torch_private import FakeTensor, TorchDispatchMode, storage_id, unset_fake_temporarily
+from functional_ds.base.torch_private import FakeTensor, TorchDispatchMode, schema_of, storage_id, unset_fake_temporarily
 from functional_ds.remat.operator_arguments import tensors_written
 
 __all__ = ["Initialisation", "Place"]

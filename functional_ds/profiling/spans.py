@@ -12,9 +12,8 @@ from torch import Tensor
 
 from functional_ds.base.device import in_use, synchronize
 from functional_ds.comm.debug.trace import Slice
-from functional_ds.comm.record.ledger import Ledger
-from functional_ds.comm.table.collective import Call, Handle, Here
-from functional_ds.dry_run.events import WatchedHandle
+from functional_ds.comm.record.ledger import Ledger, LedgerCall
+from functional_ds.comm.table.collective import Handle, WatchedHandle
 from functional_ds.step.phase_signatures import Phase
 from functional_ds.step.phases import mapped
 from functional_ds.step.step import Step
@@ -174,22 +173,11 @@ class WaitLedger(Ledger):
 
     spans: SpanClock = attrs.field(factory=SpanClock, kw_only=True, repr=False)
 
-    def record(
-        self,
-        call: Call,
-        tensors: Any,
-        here: Here,
-        group: str,
-        ranks: tuple[int, ...],
-        handle: Handle,
-        began: float,
-        *,
-        early: bool,
-    ) -> Handle:
+    def record(self, made: LedgerCall, handle: Handle, began: float, *, early: bool) -> Handle:
         """As a ledger does; the arguments are the same."""
-        what = f"{call.title(here.rank)[0]} {group}"
+        what = f"{made.call.title(made.here.rank)[0]} {made.group}"
         self.spans.waited(what, began)
-        inner = super().record(call, tensors, here, group, ranks, handle, began, early=early)
+        inner = super().record(made, handle, began, early=early)
 
         def waits(wait: Callable[[], list[Tensor]]) -> list[Tensor]:
             with self.spans.waiting(what):

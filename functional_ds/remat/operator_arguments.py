@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_ds.base.torch_operators import schema_of
+from functional_ds.base.torch_private import schema_of
 
 __all__ = ["tensors_given", "tensors_written", "written"]
 

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
-from functional_ds.base.torch_operators import detect_fake_mode
-from functional_ds.base.torch_private import disable_dispatch_modes
+from functional_ds.base.torch_private import detect_fake_mode, disable_dispatch_modes
 from functional_ds.comm.worlds.current import current_recorder, recomputing
 from functional_ds.step.moment import Moment
 

@@ -4,22 +4,22 @@ A world of processes sends them over Gloo, a simulated world as it sends any ten
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functional_ds.base.torch_operators import schema_of
+from functional_ds.base.torch_private import schema_of
 from functional_ds.base.torch_replaced import later_work
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.collective import Call, Handle
+from functional_ds.comm.table.collective import Call, Handle, WatchedHandle
 
 from .gpu import Access, SimulatedGpu, Touch, tensors_in
 from .streams import SimulatedEvent
 
-__all__ = ["StreamedHandle", "collective", "started"]
+__all__ = ["collective", "started"]
 
 # torch's operators: which argument is written, and which is read.
 _ARGUMENTS: dict[str, tuple[int | None, int | None]] = {
@@ -62,36 +62,22 @@ def collective(gpu: SimulatedGpu, func: Any, args: Any, kwargs: Any) -> Any:
     return (*results, boxed) if results else boxed
 
 
-@attrs.define(eq=False)
-class StreamedHandle:
-    """A collective of a simulated world, as the device sees it: a wait lets the current stream wait."""
+def _arrived(
+    gpu: SimulatedGpu, access: Access, done: SimulatedEvent, given: Sequence[Tensor], wait: Callable[[], list[Tensor]]
+) -> list[Tensor]:
+    """What a collective of a simulated world gives, as the device sees it: the current stream waits for ``done``.
 
-    gpu: SimulatedGpu
-    inner: Handle
-    access: Access
-    done: SimulatedEvent
-    given: Sequence[Tensor]  # held as long as the handle, as NCCL holds them
-
-    @property
-    def ended(self) -> float | None:
-        return self.inner.ended
-
-    def wait(self) -> list[Tensor]:
-        gpu = self.gpu
-        with gpu.paused():
-            results = self.inner.wait()
-        fresh = [result for result in results if gpu.memory_of(result) is None]
-        for result in fresh:
-            gpu.put(result)
-        for result in fresh:
-            if (memory := gpu.memory_of(result)) is not None:
-                gpu.note(memory, Touch(self.access, 0, result.nbytes, write=True))
-        gpu.stream.wait_event(self.done)
-        return results
-
-    def poll(self, timeout: float) -> bool:
-        with self.gpu.paused():
-            return self.inner.poll(timeout)
+    ``given`` is held as long as the call is, as NCCL holds it.
+    """
+    results = wait()
+    fresh = [result for result in results if gpu.memory_of(result) is None]
+    for result in fresh:
+        gpu.put(result)
+    for result in fresh:
+        if (memory := gpu.memory_of(result)) is not None:
+            gpu.note(memory, Touch(access, 0, result.nbytes, write=True))
+    gpu.stream.wait_event(done)
+    return results
 
 
 def started(
@@ -114,4 +100,4 @@ def started(
             memory.recorded.add(stream.id)
     with gpu.paused():
         handle = start(world, call, tensors, group, **options)
-    return StreamedHandle(gpu, handle, access, stream.record_event(), tensors)
+    return WatchedHandle(handle, partial(_arrived, gpu, access, stream.record_event(), tensors), gpu.paused)

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functional_ds.base.torch_operators import detect_fake_mode, schema_of
-from functional_ds.base.torch_private import TorchDispatchMode, disable_torch_function, is_fake, storage_id
+from functional_ds.base.torch_private import (
+    TorchDispatchMode,
+    detect_fake_mode,
+    disable_torch_function,
+    is_fake,
+    schema_of,
+    storage_id,
+)
 
 from .communicators import collective
 from .gpu import DEVICE, HOST, SimulatedGpu, has_own_dispatch, tensors_in

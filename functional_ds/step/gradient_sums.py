@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.torch_operators import unscale_
+from functional_ds.base.torch_private import unscale_
 from functional_ds.optim.kernels import reals
 
 from .mesh_axes import Axis, AxisRole, Divided, GradientParts, axes_of

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from functional_ds import comm
-from functional_ds.base import torch_groups as groups
-from functional_ds.base import torch_operators as operators
 from functional_ds.base import torch_private as private
 from functional_ds.base import torch_replaced as replaced
+from functional_ds.comm.backends import torch_groups as groups
 from functional_ds.compiling import torch_compiler
 
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -38,7 +37,7 @@ def checks(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 @checks("FakeTensor", "FakeTensorMode", "is_fake")
 def fake_tensors_have_shapes_and_no_memory() -> None:
-    with operators.FakeTensorMode(allow_non_fake_inputs=True):
+    with private.FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(2**40, 3)
         y = x @ torch.ones(3, 2)
     assert isinstance(y, private.FakeTensor)
@@ -60,19 +59,19 @@ def attention_on_the_cpu_has_a_kernel() -> None:
     with Seen():
         torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
     shapes = dict(seen)
-    assert shapes[operators.CPU_ATTENTION] == [query.shape, key.shape, value.shape]
-    assert shapes[operators.CPU_ATTENTION_BACKWARD][:4] == [query.shape, query.shape, key.shape, value.shape]
+    assert shapes[private.CPU_ATTENTION] == [query.shape, key.shape, value.shape]
+    assert shapes[private.CPU_ATTENTION_BACKWARD][:4] == [query.shape, query.shape, key.shape, value.shape]
 
 
 @checks("CUDA_ATTENTION", "CUDA_ATTENTION_BACKWARD")
 def attention_on_cuda_takes_grouped_heads_and_gives_the_log_sum_exp() -> None:
-    with operators.FakeTensorMode():
+    with private.FakeTensorMode():
         query, key, value = (torch.ones(2, h, 16, 8, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
-        out, lse, *_ = operators.CUDA_ATTENTION(query, key, value, 0.0, True, False, scale=0.5)
+        out, lse, *_ = private.CUDA_ATTENTION(query, key, value, 0.0, True, False, scale=0.5)
         assert (out.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], torch.float32)
         none = torch.empty(0, dtype=torch.uint64, device="cuda")
         args = out, query, key, value, out, lse, None, None, 16, 16, 0.0, True, none, none
-        assert [g.shape for g in operators.CUDA_ATTENTION_BACKWARD(*args, scale=0.5)] == [query.shape, key.shape, value.shape]
+        assert [g.shape for g in private.CUDA_ATTENTION_BACKWARD(*args, scale=0.5)] == [query.shape, key.shape, value.shape]
 
 
 @checks("GROUPED_PRODUCT")
@@ -82,10 +81,10 @@ def grouped_products_have_shapes_in_every_dtype() -> None:
         ends = torch.tensor([3, 8], dtype=torch.int32)
         for a, b in ((rows, weights), (weights.mT, rows.T), (rows.T, torch.ones(8, 24, dtype=dtype)), (weights.mT, weights)):
             offs = None if a.dim() == b.dim() == 3 else ends
-            with operators.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
                 x, y = mode.from_tensor(a), mode.from_tensor(b)
-                found = operators.GROUPED_PRODUCT(x, y, offs)
-            expected = operators.GROUPED_PRODUCT(a, b, offs)
+                found = private.GROUPED_PRODUCT(x, y, offs)
+            expected = private.GROUPED_PRODUCT(a, b, offs)
             assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
@@ -95,7 +94,7 @@ def a_converter_without_memory() -> None:
         def set_tensor_memo(self, t: Any, v: Any) -> None:
             pass
 
-    mode = operators.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = private.FakeTensorMode(allow_non_fake_inputs=True)
     mode.fake_tensor_converter = Forgets()
     with mode:
         assert weakref.getweakrefcount(torch.empty(2) + 1) == 0
@@ -103,7 +102,7 @@ def a_converter_without_memory() -> None:
 
 @checks("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedFakeTensorException")
 def fake_tensors_say_what_needs_values() -> None:
-    with operators.FakeTensorMode():
+    with private.FakeTensorMode():
         x = torch.ones(3)
         with pytest.raises(private.DataDependentOutputException):
             x.sum().item()
@@ -160,14 +159,14 @@ def numbers_are_read_by_one_operator() -> None:
     three = torch.tensor(3)
     with Seen():
         assert three.item() == 3
-    assert seen == [operators.READ_NUMBER]
+    assert seen == [private.READ_NUMBER]
 
 
 @checks("unset_fake_temporarily", "detect_fake_mode")
 def a_fake_mode_can_be_seen_and_left() -> None:
-    assert operators.detect_fake_mode() is None
-    with operators.FakeTensorMode() as mode:
-        assert operators.detect_fake_mode() is mode
+    assert private.detect_fake_mode() is None
+    with private.FakeTensorMode() as mode:
+        assert private.detect_fake_mode() is mode
         with private.unset_fake_temporarily() as outer:
             assert outer is mode
             assert torch.ones(2).sum().item() == 2
@@ -180,7 +179,7 @@ class _Sees(private.TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(operators.schema_of(func).name)
+        self.names.append(private.schema_of(func).name)
         return func(*args, **(kwargs or {}))
 
 
@@ -194,14 +193,14 @@ def a_dispatch_mode_sees_operators() -> None:
     assert "aten::mul" in seen.names
     assert seen.names.count("aten::mul") == 2, "the backward pass is seen, too"
     assert "aten::exp" not in seen.names
-    schema = operators.schema_of(torch.ops.aten.add_.Tensor)
+    schema = private.schema_of(torch.ops.aten.add_.Tensor)
     assert schema.is_mutable
     assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
     assert [x.alias_info is not None and x.alias_info.is_write for x in schema.arguments] == [True, False, False]
     given = torch.ones(4)
-    for view, args in zip(operators.UNDECLARED_VIEWS, (([2, 2],), ([2, 2], [2, 1]), ()), strict=True):
+    for view, args in zip(private.UNDECLARED_VIEWS, (([2, 2],), ([2, 2], [2, 1]), ()), strict=True):
         assert view(given, *args).data_ptr() == given.data_ptr()
-    assert operators.quick_call_of(torch.ops.aten.add.Tensor)(torch.ones(2), torch.ones(2), alpha=2).tolist() == [3, 3]
+    assert private.quick_call_of(torch.ops.aten.add.Tensor)(torch.ones(2), torch.ones(2), alpha=2).tolist() == [3, 3]
 
 
 class _Counts(Tensor):
@@ -350,7 +349,7 @@ def views_share_a_storage() -> None:
     assert private.storage_id(x) != private.storage_id(y)
     empty, other = torch.empty(0), torch.empty(0, device="meta")
     assert len({private.storage_id(t) for t in (x, y, empty, other)}) == 4
-    with operators.FakeTensorMode():
+    with private.FakeTensorMode():
         z = torch.ones(2)
         assert private.storage_id(z) == private.storage_id(z.view(2, 1))
 
@@ -470,8 +469,8 @@ def a_tensor_without_memory() -> None:
 @checks("foreach_copy_", "foreach_add_")
 def many_tensors_in_one_call() -> None:
     into = [torch.zeros(2, dtype=torch.float64), torch.zeros(3)]
-    operators.foreach_copy_(into, [torch.ones(2), torch.full((3,), 2.0)])
-    operators.foreach_add_(into, [torch.ones(2, dtype=torch.float64), torch.ones(3)])
+    private.foreach_copy_(into, [torch.ones(2), torch.full((3,), 2.0)])
+    private.foreach_add_(into, [torch.ones(2, dtype=torch.float64), torch.ones(3)])
     assert [x.tolist() for x in into] == [[2.0] * 2, [3.0] * 3]
 
 
@@ -479,7 +478,7 @@ def many_tensors_in_one_call() -> None:
 def what_is_not_finite_is_found() -> None:
     for bad, expected in ((1.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)):
         grads, found = [torch.full((2,), 6.0), torch.tensor([bad])], torch.zeros(1)
-        operators.unscale_(grads, found, torch.full((1,), 0.5))
+        private.unscale_(grads, found, torch.full((1,), 0.5))
         assert (grads[0].tolist(), found.item()) == ([3.0, 3.0], expected)
 
 
@@ -566,7 +565,7 @@ def optimizers_ask_for_groups() -> None:
 
 @checks("fake_tensors_as_if_on")
 def autograd_takes_fake_tensors_for_the_hosts() -> None:
-    with replaced.fake_tensors_as_if_on(torch.device("cpu")), operators.FakeTensorMode():
+    with replaced.fake_tensors_as_if_on(torch.device("cpu")), private.FakeTensorMode():
         x = torch.empty(2, device="cuda:0")
         assert (x.device.type, torch.relu(x).device.type) == ("cuda", "cuda")
 
@@ -581,7 +580,7 @@ def a_work_can_be_a_function() -> None:
 
 @checks("dispatch_modes")
 def modes_are_listed() -> None:
-    with operators.FakeTensorMode() as mode:
+    with private.FakeTensorMode() as mode:
         assert private.dispatch_modes() == [mode]
     assert private.dispatch_modes() == []
 
@@ -620,7 +619,7 @@ def the_compiler_does_as_blocks_need() -> None:
     assert callable(torch_compiler.compiler_backend("inductor", mode="max-autotune", options=None, dynamic=False))
 
 
-@pytest.mark.parametrize("name", [*private.__all__, *operators.__all__, *groups.__all__, *torch_compiler.__all__])
+@pytest.mark.parametrize("name", [*private.__all__, *groups.__all__, *torch_compiler.__all__])
 def test_entry(name: str) -> None:
     """Does what the library needs of it."""
     CHECKS[name]()
@@ -628,7 +627,7 @@ def test_entry(name: str) -> None:
 
 def test_every_check_is_of_an_entry() -> None:
     """None is left over."""
-    assert CHECKS.keys() == {*private.__all__, *operators.__all__, *groups.__all__, *replaced.__all__, *torch_compiler.__all__}
+    assert CHECKS.keys() == {*private.__all__, *groups.__all__, *replaced.__all__, *torch_compiler.__all__}
 
 
 def test_the_store_of_the_default_group() -> None:
@@ -651,10 +650,7 @@ PYTHONS = {
 }
 
 
-OURS = (
-    *(f"base/torch_{part}.py" for part in ("private", "operators", "groups", "replaced")),
-    "compiling/torch_compiler.py",
-)
+OURS = ("base/torch_private.py", "base/torch_replaced.py", "comm/backends/torch_groups.py", "compiling/torch_compiler.py")
 
 
 def _sources() -> Iterator[tuple[str, ast.Module]]:

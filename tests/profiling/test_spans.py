@@ -13,6 +13,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.comm.record import ledger as ledger_module
+from functional_ds.comm.record.ledger import LedgerCall
 from functional_ds.comm.table.collective import Call, Here
 from functional_ds.comm.table.rows import ALL_REDUCE
 from functional_ds.profiling.plain_steps import PlainSteps
@@ -57,9 +58,10 @@ def one_step(monkeypatch: pytest.MonkeyPatch) -> tuple[SpanClock, WaitLedger]:
 
     def collective(posting: float, waiting: float, *, meanwhile: float = 0.0) -> None:
         call, here = Call(ALL_REDUCE, {"op": "sum"}), Here({"op": "sum"}, 0, 2)
+        made = LedgerCall(call, [torch.ones(3)], here, "dp", (0, 1))
         began = hands()
         hands.time += posting
-        handle = book.record(call, [torch.ones(3)], here, "dp", (0, 1), Slow(hands, waiting), began, early=meanwhile > 0)
+        handle = book.record(made, Slow(hands, waiting), began, early=meanwhile > 0)
         hands.time += meanwhile
         handle.wait()
 

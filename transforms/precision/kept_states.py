@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.torch_operators import foreach_copy_
+from functional_ds.base.torch_private import foreach_copy_
 
 from .stochastic_rounding import Draws, round_stochastically
 

@@ -5,7 +5,7 @@ from functools import partial
 import attrs
 from torch import Tensor
 
-from functional_ds.base.torch_operators import detect_fake_mode
+from functional_ds.base.torch_private import detect_fake_mode
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.segment import Segment
 from functional_ds.sharding.sources import home, is_deferred

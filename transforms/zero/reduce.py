@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.torch_operators import foreach_add_, foreach_copy_
+from functional_ds.base.torch_private import foreach_add_, foreach_copy_
 from functional_ds.comm.worlds.current import labelled
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.segment import Segment

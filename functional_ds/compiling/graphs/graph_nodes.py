@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from functional_ds.base.torch_operators import UNDECLARED_VIEWS, schema_of
+from functional_ds.base.torch_private import UNDECLARED_VIEWS, schema_of
 from functional_ds.remat.operator_arguments import written
 
 __all__ = [

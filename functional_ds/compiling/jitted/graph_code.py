@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, fx, nn
 
-from functional_ds.base.torch_operators import quick_call_of
+from functional_ds.base.torch_private import quick_call_of
 from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, results_of, site_of, starter_of
 from functional_ds.compiling.graphs.graph_nodes import OPERATOR, base_of, is_view

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor, fx
 
-from functional_ds.base.torch_operators import FakeTensorMode, schema_of
+from functional_ds.base.torch_private import FakeTensorMode, schema_of
 from functional_ds.compiling.compile_log import BlockClass, Compilation
 from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from functional_ds.base.torch_operators import FakeTensorMode
-from functional_ds.base.torch_private import is_fake
+from functional_ds.base.torch_private import FakeTensorMode, is_fake
 from functional_ds.comm.worlds.current import runs_on_shapes
 
 __all__ = ["RowGroups", "grouped_linear"]

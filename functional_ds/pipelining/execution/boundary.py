@@ -11,8 +11,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.torch_operators import FakeTensorMode
-from functional_ds.base.torch_private import disable_torch_function_subclass
+from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass
 from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining.stages.stages import LossInput, OnesReadMode, Stages, mapped, standing_for
 from functional_ds.step.pass_scope import Pass

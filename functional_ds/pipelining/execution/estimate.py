@@ -13,7 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.prng import Key
-from functional_ds.base.torch_operators import FakeTensorMode
+from functional_ds.base.torch_private import FakeTensorMode
 from functional_ds.base.weighted import weigh
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.dry_run.events import FakeRecorder

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.prng import Key
-from functional_ds.base.torch_operators import READ_NUMBER, FakeTensorMode
 from functional_ds.base.torch_private import (
+    READ_NUMBER,
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
     UnsupportedFakeTensorException,
 )
 from functional_ds.base.weighted import Weighted, weigh

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from functional_ds.base.containers import register_containers
 from functional_ds.base.device import forked_rng, synchronize
 from functional_ds.base.prng import Key
-from functional_ds.base.torch_operators import FakeTensorMode
-from functional_ds.base.torch_private import disable_dispatch_modes, disable_torch_function_subclass
+from functional_ds.base.torch_private import FakeTensorMode, disable_dispatch_modes, disable_torch_function_subclass
 from functional_ds.modules.functional import Apply, functional
 from functional_ds.pipelining.stages.from_functions import call_with, first_input, takes_key
 from functional_ds.pipelining.stages.stages import Params, Stage, Stages

@@ -24,8 +24,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_operators import FakeTensorMode
-from functional_ds.base.torch_private import FakeTensor
+from functional_ds.base.torch_private import FakeTensor, FakeTensorMode
 from functional_ds.comm.record.group import call_site
 from functional_ds.pipelining.stages.stages import NEEDS_VALUES
 

@@ -14,7 +14,7 @@ __all__ = ["is_differentiable", "results_in_graph"]
 Transposed = tuple[Call, Sequence[Tensor], str | None]  # a transpose, on gradients; the line of the call whose it is
 
 
-class StartedCall(Protocol):
+class Begun(Protocol):
     """A call under way: its leaves and its handle; its line, where values are followed."""
 
     call: Call
@@ -24,7 +24,7 @@ class StartedCall(Protocol):
 
 
 def results_in_graph(
-    started: Sequence[StartedCall],
+    started: Sequence[Begun],
     group: Group,
     carry_out: Callable[[Sequence[Transposed], Group], Sequence[Sequence[Tensor]]],
 ) -> list[Tensor]:
@@ -40,7 +40,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, started: Sequence[StartedCall], group: Group, carry_out: Callable[..., Any], *leaves: Tensor
+        ctx: Any, started: Sequence[Begun], group: Group, carry_out: Callable[..., Any], *leaves: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.calls, ctx.group, ctx.carry_out = [(one.call, len(one.leaves), one.site) for one in started], group, carry_out
         results = [result for one in started for result in one.handle.wait()]
