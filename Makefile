@@ -93,6 +93,10 @@ docs: $(VENV)/.extra-docs  ## draw the figures and build the site, into out/docs
 	@$(BIN)/python docs/figures/make.py
 	@$(BIN)/python -m sphinx -W --keep-going -q -d out/docs/.doctrees docs out/docs $(ARGS)
 
+.PHONY: docs-check
+docs-check: docs $(VENV)/.extra-test  ## open the built site in chromium: widths, search, formulas
+	@FUNCTIONAL_DS_SITE=out/docs $(BIN)/python -m pytest -q tests/test_site.py $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.extra-lint  ## ruff's checks and format, the words of pages and docstrings, then the types
 	@$(BIN)/ruff check --quiet .

@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert
+
 DOCS = Path(__file__).parent
 
 project = "functional_ds"
@@ -11,6 +14,9 @@ author = "the functional_ds authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_math_renderer = "mathml"
+html_css_files = ["site.css"]
+html_static_path = ["static"]
 html_title = "functional_ds"
 html_show_copyright = False
 html_show_sourcelink = False
@@ -27,10 +33,17 @@ napoleon_use_ivar = True  # attrs classes list their fields under Attributes
 
 
 def contents(app: Any, docname: str, source: list[str]) -> None:
-    """Appends the table of contents to the index: the rows of its own tables, a table a part, then the reference."""
+    """Calls pages by their titles where a link has the name of a file; appends the table of contents to the index.
+
+    It is the rows of the index's own tables, a table a part, then the reference.
+    """
+    titled = re.sub(r"\[([\w-]+)\.md\]\((\1\.md)\)", r"[](\2)", source[0])
     if docname != "index":
+        source[0] = titled
         return
-    for part in re.split(r"^## ", source[0], flags=re.MULTILINE)[1:]:
+    tables = source[0]
+    source[0] = titled
+    for part in re.split(r"^## ", tables, flags=re.MULTILINE)[1:]:
         if rows := re.findall(r"^\| \[([\w-]+)\.md\]\(", part, re.MULTILINE):
             source[0] += _toctree(part.splitlines()[0], rows)
     source[0] += _toctree("API reference", sorted(f"reference/{path.stem}" for path in (DOCS / "reference").glob("*.rst")))
@@ -82,7 +95,15 @@ def _table_row(text: str, indent: str, *, first: bool) -> list[str]:
     return opening + [f"{indent}   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(cells)]
 
 
+def mathml(self: Any, node: Any) -> None:
+    """Writes a formula as MathML, which browsers draw themselves: a page loads nothing from elsewhere."""
+    display = "block" if node.tagname == "math_block" else "inline"
+    self.body.append(convert(node.astext(), display=display))
+    raise SkipNode
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))
     app.connect("autodoc-process-docstring", markdown_in_docstring, priority=400)  # before napoleon
     app.connect("source-read", contents)

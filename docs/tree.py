@@ -1,5 +1,7 @@
 """Prints the folders of the library with their sizes, and its core's reading order; ``--write`` puts both into contributing.md.
 
+``docs/tree.py comm/codecs`` lists the files of a folder with what each holds.
+
 A folder's line is the first line of its ``__init__.py``'s docstring. Code lines are counted without blank lines, comments and
 docstrings.
 """
@@ -96,9 +98,14 @@ def modules(names: str) -> list[Path]:
 
 def summary(folder: Path) -> str:
     """The first line of a package's docstring."""
-    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    return heading(folder / "__init__.py")
+
+
+def heading(path: Path) -> str:
+    """The first line of a module's docstring."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     if not docstring:
-        raise SystemExit(f"{folder.relative_to(TOP)}/__init__.py has no docstring, which the tree prints")
+        raise SystemExit(f"{path.relative_to(TOP)} has no docstring: its first line says what the file holds")
     return docstring.splitlines()[0].rstrip(".")
 
 
@@ -151,11 +158,19 @@ def written(page: str) -> str:
     return page
 
 
+def listed(folder: Path) -> str:
+    """A line for each module below a folder: what it holds."""
+    paths = [path for path in sorted(folder.rglob("*.py")) if path.name != "__init__.py"]
+    return "".join(f"{path.relative_to(TOP).as_posix()}\n    {heading(path)}\n" for path in paths)
+
+
 def main() -> None:
-    """Prints the blocks, or renews them in contributing.md."""
+    """Prints the blocks, renews them in contributing.md (``--write``), or lists the files of a folder."""
     page = TOP / "docs/contributing.md"
     if sys.argv[1:] == ["--write"]:
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+    elif sys.argv[1:]:
+        print("".join(listed(Path(name).resolve()) for name in sys.argv[1:]), end="")
     else:
         print("\n".join(make() for make in BLOCKS.values()), end="")
 

@@ -190,7 +190,7 @@ def cost(way: str, length: int, tiles: int) -> Cost:
 
 
 def predicted(way: str, length: int, ranks: int) -> float:
-    """Bytes that attention sends, of fp32 and one sequence: the formulas of docs/sequence-attention.md."""
+    """Bytes that attention sends, of fp32 and one sequence: the formulas of docs/sequence-parallel.md."""
     inner = {"ring": 1, "ulysses": ranks, "both": 2}[way]
     rings, own = ranks // inner, length / ranks
     exchanged = 2 * (2 * HEADS + 2 * KEY_HEADS) * SIZE * own * (inner - 1) / inner

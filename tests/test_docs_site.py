@@ -61,6 +61,14 @@ def test_code_lines_are_counted(tmp_path: Path) -> None:
     assert tree.lines(tmp_path / "a.py") == (3 + 1 + 3, 1 + 3)
 
 
+def test_every_file_says_what_it_holds() -> None:
+    """The first line of each module's docstring: `docs/tree.py FOLDER` lists them."""
+    lines = "".join(tree.listed(TOP / layer) for layer in tree.LAYERS).splitlines()
+    paths = [path for layer in tree.LAYERS for path in (TOP / layer).rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(lines[::2]) == sorted(path.relative_to(TOP).as_posix() for path in paths)
+    assert all(line.strip() for line in lines)
+
+
 def test_every_page_is_in_the_contents() -> None:
     """index.md's tables link each page once: docs/conf.py makes the site's table of contents of these rows."""
     rows = re.findall(r"^\| \[([\w-]+\.md)\]\(\1\) \|", INDEX, re.MULTILINE)
@@ -145,12 +153,17 @@ def test_what_ran_on_gpus_is_said() -> None:
 
 
 def test_the_readme_installs_what_type_checkers_see() -> None:
-    """A plain editable install hides the package from type checkers (docs/typing.md); all extras are listed."""
+    """A plain editable install hides the package from type checkers (docs/troubleshooting.md); all extras are listed."""
     assert "pip install ." in README.read_text(encoding="utf-8")
     assert "pip install -e" not in README.read_text(encoding="utf-8")
     extras = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     listed = README.read_text(encoding="utf-8").partition("Extras: ")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", listed)) == extras.keys()
+
+
+def test_the_citation_has_this_version() -> None:
+    version = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert f"\nversion: {version}\n" in (TOP / "CITATION.cff").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("stage", [None, 1, 3])

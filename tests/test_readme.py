@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from functional_ds.step.phase_signatures import PHASES
-
 TOP = Path(__file__).parents[1]
-PAGES = [TOP / "README.md", TOP / "CHANGELOG.md", *sorted((TOP / "docs").glob("*.md"))]
+PAGES = [TOP / "README.md", TOP / "CHANGELOG.md", TOP / "SECURITY.md", *sorted((TOP / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -55,17 +53,6 @@ def test_named_tests_exist(page: Path) -> None:
         assert not test or f"def {test}(" in source, f"{file}::{test}"
 
 
-def test_the_map_names_every_file() -> None:
-    """docs/files.md has a line for each module of the three layers and their sub-packages, and no others."""
-    named = set(re.findall(r"^\| `([\w/]+\.py)` \|", (TOP / "docs/files.md").read_text(encoding="utf-8"), re.MULTILINE))
-    there = {
-        path.relative_to(TOP).as_posix()
-        for layer in ("comm", "functional_ds", "transforms")
-        for path in (TOP / layer).rglob("*.py")
-    }
-    assert named == {path for path in there if not path.endswith("__init__.py")}
-
-
 # Names of earlier versions.
 GONE = (
     *("LeafMap.pieces", "T.feedback", "T.local", "T.offloading.Traffic", "checkpointing.dcp.Reader", "comm.alike"),
@@ -80,14 +67,6 @@ def test_renamed_names_are_gone(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [name for name in GONE if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", text)] == []
     assert re.findall(r"`(?:feedback|local)`?\(", text) == []
-
-
-def test_wrapped_phases_exist() -> None:
-    """What files.md says that a transform wraps are phases."""
-    rows = re.findall(r"wraps ([^;|:]+)", (TOP / "docs/files.md").read_text(encoding="utf-8"))
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert {"update", "gradients"} <= named
-    assert named <= PHASES.keys()
 
 
 def test_readme_is_what_the_map_promises() -> None:

@@ -43,11 +43,11 @@ def compiled(
     All blocks of a class share one compiled function, on all ranks of a process: one graph for each shape, dtype and mode
     (training or not, gradients or not). ``fds.compile_report(step)`` says what was compiled and why again. The leaves of a
     block are fetched before its function runs. Modules inside of a block that another transform runs (``T.remat``,
-    ``T.tensor_parallel``) stay Python, and the graph is in parts around them; a collective in the block's own code is refused.
+    ``T.tensor_parallel``) stay Python, and the graph is in parts around them; collectives in the block's own code raise.
 
     Args:
         blocks: which modules of an ``fds.functional`` module, as in ``T.remat``: a path in which each name may be a pattern;
-            a list of modules stands for its members; None for the repeated blocks.
+            a list of modules means its members; None for the repeated blocks.
         backend: torch.compile's: a name, or a function of a graph and its inputs.
         mode: inductor's: "max-autotune-no-cudagraphs", say.
         options: the back end's, by name.
@@ -101,7 +101,7 @@ class _Compiled(Compiles):
         return self._calls[step]
 
     def prepare(self, inner: Any, step: Step, params: Any) -> Any:
-        """Refuses a pattern that matches no module with params, and fixed addresses for params that have none."""
+        """Raises an error for a pattern that matches no module with params, and fixed addresses for params that have none."""
         check_blocks("compiled", params, self.blocks)
         if self.eager is not None:
             check_blocks("compiled", params, self.eager)

@@ -41,10 +41,10 @@ def differentiable(step: Step) -> Step:
     ```
 
     ``torch.autograd`` and ``torch.func`` take it as any function of tensors: reverse mode, forward mode, and ``vmap`` over
-    hyperparameters and seeds. Nothing is donated. Law: k steps are k steps of ``step``, but for rounding, as the optimizer's
+    hyperparameters and seeds. Nothing is donated. Law: k steps are k steps of ``step``, except for rounding, as the optimizer's
     formula runs instead of torch's fused kernel; derivatives equal finite differences.
 
-    Gradients flow through ``clip``, ``accumulate``, ``schedule``, ``ema``, and transforms of your own that wrap phases of
+    Gradients flow through ``clip``, ``accumulate``, ``schedule``, ``ema``, and your own transforms that wrap phases of
     gradients, updates and rates.
 
     Cost: reverse mode keeps the graphs of all steps, forward mode one tangent of the state. Attention runs by its formula,

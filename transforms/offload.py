@@ -43,7 +43,7 @@ def offload(
 
     Law 28: a step with it is the step without, bitwise on CPUs, in every stage of ZeRO; offload then fetch = id.
 
-    With ``optimizer="cpu"`` the state is in the host's memory, pinned beside a GPU, and the update runs on the host; gradients
+    With ``optimizer="cpu"`` the state is in the host's memory, pinned with a GPU, and the update runs on the host; gradients
     and params are copied while other pieces are computed. Without a GPU nothing moves, and the same code runs. With
     ``optimizer="disk"`` the state is in files under ``path``, with two versions of each tensor. The update goes through
     ``buffers`` buffers of about ``buffer_bytes``, so its memory does not grow with the model: while it computes one piece, it
@@ -134,7 +134,7 @@ class _Offload:
         )
 
     def check(self, step: Step) -> None:
-        """Refuses a step that is sharded or offloaded already, or has a slot that must stay on the device."""
+        """Raises an error for a step that is sharded or offloaded already, or has a slot that must stay on the device."""
         if step.wraps("view"):
             raise ValueError(f"{self}: put it before zero, so that each rank offloads its own shards ({step})")
         if step.has(Trait.OFFLOADS):

@@ -56,7 +56,7 @@ def pipeline(
 
     Args:
         schedule: is proved and lowered before anything runs. Messages, gathers and reductions that it has are carried out
-            where they stand; where it has none, they are inserted. An evaluation runs the forwards alone.
+            where they are; where it has none, they are inserted. An evaluation runs the forwards alone.
         stages: the model, with as many stages as the schedule.
         group: the pipeline's ranks, as the schedule counts them; None for the whole world.
         resident: in ZeRO stage 3, the stages whose params a rank holds whole at a time; None for all of them, or as a schedule
@@ -134,13 +134,13 @@ class _Pipeline:
         )
 
     def options(self) -> dict[str, Any]:
-        """What all ranks of the pipeline, and of those beside it, must have alike."""
+        """What all ranks of the pipeline, and of its neighbours, must have alike."""
         actions = zlib.crc32(b"".join(row.tobytes() for row in self.schedule.codes))
         placement = list(self.schedule.placement)
         return {"placement": placement, "microbatches": self.schedule.microbatches, "actions": f"{actions:08x}"}
 
     def check(self, step: Step) -> None:
-        """Refuses a step whose gradients another transform wraps."""
+        """Raises an error for a step whose gradients another transform wraps."""
         if step.wraps("gradients"):
             raise ValueError(
                 f"{self}: it replaces the gradients, which another transform of this step wraps already ({step}); put "
@@ -187,7 +187,7 @@ class _Pipeline:
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """Runs the schedule, in place of autograd through the whole loss."""
+        """Runs the schedule, instead of autograd through the whole loss."""
         return gradients(self._spec(self.schedule, self.recorder), step, state, batch, carry, last)
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:

@@ -42,8 +42,8 @@ def remat(blocks: str | None = None, *, policy: str | RematPolicy = "recompute",
 
     Args:
         blocks: which modules of an ``fds.functional`` module: a path in which each name may be a pattern ("blocks.*",
-            "decoder.layers.[0-3].mlp"); a list of modules ("blocks") stands for its members. None stands for the repeated
-            blocks: modules whose path ends with its first number. "" stands for the whole loss function as one part.
+            "decoder.layers.[0-3].mlp"); a list of modules ("blocks") means its members. None means the repeated
+            blocks: modules whose path ends with its first number. "" means the whole loss function as one part.
         policy: as for ``fds.remat``.
         group: for "partition": ranks with the same activations.
 
@@ -76,7 +76,7 @@ class _Remat:
         self._calls = _Calls(self.blocks, self.policy, self.group)
 
     def prepare(self, inner: Any, step: Step, params: Any) -> Any:
-        """Refuses a pattern that matches no module with params."""
+        """Raises an error for a pattern that matches no module with params."""
         if self.blocks != "":
             check_blocks("remat", params, self.blocks)
         return inner(step, params)
@@ -141,7 +141,7 @@ class _Calls:
         return run(_known(forward), args, kwargs, policy=self.policy, group=self.group, part=path, seen=self._seen)
 
     def check(self, *, whole: bool) -> None:
-        """Refuses a policy without effect: no module was chosen, or no tensor has its names. ``whole``: all modules ran."""
+        """Raises for a policy without effect: no module chosen, or no tensor of its names. ``whole``: all modules ran."""
         if whole and not any(self.paths.values()):
             if not self.paths:
                 raise ValueError(

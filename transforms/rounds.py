@@ -30,7 +30,7 @@ def every(k: int, what: Transform | Callable[[Step, State], State]) -> Transform
 
     Law: with k = 1 it is ``what`` itself. ``fds.jit`` has a graph for steps with it and one for those without.
 
-    Cost: nothing beside ``what``. On a GPU the host waits for the step before.
+    Cost: nothing in addition to ``what``. On a GPU the host waits for the step before.
 
     Args:
         k: how many updates make a round.
@@ -108,7 +108,7 @@ def apart(group: comm.Group, *, slot: str = "outer") -> Transform:
     that a state is loaded into any stage, precision and number of ranks of each model, and not into another number of models.
     The step's metrics, weights and norms are those of this rank's model.
 
-    Law: a state that is saved between two rounds and loaded on a mesh with other inner ranks goes on as one run.
+    Law: a state that is saved between two rounds and loaded on a mesh with other inner ranks continues as one run.
 
     Cost: at ``init`` the ranks compare their steps and the shapes of their params.
 

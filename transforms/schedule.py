@@ -156,7 +156,7 @@ def range_test(steps: int, *, rate: float = 1.0, staircase: bool = False) -> Fac
 
 
 def check_floor(floor: float) -> None:
-    """Refuses what is no part of the whole rate."""
+    """Raises an error for what is no part of the whole rate."""
     if not 0 <= floor <= 1:
         raise ValueError(f"floor={floor} must lie in 0..1")
 

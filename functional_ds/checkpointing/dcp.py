@@ -51,7 +51,7 @@ class _Read:
 class CheckpointReader(StorageReader):
     """A checkpoint as torch's loaders read it: ``dcp.load({"params/w": flat}, storage_reader=CheckpointReader(path, tag))``.
 
-    Tensors are flat, but for those that were saved in slices, which have their shapes, as ``manifest.tensors[name].shape`` says
+    Tensors are flat, except those that were saved in slices, which have their shapes, as ``manifest.tensors[name].shape`` says
     them for all. Checksums are verified, and nothing is unpickled.
     """
 
@@ -66,7 +66,7 @@ class CheckpointReader(StorageReader):
     def fill(self, wanted: Mapping[str, Sequence[TensorShard]]) -> None:
         """Reads the shards that tensors of these names are to fill. Several names may fill a shared scalar, and must agree.
 
-        A rank's shard is a range of a flattened slice; boxes are what it is in the whole tensor. So, whatever the ranks,
+        A rank's shard is a range of a flattened slice; boxes are what it is in the whole tensor. So, for any ranks,
         stages, units and slices were at the save and are now, a load reads where boxes overlap.
 
         Raises:

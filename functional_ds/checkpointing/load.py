@@ -83,7 +83,7 @@ def load(
         only: patterns of what to load; all else keeps ``like``'s values. ``only="params"`` loads the weights alone.
         allow_missing: patterns of what may be missing in the checkpoint; it keeps ``like``'s values.
         allow_extra: patterns of what the checkpoint may have and ``like`` may lack.
-        with_extra: return a pair, the state and the ``extra`` that was saved beside it.
+        with_extra: return a pair, the state and the ``extra`` that was saved with it.
         donate: write into ``like``'s memory and invalidate it, as a step does; an error may leave it half written.
 
     Raises:

@@ -26,7 +26,7 @@ def save_named(
         path: a folder; created if missing.
         tag: the checkpoint's name.
         step: the number of updates, for the folder's listing.
-        extra: JSON values to keep beside the tensors.
+        extra: JSON values to keep with the tensors.
 
     Raises:
         ValueError: the tag is not a plain name.

@@ -1,4 +1,4 @@
-"""``Saver``: checkpoints that are written while the training goes on."""
+"""``Saver``: checkpoints that are written while training continues."""
 
 import json
 import shutil
@@ -95,7 +95,7 @@ class Saver:
         Args:
             state: any state that a step made.
             tag: the checkpoint's name; by default the number of updates.
-            extra: JSON values to keep beside the state; rank 0's count.
+            extra: JSON values to keep with the state; rank 0's count.
 
         Raises:
             ValueError: the tag is not a plain name.
@@ -253,7 +253,7 @@ def save(
 
     Laws 37 and 50: ``load_M ∘ save_N = id``, bitwise, for any numbers of ranks N and M, stages, units, meshes and slices.
 
-    Collective over ``group``. One of the ranks that have an element writes it, straight from the state's memory; beside that a
+    Collective over ``group``. One of the ranks that have an element writes it, straight from the state's memory; in addition a
     rank needs a few MB, and for offloaded tensors two pieces of a file. A checkpoint of the same tag is replaced. Whatever
     fails meanwhile, earlier checkpoints can be loaded.
 
@@ -264,7 +264,7 @@ def save(
         group: the ranks that the state is spread over; None for the whole world.
         keep_last: how many of the newest checkpoints that were saved with ``keep_last`` stay; None for all.
         keep_every: those whose number of updates is a multiple of this stay, too.
-        extra: JSON values to keep beside the state (the data's position, say); rank 0's count.
+        extra: JSON values to keep with the state (such as the data's position); rank 0's count.
 
     Raises:
         ValueError: the tag is not a plain name; ``keep_last`` or ``keep_every`` is out of range.

@@ -142,7 +142,7 @@ def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTa
 
     Laws: the tasks for a tensor are disjoint and cover it; a rank writes only what it has. Ranks with the same slice have
     copies of its elements. Copies are assigned so that all ranks write about equally much. Where copies differ (error
-    feedback, ranks that make steps of their own), each rank writes its copy under a name of its own.
+    feedback, ranks that make separate steps), each rank writes its copy under a separate name.
 
     Raises:
         CheckpointError: ranks have tensors of one name with other shapes or dtypes; no rank has some of the elements; slices

@@ -38,7 +38,7 @@ _PIECES = 64  # requests that one read fills in place
 def write(path: Path, pieces: Iterable[memoryview]) -> DataFile:
     """Writes a new file and returns once the disk has it.
 
-    The system writes one part while the next is copied and its checksums are computed. Peak memory beside the pieces: 16 MiB.
+    The system writes one part while the next is copied and its checksums are computed. Additional peak memory: 16 MiB.
     """
     checks, size = _BlockChecksums(), 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -138,7 +138,7 @@ def read(folder: Path, file: DataFile, *, requests: Iterable[ReadRequest]) -> No
     """Reads and checks the blocks that the requests touch, and no others, straight into the requests' memory.
 
     Several threads read, each through the page cache, and check what they read. An error leaves the memory half filled.
-    Peak memory beside the requests' own: 8 MiB.
+    Peak memory in addition to the requests' own: 8 MiB.
 
     Args:
         folder: of the checkpoint.

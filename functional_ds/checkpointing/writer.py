@@ -1,7 +1,7 @@
 """One save in progress: a thread of each rank writes, and rank 0's publishes once all have written.
 
 The threads communicate through files alone: each rank leaves a receipt in the hidden folder when its data file is written. So a
-checkpoint is published as soon as it is complete, whatever the ranks' main threads do, and no collective runs beside theirs.
+checkpoint is published as soon as it is complete, independently of the ranks' main threads, and without collectives of its own.
 """
 
 import contextlib

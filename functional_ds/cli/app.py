@@ -1,4 +1,4 @@
-"""The commands, by name. Each lies in a file of its own, and does without folders of the library that it does not need."""
+"""The commands, by name. Each is in a separate file, and does not import folders of the library that it does not need."""
 
 import sys
 from collections.abc import Sequence

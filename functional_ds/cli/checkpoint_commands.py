@@ -15,7 +15,7 @@ from functional_ds.state_dict.errors import CheckpointError
 
 from .stored.kinds import NamedTensors, open_checkpoint
 from .stored.writing import WRITTEN, state_names, written_as
-from .words.errors_in_one_line import CommandError
+from .words.errors_in_one_line import CommandError, refused
 from .words.options import size
 from .words.pages import OutputTable, bytes_of, count_of, emit
 
@@ -179,10 +179,8 @@ def _roles(names: Iterable[str]) -> str:
 
 
 def _values(found: NamedTensors, wanted: dict[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    try:
+    with refused(f"{found.path} cannot be read", CheckpointError, ValueError, OSError, RuntimeError):
         read = found.read(list(dict.fromkeys(wanted.values())))
-    except (CheckpointError, ValueError, OSError, RuntimeError) as error:
-        raise CommandError(f"{found.path} cannot be read: {error}") from error
     return {name: _cast(name, read[place], dtype) for name, place in wanted.items()}
 
 

@@ -21,7 +21,7 @@ from functional_ds.pipelining.schedules.published import published
 from .planning.candidate import candidate, name_of, with_config
 from .planning.subject import job_of, planned
 from .planning.values_free_step import sent_by_all
-from .words.errors_in_one_line import CommandError
+from .words.errors_in_one_line import CommandError, refused
 from .words.options import mesh_sizes
 from .words.pages import OutputTable, emit, seconds_of
 
@@ -67,10 +67,8 @@ def draw(
     else:
         page, data, figure = _trace(of)
     if out is not None:
-        try:
+        with refused("--out", ImportError, OSError):
             figure().savefig(out)
-        except (ImportError, OSError) as error:
-            raise CommandError(f"--out: {error}") from error
         page, data = [f"{out} is written"], {**data, "out": out}
     emit(page, data, as_json=as_json)
     return 0
@@ -80,7 +78,7 @@ Drawn = tuple[list[OutputTable | str], dict[str, Any], Callable[[], Any]]
 
 
 def _schedule(name: str, ranks: int, microbatches: int, costs: str, width: int) -> Drawn:
-    try:
+    with refused(f"schedule {name}", ValueError):
         times = [float(each) for each in costs.split(",")]
         if len(times) != 3:
             raise ValueError("three numbers")
@@ -91,8 +89,6 @@ def _schedule(name: str, ranks: int, microbatches: int, costs: str, width: int) 
         else:
             schedule = published(name, ranks, microbatches)
         found = timeline(schedule, Costs(forward=times[0], inputs=times[1], weights=times[2]))
-    except ValueError as error:
-        raise CommandError(f"schedule {name}: {error}") from error
     data = {
         "what": "schedule",
         "name": name,

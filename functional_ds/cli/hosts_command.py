@@ -12,7 +12,7 @@ import typer
 
 from functional_ds.base.disk.files import read_text
 
-from .words.errors_in_one_line import CommandError
+from .words.errors_in_one_line import CommandError, refused
 from .words.pages import emit
 
 __all__ = ["HostSlots", "commands_of", "filtered", "hosts", "read_hostfile", "ssh_commands"]
@@ -49,10 +49,8 @@ def read_hostfile(path: str) -> list[HostSlots]:
     if not file.is_file():
         raise CommandError(f"HOSTFILE: there is no file {path}")
     found: dict[str, HostSlots] = {}
-    try:
+    with refused(f"HOSTFILE: {path} cannot be read", OSError, UnicodeDecodeError):
         lines = read_text(file).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"HOSTFILE: {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:

@@ -1,7 +1,7 @@
 """The training loop ``fit``, which saves, resumes, watches and reports.
 
 With the records that it takes: checkpoints, evaluation, logging, sources of batches, what to do about losses that are not
-finite; and ``watchdog``, for loops of your own.
+finite; and ``watchdog``, for custom loops.
 """
 
 from .checkpoints import Checkpoints

@@ -1,4 +1,4 @@
-"""When a run is saved, what its checkpoints keep beside the state, and how it resumes."""
+"""When a run is saved, what its checkpoints keep with the state, and how it resumes."""
 
 import time
 from pathlib import Path
@@ -57,7 +57,7 @@ _DEFAULTS = {field.name: field.default for field in attrs.fields(Checkpoints)}
 
 @attrs.frozen
 class Progress:
-    """Where a run stands, beside its state.
+    """Where a run is, in addition to its state.
 
     Attributes:
         done: steps made; those that were rolled back do not count.

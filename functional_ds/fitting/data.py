@@ -96,7 +96,7 @@ class Stateful:
     loader: Any
 
     def at(self, position: Any | None) -> BatchReader:
-        """The batches from that state on; None takes the loader as it is."""
+        """The batches from that state on; None takes the loader in its present state."""
         if position is not None:
             self.loader.load_state_dict(position)
         return _StatefulReader(self.loader, iter(self.loader))
@@ -244,14 +244,14 @@ class Epochs:
     Each epoch begins with ``set_epoch(epoch)`` on the batches, their ``dataset``, ``sampler`` and ``batch_sampler``, where they
     have this method. Draws from torch's default generator up to the first batch depend on ``seed`` and the epoch alone, and so
     do draws from a generator that the batches have. So a ``DataLoader`` shuffles after a resume as it would have without,
-    whatever the step draws. If batches are replayed to resume, this holds for all draws.
+    for all draws of the step. If batches are replayed to resume, this holds for all draws.
 
     >>> reader = Epochs([1, 2]).at({"epoch": 4, "drawn": 1, "within": 1})
     >>> [next(reader) for _ in range(4)], reader.position
     ([2, 1, 2, 1], {'epoch': 6, 'drawn': 1, 'within': 1})
 
     Attributes:
-        batches: whatever ``fit`` takes as batches, except an iterator, which gives its batches once.
+        batches: anything that ``fit`` takes as batches, except an iterator, which gives its batches once.
         count: the number of epochs; None for no end.
         seed: of the shuffles; None for the seed that the program gave torch on this rank, which must be the same to resume.
     """

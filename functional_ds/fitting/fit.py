@@ -54,7 +54,7 @@ def fit(
         on_non_finite: ``Stop(after)`` or ``RollBack(after)`` for losses that are not finite; None ignores them. Checked when a
             step is logged. Checkpoints are made only while losses and params are finite.
         timeout: the longest that a step, a save or an evaluation may take; then ranks are taken to hang. None for no watchdog.
-        stop: a flag of your own instead of signal handlers; needed where ranks are threads.
+        stop: your own flag instead of signal handlers; needed where ranks are threads.
 
     Cost: an all-reduce of three numbers a step, another of three for each step that is logged or saved.
 

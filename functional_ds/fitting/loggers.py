@@ -191,7 +191,7 @@ class Comet:
     Attributes:
         name: of the experiment; None for one of Comet's.
         options: further arguments of ``comet_ml.start``.
-        every: how many steps lie between two points of one name; 0 for all points.
+        every: how many steps are between two points of one name; 0 for all points.
     """
 
     name: str | None = None
@@ -274,7 +274,7 @@ class Logging:
     """Where ``fit`` sends numbers, and how often.
 
     Attributes:
-        loggers: ``Console()`` by default; ``CsvLog(path)``, ``TensorBoard(folder)``, or objects of your own; () for none. Used
+        loggers: ``Console()`` by default; ``CsvLog(path)``, ``TensorBoard(folder)``, or your own objects; () for none. Used
             on rank 0.
         every: the steps between two whose metrics are read and logged. Between them nothing waits for the device.
         progress: whether rank 0 shows a bar; needs the extra ``fit``.

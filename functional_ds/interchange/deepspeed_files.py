@@ -45,7 +45,7 @@ _KNOWN = (
 def load_pickle(path: Path) -> Any:
     """The file's content, with memory-mapped tensors, of which only the parts that are used are read.
 
-    Torch's ``weights_only`` loader makes tensors and plain containers, and refuses every class that it does not know.
+    Torch's ``weights_only`` loader makes tensors and plain containers, and raises an error for any other class.
     DeepSpeed's few classes become ``PlainAttributes``, so DeepSpeed need not be installed. Classes in
     ``torch.serialization.safe_globals`` are accepted as well.
 

@@ -37,7 +37,7 @@ class Transfer:
     Attributes:
         writer: of the files.
         named: the leaves, with their names in the files.
-        buffers: tensors that rank 0 writes beside them.
+        buffers: tensors that rank 0 writes with them.
         ranks: the group that has the leaves.
     """
 
@@ -156,9 +156,9 @@ def export(
 
     Law: the tensors in the files are those of ``step.params(state)``, bit for bit.
 
-    Memory: rank 0 receives values in chunks and writes each at once. Beside the params it needs at most the size of two of the
-    largest leaf, and less than 64 MiB; other ranks need half of that. A conversion takes 16 MiB. Leaves that are slices along
-    another dim than their first are put together on rank 0, one at a time, which takes the memory of one.
+    Memory: rank 0 receives values in chunks and writes each immediately. Besides the params it needs at most the size of two
+    of the largest leaf, and less than 64 MiB; other ranks need half of that. A conversion takes 16 MiB. Leaves that are slices
+    along another dim than their first are put together on rank 0, one at a time, which takes the memory of one.
     Cost: each rank sends what rank 0 does not have, once.
 
     The files appear when they are complete: they are written under hidden names, synced, and renamed at the end.
@@ -174,7 +174,7 @@ def export(
         tied: ``"first"`` writes a tied parameter of ``module`` under its first name, as ``transformers`` expects, with the
             others in the metadata for ``safetensors.torch.load_model``; ``"all"`` writes it under each name, for
             ``module.load_state_dict``.
-        buffers: tensors to write beside the params; rank 0's count.
+        buffers: tensors to write with the params; rank 0's count.
         shard_bytes: the most bytes of a file in a folder; an index says which tensor is in which file.
         metadata: strings to put into the header.
         overwrite: replace existing files.

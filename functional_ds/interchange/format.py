@@ -1,4 +1,4 @@
-"""The safetensors format as data: which tensor is at which bytes of which file, and the header that says so.
+"""The safetensors format as data: which tensor is at which bytes of which file, and the header that lists this.
 
 A file is 8 bytes with the header's length, the header as JSON, and the tensors' bytes, one after another without holes.
 Shapes and dtypes determine all offsets, so tensors can be written in any order.
@@ -127,7 +127,7 @@ def split_files(
 ) -> tuple[SafetensorsFile, ...]:
     """The files for these tensors, in their order: one, or several of at most ``limit`` bytes each.
 
-    A tensor that is larger than the limit gets a file of its own. Names are those that the ``transformers`` loader expects.
+    A tensor that is larger than the limit gets a separate file. Names are those that the ``transformers`` loader expects.
 
     Args:
         specs: the tensors.

@@ -24,7 +24,7 @@ class LeafInfo:
         path: its path in the tree.
         shape: the whole leaf's.
         dtype: of its values.
-        preference: of several values for a leaf, such as masters beside the loss's params, the lowest counts.
+        preference: of several values for a leaf, such as masters and the loss's params, the lowest counts.
     """
 
     path: str

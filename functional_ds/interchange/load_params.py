@@ -184,7 +184,7 @@ def load_params(
     ``like`` may be on the meta device. All ranks must see the files, which must not change until then.
 
     Law: ``step.params(step.init(load_params(path, like=params))) = step.params(state)`` for ``export(state, path)``, bit for
-    bit, whatever either of the steps shards.
+    bit, however either of the steps is sharded.
 
     Dtypes are ``like``'s. Floating values are cast, which rounds if the dtype is narrower; other values are not.
 

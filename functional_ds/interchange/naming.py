@@ -93,7 +93,7 @@ class Naming:
             leaves: the leaves.
             rename: from a leaf's path to its name; None leaves the leaf out.
             dtype: for floating leaves; None for the module's, or the leaf's own.
-            every: whether a tied parameter stands under each of its names, or under its first alone.
+            every: whether a tied parameter is listed under each of its names, or under its first alone.
 
         Raises:
             ValueError: the module has other parameters; two leaves get one name; the format does not have a dtype.

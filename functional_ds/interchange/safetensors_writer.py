@@ -59,7 +59,7 @@ class SafetensorsWriter:
 
     @property
     def is_model(self) -> bool:
-        """Whether the files are the model of their folder, and not one file beside others."""
+        """Whether the files are the model of their folder, and not one file among others."""
         return len(self.files) > 1 or self.files[0].name == SINGLE
 
     def check(self) -> None:

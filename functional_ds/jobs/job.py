@@ -262,7 +262,7 @@ class Job(Entries):
         """The job with other values at some paths; None puts the default there, or removes a transform.
 
         Raises:
-            JobError: a path leads nowhere, or a value is refused.
+            JobError: a path names no entry, or a value is invalid.
 
         >>> job = Job(model="models:MLP", steps=100, optimizer={"adamw": 1e-3}, strategy=[{"zero": 2}])
         >>> job.changed({"strategy.zero.stage": 3, "data.rows": 8}).strategy

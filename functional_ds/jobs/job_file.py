@@ -29,12 +29,12 @@ def load_job(
 
     Args:
         path: the file.
-        changes: by path, values in place of the file's, as ``Job.changed`` takes them: ``{"data.context": 64}``.
+        changes: by path, values instead of the file's, as ``Job.changed`` takes them: ``{"data.context": 64}``.
         allow_import: names of modules and packages that the job may name, such as "timm", beyond files in its folder, torch.nn,
             torch.optim and this library's transforms, optimizers and layers.
 
     Raises:
-        JobError: there is no such file, it is no TOML or JSON, or an entry is refused: it names the file, the line, the
+        JobError: there is no such file, it is no TOML or JSON, or an entry is invalid: the error names the file, the line, the
             entry, its value, and what to do instead.
     """
     file = Path(path)

@@ -33,7 +33,7 @@ def huggingface(
         folder: what a path is relative to; the job's.
         attention: how it attends, such as "sdpa", or "fds_ring" for sequences that are cut.
         experts: whether its experts can be spread over ranks.
-        weights: whether to load the weights that lie beside the config; otherwise they are drawn.
+        weights: whether to load the weights next to the config; otherwise they are drawn.
 
     Raises:
         JobError: transformers is not installed, or knows no such config.

@@ -30,7 +30,7 @@ LossFn = Callable[[Any, Any], Any]  # of a model, which is called as a module is
 
 @attrs.frozen(eq=False)
 class OwnBatches:
-    """The batches of a model that brings them, in place of a text."""
+    """The batches of a model that brings them, instead of a text."""
 
     make: Callable[[int], Any]
     whole: int  # rows of a global batch
@@ -132,7 +132,7 @@ def subject_of(job: Job, *, device: str) -> Subject:
     """What a job trains, on a device; ``"meta"`` is for shapes alone.
 
     Raises:
-        JobError: the job's model or loss is refused.
+        JobError: the job's model or loss is unsupported.
     """
     parts: dict[str, Any] = {}
 

@@ -127,7 +127,7 @@ def prepare(job: Job, *, after: Transform | None = None) -> PreparedJob:
         after: one more transform, behind those of the job.
 
     Raises:
-        JobError: an entry is refused by what it names; the ranks are not the job's.
+        JobError: an entry names something that raises an error; the ranks are not the job's.
     """
     with located(job.file):
         return _prepared(job, after)

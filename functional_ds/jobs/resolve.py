@@ -59,7 +59,7 @@ def made(call: CallEntry, kind: str, job: Job, *, entry: str, around: Surroundin
         given: arguments that the function gets where it has parameters of these names, unless the job says otherwise.
 
     Raises:
-        JobError: there is no such function, or it refuses its arguments.
+        JobError: there is no such function, or it does not take these arguments.
     """
     place = joined(entry, call.name)
     try:
@@ -180,7 +180,7 @@ _INDICES = ("functional_ds", "torch")  # packages whose public names come from t
 def user_object(name: str, job: Job) -> Any:
     """What "module:name" names in a job.
 
-    A job is data, and may come from elsewhere. So it names functions of the files beside it, or of ``LIBRARY``, unless
+    A job is data, and may come from elsewhere. So it names functions of the files next to it, or of ``LIBRARY``, unless
     ``job.allow_import`` has the module: an import runs a module, and many functions do harm with the right argument.
 
     Raises:

@@ -93,17 +93,17 @@ def run_job(job: Job, *, stop: Flag | None = None, say: Callable[[str], None] | 
     | with ``simulate = true`` | simulated ones in this process |
     | else | processes on this machine; this one if there is one rank |
 
-    Law: the losses do not depend on the number of ranks or on who started them, but for rounding; on as many ranks they are
-    the same bits. Called again with checkpoints, it goes on, bit for bit, where it was ended.
+    Law: the losses do not depend on the number of ranks or on who started them, except for rounding; on as many ranks they are
+    the same bits. Called again with checkpoints, it continues, bit for bit, where it ended.
 
     Args:
         job: from ``load_job``, or built in Python.
-        stop: a flag that ends the run after the current step, in place of SIGINT and SIGTERM; where ranks are processes,
+        stop: a flag that ends the run after the current step, instead of SIGINT and SIGTERM; where ranks are processes,
             one that they share.
         say: gets a line for each number that is logged, on rank 0, such as ``print``; a function that can be pickled.
 
     Raises:
-        JobError: an entry is refused, before any rank starts where that can be known.
+        JobError: an entry is invalid, before any rank starts where that can be known.
         CheckpointError: the checkpoints are another run's, or cannot be written.
         RankFailedError: a rank has died.
     """
@@ -123,7 +123,7 @@ def _train(job: Job, say: Callable[[str], None] | None, stop: Flag) -> JobResult
 
 
 def run_ranks(job: Job, program: Callable[..., Found], *args: Any, stop: Flag | None = None) -> Found:
-    """``program(job, *args, stop)`` on all ranks of a job, for training loops of your own; returns rank 0's result.
+    """``program(job, *args, stop)`` on all ranks of a job, for custom training loops; returns rank 0's result.
 
     Under torchrun, and in a world that is there already, it returns this rank's result.
 
@@ -131,10 +131,10 @@ def run_ranks(job: Job, program: Callable[..., Found], *args: Any, stop: Flag | 
         job: says which ranks there are; it is checked first.
         program: gets the job, ``args`` and a flag that says whether to end. Where ranks are processes it must be importable.
         args: what else it gets.
-        stop: a flag of your own; by default SIGINT and SIGTERM set one.
+        stop: your own flag; by default SIGINT and SIGTERM set one.
 
     Raises:
-        JobError: an entry is refused.
+        JobError: an entry is invalid.
         Interrupted: a second signal came while processes were stopping.
     """
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -195,7 +195,7 @@ def _backend(job: Job) -> str | None:
 
 
 def check_job(job: Job, ranks: int | None = None) -> None:
-    """Refuses what no rank could train with, on as many ranks as the job says, or as torchrun has started.
+    """Raises an error for what no rank could train with, on as many ranks as the job says, or as torchrun has started.
 
     It imports the modules that the job names, builds its optimizer, schedule and transforms, and reads its text, unless that
     is tokenized or comes from a data set. It does not build the model.

@@ -89,7 +89,7 @@ def strategy_of(job: Job, around: Surroundings) -> tuple[Transform, Any]:
     """All transforms of a job, composed, and its optimizer.
 
     Raises:
-        JobError: an entry is refused by what it names.
+        JobError: an entry names something that raises an error.
     """
     optimizer = None if job.optimizer is None else made(job.optimizer, "optimizer", job, entry="optimizer")
     subject = around.subject
@@ -123,7 +123,7 @@ def deepspeed_plan(job: Job, around: Surroundings | None = None) -> Any:
         around: on a rank, its mesh; None where there are no ranks yet.
 
     Raises:
-        JobError: the config is refused, or its rows are not the job's.
+        JobError: the config is unsupported, or its rows are not the job's.
     """
     settings = job.deepspeed
     if settings is None:

@@ -30,7 +30,7 @@ class Memory:
         activations: what the backward pass will need.
         buffers: all else in the state: counts, keys, scales, means, what is owed.
         peak: the most that the process had; 0 if it was not measured.
-        places: how many bytes of the state lie on which kind of device, ``"disk"`` among them.
+        places: how many bytes of the state are on which kind of device, ``"disk"`` among them.
     """
 
     params: int = 0

@@ -44,7 +44,7 @@ def activations(
 ) -> Activations:
     """The bytes that ``loss_fn(params, batch)`` keeps for its gradients, on one rank.
 
-    If params or batch are on the meta device, the function runs on torch's fake tensors, which stand for tensors on
+    If params or batch are on the meta device, the function runs on torch's fake tensors, which represent tensors on
     ``device``. Nothing is computed, so a model of any size will do, but the function must not read values. Otherwise the
     function is run and measured.
 
@@ -56,7 +56,7 @@ def activations(
         loss_fn: as in ``train_step``; without a key.
         params: the user's tree, in the dtypes that the loss sees.
         batch: what one rank processes at once: a micro-batch, if micro-batches are accumulated.
-        device: the device that fake tensors stand for.
+        device: the device that fake tensors represent.
         autocast: the dtype of an autocast around the loss; None for no autocast.
 
     >>> w, x = torch.empty(100, 200, device="meta"), torch.empty(8, 100, device="meta")

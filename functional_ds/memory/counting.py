@@ -1,4 +1,4 @@
-"""Bytes of tensors: each storage counts once, whoever shares it, on the device where it lies."""
+"""Bytes of tensors: each storage counts once, however often it is shared, on its device."""
 
 from collections.abc import Hashable
 from typing import Any

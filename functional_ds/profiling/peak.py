@@ -23,7 +23,7 @@ def peak_flops(
     Args:
         dtype: of the matrices; it is the one that most of a model's products have.
         device: where.
-        size: n; by default 1,024 on the host and 8,192 on a device of its own.
+        size: n; by default 1,024 on the host and 8,192 on a device.
         seconds: how long to try; at least three products are computed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How long steps take that run as they are: from one to the next."""
+"""How long unprofiled steps take: from one to the next."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -50,7 +50,7 @@ class Profiling:
     folder: Path | None = attrs.field(default=None, kw_only=True, converter=attrs.converters.optional(Path))
 
     def start(self, step: Step) -> "Profiled":
-        """The step with a profile of its own; each rank starts one."""
+        """The step with a profile; each rank starts one."""
         if not isinstance(step, Step):
             raise TypeError(f"profile: step={step!r} is no Step; pass what fds.train_step and transforms make")
         return Profiled(step, self)

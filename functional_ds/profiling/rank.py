@@ -54,7 +54,7 @@ class RankProfile:
         detailed: the number of steps that were timed place by place.
         detailed_seconds: of such a step.
         places: its time, by place.
-        plain: the number of steps that ran as they are without a profile.
+        plain: the number of steps that ran without a profile.
         plain_seconds: from one such step to the next.
         outside_seconds: of these, the host's time between two steps: batches, logging.
         samples: rows of this rank's batches, a step.

@@ -43,7 +43,7 @@ class SpanKey(NamedTuple):
 
     Attributes:
         stage: one of ``STAGES``.
-        phase: the phase of the step; "step" for what lies between phases.
+        phase: the phase of the step; "step" for what is between phases.
         by: the transform that wraps the phase, or the base step.
         waits_for: the collective and its group, where the rank is inside of one; "" where it computes.
     """
@@ -192,7 +192,7 @@ def timed(step: Step, now: Callable[[], SpanClock | None], *, around: Callable[.
     Args:
         step: any.
         now: the clock of the step under way; None where none is timed.
-        around: called as ``around(phase, function, step, *args)`` in place of each of the base's functions.
+        around: called as ``around(phase, function, step, *args)`` instead of each of the base's functions.
     """
 
     def watched(by: str, phase: str, function: Phase, stage: str | None = None) -> Phase:

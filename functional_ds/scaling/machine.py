@@ -51,7 +51,7 @@ class Machine:
         page_bandwidth: bytes a second of pages that are new from the operating system; 0 where an allocator keeps its memory.
         factors: by kind of operation, ``"starts"`` and ``"communicate"``: how many times longer than at these rates it takes
             here. Microbenchmarks and fits find them; 1 by default. The factor of products is one over their efficiency.
-        ranks_per_node: how many ranks share a node; 1 where all links are alike.
+        ranks_per_node: how many ranks share a node; 1 where all links are equal.
         node_bandwidth: bytes a second that a rank sends to a rank of another node; 0 for ``link_bandwidth``.
     """
 
@@ -117,7 +117,7 @@ class Machine:
     def scaled(self, perfect: Mapping[str, float]) -> dict[str, float]:
         """Such seconds times their factors; their sum is the step's.
 
-        Where a device computes beside the host, ``"starts"`` is how much longer the host takes than the device.
+        Where a device computes concurrently with the host, ``"starts"`` is how much longer the host takes than the device.
         """
         found = {name: self.factors[name] * perfect[name] for name in FACTORS}
         if self.device != "cpu":
@@ -167,7 +167,7 @@ class Machine:
     def reduces(
         self, nbytes: float, ranks: int, *, beside: int | None = None, calls: int = 1, link: Link | None = None
     ) -> float:
-        """Seconds of all-reduces by rings: one for each device of a node that takes part, each on a link of its own.
+        """Seconds of all-reduces by rings: one for each device of a node that takes part, each on a separate link.
 
         Args:
             nbytes: of all values together.

@@ -35,7 +35,7 @@ class MeshPlan:
         recompute: of each layer in the backward pass: "none"; what is "needed", as ``T.remat`` does, which leaves out the last
             product; or the "whole" layer, as Megatron-LM did in 2021.
         fp32_gradients: whether sums over micro-batches are kept in fp32, and in stages 0 and 1 sent so, as this library does.
-        overlap: whether ZeRO's collectives run beside the computation: stage 3's beside all of it, others' beside the last
+        overlap: whether ZeRO's collectives overlap the computation: stage 3's all of it, others' the last
             backward pass.
     """
 
@@ -155,7 +155,7 @@ class RankShare:
 
     Attributes:
         parameters: before ZeRO.
-        units: elements of each layer, and of all else together, the largest first: what ZeRO gathers at once.
+        units: elements of each layer, and of the rest together, the largest first: what ZeRO gathers at once.
         sent: elements that it sends in a step, by axis: tp, pp, dp.
         flops: of its products in a step.
     """
@@ -169,7 +169,7 @@ class RankShare:
 def rank_share(model: Transformer, plan: MeshPlan, place: int = 0) -> RankShare:
     """What a rank at some place of the pipeline has and does.
 
-    Laws 21, 40 and 55: a ledger counts what is in ``sent``, but for padding and scalars. Over tp and in products it is what
+    Laws 21, 40 and 55: a ledger counts what is in ``sent``, except padding and scalars. Over tp and in products it is what
     ``stage_passes`` has. A boundary between stages on two ranks passes an activation on and its gradient back. Over dp it is
     what ZeRO sends; stage 3 gathers each unit twice a micro-batch. A tied head on another rank than the embedding is a table of
     its own; what keeps both equal is left out.

@@ -1,4 +1,4 @@
-"""Tools for tests: laws for transforms and optimizers of your own, Hypothesis strategies, a simulated CUDA device.
+"""Tools for tests: laws for your own transforms and optimizers, Hypothesis strategies, a simulated CUDA device.
 
 The strategies need Hypothesis (the extra ``test``).
 """

@@ -65,7 +65,7 @@ class LawTable:
         """This table, if no law is broken.
 
         Args:
-            refusals: whether a composition that the library or the method refuses counts as right.
+            refusals: whether a composition for which the library or the method raises an error counts as right.
 
         Raises:
             AssertionError: a law is broken; shows the table and a program for the first broken law.
@@ -186,11 +186,11 @@ def _program(method: Method, law: Law, error: Exception) -> str:
 
 
 def holds(transform: Any, **options: Any) -> LawTable:
-    """A transform, or an optimizer, held to the laws: a table with a row for each.
+    """Checks a transform or an optimizer against the laws: a table with a row for each.
 
     A row is *ok*, *refused* (by the library or the method, with the sentence), *wrong* (by how much, in the smallest
     composition that was tried, with a program that shows it) or *not applicable* (with the reason). Most laws compare simulated
-    ranks with one device: whatever the method is, it must be the same everywhere. An ``oracle`` says which one it should be.
+    ranks with one device: for any method, it must be the same everywhere. An ``oracle`` says which one it should be.
 
     It takes some ten seconds of CPU time.
 
@@ -239,7 +239,7 @@ def laws(
         order: "after" or "before" what is data-parallel in ``compose``; by default the first in which the method is right.
         oracle: ``(params, batches) -> params``: what the method must compute of whole batches, in plain PyTorch.
         sends: ``(stage, ranks) -> bytes``: what a rank sends in a step beyond what ``T.zero(stage)`` sends.
-        within: the part of the way that a parameter has come from its start by which it may differ, beside rounding.
+        within: the part of the way that a parameter has come from its start by which it may differ, in addition to rounding.
         excused: laws that do not apply to the method, and why.
         only: the laws to check; by default all.
 

@@ -1,4 +1,4 @@
-"""``Method``: a transform or optimizer that is held to the laws, where it is composed, and what its runs are compared with."""
+"""``Method``: a transform or optimizer under test, where it is composed, and what its runs are compared with."""
 
 import linecache
 import traceback
@@ -109,7 +109,7 @@ class Method:
         return name_of(self.recipe.make)
 
     def listed(self, *parallel: str, first: str = "", last: str = "") -> tuple[str, ...]:
-        """The method in its place beside transforms of data parallelism and precision; ``first`` and ``last`` around all."""
+        """The method in its place among transforms of data parallelism and precision; ``first`` and ``last`` around all."""
         if self.order == "alone":
             parallel = tuple(text for text in parallel if not text.startswith(_PARALLEL))
         core = ("method", *parallel) if self.order == "before" else (*parallel, "method")
@@ -141,7 +141,7 @@ class Method:
         return 0.0, ""
 
     def equal(self, setups: Iterable[Setup], wanted: Setup, within: float | None = None) -> None:
-        """Each setup is ``wanted`` on one device, but for rounding; the smallest first.
+        """Each setup is ``wanted`` on one device, except for rounding; the smallest first.
 
         Raises:
             WrongError: one is not; with the fewest steps that show it.

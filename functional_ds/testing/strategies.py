@@ -1,6 +1,6 @@
 """Hypothesis strategies for programs that run on many ranks.
 
-Values are small integers, held in whatever dtype, so that sums are exact and laws hold bit for bit.
+Values are small integers, held in any dtype, so that sums are exact and laws hold bit for bit.
 
 >>> from hypothesis import given
 >>> from functional_ds import comm
@@ -63,7 +63,7 @@ class Leaf:
     Attributes:
         shape: its sizes.
         dtype: its element type.
-        memory: how it lies in memory: dense; with its axes in reverse order; each second element of a larger tensor; or, as
+        memory: its layout in memory: dense; with its axes in reverse order; each second element of a larger tensor; or, as
             ``expand`` leaves it, with a first axis along which all elements are one.
     """
 

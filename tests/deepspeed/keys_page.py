@@ -1,7 +1,7 @@
 """Prints the tables of DeepSpeed's keys; with --write, puts them into docs/deepspeed-config.md."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from functional_ds.deepspeed.config.keys.config_table import DEAD, SECTIONS
 from functional_ds.deepspeed.config.schedules.ds_schedules import SCHEDULERS
 
 PAGE = Path(__file__).parents[2] / "docs/deepspeed-config.md"
+UNREAD = "Read only if its block is active, which is unsupported."
 START, END = "<!-- keys -->\n", "<!-- /keys -->"
 
 
@@ -26,21 +27,55 @@ def _fate(key: ConfigKey) -> str:
     return "unsupported if active" if key.fate is Fate.REFUSED else key.fate.value
 
 
-def table(keys: Iterable[ConfigKey], *, short: bool = False) -> str:
-    """A row for each answer: neighbouring keys with the same one share it, with their defaults."""
-    rows = ["| key | DeepSpeed's default | here | |", "|---|---|---|---|"]
-    for (fate, text), group in groupby(keys, key=lambda key: (_fate(key), key.text)):
+def _row(names: Iterable[str], defaults: Iterable[Any], fate: str, text: str) -> str:
+    return f"| {', '.join(f'`{name}`' for name in names)} | {', '.join(map(_json, defaults))} | {fate} | {text} |\n"
+
+
+def _names(key: ConfigKey) -> list[str]:
+    return [key.path, *key.aliases]
+
+
+def table(keys: Iterable[ConfigKey]) -> str:
+    """A row for each answer: neighbouring keys with the same one share it, with their defaults; one row for all ignored."""
+    keys = list(keys)
+    rows = "| key | DeepSpeed's default | here | |\n|---|---|---|---|\n"
+    counted = (key for key in keys if key.fate is not Fate.IGNORED)
+    for (fate, text), group in groupby(counted, key=lambda key: (_fate(key), key.text)):
         same = list(group)
-        names = [", ".join(f"`{name}`" for name in (key.name if short else key.path, *key.aliases)) for key in same]
-        rows.append(f"| {', '.join(names)} | {', '.join(_json(key.default) for key in same)} | {fate} | {text} |")
-    return "\n".join(rows) + "\n"
+        rows += _row([name for key in same for name in _names(key)], [key.default for key in same], fate, text)
+    ignored = [key for key in keys if key.fate is Fate.IGNORED]
+    if names := [name for key in ignored if key.text != UNREAD for name in _names(key)]:
+        rows += _row(names, [], Fate.IGNORED.value, "")
+    for block, group in groupby((key for key in ignored if key.text == UNREAD), key=lambda key: key.path.partition(".")[0]):
+        rows += f"| the other {len(list(group))} keys of `{block}` | | {Fate.IGNORED.value} | {UNREAD} |\n"
+    return rows
+
+
+def shared(owners: Mapping[str, Iterable[ConfigKey]]) -> str:
+    """One table of the keys of several optimizers or schedulers: a row for each key with one answer, and who has it."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for owner, keys in owners.items():
+        for key in keys:
+            default = "" if key.fate is Fate.IGNORED else _json(key.default)
+            rows.setdefault((key.name, default, _fate(key), key.text), []).append(owner)
+    head = "| key | of | DeepSpeed's default | here | |\n|---|---|---|---|---|\n"
+    names = [*dict.fromkeys(name for name, *_ in rows)]
+    ordered = sorted(rows.items(), key=lambda row: names.index(row[0][0]))
+    for (who, fate, text), group in groupby(ordered, key=lambda row: (row[1], *row[0][2:])):
+        same = [key for key, _ in group]
+        defaults = ", ".join(default for _, default, *_ in same if default)
+        owned = "all" if len(who) == len(owners) else ", ".join(who)
+        head += f"| {', '.join(f'`{name}`' for name, *_ in same)} | {owned} | {defaults} | {fate} | {text} |\n"
+    return head
 
 
 def tables() -> str:
     """All tables, with their headings."""
     parts = [f"### {name}\n\n{table(keys)}" for name, keys in SECTIONS.items()]
-    parts += [f"### Optimizer `{rule.name}`\n\n{rule.text}\n\n{table(rule.keys, short=True)}" for rule in OPTIMIZERS]
-    parts += [f"### Scheduler `{name}`\n\n{table(rule.keys, short=True)}" for name, rule in SCHEDULERS.items()]
+    rules = "".join(f"| `{rule.name}` | {rule.text} |\n" for rule in OPTIMIZERS)
+    parts.append(f"### Optimizers\n\n| type | here |\n|---|---|\n{rules}")
+    parts.append(shared({rule.name: rule.keys for rule in OPTIMIZERS}))
+    parts.append(f"### Schedulers\n\n{shared({name: rule.keys for name, rule in SCHEDULERS.items()})}")
     dead = "\n".join(f"| `{name}` | {why} |" for name, why in DEAD.items())
     return "\n".join([*parts, f"### Names that DeepSpeed accepts and never reads\n\n| name | |\n|---|---|\n{dead}\n"])
 

@@ -19,8 +19,7 @@ AREAS: dict[str, list[Refusal]] = {
 
 def table(refusals: list[Refusal]) -> str:
     """A row for each refusal."""
-    head = "| unsupported | error | why | instead |\n|---|---|---|---|\n"
-    return head + "".join(f"| {r.what} | `{r.error.__name__}` | {r.why} | {r.instead} |\n" for r in refusals)
+    return "| unsupported | instead |\n|---|---|\n" + "".join(f"| {r.what} | {r.instead} |\n" for r in refusals)
 
 
 def block(page: str, area: str) -> str:

@@ -117,7 +117,7 @@ def test_the_oracle_is_torchs_own() -> None:
 
 
 def sam(rho: float) -> fds.Transform:
-    """Foret et al. 2021, as docs/coordinates.md has it."""
+    """Foret et al. 2021, as docs/phases.md has it."""
 
     def gradients(inner: Any, step: fds.Step, state: fds.State, batch: Any, carry: Any, last: bool) -> Any:
         after, first, metrics = inner(step, state, batch, None, True)

@@ -27,8 +27,8 @@ def defined(page: str) -> dict[str, Any]:
 
 def worked() -> dict[str, fds.Transform]:
     """Each worked transform by its name, for params ``a`` [3, 5] and ``b`` [5, 1] and a batch that is one tensor."""
-    readme, phases, first = defined("README.md"), defined("docs/phases.md"), defined("docs/first-transform.md")
-    coordinates, steps, second = defined("docs/coordinates.md"), defined("docs/steps.md"), defined("docs/second-order.md")
+    readme, phases, first = defined("README.md"), defined("docs/phases.md"), defined("docs/quickstart-optimizer.md")
+    coordinates, steps, second = defined("docs/phases.md"), defined("docs/steps.md"), defined("docs/second-order.md")
     wraps: dict[str, Callable[..., Any]] = {name: phases[name] for name in ("sign_gradient", "within_the_box", "add_l2")}
     return {
         "unit_gradient": readme["unit_gradient"](),
@@ -43,6 +43,6 @@ def worked() -> dict[str, fds.Transform]:
         "sam": coordinates["sam"](0.05),
         "lookahead": coordinates["lookahead"](2),
         "ema": steps["ema"](0.9),
-        "clip_weights": fds.wrap("clip_weights", update=defined("docs/modules.md")["clip_weights"]),
+        "clip_weights": fds.wrap("clip_weights", update=defined("docs/steps.md")["clip_weights"]),
         "diagonal": second["diagonal"](),
     }

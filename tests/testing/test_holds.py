@@ -192,7 +192,7 @@ def test_importing_the_library_does_not_load_this() -> None:
 
 
 def test_the_page_lists_the_laws() -> None:
-    """docs/holds.md has a row for each, with its statement."""
-    page = (Path(__file__).parents[2] / "docs/holds.md").read_text(encoding="utf-8")
+    """docs/gallery.md has a row for each, with its statement."""
+    page = (Path(__file__).parents[2] / "docs/gallery.md").read_text(encoding="utf-8")
     rows = page.split("<!-- laws -->\n")[1].split("<!-- /laws -->")[0].splitlines()[2:]
     assert rows == [f"| `{law.name}` | {law.says} |" for law in LAWS]

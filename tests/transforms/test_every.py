@@ -26,7 +26,7 @@ class Slow:
 
 
 def lookahead(k: int = 2, alpha: float = 0.5) -> fds.Transform:
-    """Zhang et al. 2019, as docs/coordinates.md has it."""
+    """Zhang et al. 2019, as docs/phases.md has it."""
 
     def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
         state = inner(step, params)

@@ -18,7 +18,7 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
 
     For ``fds.one_bit_adam`` and ``fds.zero_one_adam``, which learn from ``LeafMap.reduce_group`` over which ranks. Rank 0's
     params count at ``init``. Weights, metrics and the check for overflow are summed over the ranks as ever. There is no
-    whole gradient to take a norm of, so ``clip`` is refused.
+    whole gradient to take a norm of, so ``clip`` raises an error.
 
     Raises:
         ValueError: the optimizer does not sum gradients; the ranks' params differ in structure; a norm is asked for; another

@@ -21,7 +21,7 @@ class Replicas(Axis):
     role: AxisRole = AxisRole.BATCH
 
     def alone(self, step: Step, what: str) -> None:
-        """Refuses a step whose params another transform has spread over ranks already."""
+        """Raises an error for a step whose params another transform has spread over ranks already."""
         if step.wraps("view"):
             raise ValueError(
                 f"{what}: this step has a transform that reduces gradients already ({step}); use either, since it would "

@@ -42,7 +42,7 @@ def not_admitted(subject: Subject, axis: str, ranks: int) -> str | None:
 def why_refused(subject: Subject, job: Job) -> str | None:
     """Why a model does not admit a candidate's axes: the option, its value, and what to do instead; None where it does.
 
-    It knows what the model says of itself. What else refuses a step is found when the step is made.
+    It knows what the model says of itself. What else is unsupported is found when the step is made.
     """
     return next(_reasons(subject, job), None)
 

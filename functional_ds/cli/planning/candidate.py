@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError, refused
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import from_ds_config
 from functional_ds.jobs.entries.call_entry import KINDS, CallEntry
@@ -37,19 +37,17 @@ _ORDER = ("remat", "offload", "mixed_precision", "zero", "accumulate", "", "pipe
 
 
 def with_config(job: Job, path: str | None) -> Job:
-    """The job with a DeepSpeed config in place of its strategy; as it is for None.
+    """The job with a DeepSpeed config instead of its strategy; unchanged for None.
 
     Raises:
-        CommandError: the file is not there, or is no JSON object, or has a key that is refused.
+        CommandError: the file is not there, or is no JSON object, or has an unsupported key.
     """
     if path is None:
         return job
     if not Path(path).is_file():
         raise CommandError(f"CONFIG: there is no file {path}")
-    try:
+    with refused("CONFIG", OSError, ValueError):
         config = source(path)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"CONFIG: {error}") from error
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         config = {**config, "train_micro_batch_size_per_gpu": 1}
     changes: dict[str, Any] = {"strategy": None, "deepspeed": {"config": config}}
@@ -69,7 +67,7 @@ def candidate(
     recompute: bool = False,
     schedule: str = "one_f_one_b",
 ) -> Job:
-    """The job with another strategy; None leaves a part as it is. Rows follow: those of all micro-batches and ranks of dp.
+    """The job with another strategy; None leaves a part unchanged. Rows follow: those of all micro-batches and ranks of dp.
 
     Args:
         job: the job.
@@ -145,10 +143,8 @@ def _sizes_of_batch(job: Job, config: dict[str, Any] | None, dp: int) -> tuple[i
     if config is None or job.deepspeed is None:
         times = micro_batches(job)
         return max(1, rows_of_rank(job) // times), times
-    try:
+    with refused("CONFIG", ValueError):
         batch = from_ds_config(config, dp, auto={"train_batch_size": job.data.rows, **job.deepspeed.auto}, lr=1.0).batch
-    except ValueError as error:
-        raise CommandError(f"CONFIG: {error}") from error
     return batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps
 
 
@@ -216,7 +212,7 @@ def _changed_config(
 
 
 def several(job: Job) -> frozenset[str]:
-    """The axes beside dp that have several ranks."""
+    """The axes other than dp that have several ranks."""
     return frozenset(axis for axis in AXES[1:] if size(job, axis) > 1)
 
 
@@ -272,7 +268,7 @@ def mesh_line(job: Job) -> str:
 def line_of(job: Job, subject: Subject | None = None) -> str:
     """The transforms as one line of Python.
 
-    The names that it uses beside ``fds`` and ``T``: ``pp`` (``functional_ds.pipelining``), ``mesh``, ``config``, and of the
+    The names that it uses besides ``fds`` and ``T``: ``pp`` (``functional_ds.pipelining``), ``mesh``, ``config``, and of the
     model ``stages`` and ``tp_plan``.
 
     Args:
@@ -321,7 +317,7 @@ def _call(job: Job, call: CallEntry, subject: Subject | None) -> str:
 
 
 def ds_config_of(job: Job) -> dict[str, Any]:
-    """A DeepSpeed config of the transforms beside the axes; its rows are counted over dp and sp.
+    """A DeepSpeed config of the transforms other than the axes; its rows are counted over dp and sp.
 
     Raises:
         CommandError: one of the transforms has no keys there.
@@ -365,17 +361,15 @@ def write_out(job: Job, out: str | None) -> str:
     data = job.to_dict() | ({} if own else {"folder": str(Path(job.folder).resolve())})
     if own:
         del data["folder"]  # a file's own
-    try:
+    with refused(f"--out {out}", TypeError):
         path.write_text(toml(data), encoding="utf-8")
-    except TypeError as error:
-        raise CommandError(f"--out {out}: {error}") from error
     module = job.model.name.rpartition(":")[0]
     allowed = f" --allow-import {module}" if module and (job.allow_import or not own) else ""
     return f"{out} is written; functional-ds train {out}{allowed} runs it"
 
 
 def check_out(out: str | None) -> None:
-    """Refuses the name of a file that cannot be written, before anything is computed."""
+    """Raises an error for the name of a file that cannot be written, before anything is computed."""
     if out is not None and Path(out).suffix not in (".toml", ".json"):
         raise CommandError(f"--out {out} should end with .toml, for a job, or with .json, for a DeepSpeed config")
     if out is not None and not Path(out).absolute().parent.is_dir():
@@ -383,7 +377,7 @@ def check_out(out: str | None) -> None:
 
 
 def as_dict(job: Job) -> dict[str, Any]:
-    """For JSON, beside the line."""
+    """For JSON, with the line."""
     times, call = micro_batches(job), job.transform("pipeline")
     return {
         "name": name_of(job),

@@ -215,7 +215,7 @@ def forecast(subject: Subject, job: Job, *, machine: Machine | None, limit: int,
         device: the kind of device, where there is no machine.
 
     Raises:
-        CommandError: the strategy is refused, or the model's loss needs values.
+        CommandError: the strategy is unsupported, or the model's loss needs values.
     """
     kind = machine.device if machine is not None else device
     why = why_refused(subject, job)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.disk.files import parse_json, read_text
-from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError, refused
 from functional_ds.jobs.entries.job_errors import JobError
 from functional_ds.jobs.job import Job
 from functional_ds.jobs.job_file import load_job
@@ -36,7 +36,7 @@ def job_of(name: str, *, seq: int = 1024, allow_import: Sequence[str] = ()) -> J
 
     Raises:
         CommandError: there is no such thing.
-        JobError: the job's file is refused.
+        JobError: the job's file is invalid.
     """
     path = Path(name)
     if path.suffix in (".toml", ".py"):
@@ -87,7 +87,7 @@ def planned(job: Job) -> Subject:
     it is shapes alone.
 
     Raises:
-        CommandError: the model is refused, or building it raises an error.
+        CommandError: the model is unsupported, or building it raises an error.
     """
     if job.model.name == _SHAPES:
         name = job.model.arguments["file"]
@@ -108,17 +108,13 @@ def _shapes(path: Path) -> dict[str, Tensor]:
         return _written(path)
     from functional_ds.interchange.load_params import open_files  # may be left out
 
-    try:
+    with refused("MODEL", OSError, ValueError, ImportError):
         return {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in open_files(path).tensors.items()}
-    except (OSError, ValueError, ImportError) as error:
-        raise CommandError(f"MODEL: {error}") from error
 
 
 def _written(path: Path) -> dict[str, Tensor]:
-    try:
+    with refused(f"MODEL: {path} is no JSON", OSError, ValueError):
         rows = parse_json(read_text(path))
-    except (OSError, ValueError) as error:
-        raise CommandError(f"MODEL: {path} is no JSON: {error}") from error
     if not isinstance(rows, dict) or not rows:
         raise CommandError(
             f'MODEL: {path} should be {{"name": [sizes]}}, or {{"name": {{"shape": [sizes], "dtype": "float32"}}}}'

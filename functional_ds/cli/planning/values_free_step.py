@@ -66,7 +66,7 @@ def step_shape(subject: Subject, candidate: Job, *, rank: int = 0, device: str =
         device: the kind of device whose kernels are meant.
 
     Raises:
-        CommandError: the strategy is refused, or the model's loss reads values.
+        CommandError: the strategy is unsupported, or the model's loss reads values.
     """
     subject, batch, complete = _with_batch(subject, candidate)
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from functional_ds.base.disk.files import read_regular
 from functional_ds.checkpointing.dcp import CheckpointReader
 from functional_ds.checkpointing.directory import latest, open_manifest, read_pointer, tags
-from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError, refused
 from functional_ds.interchange.deepspeed_files import ZeroFiles, load_pickle
 from functional_ds.interchange.deepspeed_layout import MASTER
 from functional_ds.interchange.load_params import open_files
@@ -55,7 +55,7 @@ class _KnownClasses(pickle.Unpickler):
 
 
 def check_metadata(path: Path) -> None:
-    """Refuses a pickle that names anything but the classes of which such metadata are made.
+    """Raises an error for a pickle that names anything but the classes of which such metadata are made.
 
     Raises:
         CommandError: it names something else, or is damaged.
@@ -94,7 +94,7 @@ class NamedTensors:
 
 
 def open_checkpoint(name: str, *, tag: str | None = None) -> NamedTensors:
-    """Opens whatever a path holds; no code of a file runs.
+    """Opens any file of a path; no code of a file runs.
 
     Args:
         name: a file or folder.
@@ -106,12 +106,8 @@ def open_checkpoint(name: str, *, tag: str | None = None) -> NamedTensors:
     path = Path(name)
     if not path.exists():
         raise CommandError(f"there is no file or folder {name}")
-    try:
+    with refused(f"{name} cannot be read", CheckpointError, ValueError, OSError, ImportError, RuntimeError):
         return _opener(path)(path, tag)
-    except CommandError:
-        raise
-    except (CheckpointError, ValueError, OSError, ImportError, RuntimeError) as error:
-        raise CommandError(f"{name} cannot be read: {error}") from error
 
 
 def _opener(path: Path) -> Callable[[Path, str | None], NamedTensors]:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from functional_ds.base.disk.files import written_atomically
 from functional_ds.checkpointing.named_tensors import save_named
-from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError, refused
 from functional_ds.interchange.export import export
 
 from .kinds import NamedTensors
@@ -123,7 +123,7 @@ def written_as(
     if not overwrite and path.exists() and (path.is_file() or any(path.iterdir())):
         raise CommandError(f"DST: {path} is there; --overwrite replaces it")
     values = {name: x.detach() for name, x in tensors.items()}
-    try:
+    with refused(f"DST: {path} cannot be written", OSError, ValueError, TypeError, RuntimeError):
         if kind == "safetensors":
             export(values, path, shard_bytes=shard_bytes, metadata={"format": "pt"}, overwrite=overwrite)
         elif kind == "torch":
@@ -137,5 +137,3 @@ def written_as(
                 state_dict_saver.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
         else:
             save_named(values, path, tag="converted", step=step, extra=extra)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        raise CommandError(f"DST: {path} cannot be written: {error}") from error

@@ -1,1 +1,1 @@
-"""Measurements of candidates: short runs in processes of their own, and successive halving."""
+"""Measurements of candidates: short runs in separate processes, and successive halving."""

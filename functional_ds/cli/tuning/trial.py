@@ -1,4 +1,4 @@
-"""Trials: short runs of candidates in processes of their own, so that a run that dies is a result; and successive halving."""
+"""Trials: short runs of candidates in separate processes, so that a run that dies is a result; and successive halving."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ import torch
 
 from functional_ds import comm
 from functional_ds.base.device import resident_peak_bytes, seconds_of
-from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import refused
 from functional_ds.jobs.job import Job
 from functional_ds.jobs.job_subject import subject_of
 from functional_ds.jobs.resolve import Surroundings
@@ -92,17 +92,15 @@ _STATUS = Path("/proc/self/status")
 
 
 def measure(job: Job, *, timeout: float) -> Measurement:
-    """Runs a job's steps in a process group of its own, which is ended after ``timeout`` seconds.
+    """Runs a job's steps in a separate process group, which is ended after ``timeout`` seconds.
 
     Raises:
         CommandError: the job cannot be written.
     """
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder, "job.json"), Path(folder, "out.json")
-        try:
+        with refused("a trial needs a job that can be written", TypeError):
             given.write_text(json.dumps([job.to_dict(), job.file, job.allow_import]), encoding="utf-8")
-        except TypeError as error:
-            raise CommandError(f"a trial needs a job that can be written: {error}") from error
         words = [sys.executable, "-m", "functional_ds.cli.tuning.trial", str(given), str(out)]
         with Path(folder, "errors").open("w+", encoding="utf-8", errors="replace") as errors:
             process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)

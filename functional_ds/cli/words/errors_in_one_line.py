@@ -1,10 +1,30 @@
 """Errors of the command line: one line that names what is wrong."""
 
-__all__ = ["CommandError", "one_line"]
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["CommandError", "one_line", "refused"]
 
 
 class CommandError(Exception):
     """The user's input cannot be used; the message is one line, and the exit code 2."""
+
+
+@contextmanager
+def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds in the block are the user's input's.
+
+    Args:
+        what: the input, at the beginning of the message.
+        kinds: of errors.
+
+    Raises:
+        CommandError: there is one.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise CommandError(f"{what}: {error}") from error
 
 
 def one_line(text: str) -> str:

@@ -321,5 +321,7 @@ def _grid(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTo
     if topology.get_dim("pipe") < 1 or topology.world_size() != world:
         raise ValueError(f"topology={topology}: it needs an axis 'pipe', and as many ranks as the world of {world}")
     if any(topology.get_dim(axis) > 1 for axis in topology.axes if axis not in ("pipe", "data")):
-        raise ValueError(f"topology={topology}: tensor parallelism in stages is T.tensor_parallel's; see docs/whole-meshes.md")
+        raise ValueError(
+            f"topology={topology}: tensor parallelism in stages is T.tensor_parallel's; see docs/which-strategy.md"
+        )
     return topology

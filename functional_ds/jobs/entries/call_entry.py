@@ -176,7 +176,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def check_arguments(function: Any, arguments: Mapping[str, Any], *, partial: bool = False) -> None:
-    """Refuses arguments that the function does not have, that it lacks (unless ``partial``), or whose type is another."""
+    """Raises an error for arguments that the function does not have or lacks (unless ``partial``), or whose type is another."""
     parameters = parameters_of(function)
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return

@@ -14,7 +14,7 @@ _NOTHING: Any = attrs.NOTHING
 
 
 class JobError(ValueError):
-    """A job that is refused.
+    """A job that cannot be run.
 
     Attributes:
         problem: what is wrong, and what to do instead.
@@ -37,7 +37,7 @@ class JobError(ValueError):
         return ": ".join([*where, self.problem])
 
     def within(self, entry: str) -> "JobError":
-        """The same of a part of a job that stands at this entry."""
+        """The same of a part of a job at this entry."""
         return JobError(self.problem, entry=joined(entry, self.entry), value=self.value, file=self.file, line=self.line)
 
     def at(self, file: str, line: int | None) -> "JobError":
@@ -67,7 +67,7 @@ def joined(*parts: str) -> str:
 
 
 def first_key(table: Iterable[str], path: str) -> str | None:
-    """The key of a table with which a path begins; it may have dots of its own, as "package.module:function" has."""
+    """The key of a table with which a path begins; it may contain dots, as "package.module:function" has."""
     return max((key for key in table if path == key or path.startswith(f"{key}.")), key=len, default=None)
 
 

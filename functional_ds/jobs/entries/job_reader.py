@@ -66,7 +66,7 @@ class Entries(BaseModel):
         """The record of a table, which has entries alone, made with more arguments.
 
         Raises:
-            JobError: an entry is refused.
+            JobError: an entry is invalid.
         """
         if not isinstance(data, Mapping):
             raise JobError("it must be a table of entries", value=data)

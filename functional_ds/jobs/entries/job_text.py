@@ -1,4 +1,4 @@
-"""The text of a job's file: plain data as TOML, and on which line an entry stands."""
+"""The text of a job's file: plain data as TOML, and on which line an entry is."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def _line(file: Path, entry: str) -> int | None:
 
 
 def line_of(text: str, entry: str) -> int | None:
-    """The line of a TOML file on which an entry stands, or what is above it; None if neither is there.
+    """The line of a TOML file on which an entry is, or what is above it; None if neither is there.
 
     >>> line_of("steps = 3\\n[data]\\nrows = 4\\n", "data.rows")
     3

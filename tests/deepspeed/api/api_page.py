@@ -1,4 +1,4 @@
-"""Prints the tables of DeepSpeed's names; with --write, puts them into docs/deepspeed-api.md."""
+"""Prints the tables of DeepSpeed's names; with --write, puts them into docs/deepspeed-config.md."""
 
 import sys
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from functional_ds.deepspeed.api_names import ALIASES, HERE, INDEXES, REFUSED, REST, found
 
-PAGE = Path(__file__).parents[3] / "docs/deepspeed-api.md"
+PAGE = Path(__file__).parents[3] / "docs/deepspeed-config.md"
 START, END = "<!-- names -->\n", "<!-- /names -->"
 
 
@@ -35,22 +35,16 @@ def tables() -> str:
         "| module | names |",
         "|---|---|",
     ]
-    for path in INDEXES:
-        held = found(path)
-        if held is not None and held.module.__all__:
-            rows.append(f"| `deepspeed.{path}` | {', '.join(f'`{name}`' for name in held.module.__all__)} |")
+    indexes = {path: held for path in INDEXES if (held := found(path)) is not None and held.module.__all__}
+    rows += _by_reason({path: ", ".join(f"`{name}`" for name in held.module.__all__) for path, held in indexes.items()})
     rows += ["", "### Other paths of the same modules", "", "| path | module |", "|---|---|"]
-    rows += [f"| `deepspeed.{path}` | `deepspeed{'.' if to else ''}{to}` |" for path, to in sorted(ALIASES.items())]
+    rows += _by_reason({path: f"`deepspeed{'.' if to else ''}{to}`" for path, to in ALIASES.items()})
     rows += ["", "### Unsupported", "", "| name | why, and what to use instead |", "|---|---|"]
     rows += _by_reason(REFUSED)
     rows += [
         "",
-        "### The rest of a module",
-        "",
-        "Every other name of DeepSpeed 0.19.8 below these paths raises an error that says:",
+        f"Every other name below {', '.join(f'`deepspeed.{path}`' for path in REST)} raises an error that says what to use.",
     ]
-    rows += ["", "| below | use instead |", "|---|---|"]
-    rows += _by_reason(REST)
     return "\n".join(rows) + "\n"
 
 

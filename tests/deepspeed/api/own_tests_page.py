@@ -47,9 +47,14 @@ def _listed(held: Mapping[str, int]) -> str:
 
 
 def table() -> str:
-    """A row for each file, and their sum."""
+    """A row for each file whose cases differ, the others, and their sum."""
+    same = [row for row in ROWS if row.equal == row.tried]
     rows = ["| tests/unit | tried | equal | different | raises an error |", "|---|---|---|---|---|"]
-    rows += [f"| {r.file} | {r.tried} | {r.equal} | {_listed(r.differs)} | {_listed(r.refused)} |" for r in ROWS]
+    rows += [
+        f"| {r.file} | {r.tried} | {r.equal} | {_listed(r.differs)} | {_listed(r.refused)} |" for r in ROWS if r not in same
+    ]
+    cases = sum(row.tried for row in same)
+    rows.append(f"| {', '.join(row.file for row in same)} | {cases} | {cases} | | |")
     differ, refused = (sum(sum(getattr(row, name).values()) for row in ROWS) for name in ("differs", "refused"))
     rows.append(f"| all | {sum(r.tried for r in ROWS)} | {sum(r.equal for r in ROWS)} | {differ} | {refused} |")
     return "\n".join(rows) + "\n"

@@ -1,0 +1,34 @@
+// Runs in the browser, in a page that defines `plan`: opens each page in a frame as wide as a phone, then the search page for
+// each word, and sends what it has found.
+const found = {wide: {}, formulas: {}, searched: {}};
+const pause = ms => new Promise(done => setTimeout(done, ms));
+
+async function open(frame, url) {
+  await new Promise(done => { frame.onload = done; frame.src = url; });
+  return frame.contentDocument;
+}
+
+// Elements that reach beyond the window, unless something around them scrolls.
+function culprits(page) {
+  const scrolls = node => node && (["auto", "scroll", "hidden"].includes(getComputedStyle(node).overflowX) || scrolls(node.parentElement));
+  return [...page.querySelectorAll("article *")]
+    .filter(node => node.getBoundingClientRect().right > plan.width + 1 && !scrolls(node.parentElement))
+    .slice(0, 3).map(node => node.outerHTML.slice(0, 120));
+}
+
+async function results(page) {
+  const box = page.querySelector("#search-results");
+  for (let i = 0; i < 100 && !/\d|not match/.test(box.querySelector("p")?.textContent ?? ""); i++) await pause(50);
+  return [...box.querySelectorAll("ul.search a")].slice(0, 5).map(link => link.getAttribute("href"));
+}
+
+(async () => {
+  const frame = document.querySelector("iframe");
+  for (const name of plan.pages) {
+    const page = await open(frame, name), width = page.documentElement.scrollWidth, beyond = culprits(page);
+    if (width > plan.width || beyond.length) found.wide[name] = [width, ...beyond];
+    found.formulas[name] = [...page.querySelectorAll("math")].filter(each => each.getBoundingClientRect().height > 5).length;
+  }
+  for (const word of plan.words) found.searched[word] = await results(await open(frame, "search.html?q=" + encodeURIComponent(word)));
+  await fetch("/found", {method: "POST", body: JSON.stringify(found)});
+})();

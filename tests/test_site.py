@@ -1,0 +1,105 @@
+"""The built site in a browser: pages fit a phone, search finds the field's words, formulas are drawn: `make docs-check`."""
+
+import functools
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SITE = Path(os.environ.get("FUNCTIONAL_DS_SITE", ""))
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WIDTH = 390  # of a phone, in CSS pixels
+PATIENCE = 240  # seconds
+WORDS = (
+    *("FSDP", "ZeRO", "gradient accumulation", "activation checkpointing", "gradient checkpointing", "mixed precision", "bf16"),
+    *("loss scaling", "gradient clipping", "offload", "pipeline parallelism", "1F1B", "zero bubble", "tensor parallelism"),
+    *("sequence parallelism", "context parallelism", "ring attention", "Ulysses", "mixture of experts", "expert parallelism"),
+    *("3D parallelism", "torchrun", "SLURM", "safetensors", "checkpoint", "learning rate schedule", "EMA", "LoRA", "deadlock"),
+    *("torch.compile", "all-reduce", "Hessian", "Megatron"),
+)
+
+pytestmark = [
+    pytest.mark.skipif("FUNCTIONAL_DS_SITE" not in os.environ, reason="a part of make docs-check, which builds the site"),
+    pytest.mark.skipif(BROWSER is None, reason="there is no chromium"),
+    pytest.mark.timeout(PATIENCE + 30),
+]
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves the site and the page that looks at it; takes what that has found."""
+
+    def __init__(self, *args: Any, harness: str, found: dict[str, Any], ready: threading.Event) -> None:
+        self.harness, self.found, self.ready = harness, found, ready
+        super().__init__(*args, directory=str(SITE))
+
+    def do_GET(self) -> None:
+        if self.path != "/harness":
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(self.harness.encode())
+        return None
+
+    def do_POST(self) -> None:
+        self.found.update(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+        self.ready.set()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pages = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if not path.name.startswith("gen"))
+    plan = json.dumps({"pages": [name for name in pages if name != "search.html"], "words": WORDS, "width": WIDTH})
+    script = Path(__file__).with_name("site.js").read_text(encoding="utf-8")
+    harness = f'<iframe width="{WIDTH}" height="800" style="border:0"></iframe><script>const plan = {plan};\n{script}</script>'
+    kept: dict[str, Any] = {}
+    ready = threading.Event()
+    handler = functools.partial(_Handler, harness=harness, found=kept, ready=ready)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        profile = tmp_path_factory.mktemp("browser")
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,1000", "--remote-debugging-port=0"]
+        address = f"http://127.0.0.1:{server.server_port}/harness"
+        command = [str(BROWSER), *flags, f"--user-data-dir={profile}", address]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as browser:
+            try:
+                assert ready.wait(PATIENCE), "the browser has not answered"
+            finally:
+                browser.terminate()
+        server.shutdown()
+    return kept
+
+
+def test_pages_are_as_wide_as_a_phone(found: dict[str, Any]) -> None:
+    """Nothing is cut off or reaches beyond the window; wide tables, code and formulas scroll within themselves."""
+    assert found["wide"] == {}
+    assert len(found["formulas"]) > 40
+
+
+def test_search_finds_the_words_of_the_field(found: dict[str, Any]) -> None:
+    assert len(WORDS) >= 30
+    assert [word for word in WORDS if not found["searched"][word]] == []
+
+
+def test_formulas_are_drawn(found: dict[str, Any]) -> None:
+    """Each page of which the source has formulas shows as many."""
+    docs = Path(__file__).parents[1] / "docs"
+    expected = {}
+    for path in docs.glob("*.md"):
+        prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        if count := len(re.findall(r"\$\$.+?\$\$|(?<![\\$])\$[^$\n]+\$", prose, re.DOTALL)):
+            expected[f"{path.stem}.html"] = count
+    assert len(expected) >= 3
+    assert {name: found["formulas"][name] for name in expected} == expected
