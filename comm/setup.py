@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from functional_ds.comm.backends.malloc import HostMemory, keep_freed_memory
 from functional_ds.comm.record.group import Group, check_ranks_per_node, neighbours
 from functional_ds.comm.worlds.current import simulated_world, world
-from functional_ds.comm.worlds.process import DEFAULT_TIMEOUT, leave_process_world, process_world
+from functional_ds.comm.worlds.process import DEFAULT_TIMEOUT, check_timeout, leave_process_world, process_world
 from functional_ds.comm.worlds.rendezvous import Deadline, connect, meet, open_store
 
 __all__ = [
@@ -128,6 +128,7 @@ def init_distributed(
             on this host than GPUs, or two ranks on one GPU.
         TimedOutError: some processes have not joined; names their ranks.
     """
+    check_timeout(timeout)
     if simulated_world() is None and not dist.is_initialized():
         place = _place(world_size, rank)
         if place is not None:

@@ -22,7 +22,8 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
 
 from functional_ds.comm.record.group import check_ranks_per_node
-from functional_ds.comm.table.errors import RankFailedError
+from functional_ds.comm.table.errors import RankFailedError, of_rank
+from functional_ds.comm.worlds.process import check_timeout
 
 from .setup import destroy_process_group, init_distributed
 
@@ -76,6 +77,7 @@ def _check_guard() -> None:
 def _carry(error: BaseException, rank: int, world_size: int) -> tuple[BaseException, str]:
     """The error as it can be pickled, and a note with this rank's traceback."""
     story = f"raised on rank {rank} of {world_size}:\n{traceback.format_exc().rstrip()}"
+    error = of_rank(error, rank, world_size)
     try:
         copy: BaseException = pickle.loads(pickle.dumps(error))
     except Exception:  # raised by the error's own pickling
@@ -220,6 +222,7 @@ def spawn(
         RuntimeError: in a new process: the script calls ``spawn`` where it is imported.
         RankFailedError: a process ended without a result, or returned and did not end within ``timeout``.
     """
+    check_timeout(timeout)
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
     check_ranks_per_node(ranks_per_node, world_size)

@@ -157,6 +157,12 @@ class _Offload:
             raise ValueError(f"{self}: put it after {copies}, so that what that keeps is offloaded, too")
         if self.options.params != "device" and not step.has(Trait.SHARDS_PARAMS, after=name):
             raise ValueError(f"{self}: params are whole while they are used but with zero(3), which must come after it")
+        inside = next((x for x in step.layers[step.names.index(name) :] if x.slot and x.is_innermost("update")), None)
+        if inside is not None:
+            raise ValueError(
+                f"{self}: put it after {inside.name}, whose update is innermost and so runs once for each piece, and whose "
+                f"slot {inside.slot!r} would be made of whole tensors"
+            )
         whole = step.has(Trait.KEEPS_WHOLE, after=name)
         if self.options.params != "device" and whole:
             raise ValueError(f"{self}: {whole} keeps some params whole on the device; leave persistence_threshold out")

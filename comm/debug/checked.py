@@ -13,7 +13,7 @@ from functional_ds.comm.table.collective import Call, Here
 from functional_ds.comm.table.rooted_rows import BARRIER
 from functional_ds.comm.worlds.call_log import CallLog
 from functional_ds.comm.worlds.current import world
-from functional_ds.comm.worlds.process import ProcessWorld
+from functional_ds.comm.worlds.process import ProcessWorld, check_timeout
 
 __all__ = ["checked", "monitored_barrier"]
 
@@ -102,7 +102,6 @@ def monitored_barrier(group: Group | None = None, *, timeout: timedelta | None =
 
 
 def _seconds(timeout: timedelta | None, here: ProcessWorld) -> float:
-    seconds = (here.timeout if timeout is None else timeout).total_seconds()
-    if seconds <= 0:
-        raise ValueError(f"timeout={timeout}: how long to wait for a rank must be positive")
-    return seconds
+    found = here.timeout if timeout is None else timeout
+    check_timeout(found)
+    return found.total_seconds()

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, TypeVarTuple, cast
 import torch
 
 from functional_ds.comm.record.group import check_ranks_per_node
-from functional_ds.comm.table.errors import UnmatchedError
+from functional_ds.comm.table.errors import UnmatchedError, of_rank
 from functional_ds.comm.variance.watch import Watches
 from functional_ds.comm.worlds.current import enter, exclusive_simulation
 from functional_ds.comm.worlds.rng_state import kept_rng
@@ -96,8 +96,9 @@ def simulate(
         except AbortedError:
             pass
         except BaseException as error:
-            error.add_note(f"raised on simulated rank {rank} of {world_size}")
-            simulator.failure = simulator.failure or error
+            failure = of_rank(error, rank, world_size)
+            failure.add_note(f"raised on simulated rank {rank} of {world_size}")
+            simulator.failure = simulator.failure or failure
         finally:
             simulator.finish(rank)
 

@@ -10,6 +10,7 @@ __all__ = [
     "UnmatchedError",
     "VarianceError",
     "WrittenError",
+    "of_rank",
 ]
 
 
@@ -31,6 +32,13 @@ class DivergenceError(CommError):
 
 class RankFailedError(CommError):
     """A rank's process ended without a result, or raised an error that cannot be pickled."""
+
+
+def of_rank(error: BaseException, rank: int, world_size: int) -> BaseException:
+    """A rank's error as its world raises it: no SystemExit of code 0, by which the program would end as if all were well."""
+    if isinstance(error, SystemExit) and not error.code:
+        return RankFailedError(f"rank {rank} of {world_size} called exit({error.code!r}) before it returned; return instead")
+    return error
 
 
 class TimedOutError(CommError):

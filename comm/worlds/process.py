@@ -32,9 +32,19 @@ from .process_handle import ProcessHandle
 from .rendezvous import ended_store
 from .worker import Performed, Posted, Queued, Worker
 
-__all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world"]
+__all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "check_timeout", "leave_process_world", "process_world"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raises TypeError unless it is a timedelta, ValueError unless that is above 0."""
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout={timeout!r}: pass timedelta(seconds=...)")
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout={timeout}: it must be positive")
+
+
 _POSTED = 2**20  # bytes: smaller messages are posted by the caller's thread, which is faster than waking another
 _GONE = "its processes' group was destroyed; take a group of the new world, which comm.init_distributed() joins"
 _TAGS = 2**30  # that of no message; smaller tags are free for the program's own messages through torch

@@ -63,6 +63,7 @@ __all__ = [
     "has_late_hooks",
     "held_elsewhere",
     "hooks_of",
+    "hooks_of_optimizer",
     "in_dual_level",
     "in_torch_func",
     "is_fake",
@@ -304,6 +305,11 @@ def mark_parameter(tensor: Tensor) -> None:
 def has_late_hooks(tensor: Tensor) -> bool:
     """Whether hooks wait for a leaf's ``.grad``. Without it, they would never run, and nothing would say so."""
     return bool(tensor._post_accumulate_grad_hooks)
+
+
+def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """What runs around an optimizer's ``step``. Without it, hooks of one that is read and never called would be dropped."""
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
 def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:

@@ -13,7 +13,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.disk.files import FileLock
+from functional_ds.base.disk.files import FileLock, checked_path
 from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
 from functional_ds.state_dict.describe import TensorShard, describe_in_place
 from functional_ds.state_dict.errors import CheckpointError
@@ -79,7 +79,7 @@ class Saver:
         self._buffer: Tensor | None = None  # of the last snapshot
         self._closed = False
         try:
-            self.folder: Path = all_or_none(self._group, lambda: self._open(Path(path)))
+            self.folder: Path = all_or_none(self._group, lambda: self._open(checked_path(path)))
         except BaseException:  # another rank's error leaves the folder unlocked, too
             self._release()
             raise

@@ -37,7 +37,7 @@ def draw(
     ranks: Annotated[int, typer.Option(min=1, help="Of a schedule, or that share memory.")] = 4,
     microbatches: Annotated[int, typer.Option(min=1, help="Of a schedule.")] = 8,
     costs: Annotated[str, typer.Option(help="Times of F, I, W of a schedule: 1,1,1.")] = "1,1,1",
-    params: Annotated[float, typer.Option(min=1, help="Parameters, for memory.")] = 7.5e9,
+    params: Annotated[float, typer.Option(min=1, max=1e18, help="Parameters, for memory.")] = 7.5e9,
     convention: Annotated[Literal["16", "18", "fp32"], typer.Option(help="Bytes of a parameter, for memory.")] = "16",
     config: Annotated[str | None, typer.Option(help="A DeepSpeed config, for traffic.")] = None,
     mesh: Annotated[str, typer.Option(help="The ranks, for traffic: dp=4.")] = "dp=4",

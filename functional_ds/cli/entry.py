@@ -30,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         name = "" if isinstance(error, CommandError) else f"{type(error).__name__}: "
         return _refuse(f"{name}{error}")
+    except SystemExit as error:
+        if error.code:
+            raise
+        return _refuse("a program that was named has called exit(); leave the call out")
     except KeyboardInterrupt:
         return 130
 

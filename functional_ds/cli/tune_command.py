@@ -34,7 +34,9 @@ def tune(
     model: Annotated[
         str, typer.Argument(help="A job's file, file.py:function, module:function, or a Hugging Face config.json.")
     ],
-    rows: Annotated[int | None, typer.Option(min=1, help="Rows of a step, over all ranks; a job says its own.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, max=2**31 - 1, help="Rows of a step, over all ranks; a job says its own.")
+    ] = None,
     config: Annotated[str | None, typer.Option(help="A DeepSpeed config, of which these options replace keys.")] = None,
     ranks: Annotated[int, typer.Option(min=0, help="Processes of this machine; one for each GPU by default, else 1.")] = 0,
     zero: Annotated[str, typer.Option(help="Stages.")] = "0,1,2,3",
@@ -79,6 +81,8 @@ def tune(
     if rows is None and base.file is None:
         raise CommandError(f"--rows: say how many rows a step of {model} has, over all ranks")
     rows = base.data.rows if rows is None else rows
+    if not 0 < timeout < float("inf"):
+        raise CommandError(f"--timeout: {timeout} should be a number of seconds above 0")
     check_out(out)
     if save_machine is not None and not Path(save_machine).absolute().parent.is_dir():
         raise CommandError(f"--save-machine {save_machine}: there is no folder {Path(save_machine).parent}")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from functional_ds.base.disk.files import checked_path
 from functional_ds.state_dict.errors import NoCheckpointError
 from functional_ds.step.state.state import State
 
@@ -39,7 +40,7 @@ class Checkpoints:
     Checkpoints('run', every=1000)
     """
 
-    path: Path = attrs.field(converter=Path)
+    path: Path = attrs.field(converter=checked_path)
     every: int | None = attrs.field(default=None, kw_only=True, validator=positive_steps)
     minutes: float | None = attrs.field(default=None, kw_only=True, validator=_positive)
     keep_last: int | None = attrs.field(default=3, kw_only=True)

@@ -1,7 +1,7 @@
 """Batches with a position, from which a resumed run continues without drawing again what it has seen."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol, runtime_checkable
 
@@ -148,11 +148,11 @@ def as_source(batches: Any) -> BatchSource:
         return batches
     if hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict"):
         return Stateful(batches)
-    if hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
+    if hasattr(batches, "__getitem__") and hasattr(batches, "__len__") and not isinstance(batches, Mapping):
         return Indexed(batches.__getitem__, len(batches))
     if callable(batches):
         return Indexed(batches)
-    if isinstance(batches, Iterable):
+    if isinstance(batches, Iterable) and not isinstance(batches, Mapping):
         return Replayed(batches)
     raise TypeError(
         f"batches={batches!r}: pass a function from an index to a batch, a sequence of batches, an iterable, "

@@ -74,6 +74,8 @@ def fit(
     """
     if not isinstance(state, State):
         raise TypeError(f"state={type(state).__name__}: fit takes a state that the step made, as from step.init(params)")
+    if not isinstance(on_non_finite, Stop | RollBack | None):
+        raise TypeError(f"on_non_finite={on_non_finite!r}: pass fitting.Stop(), fitting.RollBack(), or None")
     _check(steps, checkpoints=checkpoints, evaluation=evaluation, logging=logging, timeout=timeout)
     if checkpoints is None and isinstance(on_non_finite, RollBack):
         raise ValueError(f"on_non_finite={on_non_finite!r} goes back to a checkpoint; pass checkpoints=fds.Checkpoints(path)")

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from functional_ds import comm
 from functional_ds.comm.worlds.current import simulated_world
-from functional_ds.comm.worlds.process import ProcessWorld
+from functional_ds.comm.worlds.process import ProcessWorld, check_timeout
 from functional_ds.comm.worlds.rendezvous import holder, reconnect
 
 from .heartbeat import Heartbeat, Heartbeats, PeerStatus, Watch
@@ -131,8 +131,8 @@ def watchdog(timeout: timedelta | None) -> Iterator[Watch]:
     ...     for step in range(3):
     ...         watch.at(step, "counting")
     """
-    if timeout is not None and timeout.total_seconds() <= 0:
-        raise ValueError(f"timeout={timeout}: how long nothing may move must be positive; None watches nothing")
+    if timeout is not None:
+        check_timeout(timeout)
     watch = Watch()
     if timeout is None or simulated_world() is not None:
         yield watch

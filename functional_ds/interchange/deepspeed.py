@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.disk.files import checked_path
 from functional_ds.sharding.leaf_region import grouped
 from functional_ds.state_dict.all_or_none import all_or_none
 from functional_ds.state_dict.describe import TensorShard, as_before, as_tensors, dense, describe
@@ -83,7 +84,7 @@ def from_deepspeed(
     if not isinstance(like, State):
         raise TypeError(f"like={type(like).__name__}: from_deepspeed takes a state that a step made, as from step.init(params)")
     ranks = comm.world() if group is None else group
-    files = all_or_none(ranks, lambda: ZeroFiles.open(Path(path), tag, order))
+    files = all_or_none(ranks, lambda: ZeroFiles.open(checked_path(path), tag, order))
     choice = Choice.of(only, missing=allow_missing, extra=allow_extra)
     numbers = as_tensors(like)
     _Reading(files, rename or str, choice).check(describe(numbers), ranks)

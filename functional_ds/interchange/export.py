@@ -200,6 +200,8 @@ def export(
         raise ValueError(f"shard_bytes={shard_bytes} must be positive")
     if not all(isinstance(text, str) for pair in (metadata or {}).items() for text in pair):
         raise TypeError(f"metadata={metadata!r}: a header holds strings under strings alone")
+    if params is None:
+        raise TypeError("params=None: export takes a state, or a tree of tensors")
     ranks = (group or comm.world()) if isinstance(params, State) else _alone()
     shards = _of_state(params, averaged) if isinstance(params, State) else _of_tree(params, averaged)
     leaves, sends = plan_sends(shards, ranks)

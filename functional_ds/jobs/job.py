@@ -11,7 +11,18 @@ except ModuleNotFoundError as error:
 
 from functional_ds.jobs.entries.call_entry import CallEntry
 from functional_ds.jobs.entries.job_errors import JobError
-from functional_ds.jobs.entries.job_reader import ALWAYS, AtLeastOne, Entries, NotNegative, call_of, calls_of, changed, entry
+from functional_ds.jobs.entries.job_reader import (
+    ALWAYS,
+    MOST_RANKS,
+    AtLeastOne,
+    Entries,
+    NotNegative,
+    Ranks,
+    call_of,
+    calls_of,
+    changed,
+    entry,
+)
 from functional_ds.jobs.entries.job_text import located, toml
 
 __all__ = [
@@ -163,7 +174,7 @@ class Job(Entries):
     )
     steps: NotNegative = entry("total number of steps, including earlier runs")
     seed: Annotated[StrictInt, AfterValidator(_seed)] = entry("random seed of params, sampled rows, and dropout", default=0)
-    ranks: AtLeastOne | None = entry(
+    ranks: Ranks | None = entry(
         "number of ranks; by default 1, or the mesh's size. Under torchrun it is torchrun's", default=None
     )
     simulate: StrictBool = entry("whether the ranks are simulated in one process, for a trial", default=False)
@@ -172,7 +183,7 @@ class Job(Entries):
         "whether params are initialized when the state is sharded, as by `fds.deferred`: for models larger than memory",
         default=False,
     )
-    mesh: dict[str, AtLeastOne] = entry("sizes of axes by name, outermost first, such as {dp = 4, tp = 2}", default={})
+    mesh: dict[str, Ranks] = entry("sizes of axes by name, outermost first, such as {dp = 4, tp = 2}", default={})
     loss: Annotated[CallEntry, call_of("loss")] = entry(
         "`next_token`, `vocab_parallel` for a vocabulary that is sliced, or your `module:function` of (outputs, targets)",
         default=CallEntry("next_token"),
@@ -230,6 +241,8 @@ class Job(Entries):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         size = math.prod(self.mesh.values())
+        if size > MOST_RANKS:
+            raise JobError(f"the mesh has more than {MOST_RANKS} ranks", entry="mesh", value=self.mesh)
         if self.mesh and self.ranks not in (None, size):
             raise JobError(f"the mesh has {size} ranks; leave ranks out, or change the mesh", entry="ranks", value=self.ranks)
         if self.deepspeed is not None and any(each.name not in BESIDE_DEEPSPEED for each in self.strategy):

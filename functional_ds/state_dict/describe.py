@@ -90,9 +90,9 @@ def describe(state: State) -> list[TensorShard]:
 
 
 def _of_model(state: State, shard: TensorShard) -> TensorShard:
-    """The shard as one of this rank's model, where ranks have models of their own."""
-    role, slash, leaf = shard.name.partition("/")
-    return attrs.evolve(shard, name=f"{role}/{Apart.named(state, leaf)}") if slash else shard
+    """The shard as one of this rank's model, where ranks have models of their own; ``step/outer.0`` counts its updates."""
+    role, _, leaf = shard.name.partition("/")
+    return shard if shard.per_rank else attrs.evolve(shard, name=f"{role}/{Apart.named(state, leaf)}".removesuffix("/"))
 
 
 def describe_in_place(state: State) -> list[TensorShard]:

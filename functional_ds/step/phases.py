@@ -9,7 +9,7 @@ import attrs
 
 from .mesh_axes import Axis, AxisRole
 from .phase_signatures import PHASES, Phase, bound
-from .state.skipped import keeping
+from .state.skipped import keeping, marking
 from .state.state import State
 
 __all__ = ["OF_A_STEP", "Layer", "Trait", "check_phases", "compose_phase", "innermost", "mapped", "outermost"]
@@ -74,6 +74,11 @@ class Layer:
         """Whether it has a trait, or an axis of a role."""
         return what in self.traits or any(axis.role is what for axis in self.axes)
 
+    def is_innermost(self, phase: str) -> bool:
+        """Whether its function runs inside all others that wrap the phase."""
+        given = self.phases.get(phase)
+        return isinstance(given, _Placed) and given.place == "innermost"
+
     def __repr__(self) -> str:
         return f"Layer({self.name}: {', '.join(self.phases)})"
 
@@ -128,8 +133,10 @@ def compose_phase(phase: str, base: Phase, layers: tuple[Layer, ...], *, guarded
         if given is None:
             continue
         place, function = (given.place, given.function) if isinstance(given, _Placed) else ("", given)
-        if phase == "update" and Trait.HEEDS_SKIPS not in layer.traits:
-            function = keeping(layer.name, layer.slot, function)
+        if phase == "update":
+            function = marking(layer.name, function)
+            if Trait.HEEDS_SKIPS not in layer.traits:
+                function = keeping(layer.name, layer.slot, function)
         places[place].append((layer.name, [function] if guard is None or given is guard else [function, guard]))
     composed = base
     for name, functions in (*reversed(places["innermost"]), *places[""], *places["outermost"]):

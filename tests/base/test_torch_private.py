@@ -373,6 +373,15 @@ def hooks_of_a_leaf() -> None:
     assert private.hooks_of(leaf) == []
 
 
+@checks("hooks_of_optimizer")
+def hooks_of_an_optimizer() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert private.hooks_of_optimizer(optimizer) == []
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert len(private.hooks_of_optimizer(optimizer)) == 2
+
+
 @checks("mark_parameter")
 def tensors_are_parameters() -> None:
     tensor = torch.ones(2)

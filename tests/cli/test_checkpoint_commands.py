@@ -96,6 +96,13 @@ def test_damage_is_found(run_of_two_ranks: Any, capsys: pytest.CaptureFixture[st
     assert "manifest.json" in refusal(capsys, "inspect", path / "two")
 
 
+@pytest.mark.parametrize("command", [["inspect"], ["convert"]])
+def test_a_tag_of_what_has_none(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    words = [*command, tmp_path / "w.pt", *([tmp_path / "x.pt"] if command == ["convert"] else [])]
+    assert "is one checkpoint and has no tags" in refusal(capsys, *words, "--tag", "1")
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "functional-ds", "dcp", "torch"])
 def test_any_kind_to_any_kind(run_of_two_ranks: Any, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law: the values are the masters', whatever lies between, bit for bit."""

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
+from torch import nn
 
 from functional_ds.cli import entry
 from functional_ds.cli.app import application
@@ -55,10 +56,32 @@ def test_the_commands_are_these(capsys: pytest.CaptureFixture[str]) -> None:
         (["draw", "trace", "none.json"], "there is no file none.json"),
         (["draw", "traffic"], "name a model"),
         (["train", "none.toml"], ""),
+        (["draw", "memory", "--params", "inf"], "--params"),
+        (["plan", f"{__name__}:net", "--mesh", "dp=4,tp=" + "9" * 30], "has more than 1,048,576 ranks"),
+        (
+            ["tune", f"{__name__}:net", "--rows", "4", "--timeout", "nan"],
+            "--timeout: nan should be a number of seconds above 0",
+        ),
+        (["tune", f"{__name__}:net", "--rows", "9" * 30], "--rows"),
+        (["plan", f"{__name__}:net", "--micro-batch", "9" * 30], "it must be at most 2147483647"),
+        (["plan", f"{__name__}:ends"], "a program that was named has called exit()"),
     ],
 )
 def test_input_that_cannot_be_used(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert says in refusal(capsys, *words)
+
+
+def net() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def ends() -> nn.Module:
+    raise SystemExit(0)
+
+
+def test_sizes_that_no_memory_holds(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "shapes.json").write_text(json.dumps({"w": [10**12, 10**12]}))
+    assert "which no memory holds" in refusal(capsys, "plan", tmp_path / "shapes.json")
 
 
 def test_without_typer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 """``tune``: what is enumerated, how it is halved, and that a run that dies is a result."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import attrs
@@ -99,6 +101,20 @@ def test_a_child_that_dies_is_a_result() -> None:
     job = on_mesh(f"{HERE}:dies", micro_batch=2).changed({"steps": 1})
     assert measure(job, timeout=100).why.startswith("signal SIGKILL")
     assert measure(job, timeout=0.01).why == "it took longer than 0.01 s"
+
+
+def test_a_trial_ends_with_its_command(tmp_path: Path) -> None:
+    """Its parent alone can write into its standard input, so that ends with the parent, however that ends."""
+    job = on_mesh(f"{HERE}:mlp", micro_batch=2).changed({"steps": 2**31 - 1})
+    (tmp_path / "job.json").write_text(json.dumps([job.to_dict(), job.file, job.allow_import]))
+    words = [sys.executable, "-m", trial.__name__, str(tmp_path / "job.json"), str(tmp_path / "out.json")]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE)
+    try:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(120) == 1
+    finally:
+        process.kill()
 
 
 def test_a_trial_measures_what_it_says(tmp_path: Path) -> None:

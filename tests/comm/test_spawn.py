@@ -115,6 +115,14 @@ def test_a_world_has_a_whole_number_of_ranks(size: Any) -> None:
         comm.spawn(adds, 1, 2, world_size=size)
 
 
+@pytest.mark.parametrize(("timeout", "error"), [(5, TypeError), (None, TypeError), (timedelta(0), ValueError)])
+def test_a_timeout_is_a_length_of_time(timeout: Any, error: type[Exception]) -> None:
+    """Refused at once, by name; by ``init_distributed``, too."""
+    for join in (lambda: comm.spawn(adds, 1, 2, world_size=1, timeout=timeout), lambda: comm.init_distributed(timeout=timeout)):
+        with pytest.raises(error, match="timeout="):
+            join()
+
+
 # -- how ranks end ----------------------------------------------------------------------------------------------------
 
 MODULE = importlib.import_module("functional_ds.comm.spawn")
@@ -162,6 +170,19 @@ class Deadly:
 
     def __reduce__(self) -> Any:
         return _first_dies, (self.folder,)
+
+
+def exits(code: int | None) -> None:
+    if comm.get_rank() == 1:
+        sys.exit(code)
+
+
+def test_a_rank_that_exits_as_if_all_were_well_is_an_error() -> None:
+    """Else the program that called spawn would end with status 0; another code is its status, as in a program of one rank."""
+    with pytest.raises(comm.errors.RankFailedError, match=r"rank 1 of 2 called exit\(0\) before it returned"):
+        comm.spawn(exits, 0, world_size=2)
+    with pytest.raises(SystemExit, match="3"):
+        comm.spawn(exits, 3, world_size=2)
 
 
 def _first_dies(folder: str) -> Deadly:

@@ -21,7 +21,7 @@ import functional_ds as fds
 from functional_ds import checkpointing, comm, pipelining
 from functional_ds.checkpointing import storage
 from functional_ds.checkpointing.writer import data_name
-from functional_ds.fitting import CsvLog, Interrupted, NonFiniteLossError, RollBack, Stop
+from functional_ds.fitting import CsvLog, Interrupted, NonFiniteLossError, RollBack, Stop, watchdog
 from functional_ds.testing import assert_same
 from tests.fitting import models
 
@@ -475,6 +475,24 @@ def test_what_is_no_state() -> None:
         fds.fit(step, {"w": torch.ones(1)}, models.batch, steps=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"timeout=60: pass timedelta\(seconds=...\)"):
         fds.fit(step, state, models.batch, steps=1, timeout=60)  # type: ignore[arg-type]
+
+
+def test_what_is_no_data_and_no_path_is_refused() -> None:
+    step, state = models.build()
+    for program, complaint in (
+        (lambda: fds.fit(step, state, {"x": torch.ones(1)}, steps=1), "batches=.*: pass a function from an index"),
+        (
+            lambda: fds.fit(step, state, models.batch, steps=1, on_non_finite="stop"),  # type: ignore[arg-type]
+            r"on_non_finite='stop': pass fitting\.Stop\(\)",
+        ),
+        (lambda: watchdog(60).__enter__(), r"timeout=60: pass timedelta\(seconds=...\)"),  # type: ignore[arg-type]
+        (lambda: fds.Checkpoints(None), "path=None: pass the path of a file or folder"),  # type: ignore[arg-type]
+        (lambda: fds.save(state, None), "path=None: pass the path of a file or folder"),  # type: ignore[arg-type]
+        (lambda: fds.load(None, like=state), "path=None: pass the path of a file or folder"),  # type: ignore[arg-type]
+        (lambda: fds.export(None, "x"), "params=None: export takes a state"),
+    ):
+        with pytest.raises(TypeError, match=complaint):
+            program()
 
 
 def test_records_refuse_bad_numbers() -> None:

@@ -17,6 +17,7 @@ from functional_ds.optim.matrix.per_matrix import MatrixStates
 from functional_ds.sharding.layout import Layout
 from functional_ds.state_dict.describe import as_tensors, describe
 from tests.optim.test_optimizers_under_zero import slice_of, update_sends
+from tests.planting import Bug, planted
 from tests.transforms.rules import ROWS, RULES, assert_close, fresh, linear, trained
 
 STAGES = (0, 1, 2, 3)
@@ -282,3 +283,30 @@ def test_vectors_among_what_is_named_are_the_others() -> None:
     elsewhere = fds.muon(0.1, fds.sgd(0.1), matrices="w|vec")  # another group has the matrix that the pattern names
     rule = fds.param_groups({"^w": fds.sgd(0.1)}, elsewhere)
     fds.train_step(lambda params, x: x, rule).init({"vector": torch.ones(3), "w": torch.ones(3, 3)})
+
+
+@pytest.mark.parametrize("strategy", [[], [transforms.zero(1)]], ids=["one device", "zero(1)"])
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0, 0)])
+def test_matrices_without_elements(shape: tuple[int, int], strategy: list[fds.Transform]) -> None:
+    """Muon leaves them alone and moves the others as without them."""
+
+    def moved(**more: Tensor) -> Tensor:
+        rule = fds.muon(0.1, fds.sgd(0.1))
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            return sum((params[path].sum() for path in more), (x @ params["w"]).square().mean())
+
+        step = fds.compose(*strategy)(fds.train_step(loss, rule))
+        state, _ = step(step.init({"w": torch.eye(3), **more}), torch.arange(6.0).view(2, 3))
+        found: Tensor = step.params(state)["w"]
+        return found
+
+    wanted, *_ = comm.simulate(moved, world_size=2)
+    for found in comm.simulate(lambda: moved(none=torch.zeros(shape)), world_size=2):
+        assert torch.equal(found, wanted)
+
+
+def test_a_planted_bug_of_empty_matrices_is_found() -> None:
+    bug = Bug("the factor of no columns", "optim.matrix.muon:muon.factor", "rows / max(1, columns)", "rows / columns")
+    with planted(bug), pytest.raises(ZeroDivisionError):
+        test_matrices_without_elements((3, 0), [])

@@ -29,6 +29,19 @@ def normed() -> fds.Optimizer:
     return fds.Optimizer(lambda params: (), update, "normed")
 
 
+def kept() -> fds.Transform:
+    """The gradient before, as the optimizer has its tensors."""
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        state: fds.State = inner(step, params)
+        return state.put(kept=[torch.zeros_like(leaf) for leaf in step.trained(state)])
+
+    def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        return inner(step, state.put(kept=grads.sum), grads)
+
+    return fds.wrap("kept", slot="kept", init=init, update=fds.innermost(update))
+
+
 def undivided() -> None:
     """An optimizer whose state is one tensor for all leaves, and a loss that leaves one out."""
     rule = fds.Optimizer(lambda params: torch.zeros(9), lambda p, g, s, r: (p, s), "odd", elementwise=True)
@@ -340,6 +353,15 @@ REFUSALS = [
         why="Params would drift apart.",
         instead="Use `fds.one_bit_adam`, `fds.zero_one_adam`, or `T.zero(0)`.",
         program=lambda: begin(T.local_gradients()),
+    ),
+    Refusal(
+        what="a transform after `offload` that keeps a slot and whose `update` is innermost",
+        error=ValueError,
+        says=r"put it after kept, whose update is innermost and so runs once for each piece",
+        advises="put it after kept",
+        why="Each piece of the update would get the whole slot.",
+        instead="Compose `offload` after it.",
+        program=lambda: made(T.offload("cpu"), kept()).init(weights()),
     ),
     Refusal(
         what="`offload` after `zero`",

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from tests.refusals import collectives, derivatives, files, losses, modules, strategies
+from tests.refusals import collectives, derivatives, engines, files, losses, modules, strategies
 from tests.refusals.refusal import Refusal
 
 PAGE = Path(__file__).parents[2] / "docs/refused.md"
@@ -14,6 +14,7 @@ AREAS: dict[str, list[Refusal]] = {
     "derivatives": derivatives.REFUSALS,
     "collectives": collectives.REFUSALS,
     "files": files.REFUSALS,
+    "engines": engines.REFUSALS,
 }
 
 

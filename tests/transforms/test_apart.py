@@ -66,9 +66,56 @@ def test_several_models_are_not_exported(tmp_path: Path) -> None:
         comm.simulate(export, world_size=2)
 
 
+def own_run(folder: Path, stage: int, steps: range, what: str) -> tuple[int, Any, Any, list[int]]:
+    """Two models of which one leaves a leaf unused, overflows once, or counts batch statistics of its own."""
+    mesh = comm.mesh(outer=2, inner=comm.world().size // 2)
+    model, strategy = mesh["outer"].rank, [T.zero(stage, mesh["inner"]), T.apart(mesh["outer"])]
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d(PROBLEM.batches[0].shape[1], affine=False)
+    apply, params = fds.functional(torch.nn.Sequential(norm, torch.nn.Linear(norm.num_features, 2)))
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        if what == "buffers":
+            return apply(params, x).square().mean()  # type: ignore[no-any-return]
+        bias = params["1.bias"] if what == "unused" and model else 0.0
+        return (x @ params["1.weight"].T + bias).square().mean()  # type: ignore[no-any-return]
+
+    if what == "skipped":
+        strategy.insert(0, T.mixed_precision("f32", T.DynamicScale(8.0, hysteresis=1)))
+    step = fds.compose(*strategy)(fds.train_step(loss, fds.adamw(0.1)))
+    state = step.init(params)
+    state = fds.load(folder, like=state) if steps.start else state
+    for index in steps:
+        x = PROBLEM.batches[index][:4] * (float("inf") if what == "skipped" and model and not index else 1)
+        state, _ = step(state, x + model)  # the same on the ranks of a model
+    if steps.stop < 4:
+        fds.save(state, folder)
+    counts = [int(state.step), *map(int, state.idle.values())]
+    return model, step.params(state), step.module_buffers(state), counts
+
+
+@pytest.mark.law(37)
+@pytest.mark.parametrize("what", ["unused", "skipped", "buffers"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_each_model_has_its_own_counts_and_buffers(n: int, what: str, tmp_path: Path) -> None:
+    """What is no leaf belongs to a model, too: skipped updates of leaves and steps, loss scales and running statistics."""
+    whole = comm.simulate(own_run, tmp_path, 0, range(4), what, world_size=2)
+    comm.simulate(own_run, tmp_path, 1, range(2), what, world_size=2)
+    for model, *found in comm.simulate(own_run, tmp_path, 3, range(2, 4), what, world_size=n):
+        torch.testing.assert_close(found, list(whole[model][1:]))
+
+
 BUG = Bug("all models have one name", "step.state.slots:Apart.named", '"".join(models) + leaf', "leaf")
 
 
 def test_a_planted_bug_is_found(tmp_path: Path) -> None:
     with planted(BUG), pytest.raises((AssertionError, ValueError, RuntimeError)):
         test_a_run_goes_on_elsewhere(3, 1, 2, tmp_path)
+
+
+SHARED = Bug("counts are one for all models", "state_dict.describe:_of_model", "shard.per_rank", "'/' not in shard.name")
+
+
+def test_a_planted_bug_of_counts_is_found(tmp_path: Path) -> None:
+    with planted(SHARED), pytest.raises(fds.checkpointing.StructureError, match="idle"):
+        test_each_model_has_its_own_counts_and_buffers(2, "unused", tmp_path)

@@ -84,13 +84,14 @@ class Partition:
         cache: what changes no value.
         exact: where params are whole between steps and what is gathered is compressed: this rank's shards as the optimizer
             has them, None for segments that are in shards anyway. Empty where there is nothing to keep, and after ``scatter``.
-        frozen: the whole frozen segments, by number, while ``scatter`` has put shards in their place; else None.
+        frozen: the whole frozen segments and these shards of them, by number, while ``scatter`` has put those in their place;
+            else None.
     """
 
     layout: Layout = tree.static()
     cache: ZeroCache = tree.static()
     exact: Sequence[Tensor | None] = ()
-    frozen: Mapping[int, Tensor] | None = None
+    frozen: Mapping[int, tuple[Tensor, Tensor]] | None = None
 
     roles: ClassVar[Mapping[str, Role]] = {"exact": Role.EXACT}
 

@@ -228,7 +228,7 @@ class Zero(ZeroConfig):
         pairs = zip(layout.segments, flats, strict=True)
         shards = [s.own(flat, rank) if i in whole else flat for i, (s, flat) in enumerate(pairs)]
         own = _either(partition.exact, shards)
-        frozen = {i: flats[i] for i in whole if not layout.segments[i].trainable}
+        frozen = {i: (flats[i], own[i]) for i in whole if not layout.segments[i].trainable}
         return tree.replace(state, params=own).put(zero=tree.replace(partition, exact=(), frozen=frozen))
 
     def _published(self, state: State, out: list[Tensor] | None = None) -> State:
@@ -236,10 +236,12 @@ class Zero(ZeroConfig):
         layout, own, groups = partition.layout, state.params, ProcessGroups.by(self)
         whole = self._whole(layout)
         exact = self._exact(layout, own, whole, groups)
-        stored = [(partition.frozen or {}).get(i, new) for i, new in enumerate(own)]
+        frozen = partition.frozen or {}
+        kept = {i for i, (_, shard) in frozen.items() if own[i] is shard}  # others are new: a transform has changed them
+        stored = [frozen[i][0] if i in kept else new for i, new in enumerate(own)]
         state = tree.replace(state, params=()).put(zero=tree.replace(partition, exact=exact, frozen=None))
         del own
-        moved = [i for i in whole if layout.segments[i].trainable]
+        moved = [i for i in whole if i not in kept]
         return tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, stored, moved, out))
 
     # -- what the loss sees --------------------------------------------------------------------------------------------

@@ -132,8 +132,11 @@ def checked_path(path: str | os.PathLike[str], *, name: str = "path") -> Path:
         name: of the argument, for the error.
 
     Raises:
+        TypeError: it is no path.
         ValueError: it has a NUL character, or one that file systems cannot write.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{name}={path!r}: pass the path of a file or folder")
     text = str(path)
     if "\0" in text:
         raise ValueError(f"{name}={text!r} has a NUL character, which no file system takes")

@@ -1,6 +1,7 @@
 """A model as the command line names it, as a job: a function or class, a Hugging Face config, shapes, or a job's file."""
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -127,5 +128,7 @@ def _written(path: Path) -> dict[str, Tensor]:
             raise CommandError(f"MODEL: {path}: {name!r} has the shape {shape!r}, which is no list of sizes")
         if not isinstance(dtype, torch.dtype):
             raise CommandError(f"MODEL: {path}: {name!r} has the dtype {word!r}, which torch does not have")
+        if math.prod(shape) * dtype.itemsize >= 2**63:
+            raise CommandError(f"MODEL: {path}: {name!r} has the shape {shape!r}, which no memory holds")
         found[name] = torch.empty(shape, dtype=dtype, device="meta")
     return found

@@ -107,7 +107,10 @@ def open_checkpoint(name: str, *, tag: str | None = None) -> NamedTensors:
     if not path.exists():
         raise CommandError(f"there is no file or folder {name}")
     with refused(f"{name} cannot be read", CheckpointError, ValueError, OSError, ImportError, RuntimeError):
-        return _opener(path)(path, tag)
+        opener = _opener(path)
+        if tag is not None and opener not in (_ours, _deepspeed):
+            raise CommandError(f"--tag {tag}: {name} is one checkpoint and has no tags; leave the option out")
+        return opener(path, tag)
 
 
 def _opener(path: Path) -> Callable[[Path, str | None], NamedTensors]:

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -103,7 +104,9 @@ def measure(job: Job, *, timeout: float) -> Measurement:
             given.write_text(json.dumps([job.to_dict(), job.file, job.allow_import]), encoding="utf-8")
         words = [sys.executable, "-m", "functional_ds.cli.tuning.trial", str(given), str(out)]
         with Path(folder, "errors").open("w+", encoding="utf-8", errors="replace") as errors:
-            process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+            process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            )
             try:
                 code = process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -121,6 +124,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _why(code: int, errors: str) -> str:
@@ -217,5 +222,12 @@ def main(given: str, out: str) -> None:
     Path(out).write_text(json.dumps(attrs.asdict(found)), encoding="utf-8")
 
 
+def _end_with_the_parent() -> None:
+    """Waits until the command that began this trial has gone, however it ended; the ranks end with this process."""
+    os.read(0, 1)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     main(*sys.argv[1:])

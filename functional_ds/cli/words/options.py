@@ -1,5 +1,6 @@
 """Words of the command line as values: sizes of bytes, lists of numbers, meshes."""
 
+import math
 from collections.abc import Collection
 
 from pydantic import ByteSize, TypeAdapter
@@ -78,4 +79,6 @@ def mesh_sizes(text: str) -> dict[str, int]:
         if name in found:
             raise CommandError(f"--mesh: the axis {name!r} has two sizes, {found[name]} and {count}; give one")
         found[name] = int(count)
+    if math.prod(found.values()) > 2**20:
+        raise CommandError(f"--mesh: {text!r} has more than {2**20:,} ranks")
     return {name: found.get(name, 1) for name in _AXES}

@@ -116,6 +116,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         if client is None and "adam" in str(plan.value("optimizer.type")).lower():
             self.adam_w_mode = _decays(plan)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused, but for torch's constructor: parameters of a further group would have no state."""
+        if hasattr(self, "optimizer"):
+            raise RuntimeError("optimizer.add_param_group(...): pass all groups to initialize; those of rate 0 stay unchanged")
+        super().add_param_group(param_group)
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """What ``isinstance`` goes by, beside the type itself."""

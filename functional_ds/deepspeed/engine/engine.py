@@ -114,6 +114,8 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
                 f"backward: the loss is a {type(loss).__name__}, not a tensor; DeepSpeed's engines take one scalar"
             )
         loop: EngineLoop = self._loop
+        if not loss.requires_grad and not any(each.requires_grad for each in loop.live.params.values()):
+            raise UsageError("backward: no parameter of the model requires a gradient; call requires_grad_() before initialize")
         loop.collect()
         micro = loop.micro_batches
         with self._reports.timed("bwd"):

@@ -91,8 +91,8 @@ def initialize(
     >>> engine.global_steps, engine.get_lr()
     (1, [0.1])
     """
-    if model is None:
-        raise UsageError("initialize: pass the model")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize: pass the model, a torch.nn.Module; this is a {type(model).__name__}")
     _join(distributed_port, dist_init_required)
     found = _config(args, config, config_params)
     world = comm.world()
@@ -328,6 +328,11 @@ def _move(model: nn.Module, sharers: Mapping[str, tuple[tuple[int, ...], ...]]) 
     A model that is on a device stays there. What has no values yet is left alone.
     """
     here = [x for x in (*model.parameters(), *model.buffers()) if not isinstance(x, FakeTensor)]
+    if any(x.is_meta for x in here):
+        raise UsageError(
+            "initialize: the model has tensors on the meta device, which have no values; build it within zero.Init(), or give "
+            "them values by to_empty(device=...) and load_state_dict"
+        )
     if all(x.device.type == "cpu" for x in here):
         for x in here:
             x.data = x.data.to(_device())

@@ -274,6 +274,7 @@ class PipelineEngine(CountedEngine, EngineFiles):
     @property
     def state(self) -> State:
         """Of the step. An update takes its memory, so keep none of them."""
+        self._live.follow_values(lambda: None)
         return self._state
 
     @state.setter

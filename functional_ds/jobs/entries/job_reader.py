@@ -10,10 +10,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, V
 from .call_entry import call_entry, plain
 from .job_errors import JobError, first_key, joined, nearest
 
-__all__ = ["ALWAYS", "AtLeastOne", "Entries", "NotNegative", "call_of", "calls_of", "changed", "entry"]
+__all__ = ["ALWAYS", "MOST_RANKS", "AtLeastOne", "Entries", "NotNegative", "Ranks", "call_of", "calls_of", "changed", "entry"]
 
-AtLeastOne = Annotated[StrictInt, annotated_types.Ge(1)]
-NotNegative = Annotated[StrictInt, annotated_types.Ge(0)]
+MOST_RANKS = 2**20
+_MOST = annotated_types.Le(2**31 - 1)
+AtLeastOne = Annotated[StrictInt, annotated_types.Ge(1), _MOST]
+NotNegative = Annotated[StrictInt, annotated_types.Ge(0), _MOST]
+Ranks = Annotated[StrictInt, annotated_types.Ge(1), annotated_types.Le(MOST_RANKS)]
 
 
 def entry(help: str, **more: Any) -> Any:
@@ -111,6 +114,7 @@ _WORDS = {
     "literal_error": "one of {expected}",
     "greater_than_equal": "at least {ge}",
     "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}",
 }
 
 

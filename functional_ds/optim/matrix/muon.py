@@ -86,7 +86,7 @@ def muon(
         raise ValueError(f"adjust={adjust!r} is unknown; use 'original' or 'match_rms_adamw'")
 
     def factor(rows: int, columns: int) -> float:
-        return float(max(1, rows / columns) ** 0.5 if adjust == "original" else 0.2 * max(rows, columns) ** 0.5)
+        return float(max(1, rows / max(1, columns)) ** 0.5 if adjust == "original" else 0.2 * max(rows, columns) ** 0.5)
 
     def make(owners: MatrixOwners) -> Optimizer:
         leaf_map = owners.leaf_map

@@ -84,6 +84,9 @@ def with_room(state: "State", names: Mapping[str, tuple[tuple[int, ...], torch.d
         state: a fresh one.
         names: shape and dtype of the checkpoint's tensors by name.
     """
+    if model := Apart.named(state, ""):
+        ending = f"/{model}".removesuffix("/")
+        names = {name.removesuffix(ending): spec for name, spec in names.items() if name.endswith(ending)}
     if "step" in names:  # what is counted beside it comes with it
         counted = [name.removeprefix("idle.") for name in names if name.startswith("idle.")]
         state = tree.replace(state, idle={path: torch.zeros((), dtype=torch.int64) for path in counted})

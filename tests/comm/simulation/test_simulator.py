@@ -798,14 +798,30 @@ def test_collectives_while_unwinding_do_not_hang() -> None:
             comm.simulate(program, world_size=3, seed=seed)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_is_no_exception_comes_out_too(error: type[BaseException]) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_what_is_no_exception_comes_out_too(error: BaseException) -> None:
     def program() -> None:
         if rank() == 1:
             raise error
         comm.barrier()
 
-    with pytest.raises(error):
+    with pytest.raises(type(error)) as caught:
+        comm.simulate(program, world_size=2)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_a_rank_that_exits_as_if_all_were_well_is_an_error(code: int | None) -> None:
+    """Else the whole program would end with status 0."""
+
+    def program() -> None:
+        if rank() == 1:
+            raise SystemExit(code)
+        comm.barrier()
+
+    with pytest.raises(
+        comm.errors.RankFailedError, match=rf"rank 1 of 2 called exit\({code}\) before it returned; return instead"
+    ):
         comm.simulate(program, world_size=2)
 
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -302,6 +303,39 @@ def test_the_module_has_the_states_values(stage: int, half: bool) -> None:
             engine.nothing  # noqa: B018
 
     comm.simulate(program, world_size=2)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_value_that_is_assigned_is_the_parameters(stage: int, gathers: bool) -> None:
+    """``p.data = x`` is ``p.data.copy_(x)``, before a forward pass, and between a backward pass and its update."""
+    if stage == 3 and not gathers:
+        pytest.skip("refused by name")
+
+    def program() -> list[list[Tensor]]:
+        found = []
+        for assigns in (False, True):
+            engine = engine_of(stage)
+            for when in range(3):
+                own = engine.module[0].weight
+                block = ds.zero.GatheredParameters(own, modifier_rank=0) if gathers else nullcontext()
+                if when != 1:
+                    engine.backward(engine(rows()).square().mean())
+                with block:
+                    value = torch.full_like(own, 0.1 * (1 + when))
+                    if assigns:
+                        own.data = value
+                    else:
+                        own.data.copy_(value)
+                if when != 1:
+                    engine.step()
+            found.append([x.clone() for x in engine.functional_step.params(engine.state).values()])
+            if stage < 3:
+                assert all(torch.equal(own, x) for own, x in zip(engine.module.parameters(), found[-1], strict=True))
+        return found
+
+    for expected, got in comm.simulate(program, world_size=2):
+        assert all(map(torch.equal, got, expected))
 
 
 def test_the_module_has_a_loaded_states_values() -> None:

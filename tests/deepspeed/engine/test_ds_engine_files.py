@@ -175,6 +175,26 @@ def test_whole_batches() -> None:
         engine_of(1).train_batch(iter([]))
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_load_amid_an_accumulation_begins_it_anew(stage: int, tmp_path: Path) -> None:
+    """On two ranks: the micro-batch before the load has no part in the next update, which has as many as any other."""
+
+    def program() -> tuple[list[Tensor], list[Tensor]]:
+        found = []
+        for before in (0, 1):
+            engine = engine_of(stage, gradient_accumulation_steps=2)
+            engine.save_checkpoint(tmp_path / str(before))
+            drive(engine, 5, 5 + before)
+            engine.load_checkpoint(tmp_path / str(before))
+            drive(engine, 2, 6)
+            assert engine.global_steps == 2
+            found.append(values(engine))
+        return found[0], found[1]
+
+    for expected, got in comm.simulate(program, world_size=2):
+        assert equal(got, expected)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_batch_that_fails_leaves_an_engine_as_it_was(stage: int) -> None:
     class Piped(nn.Sequential):

@@ -92,6 +92,34 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         ],
     ),
     (
+        (files.test_a_load_amid_an_accumulation_begins_it_anew, 1),
+        [
+            Bug(
+                "the next update has fewer micro-batches",
+                "deepspeed.engine.common.engine_counts:EngineCounts.restart",
+                "self.micro_steps -= self.micro_steps % self.micro_batches",
+                "pass",
+            ),
+        ],
+    ),
+    (
+        (engines.test_a_value_that_is_assigned_is_the_parameters, 1, False),
+        [
+            Bug(
+                "a forward pass takes the value before",
+                "deepspeed.engine.loop.live_module:LiveModule.follow_values",
+                "own.data = shown.copy_(own.detach())",
+                "own.data = shown",
+            ),
+            Bug(
+                "an update takes the value before",
+                "deepspeed.engine.loop.engine_loop:EngineLoop.update",
+                "self.live.follow_values(self.rest)",
+                "pass",
+            ),
+        ],
+    ),
+    (
         (law.test_an_engine_is_the_step, "stage 1", 2),
         [
             Bug(

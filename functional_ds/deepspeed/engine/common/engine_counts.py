@@ -76,8 +76,10 @@ class EngineCounts:
                 self.move(scheduler, lr_kwargs)
 
     def restart(self, numbers: Mapping[str, int]) -> None:
-        """Goes on from the counts of a checkpoint. As in DeepSpeed, ``micro_steps`` stay: gradients are not saved."""
+        """Goes on from the counts of a checkpoint. As in DeepSpeed, ``micro_steps`` stay, back to the last boundary."""
         self._open, self.overflow = [], False
+        self.micro_steps -= self.micro_steps % self.micro_batches
+        self.backwards = 0
         for name, value in numbers.items():
             if name != "micro_steps":
                 setattr(self, name, value)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -75,6 +76,8 @@ class EngineFiles:
         state, counts, scheduler = self.state, self._counts, self.lr_scheduler
         counts.settle()
         tag = f"global_step{counts.global_steps}" if tag is None else tag
+        if not isinstance(client_state, Mapping | None):
+            raise UsageError(f"client_state is a {type(client_state).__name__}; pass a dict")
         place, name = _place(save_dir, _one_tag(str(tag), self.plan.value("checkpoint.tag_validation")))
         held = {
             "client_state": dict(client_state or {}),
@@ -126,7 +129,7 @@ class EngineFiles:
         """
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn: checkpoints are read shard by shard, so there is no whole state_dict to give it")
-        tag = latest_on_ranks(Path(load_dir)) if tag is None else tag
+        tag = latest_on_ranks(Path(_folder("load_dir", load_dir))) if tag is None else tag
         if tag is None:
             return None, None
         place, name = _place(load_dir, tag)
@@ -207,8 +210,12 @@ def _one_tag(tag: str, mode: str) -> str:
 def _place(folder: Any, tag: Any) -> tuple[Path, str]:
     name = str(tag)
     parts = PurePath(name).parts
-    if not folder:
-        raise ValueError(f"save_dir={folder!r}: pass a folder")
-    if not parts or PurePath(name).is_absolute() or ".." in parts:
-        raise ValueError(f"tag={tag!r}: pass the name of a folder in {folder}")
-    return Path(folder) / name, name
+    if not parts or PurePath(name).is_absolute() or ".." in parts or parts[0] == "latest":
+        raise ValueError(f"tag={tag!r}: pass the name of a folder in {folder}, other than `latest`, which is a file")
+    return Path(_folder("save_dir", folder)) / name, name
+
+
+def _folder(name: str, folder: Any) -> Any:
+    if not folder or not isinstance(folder, str | PathLike):
+        raise ValueError(f"{name}={folder!r}: pass a folder")
+    return folder

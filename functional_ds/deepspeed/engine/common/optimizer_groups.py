@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from functional_ds.base.torch_private import hooks_of_optimizer
 from functional_ds.base.weighted import Weighted
 from functional_ds.deepspeed.config.ds_optimizers import OptimizerRule, rule_of
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
@@ -195,8 +196,18 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, st
 
     Raises:
         ValueError: there is no pure form of it, or of one of its options; a parameter is none of the module's.
+        UsageError: it has made updates, or has hooks.
     """
-    build = _builder(optimizer)
+    build, kind = _builder(optimizer), type(optimizer).__name__
+    if any(x is not None for held in optimizer.state.values() if float(held.get("step", 1)) for x in held.values()):
+        raise UsageError(
+            f"optimizer: this {kind} has made updates, and the engine begins with moments of zero; pass a new one, and go on "
+            "from engine.load_checkpoint, or set moments by safe_set_full_optimizer_state"
+        )
+    if hooks_of_optimizer(optimizer):
+        raise UsageError(
+            f"optimizer: this {kind} has hooks, and the engine never calls its step(); call them around engine.step()"
+        )
     found = []
     for group in optimizer.param_groups:
         if group["params"]:

@@ -112,6 +112,7 @@ class EngineLoop:
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(params, *args, **kwargs)``, in the pass that is open, or in a new one."""
         self.live.follow_modes()
+        self.live.follow_values(self.rest)
         if not torch.is_grad_enabled():
             with self.step.open(self.state, None, self.grads, trains=False) as run:
                 return run(function, *args, **kwargs)
@@ -175,6 +176,7 @@ class EngineLoop:
         self.collect()
         if self._touched and not self._begun:
             self._end_pass()
+        self.live.follow_values(self.rest)
         return self.state
 
     def end_micro_batch(self) -> None:
@@ -188,6 +190,7 @@ class EngineLoop:
         grads = self.grads
         if grads is None:
             raise RuntimeError("step: there are no gradients; call engine.backward(loss) since the last update")
+        self.live.follow_values(self.rest)
         if self._run is not None:
             self._run.close()
         several, self.share.factor = self._backwards > 1, self.micro_batches / self._passes

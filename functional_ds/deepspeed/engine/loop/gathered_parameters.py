@@ -88,11 +88,15 @@ def GatheredParameters(
         enabled: False does nothing.
 
     Raises:
-        ValueError: values of another shape.
+        ValueError: values of another shape; there is no such rank.
 
     Cost: an all-gather of each parameter, and a broadcast of each with ``modifier_rank``.
     """
     del fwd_module
+    if modifier_rank is not None and not 0 <= modifier_rank < comm.world().size:
+        raise ValueError(
+            f"GatheredParameters: modifier_rank={modifier_rank}, and there are {comm.world().size} ranks from 0 on"
+        )
     given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, Tensor) else params
     given = [*given] if enabled else []
     held: list[Any] = [p for p in given if hasattr(p, "ds_id") and hasattr(p, _OWNER)]

@@ -1,7 +1,7 @@
 """The user's own module beside a step's state: its parameters and buffers show what the state has."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,6 +16,8 @@ from functional_ds.state_dict.leaf_places import StateLayout
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
+from .zero_init import ZeroParamStatus
+
 __all__ = ["LiveModule", "take_over"]
 
 
@@ -26,7 +28,7 @@ class _LiveParameters:
     start: int
     shape: torch.Size
     stride: tuple[int, ...]
-    parameter: nn.Parameter
+    name: str
 
 
 @attrs.define(eq=False)
@@ -48,6 +50,9 @@ class LiveModule:
     shows: bool
     _views: list[list[_LiveParameters]] | None = None
     _seen: list[Any] = attrs.field(factory=list)  # the stored tensors that the parameters are views of
+    _shown: dict[str, Tensor] = attrs.field(factory=dict)  # what each whole parameter shows
+    _held: list[tuple[int, torch.dtype]] = attrs.field(factory=list)  # where each parameter's values are
+    _homes: dict[str, tuple[dict[str, Any], str]] = attrs.field(init=False)  # where the module has each
     _owners: list[nn.Module] = attrs.field(init=False)
     _bare: list[nn.Module] = attrs.field(init=False)
     _modes: list[bool] = attrs.field(init=False)
@@ -59,11 +64,15 @@ class LiveModule:
         self._owners, self._bare = [*self.module.modules()], [*self.apply.module.modules()]
         self._modes = [each.training for each in self._owners]
         self._trains = [each.requires_grad for each in self.params.values()]
-        self._own_buffers = {}
-        for path, owner in self.module.named_modules():
-            held = owner.__dict__["_buffers"]
-            for key in held:
-                self._own_buffers[f"{path}.{key}" if path else key] = (held, key)
+        self._own_buffers, self._homes = (
+            {
+                f"{path}.{key}" if path else key: (held, key)
+                for path, owner in self.module.named_modules()
+                for held in (owner.__dict__[kind],)
+                for key in held
+            }
+            for kind in ("_buffers", "_parameters")
+        )
 
     def follow_modes(self) -> None:
         """Gives the function the modes that the user's module has now."""
@@ -73,6 +82,45 @@ class LiveModule:
                 if bare.training != mode:
                     bare.training = mode
             self._modes = modes
+
+    def follow_values(self, rest: Callable[[], None]) -> None:
+        """Takes tensors that the program has assigned: ``parameter.data = x`` is ``parameter.data.copy_(x)``.
+
+        Args:
+            rest: called before a write.
+
+        Raises:
+            RuntimeError: another shape, dtype or device, another parameter, or one whose values are in shards.
+        """
+        homes = (self._homes[name] for name in self.params)
+        replaced = any(held.get(key) is not own for (held, key), own in zip(homes, self.params.values(), strict=True))
+        if not replaced and self._kinds() == self._held:
+            return
+        for (name, own), (_, dtype) in zip(self.params.items(), self._held, strict=True):
+            (held, key), shown = self._homes[name], self._shown.get(name)
+            if held.get(key) is not own:
+                raise RuntimeError(
+                    f"{name!r} of engine.module is not the parameter that it was at initialize, which the step trains; write "
+                    "into that: parameter.data.copy_(value)"
+                )
+            if shown is None and own.numel() and getattr(own, "ds_status", None) is not ZeroParamStatus.AVAILABLE:
+                raise RuntimeError(
+                    f"{name!r} was assigned a value, and its values are in shards; assign it within "
+                    "zero.GatheredParameters(parameter, modifier_rank=0)"
+                )
+            like = own if shown is None else shown
+            if (own.shape, own.dtype, own.device) != (like.shape, dtype, like.device):
+                raise RuntimeError(
+                    f"{name!r} of engine.module is now {own.dtype} of shape {list(own.shape)} on {own.device}, and the step "
+                    f"has {dtype} of shape {list(like.shape)} on {like.device}; change shapes, dtypes and devices before "
+                    "initialize, or the dtype by bf16 or fp16 in the config"
+                )
+            if shown is not None and own.data_ptr() != shown.data_ptr():
+                rest()
+                own.data = shown.copy_(own.detach())
+
+    def _kinds(self) -> list[tuple[int, torch.dtype]]:
+        return [(own.data_ptr(), own.dtype) for own in self.params.values()]
 
     def call(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The module's value; parameters that the user's module has frozen by now get no gradient.
@@ -101,7 +149,8 @@ class LiveModule:
                     flat = tensor.detach().view(-1)
                     begin = flat.storage_offset()
                     for view in views:
-                        view.parameter.data = flat.as_strided(view.shape, view.stride, begin + view.start)
+                        shown = self._shown[view.name] = flat.as_strided(view.shape, view.stride, begin + view.start)
+                        self.params[view.name].data = shown
                     self._seen[index] = tensor.data_ptr()
         elif self._views is None:
             self._views = []
@@ -109,6 +158,7 @@ class LiveModule:
             for tensor, place in zip(tree.leaves(state.params), frame.places, strict=True):
                 for member in place.members:
                     self.clear(self.params[frame.leaves[member][0]], tensor.dtype)
+        self._held = self._kinds()
         if self._own_buffers:
             for name, buffer in _flat(step.module_buffers(state)):
                 if name in self._own_buffers:
@@ -130,6 +180,7 @@ class LiveModule:
         for name, parameter in self.params.items():
             if name not in own:
                 self.clear(parameter)
+        self._held = self._kinds()
 
     def _places(self, state: State) -> list[list[_LiveParameters]]:
         frame = StateLayout.of(state).stored
@@ -139,10 +190,10 @@ class LiveModule:
             cuts = () if form is None else form[0].cuts
             rows = []
             for cut in cuts:
-                parameter = self.params[frame.leaves[cut.leaf][0]]
-                shape = parameter.shape
+                name = frame.leaves[cut.leaf][0]
+                shape = self.params[name].shape
                 stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-                rows.append(_LiveParameters(cut.start, shape, stride, parameter))
+                rows.append(_LiveParameters(cut.start, shape, stride, name))
             found.append(rows)
         return found
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import PosixPath
+from pickle import PicklingError
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ def encoded(value: Any) -> Any:
     Law: ``decoded(encoded(x)) = x``, of the same types.
 
     Raises:
-        ValueError: it contains itself, or is nested too deeply.
+        ValueError: it contains itself, or is nested too deeply; an object in it cannot be pickled.
 
     >>> encoded({"epoch": 3, "milestones": Counter({4: 1})})
     {'epoch': 3, 'milestones': {'__kind__': 'Counter', 'items': [[4, 1]]}}
@@ -48,9 +49,12 @@ def _encoded(value: Any) -> Any:
     for kind, (is_one, parts, _) in _KINDS.items():
         if is_one(value):
             return {_KIND: kind, **parts(value)}
-    held = io.BytesIO()
-    torch.save(value, held)
-    return {_KIND: "pickle", "type": f"{type(value).__module__}.{type(value).__qualname__}", "data": _text(held.getvalue())}
+    held, kind = io.BytesIO(), f"{type(value).__module__}.{type(value).__qualname__}"
+    try:
+        torch.save(value, held)
+    except (AttributeError, TypeError, PicklingError) as error:
+        raise ValueError(f"a {kind} cannot be saved: {error}; keep plain values, tensors and arrays") from error
+    return {_KIND: "pickle", "type": kind, "data": _text(held.getvalue())}
 
 
 def pickled_paths(data: Any, name: str) -> list[str]:
