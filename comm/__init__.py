@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from functional_ds.comm.record.group import Group
     from functional_ds.comm.record.ledger import Ledger, Row
     from functional_ds.comm.record.pending import Pending
-    from functional_ds.comm.simulation.simulator import simulate
+    from functional_ds.comm.simulation.simulate import simulate
     from functional_ds.comm.table import errors
     from functional_ds.comm.table.permutation import Permutation
     from functional_ds.comm.worlds.current import world
     from functional_ds.comm.worlds.symmetric import is_symmetric, symmetric
 
     from . import algorithms, codecs, debug, table
-    from .api import all_gather, all_reduce, barrier, broadcast, gather, reduce, reduce_scatter, repeat, scatter
+    from .api import all_gather, all_reduce, barrier, broadcast, reduce_scatter, repeat
     from .declare import invariant, partial, replicated, varying
     from .dispatch import start
     from .exchange import all_to_all, permute
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .mesh import Mesh, mesh
     from .objects import all_gather_object, broadcast_object
     from .p2p import Recv, Send, batch_p2p, recv, send
+    from .rooted import gather, reduce, scatter
     from .setup import (
         destroy_process_group,
         get_local_rank,

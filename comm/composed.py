@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.comm.dispatch import relay
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.pending import Pending, Request, relay
+from functional_ds.comm.record.pending import Pending, Request
 
 from .dispatch import collective, resolve_group
 

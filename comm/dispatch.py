@@ -1,6 +1,6 @@
-"""Calls of collectives on pytrees, with autograd."""
+"""Calls of collectives on pytrees, with autograd, and chains of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from operator import itemgetter
@@ -14,22 +14,23 @@ from torch import Tensor
 from functional_ds.base import tree as pytree
 from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import is_fake
-from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.comm.record.group import Group, Ready, call_site, poll_all
 from functional_ds.comm.record.ledger import LedgerCall, begin
 from functional_ds.comm.record.pending import Pending, Request
 from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.comm.table.errors import CommError
-from functional_ds.comm.worlds.current import world
+from functional_ds.comm.worlds.current import current_recorder, world
+
+from .autograd_node import Transposed, is_differentiable, results_in_graph
 
 __all__ = [
     "check_avg",
     "check_call",
     "collective",
     "flatten",
-    "is_differentiable",
     "outline",
     "prepare",
+    "relay",
     "request",
     "request_all",
     "resolve_dim",
@@ -43,51 +44,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class _Differentiable(torch.autograd.Function):
-    """A node of the autograd graph for calls that are started together; its backward calls their adjoints, differentiably."""
-
-    @staticmethod
-    def forward(ctx: Any, started: "Sequence[_StartedCall]", group: Group, *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.calls, ctx.group = [(one.call, len(one.leaves), one.site) for one in started], group
-        results = [result for one in started for result in one.handle.wait()]
-        ctx.mark_non_differentiable(*(r for r in results if not is_differentiable(r)))
-        token = torch.empty(0, device=leaves[0].device)
-        ctx.save_for_backward(token)
-        return (*results, token)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *rest, _ = grads
-        (token,), started = ctx.saved_tensors, []
-        with ctx.group.world.batch():
-            for call, count, site in ctx.calls:
-                adjoint = call.collective.adjoint(call.options)
-                if adjoint is None:
-                    shown = call.shown(ctx.group.rank)
-                    raise ValueError(f"{shown} has no transpose, so no gradient flows through it: detach its input")
-                smooth = [_in_graph(grad, token) for grad in rest[:count] if is_differentiable(grad)]
-                started.append(start_call(adjoint, smooth, ctx.group, beside=len(ctx.calls) > 1, transposed=site))
-                del rest[:count]
-        back = iter([result for results in _finish(started, ctx.group) for result in results])
-        return (None, None, *(next(back) if is_differentiable(grad) else None for grad in grads[:-1]))
-
-
-def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
-    """The gradient as part of the graph, in a backward pass that is itself differentiated (``create_graph=True``).
-
-    A gradient, such as a sender's, may be constant on one rank and not on another. The second backward pass must reach this
-    call on both, since each needs the other's part. The token is an output of the call without elements; adding it links them.
-    """
-    return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
-
-
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _ALONE: optree.PyTreeSpec = pytree.structure(0)  # a lone tensor's
-
-
-def is_differentiable(tensor: Tensor) -> bool:
-    """Whether tensors of its dtype have gradients."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def check_avg(leaves: Sequence[Tensor], op: str) -> None:
@@ -186,8 +144,15 @@ def _finish(started: Sequence[_StartedCall], group: Group) -> list[list[Tensor]]
     smooth = [one for one in started if any(leaf.requires_grad for leaf in one.leaves)] if torch.is_grad_enabled() else []
     if not smooth:
         return [one.handle.wait() for one in started]
-    outputs = iter(_Differentiable.apply(smooth, group, *(leaf for one in smooth for leaf in one.leaves)))
+    outputs = iter(results_in_graph(smooth, group, _carry_out_transposed))
     return [[next(outputs) for _ in one.leaves] if one in smooth else one.handle.wait() for one in started]
+
+
+def _carry_out_transposed(calls: Sequence[Transposed], group: Group) -> list[list[Tensor]]:
+    """Results of the transposes of calls that were started together, and start together."""
+    with group.world.batch():
+        started = [start_call(call, xs, group, beside=len(calls) > 1, transposed=site) for call, xs, site in calls]
+    return _finish(started, group)
 
 
 def resolve_group(group: Group | None) -> Group:
@@ -319,3 +284,44 @@ def resolve_dim(name: str, tree: Any, dim: int) -> int:
         if 0 < leaf.dim() < -dim:
             raise ValueError(f"{name}: dim={dim} is out of range for a tensor of shape {list(leaf.shape)}")
     return dim + leaves[0].dim() if leaves else 0
+
+
+def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]], lane: Group, device: torch.device) -> Pending[Any]:
+    """A chain of collectives: each function gets the result of the one before and returns a ``Pending``.
+
+    The world carries the chain out beside the program, the chains of one lane one after another. So when a later collective
+    starts depends on no ``poll`` or ``wait`` of this rank. All ranks begin the chains of a lane in one order, and nothing
+    else uses the channels of a chain's later collectives.
+
+    Args:
+        first: the first collective.
+        rest: functions that start the later ones.
+        lane: names the lane; usually the channel of a later collective.
+        device: where the tensors are. On CUDA all collectives of the chain are launched at once, on a stream of the lane's.
+
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     rank, late = torch.tensor([float(comm.world().rank)]), comm.world().channel("late")
+    ...     total = comm.start(comm.all_reduce, rank)
+    ...     gather = lambda x: comm.start(comm.all_gather, x + rank, late)
+    ...     chain = relay(total, gather, lane=late, device=rank.device)
+    ...     return chain.wait().tolist()
+    >>> comm.simulate(program, world_size=2)
+    [[1.0, 2.0], [1.0, 2.0]]
+    """
+    if not rest:
+        return first
+    if current_recorder() is not None:
+        for start in rest:
+            first = start(first.wait())
+        return first
+
+    def steps() -> Iterator[Any]:
+        value = first.wait()
+        for start in rest:
+            yield value
+            value = start(value).wait()
+        yield value
+
+    chain = lane.world.beside(steps, lane, device)
+    return Pending(chain.wait, chain.poll, lambda: f"a chain of collectives on {lane}")

@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .dispatch import is_differentiable
+from .autograd_node import is_differentiable
 
 __all__ = ["Graft"]
 

@@ -18,9 +18,9 @@ LAYERS = ("functional_ds", "comm", "transforms")  # folders at the root: one imp
 
 READING = {
     "what is computed with": """functional_ds/base/tree.py functional_ds/base/weighted.py functional_ds/base/marks.py
-        functional_ds/base/prng.py functional_ds/base/batch.py functional_ds/sharding/segment.py""",
+        functional_ds/base/prng.py functional_ds/sharding/segment.py""",
     "collectives": """comm/table/collective.py comm/table/rows.py comm/table/tiling.py comm/backends/reduction.py comm/api.py
-        comm/dispatch.py comm/record/group.py comm/record/pending.py comm/record/call_recorder.py comm/worlds/current.py
+        comm/dispatch.py comm/record/group.py comm/record/pending.py comm/worlds/current.py
         comm/worlds/rng_state.py comm/algorithms/bruck.py comm/simulation/simulator.py comm/simulation/schedule.py""",
     "a step on one device": """functional_ds/step/phase_signatures.py functional_ds/step/phases.py
         functional_ds/step/mesh_axes.py
@@ -36,7 +36,7 @@ READING = {
     "of torch, what is private": "functional_ds/base/torch_private.py",
     "the wire, between processes": """comm/worlds/process.py comm/worlds/process_handle.py comm/worlds/worker.py
         comm/record/failed_steps.py comm/backends/malloc.py comm/backends/pool.py comm/backends/gloo.py
-        comm/backends/primitives.py comm/exchange.py comm/table/exchanges.py comm/table/permutation.py
+        comm/backends/primitives.py comm/table/packing.py comm/exchange.py comm/table/exchanges.py comm/table/permutation.py
         functional_ds/base/device_streams.py""",
 }
 

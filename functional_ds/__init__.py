@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from functional_ds.sharding.leaf_map import LeafMap
     from functional_ds.sharding.sources import from_source
     from functional_ds.step.compose import compose, wrap
-    from functional_ds.step.open_pass import Gradients, OpenPass
+    from functional_ds.step.open_pass import OpenPass
+    from functional_ds.step.pass_gradients import Gradients
     from functional_ds.step.phases import innermost, outermost
     from functional_ds.step.state.state import DonatedStateError, State, UpdateError
     from functional_ds.step.step import Step, Transform

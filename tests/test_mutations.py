@@ -1228,7 +1228,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "torch.cat(list(pieces)[::-1], options['dim'])",
         ),
         Bug("max adds", "comm.backends.reduction:fold", "binary = OPS[op]", "binary = OPS['sum' if op == 'max' else op]"),
-        Bug("a mean is over n + 1", "comm.api:_reducing.divided", "group.size", "group.size + 1"),
+        Bug("a mean is over n + 1", "comm.api:reducing.divided", "group.size", "group.size + 1"),
     ],
     (exchanges_are_dense_programs,): [
         Bug(
@@ -1249,7 +1249,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "options['perm'].source",
             "options['perm'].target",
         ),
-        Bug("all get the whole", "comm.table.rows:_gather", "rank == options['dst']", "True"),
+        Bug("all get the whole", "comm.table.rooted_rows:_gather", "rank == options['dst']", "True"),
         Bug(
             "sizes are everybody's own",
             "comm.uneven:sizes_along",
@@ -1276,7 +1276,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (nothing_is_left_over,): [
-        Bug("leftovers are forgotten", "comm.simulation.simulator:simulate", "simulator.slots", "False"),
+        Bug("leftovers are forgotten", "comm.simulation.simulate:simulate", "simulator.slots", "{}"),
     ],
     (ranks_keep_their_settings,): [
         Bug("ranks share warning filters", "comm.worlds.rng_state:RngState.copies", "[*self.filters]", "self.filters"),
@@ -1444,8 +1444,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (buffers_are_state, 2): [
         Bug(
             "a pass writes into the state",
-            "step.state.buffers:Held.of",
-            "_plain(b)",
+            "step.state.buffer_scope:Held.of",
+            "plain_copy(b)",
             "b",
             RuntimeError,  # it is noticed
         ),
@@ -1472,7 +1472,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
         Bug(
             "what kept its bits is not sent",
-            "step.state.buffers:_with_siblings",
+            "step.state.buffer_scope:_with_siblings",
             "name in written or name.rpartition('.')[0] in owners",
             "name in () and name.rpartition('.')[0] in owners",
         ),
@@ -1639,7 +1639,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (norms_are_of_the_whole_gradient, 2): [
         Bug(
             "each rank clips by its own shards",
-            "step.mesh_axes:_total",
+            "step.gradient_sums:_total",
             "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
             "functools.reduce(operator.add, divided)",
         ),
@@ -1647,7 +1647,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (everybody_hears_of_an_overflow, 2): [
         Bug(
             "one rank's finite gradients suffice",
-            "step.mesh_axes:finite",
+            "step.gradient_sums:finite",
             "comm.all_reduce(everywhere, axis.ranks(), op='min')",
             "comm.all_reduce(everywhere, axis.ranks(), op='max')",
         ),
@@ -1723,7 +1723,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "untouched units are not reduced",
             "transforms.zero.lazy_params:LazyParams.finish",
-            "self._trained_leaves(unit) and unit not in self._in_graph",
+            "self._trained_leaves(unit) and unit not in self._tokens",
             "False",
             comm.errors.DeadlockError,
         ),
@@ -1732,7 +1732,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (rank_0_gives_the_params, 0): [
         Bug(
             "each rank keeps its own params",
-            "transforms.zero.zero:_InitialShards.read",
+            "transforms.zero.initial_shards:InitialShards.read",
             "partial(_of_first, groups=self.groups.among(segment.sharers))",
             "lambda leaf: leaf",
         ),
@@ -1759,14 +1759,14 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (test_nested_autograd.test_losses_that_differentiate, test_nested_autograd.sam, 3, 2): [
         Bug(
             "a leaf is another tensor after an eviction",
-            "transforms.zero.lazy_params:LazyParams._same",
+            "transforms.zero.saved_places:UnitLeaves.filled",
             "unit not in self._trained",
-            "unit not in self._leaves",
+            "unit not in self.whole",
             RuntimeError,
         ),
         Bug(
             "a leaf gets the first memory that its unit had",
-            "transforms.zero.lazy_params:LazyParams._same",
+            "transforms.zero.saved_places:UnitLeaves.filled",
             "leaves[place].data = views[place]",
             "pass",
             RuntimeError,
@@ -2109,7 +2109,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "1 if state.skip is None else state.skip.logical_not()",
             "1",
         ),
-        Bug("NaN is finite", "step.mesh_axes:_finite", "overflow[0] == 0", "~torch.cat(grads).isinf().any()"),
+        Bug("NaN is finite", "step.gradient_sums:_finite", "overflow[0] == 0", "~torch.cat(grads).isinf().any()"),
         Bug(
             "a scale is never adjusted",
             "transforms.precision.mixed_precision:_MixedPrecision.update",

@@ -134,14 +134,7 @@ SAME_FILE_NAMES = {
 LINES, FILES = 400, 12
 
 # Files and folders that are larger, until what they hold is divided.
-LONG = {
-    "base.torch_private",
-    "step.open_pass",
-    "step.state.buffers",
-    "step.step",
-    "transforms.zero.lazy_params",
-    "transforms.zero.zero",
-}
+LONG = {"step.step"}
 LARGE = {"comm", "step", "transforms.zero"}
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from functional_ds.base import tree
-from functional_ds.base.batch import rows_of, split
+from functional_ds.base.batch import split
+from functional_ds.base.tree import rows_of
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.phases import Trait

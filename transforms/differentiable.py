@@ -19,7 +19,8 @@ from functional_ds.step.graph_checks import check_graph
 from functional_ds.step.pass_scope import Pass, with_buffers
 from functional_ds.step.phase_signatures import Phase
 from functional_ds.step.phases import Trait
-from functional_ds.step.state.buffers import BUFFERS, Buffers, BufferScope
+from functional_ds.step.state.buffer_scope import BufferScope
+from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State, with_unused
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import updating

@@ -7,8 +7,8 @@ import attrs
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.batch import rows_of
 from functional_ds.base.marks import is_trainable
+from functional_ds.base.tree import rows_of
 from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining.execution.boundary import TensorMeta, on_shapes
 from functional_ds.pipelining.execution.gradients import PipelineSpec, gradients, measure

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.torch_private import disable_dispatch_modes, is_fake
-from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.variance.declarations import raw_bytes
+from functional_ds.comm.worlds.current import current_recorder
 
 from .description import described
 

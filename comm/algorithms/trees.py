@@ -13,7 +13,7 @@ from functional_ds.comm.dispatch import start
 from functional_ds.comm.p2p import Recv, Send, batch_p2p
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
-from functional_ds.comm.table.tiling import pad_rows
+from functional_ds.comm.table.packing import pad_rows
 
 __all__ = ["TreeRole", "combined", "cut", "in_order", "joined", "role_in", "second", "through"]
 

@@ -1,6 +1,7 @@
 """Reductions: how the values of several ranks combine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,10 +58,14 @@ def _folded(binary: Callable[..., Tensor], total: Tensor, pieces: Sequence[Tenso
     return total
 
 
-def fold_by_node(pieces: Sequence[Tensor], op: str, ranks_per_node: int) -> Tensor:
-    """Combines the pieces of each node's ranks, then those results, each rounded to the pieces' dtype."""
-    if ranks_per_node > 1:
-        pieces = [fold(pieces[i : i + ranks_per_node], op) for i in range(0, len(pieces), ranks_per_node)]
+def fold_by_node(pieces: Sequence[Tensor], options: Mapping[str, Any]) -> Tensor:
+    """Combines by ``options["op"]`` the pieces of each node's ranks, then those results, each rounded to the pieces' dtype.
+
+    ``options["ranks_per_node"]`` says how many neighbours share a node; without it they are combined at once.
+    """
+    op, per_node = options["op"], options.get("ranks_per_node", 1)
+    if per_node > 1:
+        pieces = [fold(pieces[i : i + per_node], op) for i in range(0, len(pieces), per_node)]
     return fold(pieces, op)
 
 

@@ -13,14 +13,14 @@ from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather, all_reduce, reduce_scatter
 from functional_ds.comm.backends.reduction import fold
 from functional_ds.comm.declare import varying
-from functional_ds.comm.dispatch import check_avg, check_call, flatten, prepare, resolve_dim, resolve_group
+from functional_ds.comm.dispatch import check_avg, check_call, flatten, prepare, relay, resolve_dim, resolve_group
 from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.graft import Graft
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.pending import Pending, Request, relay
+from functional_ds.comm.record.pending import Pending, Request
 from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.packing import pack_cut, pad_rows, piece_shape, unpack_joined
 from functional_ds.comm.table.rows import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from functional_ds.comm.table.tiling import pack_cut, pad_rows, piece_shape, unpack_joined
 
 from .codec import Codec
 

@@ -15,8 +15,8 @@ from functional_ds.comm.dispatch import check_avg, flatten, resolve_dim, resolve
 from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.packing import pack_cut, pad_rows, piece_shape, unpack_joined
 from functional_ds.comm.table.rows import ALL_REDUCE, REDUCE_SCATTER
-from functional_ds.comm.table.tiling import pack_cut, pad_rows, piece_shape, unpack_joined
 
 from .codec import Codec
 from .compressed import check_leaves, crop, decode_leaf, encode_leaf, sum_dtype

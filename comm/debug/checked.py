@@ -10,7 +10,7 @@ from functional_ds.comm.api import barrier
 from functional_ds.comm.dispatch import resolve_group
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Here
-from functional_ds.comm.table.rows import BARRIER
+from functional_ds.comm.table.rooted_rows import BARRIER
 from functional_ds.comm.worlds.call_log import CallLog
 from functional_ds.comm.worlds.current import world
 from functional_ds.comm.worlds.process import ProcessWorld, check_timeout

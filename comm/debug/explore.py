@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.tree import NAMESPACE
-from functional_ds.comm.simulation.simulator import simulate
+from functional_ds.comm.simulation.simulate import simulate
 from functional_ds.comm.table.errors import DivergenceError
 
 __all__ = ["explore"]

@@ -1,28 +1,17 @@
-"""Who writes the collectives of this thread down instead of carrying them out, where a step is traced into a graph."""
+"""What writes a thread's collectives down instead of carrying them out, where a step is traced into a graph."""
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
 
-from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.table.collective import Call, Handle
 
 from .group import Group
 
-__all__ = [
-    "CallRecorder",
-    "TraceNotes",
-    "UnitGathering",
-    "current_recorder",
-    "labelled",
-    "recomputing",
-    "recording",
-    "runs_on_shapes",
-]
+__all__ = ["CallRecorder", "TraceNotes", "UnitGathering"]
 
 
 @attrs.frozen
@@ -83,49 +72,3 @@ class CallRecorder(Protocol):
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool) -> Handle:
         """The call's place in the graph; its handle gives results without values."""
         ...
-
-
-class _RecorderOfThread(threading.local):
-    """What is known of the current thread; a simulated rank is one."""
-
-    recorder: CallRecorder | None = None
-
-
-_HERE = _RecorderOfThread()
-
-
-def current_recorder() -> CallRecorder | None:
-    """That of this thread; None where collectives are carried out."""
-    return _HERE.recorder
-
-
-@contextmanager
-def recording(recorder: CallRecorder) -> Iterator[None]:
-    """Within the block this thread's collectives are the recorder's."""
-    outer = current_recorder()
-    _HERE.recorder = recorder
-    try:
-        yield
-    finally:
-        _HERE.recorder = outer
-
-
-def labelled(name: str) -> AbstractContextManager[None]:
-    """Within the block what this thread's collectives carry has a name, if they are recorded."""
-    recorder = current_recorder()
-    return nullcontext() if recorder is None else recorder.labelled(name)
-
-
-def recomputing() -> AbstractContextManager[None]:
-    """Within the block this thread computes again what a backward pass needs, which its graph shows, if there is one."""
-    recorder = current_recorder()
-    return nullcontext() if recorder is None else recorder.recomputing()
-
-
-def runs_on_shapes(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a trial without values, whose numbers are unused.
-
-    Not while a step is traced into a graph, which runs on values later: what depends on them there must be in the graph.
-    """
-    recorder = current_recorder()
-    return tensor.is_meta or (is_fake(tensor) and (recorder is None or recorder.trial))

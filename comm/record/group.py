@@ -156,7 +156,7 @@ class World(ABC):
 
     def channel(self, group: "Group", name: str) -> "Group":
         """The same ranks, with an order of collectives of its own."""
-        return attrs.evolve(group, name=f"{group.name}/{name}")
+        return Group(group.ranks, group.rank, f"{group.name}/{name}", group.world)
 
 
 @attrs.frozen(repr=False)

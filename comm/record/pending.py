@@ -1,7 +1,7 @@
 """Collectives that have not begun, and those that are under way."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -13,10 +13,9 @@ from functional_ds.base.torch_private import version_of
 from functional_ds.comm.table.collective import Call, Handle, Here, WatchedHandle
 from functional_ds.comm.table.errors import WrittenError
 
-from .call_recorder import current_recorder
 from .group import Group, call_site, poll_all
 
-__all__ = ["Pending", "Request", "relay", "watched_inputs"]
+__all__ = ["Pending", "Request", "watched_inputs"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -113,57 +112,16 @@ class Request(Generic[T]):
         return Request(lambda: function(self.run()), lambda: self.start().then(function))
 
 
-def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]], lane: Group, device: torch.device) -> Pending[Any]:
-    """A chain of collectives: each function gets the result of the one before and returns a ``Pending``.
-
-    The world carries the chain out beside the program, the chains of one lane one after another. So when a later collective
-    starts depends on no ``poll`` or ``wait`` of this rank. All ranks begin the chains of a lane in one order, and nothing
-    else uses the channels of a chain's later collectives.
-
-    Args:
-        first: the first collective.
-        rest: functions that start the later ones.
-        lane: names the lane; usually the channel of a later collective.
-        device: where the tensors are. On CUDA all collectives of the chain are launched at once, on a stream of the lane's.
-
-    >>> from functional_ds import comm
-    >>> def program():
-    ...     rank, late = torch.tensor([float(comm.world().rank)]), comm.world().channel("late")
-    ...     total = comm.start(comm.all_reduce, rank)
-    ...     gather = lambda x: comm.start(comm.all_gather, x + rank, late)
-    ...     chain = relay(total, gather, lane=late, device=rank.device)
-    ...     return chain.wait().tolist()
-    >>> comm.simulate(program, world_size=2)
-    [[1.0, 2.0], [1.0, 2.0]]
-    """
-    if not rest:
-        return first
-    if current_recorder() is not None:
-        for start in rest:
-            first = start(first.wait())
-        return first
-
-    def steps() -> Iterator[Any]:
-        value = first.wait()
-        for start in rest:
-            yield value
-            value = start(value).wait()
-        yield value
-
-    chain = lane.world.beside(steps, lane, device)
-    return Pending(chain.wait, chain.poll, lambda: f"a chain of collectives on {lane}")
-
-
 # -- inputs that must stay as they are until the call is over -----------------------------------------------------------
 
 
-def watched_inputs(handle: Handle, call: Call, tensors: Sequence[Tensor], group: Group) -> Handle:
-    """The call under way, the wait for which raises where an input was written since the start.
+def watched_inputs(handle: Handle, call: Call, tensors: Sequence[Tensor], group: Group, site: str = "") -> Handle:
+    """The call under way, the wait for which raises where an input was written since the start, at ``site``.
 
     A transport may read an input at any time until the wait. A write is noticed by torch's version counter, and by a checksum
     of CPU tensors, because ``.data`` and NumPy write without counting. The checksum reads the tensor twice.
     """
-    here, site = Here(call.options, group.rank, group.size), call_site()
+    here, site = Here(call.options, group.rank, group.size), site or call_site()
     held = [(tensor, _state(tensor)) for tensor in (tensors if call.collective.reads(here) else ())]
 
     def checked(wait: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -188,8 +146,7 @@ def _state(tensor: Tensor) -> tuple[int | None, int]:
     version = None if tensor.is_inference() else version_of(tensor)  # inference tensors have none
     if tensor.device.type != "cpu":
         return version, 0
-    with torch.no_grad():
-        plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-        if plain.stride(0) != 1:  # also a single element, which torch calls contiguous whatever its stride
-            plain = plain.clone(memory_format=torch.contiguous_format)
+    plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if plain.stride(0) != 1:  # also a single element, which torch calls contiguous whatever its stride
+        plain = plain.clone(memory_format=torch.contiguous_format)
     return version, zlib.crc32(plain.view(torch.uint8).numpy().data) if plain.numel() else 0

@@ -8,8 +8,7 @@ knows who waits for whom.
 import ctypes
 import random
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -17,13 +16,14 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.torch_private import disable_dispatch_modes
-from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
+from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Here
 from functional_ds.comm.table.errors import DeadlockError, MismatchError
-from functional_ds.comm.worlds.current import enter
 from functional_ds.comm.worlds.rng_state import RngState, drop_spare_normal
 
-__all__ = ["AbortedError", "GroupCall", "RankCall", "ScheduledWorld", "Simulator", "copied"]
+from .deadlock import Awaited, deadlock
+
+__all__ = ["AbortedError", "GroupCall", "RankCall", "Simulator", "copied"]
 
 _PATIENCE = 1.0  # seconds for the ranks to end when the caller is interrupted
 _MAX_FRUITLESS_POLLS = 10_000  # after which a program that only polls is reported as a deadlock
@@ -61,8 +61,10 @@ class GroupCall:
     def done(self) -> bool:
         return self.outputs is not None
 
-    def missing(self) -> list[int]:
-        return [rank for rank in self.members if rank not in self.arrivals]
+    def awaited(self, rank: int) -> str:
+        """The rank's call, its call site, and the ranks that have not called."""
+        arrival, missing = self.arrivals[rank], ", ".join(str(member) for member in self.members if member not in self.arrivals)
+        return f"{arrival} on group {self.group.name!r} at {arrival.site} for rank {missing}"
 
     def complete(self) -> None:
         """Applies the denotation to each leaf; by law 12 that is the meaning of a coalesced call."""
@@ -83,77 +85,17 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-@attrs.define(eq=False)
-class _LaneJob:
-    """Steps that a lane carries out."""
-
-    world: "ScheduledWorld"
-    steps: Callable[[], Iterator[Any]]
-    site: str
-    done: bool = False
-    value: Any = None
-
-    def run(self) -> None:
-        with at_site(self.site):
-            self.value = last(self.steps())
-
-    def wait(self) -> Any:
-        self.world.simulator.wait(self.world.here, self)
-        return self.value
-
-    def poll(self, timeout: float) -> bool:
-        return self.world.simulator.poll(self.world.here, self, timeout > 0)
-
-
-@attrs.define(eq=False)
-class _Lane:
-    """A thread that carries out jobs of one rank, in order; ``actor`` is its number in the schedule."""
-
-    world: "ScheduledWorld"
-    actor: int
-    jobs: deque[_LaneJob] = attrs.field(factory=deque)
-
-
-@attrs.define(eq=False)
-class ScheduledWorld(World):
-    """The world of a rank whose turns a simulator picks.
-
-    Attributes:
-        simulator: runs all ranks.
-        threads: the threads that may call collectives, by identifier: each one's number in the schedule.
-        lanes: what runs beside the program, by lane.
-    """
-
-    simulator: "Simulator"
-    threads: dict[int, int] = attrs.field(factory=dict, kw_only=True)
-    lanes: dict[tuple[Any, ...], _Lane] = attrs.field(factory=dict, kw_only=True)
-
-    @property
-    def here(self) -> int:
-        """The number of this thread in the schedule: the rank, or a lane's."""
-        return self.threads.get(threading.get_ident(), self.rank)
-
-    def beside(self, steps: Callable[[], Iterator[Any]], lane: Group, device: torch.device) -> Beside:
-        key = (lane.ranks, lane.name)
-        if key not in self.lanes:
-            self.lanes[key] = self.simulator.lane(self, lane)
-        job = _LaneJob(self, steps, call_site())
-        self.lanes[key].jobs.append(job)
-        self.simulator.unfinished.add(self.lanes[key].actor)
-        return job
-
-
 class Simulator:
     """Lets one actor run at a time, the one that holds the baton: a rank (0 to n - 1) or a lane of one (from n on)."""
 
     def __init__(self, world_size: int, seed: int) -> None:
         self.world_size = world_size
-        self.lanes: list[tuple[_Lane, threading.Thread]] = []
+        self.lanes: dict[int, tuple[int, threading.Thread]] = {}  # by actor: the rank beside whose program it works
         self.random = random.Random(seed)
         self.batons = [threading.Lock() for _ in range(world_size)]  # all are locked except the one of the rank that runs
         for baton in self.batons:
             baton.acquire()
-        self.waiting: dict[int, GroupCall | _LaneJob] = {}
+        self.waiting: dict[int, Awaited] = {}
         self.blocked: set[int] = set()  # of those that wait, the ones whose collective is not complete
         self.polling: set[int] = set()
         self.fruitless = 0  # polls in a row that found nothing, since the last call of any rank
@@ -185,7 +127,7 @@ class Simulator:
             self.unblock(known)
         return known
 
-    def wait(self, rank: int, slot: GroupCall | _LaneJob, *, polls: bool = False) -> bool:
+    def wait(self, rank: int, slot: Awaited, *, polls: bool = False) -> bool:
         """Lets other ranks run until the collective is complete. A poll also ends when no other rank can continue."""
         drop_spare_normal()
         while not slot.done:
@@ -197,7 +139,7 @@ class Simulator:
         self.check()
         return True
 
-    def poll(self, rank: int, slot: GroupCall | _LaneJob, patient: bool) -> bool:
+    def poll(self, rank: int, slot: Awaited, patient: bool) -> bool:
         """Whether the collective is complete; other ranks run first.
 
         A patient poll lets them run until none can continue; any other poll, for a number of turns that the seed picks.
@@ -261,7 +203,7 @@ class Simulator:
         able = sorted(self.unfinished if self.failure is not None else self.unfinished - self.blocked) or sorted(self.polling)
         return self.random.choice(able) if able else None
 
-    def unblock(self, slot: GroupCall | _LaneJob) -> None:
+    def unblock(self, slot: Awaited) -> None:
         """Lets those go on that wait for what is done now."""
         self.blocked -= {actor for actor, waited in self.waiting.items() if waited is slot}
 
@@ -286,86 +228,29 @@ class Simulator:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
         self.abandoned = not self.over.wait(_PATIENCE)
 
-    # -- beside the program --------------------------------------------------------------------------------------------
+    # -- beside the programs -------------------------------------------------------------------------------------------
 
-    def lane(self, world: ScheduledWorld, group: Group) -> _Lane:
-        """A new lane of the world's rank."""
-        lane = _Lane(world, len(self.batons))
+    def add_lane(self, rank: int, name: str, work: Callable[[int], None]) -> int:
+        """A thread that works beside a rank's program whenever it has the baton; its number in the schedule."""
+        actor = len(self.batons)
         self.batons.append(threading.Lock())
-        self.batons[-1].acquire()
+        self.batons[actor].acquire()
         self.rng_states += RngState.now().copies(1)
-        thread = threading.Thread(target=self.work, args=(lane, group), daemon=True, name=f"rank {world.rank}, {group.name}")
-        self.lanes.append((lane, thread))
+        thread = threading.Thread(target=work, args=(actor,), daemon=True, name=f"rank {rank}, {name}")
+        self.lanes[actor] = rank, thread
         thread.start()
-        return lane
-
-    def work(self, lane: _Lane, group: Group) -> None:
-        """Carries out a lane's jobs whenever it has the baton."""
-        world, actor = lane.world, lane.actor
-        world.threads[threading.get_ident()] = actor
-        with enter(world, range(self.world_size)), torch.autograd.set_multithreading_enabled(False):
-            while True:
-                self.batons[actor].acquire()
-                if self.over.is_set():
-                    return
-                self.rng_states[actor].restore()
-                while lane.jobs:
-                    self.carry_out(lane.jobs[0])
-                    lane.jobs.popleft()
-                self.rng_states[actor] = RngState.now()
-                self.finish(actor)
-
-    def carry_out(self, job: _LaneJob) -> None:
-        try:
-            self.check()
-            job.run()
-        except AbortedError:
-            pass
-        except BaseException as error:
-            error.add_note(f"raised on simulated rank {job.world.rank} of {self.world_size}, in a chain begun at {job.site}")
-            self.failure = self.failure or error
-        job.done = True
-        self.unblock(job)
+        return actor
 
     def end_lanes(self) -> None:
         """Ends the lanes' threads; nothing runs any more."""
-        for lane, thread in self.lanes:
-            self.batons[lane.actor].release()
+        for actor, (_, thread) in self.lanes.items():
+            self.batons[actor].release()
             thread.join()
-
-    # -- what went wrong -----------------------------------------------------------------------------------------------
 
     def deadlock(self) -> DeadlockError:
         """The error that says where each rank waits."""
+        lanes = {actor: rank for actor, (rank, _) in self.lanes.items()}
         calls = {rank: slot for rank, slot in sorted(self.waiting.items()) if isinstance(slot, GroupCall)}
         found = {rank: (slot.arrivals[rank], tuple(slot.missing())) for rank, slot in calls.items() if rank in slot.arrivals}
         waits = {rank: (f"{call} at {call.site}", missing) for rank, (call, missing) in found.items()}
-        return DeadlockError(self.describe(), waits=waits)
-
-    def describe(self) -> str:
-        """The state of every rank: finished, or the call that it waits in and the ranks that it waits for."""
-        lines = ["deadlock: no rank can go on"]
-        for rank in range(self.world_size):
-            if rank not in self.unfinished:
-                lines.append(f"  rank {rank} has finished")
-            elif rank in self.waiting:
-                lines.append(f"  rank {rank} waits in {self.describe_wait(self.waiting[rank], rank)}")
-        for lane, _ in self.lanes:
-            if lane.actor in self.waiting:
-                rank, slot = lane.world.rank, self.waiting[lane.actor]
-                lines.append(f"  rank {rank}, beside its program, waits in {self.describe_wait(slot, rank)}")
-        return "\n".join(lines)
-
-    def describe_wait(self, slot: GroupCall | _LaneJob, rank: int) -> str:
-        """The rank's call, its call site, and the ranks that have not called."""
-        if isinstance(slot, _LaneJob):
-            return f"a chain of collectives begun at {slot.site}"
-        arrival, missing = slot.arrivals[rank], ", ".join(map(str, slot.missing()))
-        return f"{arrival} on group {slot.group.name!r} at {arrival.site} for rank {missing}"
-
-    def describe_unmatched(self) -> str:
-        """The calls that were started, that no rank waited for and that are not complete."""
-        stories = [
-            f"  rank {rank} started {self.describe_wait(slot, rank)}" for slot in self.slots.values() for rank in slot.arrivals
-        ]
-        return "\n".join(["all ranks have finished, but some never came to what others started", *sorted(stories)])
+        return DeadlockError(deadlock(self.world_size, self.unfinished, self.waiting, lanes), waits=waits)

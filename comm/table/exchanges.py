@@ -12,8 +12,10 @@ from functional_ds.comm.backends.primitives import Options
 
 from .collective import Call, Collective, Here, Traffic
 from .errors import MismatchError
-from .rows import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER, as_sent, but, nothing
-from .tiling import check_cut, check_dim, pack_cut, pack_rows, piece_shape, unpack_joined, unpack_rows
+from .packing import pack_cut, pack_rows, piece_shape, unpack_joined, unpack_rows
+from .rooted_rows import BARRIER, GATHER, SCATTER, nothing
+from .rows import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER, as_sent, but
+from .tiling import check_cut, check_dim
 from .variance import Variance
 
 __all__ = [

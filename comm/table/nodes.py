@@ -1,21 +1,15 @@
-"""What calls that go node by node compute and send; the option ``ranks_per_node`` says how many neighbours share a node."""
+"""What calls that go node by node send; the option ``ranks_per_node`` says how many neighbours share a node."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from functional_ds.comm.backends.primitives import Options
-from functional_ds.comm.backends.reduction import chunk_bounds, fold_by_node
+from functional_ds.comm.backends.reduction import chunk_bounds
 
 from .collective import Here
 
-__all__ = ["all_gather_volume", "all_reduce_volume", "fold_nodes", "shares_by_node"]
-
-
-def fold_nodes(xs: Sequence[Tensor], options: Options) -> Tensor:
-    """The values combined, by node where the call goes node by node."""
-    return fold_by_node(xs, options["op"], options.get("ranks_per_node", 1))
+__all__ = ["all_gather_volume", "all_reduce_volume", "shares_by_node"]
 
 
 def _own_chunk(numel: int, rank: int, n: int) -> int:

@@ -11,26 +11,15 @@ from torch import Tensor
 
 from functional_ds.comm.backends import gloo, nccl
 from functional_ds.comm.backends.primitives import Options
-from functional_ds.comm.backends.reduction import OPS, fold
+from functional_ds.comm.backends.reduction import OPS, fold, fold_by_node
 
 from .collective import Call, Collective, Here, Traffic
-from .nodes import all_gather_volume, all_reduce_volume, fold_nodes, shares_by_node
-from .tiling import check_cut, check_dim, cut, join, pack_cut, pack_rows, unpack_joined, unpack_piece, unpack_rows
+from .nodes import all_gather_volume, all_reduce_volume, shares_by_node
+from .packing import pack_cut, pack_rows, unpack_joined, unpack_piece, unpack_rows
+from .tiling import check_cut, check_dim, cut, join
 from .variance import Variance
 
-__all__ = [
-    "ALL_GATHER",
-    "ALL_REDUCE",
-    "BARRIER",
-    "BROADCAST",
-    "GATHER",
-    "REDUCE",
-    "REDUCE_SCATTER",
-    "SCATTER",
-    "as_sent",
-    "but",
-    "nothing",
-]
+__all__ = ["ALL_GATHER", "ALL_REDUCE", "BROADCAST", "REDUCE", "REDUCE_SCATTER", "as_sent", "but"]
 
 
 def _copies(value: Tensor, n: int) -> list[Tensor]:
@@ -41,11 +30,6 @@ def _copies(value: Tensor, n: int) -> list[Tensor]:
 def as_sent(shape: Sequence[int], here: Here) -> Sequence[int]:
     """The ``result`` of a primitive that gives as much as it is given."""
     return shape
-
-
-def nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros that take no memory."""
-    return like.new_zeros(()).expand(list(shape))
 
 
 _WITHOUT_ARITHMETIC = {
@@ -70,7 +54,7 @@ def _check_op(leaf: Tensor, here: Here) -> None:
         )
 
 
-def _check_rank(name: str, here: Here) -> None:
+def check_rank(name: str, here: Here) -> None:
     rank = here[name]
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < here.n:
         raise ValueError(f"{name}={rank!r} is no rank of the group; its ranks are 0..{here.n - 1}")
@@ -85,13 +69,13 @@ def _reduce(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
 
 
 def _check_reduce(leaf: Tensor, here: Here) -> None:
-    _check_rank("dst", here)
+    check_rank("dst", here)
     _check_op(leaf, here)
 
 
 ALL_REDUCE: Collective = Collective(
     name="all_reduce",
-    denotation=lambda xs, options: _copies(fold_nodes(xs, options), len(xs)),
+    denotation=lambda xs, options: _copies(fold_by_node(xs, options), len(xs)),
     adjoint=lambda options: Call(ALL_REDUCE, options) if options["op"] == "sum" else None,
     volume=all_reduce_volume,
     shares=shares_by_node,
@@ -130,7 +114,7 @@ BROADCAST: Collective = Collective(
     result=as_sent,
     traffic=Traffic("gather"),
     joins=True,
-    check=lambda leaf, here: _check_rank("src", here),
+    check=lambda leaf, here: check_rank("src", here),
     gives=Variance.REPLICATED,
 )
 
@@ -147,12 +131,7 @@ def _uneven(options: Options) -> bool:
 
 
 def _reduce_scatter(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
-    return [piece.clone() for piece in cut(fold_nodes(xs, options), len(xs), options)]
-
-
-def _gather(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
-    whole = join(xs, options)
-    return [whole if rank == options["dst"] else nothing(whole, whole.shape) for rank in range(len(xs))]
+    return [piece.clone() for piece in cut(fold_by_node(xs, options), len(xs), options)]
 
 
 def _rows_shape(leaf: Tensor, here: Here) -> Sequence[int | str]:
@@ -190,22 +169,6 @@ def _scattered(leaf: Tensor, here: Here) -> int:
     return (rows - here["sizes"][here.rank]) * (leaf.numel() // rows) if rows else 0
 
 
-def _pack_scattered(leaf: Tensor, here: Here) -> Tensor:
-    if here.rank == here["src"]:
-        return pack_cut(leaf, here)  # [n, m]
-    return nothing(leaf, [leaf.numel() // here.n])  # [m], to say what arrives
-
-
-def _check_scatter(leaf: Tensor, here: Here) -> None:
-    _check_rank("src", here)
-    check_cut(leaf, here)
-
-
-def _check_gather_to(leaf: Tensor, here: Here) -> None:
-    _check_rank("dst", here)
-    check_dim(leaf, here)
-
-
 ALL_GATHER: Collective = Collective(
     name="all_gather",
     denotation=lambda xs, options: _copies(join(xs, options), len(xs)),
@@ -241,44 +204,4 @@ REDUCE_SCATTER: Collective = Collective(
     unpack=lambda piece, leaf, here: (unpack_rows if _uneven(here.options) else unpack_piece)(piece, leaf, here),
     check=_check_reduce_scatter,
     takes=Variance.PARTIAL,
-)
-
-GATHER: Collective = Collective(
-    name="gather",
-    denotation=_gather,
-    adjoint=lambda options: Call(SCATTER, {"src": options["dst"], **but(options, "dst")}),
-    volume=lambda leaf, here: 0 if here.rank == here["dst"] else leaf.numel(),
-    shares=lambda here: {here["dst"]: 1},
-    gloo=gloo.gather,
-    nccl=nccl.gather,
-    result=lambda shape, here: [here.n, *shape],
-    traffic=Traffic("exchange", keeps_share=True, of_result=True),
-    unpack=lambda rows, leaf, here: unpack_joined(rows, leaf.shape, here),
-    check=_check_gather_to,
-)
-
-SCATTER: Collective = Collective(
-    name="scatter",
-    denotation=lambda xs, options: [piece.clone() for piece in cut(xs[options["src"]], len(xs), options)],
-    adjoint=lambda options: Call(GATHER, {"dst": options["src"], **but(options, "src")}),
-    volume=lambda leaf, here: (here.n - 1) * (leaf.numel() // here.n) if here.rank == here["src"] else 0,
-    reads=lambda here: here.rank == here["src"],
-    gloo=gloo.scatter,
-    nccl=nccl.scatter,
-    result=lambda shape, here: shape[-1:],
-    traffic=Traffic("exchange", keeps_share=True),
-    pack=_pack_scattered,
-    unpack=unpack_piece,
-    check=_check_scatter,
-)
-
-
-BARRIER: Collective = Collective(
-    name="barrier",
-    denotation=lambda xs, options: list(xs),
-    volume=lambda leaf, here: 0,
-    gloo=gloo.barrier,
-    nccl=nccl.barrier,
-    result=as_sent,
-    traffic=Traffic("exchange"),
 )

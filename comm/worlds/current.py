@@ -1,25 +1,46 @@
-"""The world that the current thread is in."""
+"""What the current thread is in: its world, and what records its collectives, if a step is traced."""
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from torch import Tensor
+
+from functional_ds.base.torch_private import is_fake
+from functional_ds.comm.record.call_recorder import CallRecorder
 from functional_ds.comm.record.group import Group, Solo, World
 from functional_ds.comm.table.errors import CommError
 
 from .process import process_world
 
-__all__ = ["enter", "exclusive_simulation", "simulated_world", "world"]
+__all__ = [
+    "current_recorder",
+    "enter",
+    "exclusive_simulation",
+    "labelled",
+    "recomputing",
+    "recording",
+    "runs_on_shapes",
+    "simulated_world",
+    "world",
+]
 
 
-class _WorldOfThread(threading.local):
-    """What is known of the current thread: the world of the simulated rank that it is; whether it waits for its ranks."""
+class _OfThread(threading.local):
+    """What is known of the current thread.
+
+    Attributes:
+        group: the world of the simulated rank that it is.
+        simulates: whether it waits for the ranks of a simulation.
+        recorder: what writes its collectives down.
+    """
 
     group: Group | None = None
     simulates: bool = False
+    recorder: CallRecorder | None = None
 
 
-_THREAD = _WorldOfThread()
+_THREAD = _OfThread()
 _RUNNING = threading.Lock()  # random generators and warning filters are the process's, so one simulation runs at a time
 
 
@@ -73,3 +94,40 @@ def world() -> Group:
     1
     """
     return simulated_world() or process_world() or _SOLO
+
+
+def current_recorder() -> CallRecorder | None:
+    """That of this thread; None where collectives are carried out."""
+    return _THREAD.recorder
+
+
+@contextmanager
+def recording(recorder: CallRecorder) -> Iterator[None]:
+    """Within the block this thread's collectives are the recorder's."""
+    outer = current_recorder()
+    _THREAD.recorder = recorder
+    try:
+        yield
+    finally:
+        _THREAD.recorder = outer
+
+
+def labelled(name: str) -> AbstractContextManager[None]:
+    """Within the block what this thread's collectives carry has a name, if they are recorded."""
+    recorder = current_recorder()
+    return nullcontext() if recorder is None else recorder.labelled(name)
+
+
+def recomputing() -> AbstractContextManager[None]:
+    """Within the block this thread computes again what a backward pass needs, which its graph shows, if there is one."""
+    recorder = current_recorder()
+    return nullcontext() if recorder is None else recorder.recomputing()
+
+
+def runs_on_shapes(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a trial without values, whose numbers are unused.
+
+    Not while a step is traced into a graph, which runs on values later: what depends on them there must be in the graph.
+    """
+    recorder = current_recorder()
+    return tensor.is_meta or (is_fake(tensor) and (recorder is None or recorder.trial))

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from functional_ds.base.device_streams import SideStream, Streams
-from functional_ds.base.torch_private import new_process_group
 from functional_ds.comm.backends.primitives import Communicator, Options, Started
+from functional_ds.comm.backends.torch_groups import new_process_group
 from functional_ds.comm.record.failed_steps import FailedSteps
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
 from functional_ds.comm.record.pending import watched_inputs

@@ -3,17 +3,10 @@
 from itertools import accumulate
 from typing import Any
 
-from torch import Tensor
-
 from . import tree
+from .tree import rows_of
 
-__all__ = ["micro_rows", "rows_of", "split"]
-
-
-def rows_of(batch: Any) -> int:
-    """How many rows a batch has: those of its leaf with the fewest, more than one; what has one goes with every row."""
-    counts = _counts(batch)
-    return min((count for count in counts if count > 1), default=min(counts, default=1))
+__all__ = ["micro_rows", "split"]
 
 
 def micro_rows(batch: Any, k: int) -> list[int]:
@@ -43,13 +36,13 @@ def split(batch: Any, k: int, *, uneven: bool = False) -> list[Any]:
     if k == 1:
         return [batch]
     spec = tree.structure(batch)
-    if not _counts(batch):
+    if not any(map(tree.has_rows, tree.leaves(batch))):
         raise ValueError(f"batch: {tree.summary(batch)} has no rows to cut into {k} micro-batches")
     rows = rows_of(batch)
     cuts = list(accumulate(micro_rows(batch, k)))[:-1]
     pieces = []
     for path, leaf in tree.named(batch):
-        if not _has_rows(leaf) or (leaf.shape[0] == 1 and rows > 1):
+        if not tree.has_rows(leaf) or (leaf.shape[0] == 1 and rows > 1):
             pieces.append([leaf] * k)
             continue
         _check(path, leaf.shape[0], k, rows=rows, cuts=cuts, uneven=uneven)
@@ -70,12 +63,3 @@ def _check(path: str, count: int, k: int, *, rows: int, cuts: list[int], uneven:
             f"batch: the leaf at {path!r} has {count} rows and another {rows}, which cannot be cut into {k} micro-batches "
             f"alike; use numbers of rows that divide by {k}"
         )
-
-
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
-
-
-def _counts(batch: Any) -> list[int]:
-    """Dim 0 of its tensors that have dims."""
-    return [leaf.shape[0] for leaf in tree.leaves(batch) if _has_rows(leaf)]

@@ -1,4 +1,4 @@
-"""Everything private of torch that this library uses, in one place, but for its compiler, and what ``torch_replaced`` replaces.
+"""What is private of torch and used here, but for its compiler, process groups, and what ``torch_replaced`` replaces.
 
 Tried with torch 2.13.0.
 
@@ -9,11 +9,9 @@ for each entry, and another that no other file uses anything private of torch.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
 from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
@@ -30,7 +28,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch.autograd import forward_ad
-from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
@@ -74,7 +71,6 @@ __all__ = [
     "leaf_at_level",
     "make_wrapper_subclass",
     "mark_parameter",
-    "new_process_group",
     "node_number",
     "non_persistent_buffers_of",
     "outside_functorch",
@@ -384,43 +380,6 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> N
     torch's GradScaler does it so. Otherwise each gradient would take a kernel and a temporary tensor of its own.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
-
-
-def new_process_group(
-    ranks: Sequence[int], name: str, *, timeout: timedelta, device: torch.device | None = None
-) -> dist.ProcessGroup:
-    """A process group of the default group's backends that its members alone make, under a name of their own.
-
-    ``torch.distributed.new_group`` names a group by the number of groups that the process has, so members that have made
-    unequal numbers wait for each other under different names. Where the default group is bound to a device, it splits the
-    default group's communicator, for which all ranks of the world must come; here the new group connects by itself.
-
-    Args:
-        ranks: the members, as ranks of the world, in the group's order.
-        name: the same on all members; no group of the process may have it.
-        timeout: for the group's collectives.
-        device: where NCCL connects the members at once; None for the backends without such a device.
-    """
-    everyone: Any = dist.group.WORLD
-    backend, store = c10d._world.pg_map[everyone]
-    bound, everyone.bound_device_id = everyone.bound_device_id, None
-    try:
-        pg: dist.ProcessGroup
-        pg, _ = c10d._new_process_group_helper(
-            len(ranks),
-            list(ranks).index(dist.get_rank()),
-            list(ranks),
-            backend,
-            store,
-            name,  # type: ignore[arg-type]
-            timeout=timeout,
-            device_id=device,
-            group_desc=name,
-        )
-    finally:
-        everyone.bound_device_id = bound
-    c10d._world.pg_group_ranks[pg] = {rank: place for place, rank in enumerate(ranks)}
-    return pg
 
 
 # -- for compiled functions --------------------------------------------------------------------------------------------------

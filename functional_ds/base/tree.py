@@ -13,12 +13,14 @@ __all__ = [
     "as_written",
     "check_paths",
     "flatten",
+    "has_rows",
     "is_leaf",
     "leaves",
     "map",
     "named",
     "record",
     "replace",
+    "rows_of",
     "static",
     "structure",
     "summary",
@@ -160,3 +162,14 @@ def tensors(tree: Any, what: str) -> list[Tensor]:
                 "wrap it in torch.tensor, or keep it out of the tree"
             )
     return leaves(tree)
+
+
+def rows_of(batch: Any) -> int:
+    """How many rows a batch has: those of its leaf with the fewest, more than one; what has one goes with every row."""
+    counts = [leaf.shape[0] for leaf in leaves(batch) if has_rows(leaf)]
+    return min((count for count in counts if count > 1), default=min(counts, default=1))
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether a leaf of a batch is a tensor with dims, the first of which counts rows."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0

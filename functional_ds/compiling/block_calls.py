@@ -12,12 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import (
-    buffers_of,
-    detect_fake_mode,
-    dispatch_modes,
-    parameters_of,
-)
+from functional_ds.base.torch_private import buffers_of, detect_fake_mode, dispatch_modes, parameters_of
 from functional_ds.modules.attributes import ABSENT, put_attribute
 from functional_ds.modules.skeleton import RunBy
 from functional_ds.remat.block_paths import find_blocks, fits, no_such_block

@@ -18,10 +18,10 @@ from functional_ds.base.torch_private import (
     outside_functorch,
     unset_fake_temporarily,
 )
-from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.remat.region import called, current_region
 from functional_ds.step.pass_scope import Pass, current_pass
-from functional_ds.step.state.buffers import Held
+from functional_ds.step.state.buffer_scope import Held
 
 from .attributes import HiddenAttributes
 from .deep_copy import Put, deep_copy, reached

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
-from functional_ds.step.state.buffers import Held, OtherAttribute, bit_equal
+from functional_ds.step.state.buffer_scope import Held, bit_equal
+from functional_ds.step.state.buffers import OtherAttribute
 
 from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import Put

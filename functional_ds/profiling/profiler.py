@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from functional_ds import comm
-from functional_ds.base.batch import rows_of
+from functional_ds.base.tree import rows_of
 from functional_ds.comm.debug.trace import Slice, opened
 from functional_ds.comm.record.ledger import Event, RowsBySize, add_by_size
 from functional_ds.step.phase_signatures import Metrics

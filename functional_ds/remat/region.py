@@ -15,8 +15,8 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
 from functional_ds.base.torch_private import detect_fake_mode, disable_dispatch_modes
-from functional_ds.comm.record.call_recorder import current_recorder, recomputing
-from functional_ds.step.pass_scope import Moment
+from functional_ds.comm.worlds.current import current_recorder, recomputing
+from functional_ds.step.moment import Moment
 
 from .op_cache import OpRecorder, Replayer
 from .policy import Keep, RematPolicy

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, disable_dispatch_modes, is_fake, parameters_of, version_of
-from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.comm.worlds.current import current_recorder
 
 __all__ = ["ModuleCalls", "Rewind", "snapshot"]
 

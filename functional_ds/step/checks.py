@@ -15,7 +15,7 @@ from functional_ds.base import tree
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import trainable
 from functional_ds.base.torch_private import in_torch_func
-from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.comm.worlds.process import ProcessWorld
 from functional_ds.sharding.leaf_map import LeafMap
 

@@ -1,22 +1,18 @@
-"""The mesh axes that transforms add to a step, as data, and what follows from them: norms, sums, shards of batches, buffers."""
+"""The mesh axes that transforms add to a step, as data, and what follows from them: sums, shards of batches, buffers."""
 
-import functools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import attrs
-import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.torch_private import unscale_
-from functional_ds.optim.kernels import reals
 from functional_ds.sharding.leaf_map import LeafMap
 
+from .sequence_rows import row_of
 from .state.buffer_sync import synced
 from .state.state import State
 
@@ -149,125 +145,6 @@ def sync_buffers(step: Divided, state: State) -> State:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def norm(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
-    """‖g‖² = AR Σ ‖parts‖² / holders + ‖the rest‖² over each axis (law 27). Padding does not count.
-
-    Raises:
-        ValueError: the optimizer sums the gradients.
-    """
-    (grads,), dividing = _parts_of(step, state, grads)
-    if not dividing:
-        return _norm(state, grads)
-    return _total(dividing, (grads,), lambda parts: _norm(state, parts) ** 2).sqrt()
-
-
-def dot(step: Divided, state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
-    """⟨a, b⟩ = AR Σ ⟨parts of a, parts of b⟩ / holders + ⟨the rest⟩ over each axis. Padding does not count.
-
-    Raises:
-        ValueError: the lists do not line up; the optimizer sums the gradients.
-    """
-    sizes = [[x.numel() for x in each] for each in (one, other)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"step.dot: the lists have tensors of {sizes[0]} and {sizes[1]} elements; pass two that line up")
-    rows, dividing = _parts_of(step, state, one, other)
-    return _total(dividing, rows, lambda a, b: _dot(state, a, b))
-
-
-def per_leaf(step: Divided, state: State, function: Callable[..., Tensor], *lists: list[Tensor]) -> dict[str, Tensor]:
-    """``LeafMap.sums`` by path.
-
-    Raises:
-        ValueError: a leaf is cut by tensor or expert parallelism; the optimizer sums the gradients.
-    """
-    _refuse_partial(step)
-    leaf_map = step.leaf_map(state)
-    leaf_map.refuse_slices("step.per_leaf", instead="use step.dot or step.norm, which sum over slices, too")
-    return dict(zip((leaf.path for leaf in leaf_map.leaves), leaf_map.sums(function, *lists), strict=True))
-
-
-def _refuse_partial(step: Divided) -> None:
-    partial = next((layer.name for layer in step.layers for axis in layer.axes if axis.summed_in == "update"), None)
-    if partial is not None:
-        raise ValueError(f"{partial}: no rank has the whole gradient, so it has no norm, and clip cannot be used ({step})")
-
-
-def _parts_of(step: Divided, state: State, *lists: list[Tensor]) -> tuple[list[list[Tensor]], list[tuple[Axis, GradientParts]]]:
-    """Lists of tensors like the trained ones, without padding where axes may divide them, and the axes that do."""
-    _refuse_partial(step)
-    axes = [axis for axis in axes_of(step) if axis.parts is not None]
-    leaf_map = step.leaf_map(state) if axes else None
-    rows = [each if leaf_map is None else leaf_map.without_padding(each) for each in lists]
-    found = [(axis, axis.parts(step, state)) for axis in axes if axis.parts is not None]
-    return rows, [(axis, parts) for axis, parts in found if parts is not None]
-
-
-def _total(
-    dividing: Sequence[tuple[Axis, GradientParts]], rows: Sequence[list[Tensor]], function: Callable[..., Tensor]
-) -> Tensor:
-    """A sum over elements, such as one of squares, over the parts of all ranks, each counted once."""
-    if not dividing:
-        return function(*rows)
-    *inner, (axis, parts) = dividing
-    sums = {count: _total(inner, [parts.only(row, count) for row in rows], function) for count in parts.counts}
-    if axis.role is AxisRole.STAGES:  # these may differ in their widest dtype
-        total: Tensor = comm.all_reduce(sums[1].double(), axis.ranks())
-        return total.to(sums[1].dtype)
-    whole = [part for count, part in sums.items() if count is None]
-    divided = [part / count if count > 1 else part for count, part in sums.items() if count is not None]
-    if divided:
-        whole.append(comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks()))
-    return functools.reduce(operator.add, whole)
-
-
-def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    """fp32, or fp64 where a tensor is."""
-    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
-
-
-def _norm(state: State, grads: list[Tensor]) -> Tensor:
-    """In fp32, or in fp64 where a gradient is."""
-    parts = reals(grads)
-    if not parts:
-        return state.step.new_zeros((), dtype=torch.float32)
-    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in parts]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(_widest(parts)) for norm in norms]))
-    return total
-
-
-def _dot(state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
-    """In fp32, or in fp64 where a tensor is."""
-    left, right = reals(one), reals(other)
-    if not left:
-        return state.step.new_zeros((), dtype=torch.float32)
-    wide = _widest([*left, *right])
-    return torch.stack(
-        [torch.dot(a.reshape(-1).to(wide), b.reshape(-1).to(wide)) for a, b in zip(left, right, strict=True)]
-    ).sum()
-
-
-def finite(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
-    """Finite on this rank, and on all ranks of the axes that divide gradients."""
-    axes = [axis for axis in axes_of(step) if axis.summed_in == "update" or (axis.parts and axis.parts(step, state))]
-    for axis in axes:
-        if axis.summed_in == "update":
-            comm.varying(grads, axis.ranks())
-    everywhere = _finite(state, grads)
-    for axis in axes:
-        everywhere = comm.all_reduce(everywhere, axis.ranks(), op="min")
-    return everywhere
-
-
-def _finite(state: State, grads: list[Tensor]) -> Tensor:
-    device = grads[0].device if grads else state.step.device
-    overflow, one = torch.zeros(1, device=device), torch.ones(1, device=device)
-    if some := [grad for grad in reals(grads) if grad.numel()]:
-        with torch.no_grad():  # one kernel, which multiplies by one in place: an expanded gradient would overlap itself
-            apart = [grad.contiguous() if 0 in grad.stride() else grad for grad in some]
-            unscale_(apart, overflow, one)
-    return overflow[0] == 0
-
-
 # -- shards of batches -------------------------------------------------------------------------------------------------
 
 
@@ -285,40 +162,12 @@ def batch_shard(step: Divided, state: State) -> tuple[int, int]:
     for layer in step.layers:
         for axis in layer.axes:
             if axis.role is AxisRole.SEQUENCE:
-                index, count = _row(layer.name, axis, index, count)
+                index, count = row_of(layer.name, axis.ranks(), index, count, known=axis.shards)
     return index, count
 
 
-def _row(name: str, axis: Axis, index: int, count: int) -> tuple[int, int]:
-    """The shard of ranks that have the same rows as those beside them along an axis."""
-    group = axis.ranks()
-    control = group.channel("control")
-    if group.size == 1:
-        return index, count
-    if comm.is_symmetric(control) and count % group.size == 0:  # which row it is makes no difference without values
-        return index % (count // group.size), count // group.size
-    key = (group, index, count)
-    if key not in axis.shards:
-        mine = torch.tensor([index], device=control.world.device)
-        axis.shards[key] = _without(name, comm.all_gather(mine, control).tolist(), count, group)
-    return axis.shards[key]
-
-
-def _without(name: str, places: list[int], count: int, group: comm.Group) -> tuple[int, int]:
-    """From the ranks' places in the global batch: this rank's row and how many rows there are, if the group is an axis."""
-    stride, size = places[1] - places[0], len(places)
-    even = stride > 0 and places == [places[0] + i * stride for i in range(size)]
-    if not even or count % (stride * size) or places[0] // stride % size:
-        raise ValueError(
-            f"{name}: the step sums gradients over {count} ranks, among which those of group {group.name!r} have the "
-            f"places {places}; they must be an axis of them, so that each token counts once: compose it with zero(k, "
-            f"mesh['dp', 'sp']), or with zero(k, mesh['sp']) where there is no other axis"
-        )
-    return places[0] // (stride * size) * stride + places[0] % stride, count // size
-
-
 OVER_RANKS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {f.__name__: f for f in (batch_shard, dot, finite, micro_batches, norm, per_leaf, sum_over_ranks, sync_buffers)}
+    {f.__name__: f for f in (batch_shard, micro_batches, sum_over_ranks, sync_buffers)}
 )
 
 

@@ -14,7 +14,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 from .state.state import State
 from .view import View
 
-__all__ = ["PHASES", "RESULTS", "Metrics", "Phase", "PhaseFunctions", "Phases", "Wraps"]
+__all__ = ["PHASES", "RESULTS", "Metrics", "Phase", "PhaseFunctions", "Phases", "Wraps", "bound"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -159,3 +159,30 @@ class PhaseFunctions(TypedDict, total=False):
     params: Wraps[[State], Any]
     leaf_map: Wraps[[State], LeafMap]
     select: Wraps[[State, Collection[str]], tuple[State, tuple[int, ...]]]
+
+
+def bound(name: str, phase: str, outer: Phase, inner: Phase) -> Phase:
+    """A phase of (step, ...): that of the transform ``name``, which gets the phase so far as ``inner``.
+
+    Raises:
+        TypeError: it returns what is none of the phase's; the message names the transform and the phase.
+    """
+    return lambda step, *args: _check_result(name, phase, outer(inner, step, *args))
+
+
+def _check_result(name: str, phase: str, found: Any) -> Any:
+    if phase in RESULTS:
+        words, types = RESULTS[phase]
+        fits = isinstance(found, types[0]) if len(types) == 1 else _is_pair(found, *types)
+        if not fits:
+            shown = f"({', '.join(type(x).__name__ for x in found)})" if isinstance(found, tuple) else type(found).__name__
+            raise TypeError(f"{name}: its {phase} returned {shown}, and must return {words}")
+    return found
+
+
+def _is_pair(found: Any, *types: type) -> bool:
+    return (
+        isinstance(found, tuple)
+        and len(found) == len(types)
+        and all(isinstance(value, kind) for value, kind in zip(found, types, strict=True))
+    )

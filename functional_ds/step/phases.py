@@ -8,20 +8,11 @@ from typing import Any, TypeVar, cast
 import attrs
 
 from .mesh_axes import Axis, AxisRole
-from .phase_signatures import PHASES, RESULTS, Phase
+from .phase_signatures import PHASES, Phase, bound
 from .state.skipped import keeping, marking
 from .state.state import State
 
-__all__ = [
-    "OF_A_STEP",
-    "Layer",
-    "Trait",
-    "check_phases",
-    "compose_phase",
-    "innermost",
-    "mapped",
-    "outermost",
-]
+__all__ = ["OF_A_STEP", "Layer", "Trait", "check_phases", "compose_phase", "innermost", "mapped", "outermost"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 OF_A_STEP = frozenset({"loss", "forward", "gradients", "reduce", "comm_dtype", "update", "rate"})  # others give params a form
@@ -150,12 +141,8 @@ def compose_phase(phase: str, base: Phase, layers: tuple[Layer, ...], *, guarded
     composed = base
     for name, functions in (*reversed(places["innermost"]), *places[""], *places["outermost"]):
         for function in functions:
-            composed = _bind(name, phase, function, composed)
+            composed = bound(name, phase, function, composed)
     return composed
-
-
-def _bind(name: str, phase: str, outer: Phase, inner: Phase) -> Phase:
-    return lambda step, *args: _check_result(name, phase, outer(inner, step, *args))
 
 
 def check_phases(name: str, phases: Mapping[str, Any]) -> None:
@@ -176,26 +163,3 @@ def check_phases(name: str, phases: Mapping[str, Any]) -> None:
             signature.bind(*wanted)
         except TypeError:
             raise TypeError(f"{name}: its {phase} takes {signature}, and must take ({', '.join(wanted)})") from None
-
-
-def _check_result(name: str, phase: str, found: Any) -> Any:
-    """What a transform's phase returned.
-
-    Raises:
-        TypeError: it is not what the phase returns; the message names the transform and the phase.
-    """
-    if phase in RESULTS:
-        words, types = RESULTS[phase]
-        fits = isinstance(found, types[0]) if len(types) == 1 else _is_pair(found, *types)
-        if not fits:
-            shown = f"({', '.join(type(x).__name__ for x in found)})" if isinstance(found, tuple) else type(found).__name__
-            raise TypeError(f"{name}: its {phase} returned {shown}, and must return {words}")
-    return found
-
-
-def _is_pair(found: Any, *types: type) -> bool:
-    return (
-        isinstance(found, tuple)
-        and len(found) == len(types)
-        and all(isinstance(value, kind) for value, kind in zip(found, types, strict=True))
-    )

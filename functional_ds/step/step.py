@@ -13,16 +13,18 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.batch import rows_of
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable, like_marked, trainable
+from functional_ds.base.tree import rows_of
 from functional_ds.base.weighted import Weighted, check_constant
 
 from .axes import with_axis
 from .checks import name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
+from .gradient_sums import GRADIENT_SUMS
 from .guards import GUARDS
 from .mesh_axes import OVER_RANKS, Axis, AxisRole, FollowsFromAxes, axes_of
-from .open_pass import Gradients, OpenPass
+from .open_pass import OpenPass
+from .pass_gradients import Gradients
 from .pass_scope import evaluated
 from .phase_signatures import Metrics, Phase, Phases
 from .phases import Layer, Trait, check_phases, compose_phase
@@ -73,7 +75,7 @@ class Step(Phases, FollowsFromAxes):
     options: Mapping[str, Any] = attrs.field(factory=dict)
     guarded: bool = True
     keeps_graph: bool = False
-    over_ranks: Mapping[str, Callable[..., Any]] = attrs.field(factory=lambda: dict(OVER_RANKS))
+    over_ranks: Mapping[str, Callable[..., Any]] = attrs.field(factory=lambda: {**OVER_RANKS, **GRADIENT_SUMS})
     phases: Mapping[str, Phase] = attrs.field(init=False)
     _acting: dict[tuple[bool, ...], "Step"] = attrs.field(factory=dict, init=False)  # by which layers are due
 

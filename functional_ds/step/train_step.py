@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.batch import rows_of
 from functional_ds.base.marks import is_trainable, like_marked, trainable
+from functional_ds.base.tree import rows_of
 from functional_ds.base.weighted import Weighted, weigh
 from functional_ds.comm.worlds.rng_state import RngState
 from functional_ds.optim.bind import BoundOptimizer
@@ -25,7 +25,8 @@ from .pass_scope import Pass, current_pass, detached, differentiated, evaluated,
 from .phase_signatures import Metrics, Phase
 from .phases import Trait
 from .plain_view import stored_view
-from .state.buffers import BUFFERS, POLICIES, BufferScope
+from .state.buffer_scope import BufferScope
+from .state.buffers import BUFFERS, POLICIES
 from .state.state import State, UpdateError, unused_leaves
 from .step import Step
 

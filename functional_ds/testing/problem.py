@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.batch import rows_of
+from functional_ds.base.tree import rows_of
 
 __all__ = ["DIVISOR", "Problem"]
 

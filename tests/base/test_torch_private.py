@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from functional_ds import comm
 from functional_ds.base import torch_private as private
 from functional_ds.base import torch_replaced as replaced
+from functional_ds.comm.backends import torch_groups as groups
 from functional_ds.compiling import torch_compiler
 
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -497,14 +498,14 @@ def a_process_group_by_its_name() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         everyone: Any = dist.group.WORLD
         everyone.bound_device_id = torch.device("cuda", 0)  # as if NCCL had connected it; the new group must not split it
-        pg = private.new_process_group([0], "mine", timeout=timedelta(seconds=7))
+        pg = groups.new_process_group([0], "mine", timeout=timedelta(seconds=7))
         assert everyone.bound_device_id == torch.device("cuda", 0)
         everyone.bound_device_id = None
         assert (pg.group_name, pg.size(), dist.get_process_group_ranks(pg)) == ("mine", 1, [0])
         x = torch.ones(1)
         dist.all_reduce(x, group=pg)
         with pytest.raises(ValueError, match="already been created"):
-            private.new_process_group([0], "mine", timeout=timedelta(seconds=7))
+            groups.new_process_group([0], "mine", timeout=timedelta(seconds=7))
     finally:
         comm.destroy_process_group()
 
@@ -627,7 +628,7 @@ def the_compiler_does_as_blocks_need() -> None:
     assert callable(torch_compiler.compiler_backend("inductor", mode="max-autotune", options=None, dynamic=False))
 
 
-@pytest.mark.parametrize("name", [*private.__all__, *torch_compiler.__all__])
+@pytest.mark.parametrize("name", [*private.__all__, *groups.__all__, *torch_compiler.__all__])
 def test_entry(name: str) -> None:
     """Does what the library needs of it."""
     CHECKS[name]()
@@ -635,7 +636,7 @@ def test_entry(name: str) -> None:
 
 def test_every_check_is_of_an_entry() -> None:
     """None is left over."""
-    assert CHECKS.keys() == {*private.__all__, *replaced.__all__, *torch_compiler.__all__}
+    assert CHECKS.keys() == {*private.__all__, *groups.__all__, *replaced.__all__, *torch_compiler.__all__}
 
 
 def test_the_store_of_the_default_group() -> None:
@@ -658,11 +659,14 @@ PYTHONS = {
 }
 
 
+OURS = ("base/torch_private.py", "base/torch_replaced.py", "comm/backends/torch_groups.py", "compiling/torch_compiler.py")
+
+
 def _sources() -> Iterator[tuple[str, ast.Module]]:
     for folder in FOLDERS:
         for file in sorted(folder.rglob("*.py")):
             name = file.relative_to(folder.parent).as_posix()
-            if not name.endswith(("base/torch_private.py", "base/torch_replaced.py", "compiling/torch_compiler.py")):
+            if not name.endswith(OURS):
                 yield name, ast.parse(file.read_text())
 
 
@@ -700,7 +704,7 @@ def _foreign(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def test_nothing_else_private_is_used() -> None:
-    """Private names of other libraries stand in torch_private, torch_replaced and torch_compiler alone."""
+    """Private names of other libraries stand in the files that say so alone."""
     own = _own_names() - {"_cdata", "_version", "_schema", "_parameters", "_buffers", "_modules", "_execution_engine", "_C"}
     own |= {"_version"}  # saved_tensors has a field of that name; torch's is `version_of`
     found = [

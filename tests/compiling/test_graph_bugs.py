@@ -84,7 +84,7 @@ BUGS: dict[Callable[[], Any], list[Bug]] = {
     partial(test_jit_axes.test_a_jitted_step_is_the_step, "balance"): [
         Bug(
             "a trace takes what it sees for a trial",
-            "comm.record.call_recorder:runs_on_shapes",
+            "comm.worlds.current:runs_on_shapes",
             "recorder is None or recorder.trial",
             "True",
             Exception,

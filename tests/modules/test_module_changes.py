@@ -416,7 +416,7 @@ BUGS: list[tuple[Callable[[], Any], Bug]] = [
         test_a_changed_buffer_counts_for_states_that_are_made_later,
         Bug(
             "a state takes what it does not have",
-            "step.state.buffers:BufferScope.of",
+            "step.state.buffer_scope:BufferScope.of",
             "self.buffers.check_changes(module)",
             "pass",
             pytest.fail.Exception,

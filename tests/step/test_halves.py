@@ -608,20 +608,20 @@ BUGS: list[tuple[Callable[[], None], Bug]] = [
     ),
     (
         lambda: law(1, 2, "backward", "finish"),
-        Bug("what was put off is never reduced", "step.open_pass:_flushed", "not step.has(Trait.SUMS_LAST)", "True"),
+        Bug("what was put off is never reduced", "step.pass_gradients:_flushed", "not step.has(Trait.SUMS_LAST)", "True"),
     ),
     (
         lambda: law(0, 2, "backward", "backward"),
         Bug(
             "draws of all micro-batches begin at one row",
-            "step.open_pass:Gradients.key_at",
+            "step.pass_gradients:Gradients.key_at",
             "self._key.at(step=state.step, rows=self._rows)",
             "self._key.at(step=state.step, rows=0)",
         ),
     ),
     (
         lambda: law(0, 2, "backward", "backward"),
-        Bug("ranks draw alike", "step.open_pass:Gradients.key_at", "rows * step.micro_batches(state)", "rows"),
+        Bug("ranks draw alike", "step.pass_gradients:Gradients.key_at", "rows * step.micro_batches(state)", "rows"),
     ),
     (
         lambda: law(None, 2, "backward", "backward"),

@@ -210,7 +210,7 @@ BUGS = [
     ),
     Bug(
         "products count replicas",
-        "step.mesh_axes:dot",
+        "step.gradient_sums:dot",
         "_total(dividing, rows, lambda a, b: _dot(state, a, b))",
         "_dot(state, *rows)",
     ),

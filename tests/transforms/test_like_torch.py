@@ -11,7 +11,8 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
-from functional_ds.base.batch import micro_rows, rows_of, split
+from functional_ds.base.batch import micro_rows, split
+from functional_ds.base.tree import rows_of
 
 # -- clip ----------------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base.device_streams import CopyStream
-from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.comm.worlds.current import current_recorder
 
 __all__ = ["Prefetcher", "refuse_streams"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.comm.algorithms.bruck import bruck
-from functional_ds.comm.record.call_recorder import labelled
+from functional_ds.comm.worlds.current import labelled
 from functional_ds.sharding.layout import Layout
 
 from .collectives import Collectives

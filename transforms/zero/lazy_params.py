@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -13,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from functional_ds.base import tree
 from functional_ds.base.torch_private import (
     disable_torch_function_subclass,
-    held_elsewhere,
     in_dual_level,
+    in_torch_func,
     outside_functorch,
 )
 from functional_ds.sharding.layout import Layout
@@ -22,66 +21,13 @@ from functional_ds.step.graph_checks import watched
 from functional_ds.step.view import NeedsWhole, Outputs, Pulled, Pulling, View, differentiate
 
 from .lazy_tensor import LazyTensor
-from .prefetch import FetchPlan, FetchTrace
+from .prefetch import FetchPlan
 from .reduce import Reducer
-from .saved_places import SavedPlaces, WriteGuard
+from .saved_places import SavedPlaces, UnitLeaves, WriteGuard
 from .state import ZeroCache
+from .unit_source import UnitSource, WholeParams
 
-__all__ = ["LazyParams", "UnitSource", "WholeParams"]
-
-
-class UnitSource(Protocol):
-    """Where whole units come from.
-
-    Attributes:
-        frees: whether it may free a unit and fetch it again.
-    """
-
-    @property
-    def frees(self) -> bool: ...
-
-    def begin(self, trace: FetchTrace) -> None:
-        """Starts a pass over the units."""
-
-    def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None]) -> None:
-        """Goes on with a pass whose loss runs again."""
-
-    def fetch(self, unit: int) -> Sequence[Tensor]:
-        """The unit's flat tensors, ``[segment.size]``, one a segment."""
-        ...
-
-    def finish(self, *, reshard: bool, note: bool = False) -> bool:
-        """Ends a pass; ``reshard`` frees all units. Whether any rank gave a note."""
-        ...
-
-    def release(self, unit: int) -> None:
-        """Says that nothing refers to the unit any more."""
-
-
-@attrs.frozen(eq=False)
-class WholeParams:
-    """The source of units that are whole all the time."""
-
-    layout: Layout
-    flats: Sequence[Tensor]
-    frees = False
-
-    def begin(self, trace: FetchTrace) -> None:
-        """Does nothing."""
-
-    def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None]) -> None:
-        """Does nothing."""
-
-    def fetch(self, unit: int) -> Sequence[Tensor]:
-        """The unit's flat tensors."""
-        return [self.flats[index].detach() for index in self.layout.units[unit].segments]
-
-    def finish(self, *, reshard: bool, note: bool = False) -> bool:
-        """Does nothing."""
-        return note
-
-    def release(self, unit: int) -> None:
-        """Does nothing."""
+__all__ = ["LazyParams"]
 
 
 class _UnitNode(torch.autograd.Function):
@@ -156,11 +102,7 @@ class LazyParams:
         self._trains, self._whole, self._reshard = trains, whole, reshard_last_units
         self.reducer: Reducer | None = None  # that of the backward pass that runs
         self._make_reducer = reducer
-        self._in_graph: set[int] = set()  # the units that have a backward node
-        self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf -> the fetched tensor
-        self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout a pass
-        self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
-        self._held: set[int] = set()  # freed units of which somebody else held a leaf
+        self._leaves = UnitLeaves()
         self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
         self._saved = SavedPlaces(layout, self._fetch, self._freeable)
         self._begun = self._closed = False
@@ -171,7 +113,7 @@ class LazyParams:
         self._suspects: dict[str, Tensor] = {}  # the placeholders that may have gone into a function then, by path
         wants_grads = trains and any(unit.trained_leaves for unit in layout.units)
         self._handle = watched(torch.zeros((), device=device).requires_grad_()) if wants_grads else None
-        self._tokens: list[Tensor] = []  # of the units' nodes
+        self._tokens: dict[int, Tensor] = {}  # of the units' nodes in the graph
         interrupted, cache.interrupted = cache.interrupted, None
         self._resumes = whole and interrupted is not None
         self.source: UnitSource = interrupted if self._resumes else source(self)
@@ -189,19 +131,9 @@ class LazyParams:
             finish=self.finish,
             close=self.close,
             placeholders=self._placeholders,
-            owns=self.owns if self.source.frees else None,
+            owns=self._saved.owner if self.source.frees else None,
             path_of=self.path_of,
         )
-
-    def owns(self, tensor: Tensor) -> str | None:
-        """The path of the leaf in whose memory a tensor lies."""
-        home = self._saved.home(tensor)
-        if home is None:
-            return None
-        segment, first = self.layout.segments[self.layout.units[home[0]].segments[home[1]]], int(tensor.storage_offset())
-        slot = max((slot for slot in segment.slots if slot.offset <= first), key=lambda slot: slot.offset)
-        path: str = self.layout.paths[slot.leaf]
-        return path
 
     def path_of(self, node: Any, output: int) -> str | None:
         """The path of the leaf that is this output of a node of the graph; None where it is none of these params'."""
@@ -215,20 +147,7 @@ class LazyParams:
         if self._cache.functional and not self._in_backward:
             return
         self._writes.check(unit)
-        self._leaves.pop(unit, None)
-        if unit in self._trained:
-            self._empty[unit] = set()
-            self._held.add(unit)
-            self._held = {each for each in self._held if not self._emptied(each)}
-
-    def _emptied(self, unit: int) -> bool:
-        """Whether no leaf of a freed unit has memory; takes that of leaves that are not held elsewhere."""
-        leaves, empty = self._trained[unit], self._empty[unit]
-        for place, held in enumerate(held_elsewhere(leaves)):
-            if not held and place not in empty:
-                leaves[place].data = leaves[place].new_empty(0)
-                empty.add(place)
-        return len(empty) == len(leaves)
+        self._leaves.free(unit)
 
     def fetched(self, plan: FetchPlan, made: int) -> None:
         """Says that so many fetches of the pass's plan were made."""
@@ -280,7 +199,8 @@ class LazyParams:
         else:
             self.source.begin(self._cache.forward)
         if self._cache.functional and self.source.frees:
-            self._leaves.update((unit, self._enter(unit)) for unit in range(len(self.layout.units)))
+            for unit in range(len(self.layout.units)):
+                self._enter(unit)
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
@@ -313,48 +233,44 @@ class LazyParams:
     def _leaf(self, unit: int, leaf: int) -> Tensor:
         if not torch.is_grad_enabled():  # as in the forward of a custom autograd.Function
             self._bypassed = True
-        leaves = self._leaves.get(unit)
-        if leaves is None:
-            leaves = self._leaves[unit] = self._enter(unit)
-        return leaves[leaf]
+        leaves = self._leaves.whole.get(unit)
+        return (self._enter(unit) if leaves is None else leaves)[leaf]
 
     def _enter(self, unit: int) -> dict[int, Tensor]:
         """Fetches a unit; its leaves, the trained ones behind a node. Whatever mode the loss is in is none of theirs."""
-        with torch.inference_mode(False), outside_functorch() as transforms:
-            if self.source.frees and (transforms or in_dual_level()):
-                raise self._again()
-            flats = self.source.fetch(unit)
-            leaves: dict[int, Tensor] = {}
-            trained = self._trained_leaves(unit)
-            for place, (index, flat) in enumerate(zip(self.layout.units[unit].segments, flats, strict=True)):
-                segment = self.layout.segments[index]
-                if self.source.frees:
-                    self._saved.add(unit, place, flat)
-                leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
-            if trained and self._handle is not None:
-                # ``data`` knows of no base, which would keep the memory of a leaf that lets go of its own.
-                leaves.update(zip(trained, self._same(unit, [leaves[i].data for i in trained]), strict=True))
-            if self.source.frees and not self._in_backward:
-                self._writes.note(unit, leaves)
-        return leaves
+        if torch.is_inference_mode_enabled() or in_torch_func():
+            with torch.inference_mode(False), outside_functorch() as transforms:
+                if self.source.frees and transforms:
+                    raise self._again()
+                return self._entered(unit)
+        return self._entered(unit)
 
-    def _same(self, unit: int, views: list[Tensor]) -> list[Tensor]:
-        """The unit's trained leaves, those of earlier touches with their memory back."""
-        if unit not in self._trained:
-            self._trained[unit] = self._node(unit, views)
-        leaves = self._trained[unit]
-        self._held.discard(unit)
-        for place in self._empty.pop(unit, ()):
-            leaves[place].data = views[place]
+    def _entered(self, unit: int) -> dict[int, Tensor]:
+        if self.source.frees and in_dual_level():
+            raise self._again()
+        flats = self.source.fetch(unit)
+        leaves: dict[int, Tensor] = {}
+        trained = self._trained_leaves(unit)
+        for place, (index, flat) in enumerate(zip(self.layout.units[unit].segments, flats, strict=True)):
+            segment = self.layout.segments[index]
+            if self.source.frees:
+                self._saved.add(unit, place, flat)
+            leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
+        if trained and self._handle is not None:
+            # ``data`` knows of no base, which would keep the memory of a leaf that lets go of its own.
+            views = [leaves[leaf].data for leaf in trained]
+            leaves.update(zip(trained, self._leaves.filled(unit, views, self._node), strict=True))
+        if self.source.frees and not self._in_backward:
+            self._writes.note(unit, leaves)
+        self._leaves.whole[unit] = leaves
         return leaves
 
     def _node(self, unit: int, views: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of a new node of the unit: the trained leaves that lie in ``views``."""
         with torch.enable_grad():
-            outputs: list[Tensor]
             token, *outputs = _apply_node(self, unit, tuple(views), self._handle, self._in_backward)
         if not self._in_backward:
-            self._tokens.append(token)
-            self._in_graph.add(unit)
+            self._tokens[unit] = token
         return outputs
 
     def finish(self) -> None:
@@ -364,14 +280,15 @@ class LazyParams:
         self._begin()
         if self._trains:
             for unit in range(len(self.layout.units)):
-                if self._trained_leaves(unit) and unit not in self._in_graph:  # other ranks may have touched them
+                if self._trained_leaves(unit) and unit not in self._tokens:  # other ranks may have touched them
                     self._node(unit, ())
         self._writes.check_all()
         self._set_grads_aside()
         if self._bypassed:
             leaves = zip(self.layout.paths, self._lazy, strict=True)
             self._suspects = {path: leaf for path, leaf in leaves if leaf.requires_grad}
-        self._drop_leaves()
+        self._leaves.clear()
+        self._saved.clear()
         self.source.finish(reshard=self._reshard or not self._trains)
         self._in_backward = self._trains
 
@@ -386,17 +303,11 @@ class LazyParams:
 
     def close(self) -> None:
         """Lets go of everything. The graph's nodes refer to this object, and a cycle would keep the memory for a while."""
-        self._drop_leaves()
-        self._nested.clear()
-        self._tokens.clear()
-        self._suspects.clear()
+        for held in (self._leaves, self._saved, self._nested, self._tokens, self._suspects):
+            held.clear()
         self._lazy, self._handle, self.reducer, self._closed = [], None, None, True
         self._make_reducer = _closed  # the step's state is behind the one that it had
         self.source = WholeParams(self.layout, ())
-
-    def _drop_leaves(self) -> None:
-        for held in (self._leaves, self._trained, self._empty, self._held, self._saved):
-            held.clear()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -420,7 +331,7 @@ class LazyParams:
             given = {self._placeholders.get(id(output)): grad for output, grad in outputs}
             if None in given:
                 zero = torch.zeros((), device=self.device)
-                roots = [*outputs, *((token, zero) for token in self._tokens)]
+                roots = [*outputs, *((token, zero) for token in self._tokens.values())]
                 leaves = [] if self._handle is None else [self._handle]
                 differentiate(roots, leaves, retain_graph=retain_graph, suspects=self._suspects)
             else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.torch_private import foreach_add_, foreach_copy_
-from functional_ds.comm.record.call_recorder import labelled
+from functional_ds.comm.worlds.current import labelled
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.segment import Segment
 from functional_ds.step.view import dense, wide
@@ -207,7 +207,7 @@ class Reducer:
         return self._plan is not None and self.order.plan is self._plan
 
     def _due(self, unit: int) -> bool:
-        return unit in self._completed and (not self._placed or self._made >= self.order.after[unit])
+        return self.has(unit) and (not self._placed or self._made >= self.order.after[unit])
 
     def _limit_in_flight(self) -> None:
         """Waits until fewer than two reductions are in flight, up to a timeout, which avoids a deadlock.

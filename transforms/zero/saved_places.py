@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from functional_ds.base.torch_private import is_fake, version_of
+from functional_ds.base.torch_private import held_elsewhere, is_fake, version_of
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.graph_checks import bit_sums
 
-__all__ = ["SavedPlace", "SavedPlaces", "SavedTensor", "WriteGuard"]
+__all__ = ["SavedPlace", "SavedPlaces", "SavedTensor", "UnitLeaves", "WriteGuard"]
 
 
 class SavedPlace:
@@ -105,6 +105,15 @@ class SavedPlaces:
         segment = self._layout.segments[self._layout.units[unit].segments[place]]
         return (unit, place) if segment.dtype == tensor.dtype else None
 
+    def owner(self, tensor: Tensor) -> str | None:
+        """The path of the leaf in whose memory the tensor lies."""
+        home = self.home(tensor)
+        if home is None:
+            return None
+        segment, first = self._layout.segments[self._layout.units[home[0]].segments[home[1]]], int(tensor.storage_offset())
+        slot = max((slot for slot in segment.slots if slot.offset <= first), key=lambda slot: slot.offset)
+        return self._layout.paths[slot.leaf]
+
     def _released(self, unit: int) -> None:
         self._saved[unit] -= 1
         if not self._saved[unit]:
@@ -114,6 +123,57 @@ class SavedPlaces:
 def _place(storage: torch.UntypedStorage) -> int:
     """Where the storage lies. All that have no values lie at 0: for them it is the negative address of the storage's record."""
     return storage.data_ptr() or -StorageWeakRef(storage).cdata
+
+
+# -- leaves, whose memory comes and goes with their units -------------------------------------------------------------------
+
+
+class UnitLeaves:
+    """The leaves of units within a pass. A trained leaf is one tensor throughout it: so all its uses are uses of one.
+
+    When a unit is freed its leaves let go of the memory, and get the unit's new memory when it is fetched again.
+
+    Attributes:
+        whole: of each unit that is there its leaves, by number.
+    """
+
+    def __init__(self) -> None:
+        self.whole: dict[int, dict[int, Tensor]] = {}
+        self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout the pass
+        self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
+        self._held: set[int] = set()  # freed units of which somebody else held a leaf
+
+    def filled(self, unit: int, views: list[Tensor], make: Callable[[int, list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        """The unit's trained leaves in the memory of ``views``: those of earlier touches, or what ``make`` gives."""
+        if unit not in self._trained:
+            self._trained[unit] = make(unit, views)
+        leaves = self._trained[unit]
+        self._held.discard(unit)
+        for place in self._empty.pop(unit, ()):
+            leaves[place].data = views[place]
+        return leaves
+
+    def free(self, unit: int) -> None:
+        """Lets go of the memory of a unit, except of leaves that are held elsewhere now."""
+        self.whole.pop(unit, None)
+        if unit in self._trained:
+            self._empty[unit] = set()
+            self._held.add(unit)
+            self._held = {freed for freed in self._held if not self._emptied(freed)}
+
+    def clear(self) -> None:
+        """Lets go of all leaves."""
+        for held in (self.whole, self._trained, self._empty, self._held):
+            held.clear()
+
+    def _emptied(self, unit: int) -> bool:
+        """Whether no leaf of a freed unit has memory; takes that of leaves that are not held elsewhere."""
+        leaves, empty = self._trained[unit], self._empty[unit]
+        for place, held in enumerate(held_elsewhere(leaves)):
+            if not held and place not in empty:
+                leaves[place].data = leaves[place].new_empty(0)
+                empty.add(place)
+        return len(empty) == len(leaves)
 
 
 # -- writes into units, which would be lost with their memory -------------------------------------------------------------

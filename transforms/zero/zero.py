@@ -10,13 +10,11 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.torch_private import detect_fake_mode
 from functional_ds.base.weighted import Weighted
-from functional_ds.comm.record.call_recorder import UnitGathering, current_recorder
+from functional_ds.comm.record.call_recorder import UnitGathering
+from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
-from functional_ds.sharding.segment import Segment
-from functional_ds.sharding.sources import home, is_deferred
 from functional_ds.step.compose import check_step, wrap
 from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.phase_signatures import Metrics
@@ -30,10 +28,12 @@ from .combine import Combine, combining
 from .config import ZeroConfig
 from .cost_report import report_costs
 from .gather import Gatherer, GatherOnce
-from .lazy_params import LazyParams, UnitSource, WholeParams
+from .initial_shards import InitialShards
+from .lazy_params import LazyParams
 from .process_groups import ProcessGroups
 from .reduce import Reducer
 from .state import Partition, ZeroCache
+from .unit_source import UnitSource, WholeParams
 
 __all__ = ["Zero", "zero"]
 
@@ -172,7 +172,7 @@ class Zero(ZeroConfig):
         cache = ZeroCache.fresh(layout, attrs.evolve(parts, group=None))
         new = Partition(layout, cache, ())
         known = step.wrapped("layout", leaf_map=lambda inner, step, state: inner(step, state.put(zero=new)))  # it has none yet
-        source = _InitialShards(layout, tree.leaves(params), groups, whole=not self.stage)
+        source = InitialShards(layout, tree.leaves(params), groups, whole=not self.stage)
         state: State = inner(known, [source.shard(index) for index in range(len(layout.segments))])
         exact: Sequence[Tensor | None] = ()
         whole = self._whole(layout) if self.stage else []
@@ -358,46 +358,6 @@ def _as_stored(partition: Partition, stored: Sequence[Any]) -> Layout:
         pairs = zip(partition.layout.segments, dtypes, strict=True)
         known[dtypes] = attrs.evolve(partition.layout, segments=tuple(attrs.evolve(s, dtype=dtype) for s, dtype in pairs))
     return known[dtypes]
-
-
-@attrs.frozen(eq=False)
-class _InitialShards:
-    """The source of what this rank stores of the first params, which is made where it is stored.
-
-    Attributes:
-        layout: the segments.
-        leaves: this rank's params; the first rank's count.
-        groups: of this rank.
-        whole: whether it stores whole segments, or its shards.
-    """
-
-    layout: Layout
-    leaves: list[Tensor]
-    groups: ProcessGroups
-    whole: bool
-
-    def shard(self, index: int) -> Tensor:
-        """What this rank stores of a segment: a deferred leaf, where the params have values."""
-        segment = self.layout.segments[index]
-        start, stop = self._cut(segment)
-        if home(self.leaves[segment.slots[0].leaf]).type == "meta" or detect_fake_mode() is not None:
-            return self.read(str(index), 0, stop - start)
-        return self.layout.deferred(self.leaves, index, stop - start, self)
-
-    def read(self, path: str, start: int, stop: int) -> Tensor:
-        """Elements of what this rank stores of the segment with that number."""
-        segment = self.layout.segments[int(path)]
-        first, _ = self._cut(segment)
-        bring = partial(_of_first, groups=self.groups.among(segment.sharers))
-        return self.layout.stretch(self.leaves, int(path), first + start, first + stop, bring)
-
-    def _cut(self, segment: Segment) -> tuple[int, int]:
-        return (0, segment.size) if self.whole else segment.cut(self.groups.shards.rank)
-
-
-def _of_first(leaf: Tensor, groups: ProcessGroups) -> Tensor:
-    """The leaf of the first rank that shares it; every rank reads deferred ones itself."""
-    return leaf if is_deferred(leaf) else groups.broadcast(leaf.detach())
 
 
 def _either(exact: Sequence[Tensor | None], stored: Sequence[Tensor]) -> list[Tensor]:

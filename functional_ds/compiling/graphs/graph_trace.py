@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import FakeTensorMode, buffers_of, schema_of
-from functional_ds.comm.record.call_recorder import recording
 from functional_ds.comm.record.group import Group
+from functional_ds.comm.worlds.current import recording
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State

@@ -14,7 +14,7 @@ from functional_ds.comm.record.ledger import Row
 from functional_ds.compiling.graphs.graph_collectives import START, carrying_out, site_of
 from functional_ds.compiling.graphs.graph_cost import InMemory
 from functional_ds.compiling.graphs.graph_record import StepGraph
-from functional_ds.step.state.buffers import bit_equal
+from functional_ds.step.state.buffer_scope import bit_equal
 from functional_ds.step.step import Step
 
 from .apply_passes import GraphPass, apply_passes, pass_name

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_ds.base.torch_private import FakeTensorMode, is_fake
-from functional_ds.comm.record.call_recorder import runs_on_shapes
+from functional_ds.comm.worlds.current import runs_on_shapes
 
 __all__ = ["RowGroups", "grouped_linear"]
 

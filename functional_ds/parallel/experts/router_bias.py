@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from functional_ds.comm.record.call_recorder import runs_on_shapes
+from functional_ds.comm.worlds.current import runs_on_shapes
 from functional_ds.sharding.path_patterns import nearest
 from functional_ds.step.axes import axis
 from functional_ds.step.pass_scope import current_pass

@@ -10,8 +10,9 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.comm.agreement.alike import alike
-from functional_ds.comm.record.call_recorder import CallRecorder, current_recorder, runs_on_shapes
+from functional_ds.comm.record.call_recorder import CallRecorder
 from functional_ds.comm.record.group import Ready
+from functional_ds.comm.worlds.current import current_recorder, runs_on_shapes
 from functional_ds.step.axes import axis
 from functional_ds.step.pass_scope import current_pass
 

@@ -6,12 +6,7 @@ Where no kernel of torch fits, such as values of another size than keys, or mask
 import torch
 from torch import Tensor
 
-from functional_ds.base.torch_private import (
-    CPU_ATTENTION,
-    CPU_ATTENTION_BACKWARD,
-    CUDA_ATTENTION,
-    CUDA_ATTENTION_BACKWARD,
-)
+from functional_ds.base.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, CUDA_ATTENTION, CUDA_ATTENTION_BACKWARD
 
 __all__ = ["attend", "attend_backward", "takes"]
 

@@ -16,7 +16,8 @@ from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.pass_scope import Pass, with_buffers
-from functional_ds.step.state.buffers import BUFFERS, BufferScope
+from functional_ds.step.state.buffer_scope import BufferScope
+from functional_ds.step.state.buffers import BUFFERS
 from functional_ds.step.state.state import State, without
 from functional_ds.step.step import Step
 from functional_ds.step.view import wide

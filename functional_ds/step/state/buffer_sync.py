@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.comm.worlds.current import current_recorder
 
 from .buffers import BUFFERS, Buffers
 from .state import State

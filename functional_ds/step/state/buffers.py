@@ -15,27 +15,16 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.marks import module_of
-from functional_ds.base.torch_private import disable_dispatch_modes, version_of
-from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.base.torch_private import disable_dispatch_modes
+from functional_ds.comm.worlds.current import current_recorder
 
 from .slots import Role
 
-__all__ = [
-    "BUFFERS",
-    "POLICIES",
-    "BufferScope",
-    "Buffers",
-    "Held",
-    "Modules",
-    "OtherAttribute",
-    "OtherAttributes",
-    "bit_equal",
-]
+__all__ = ["BUFFERS", "POLICIES", "Buffers", "HasBuffers", "Modules", "OtherAttribute", "OtherAttributes", "plain_copy"]
 
 BUFFERS = "buffers"  # the name of the slot
 POLICIES = ("first", "mean", "own")
 _NUMBERS = {torch.bool: bool, torch.int64: int, torch.float64: float, torch.complex128: complex}
-_SMALL = 1 << 16  # bytes of a buffer that each pass copies without asking whether it is ever written
 
 
 class HasBuffers(Protocol):
@@ -200,7 +189,7 @@ class Buffers:
         for module in modules.by_key.values():
             module.notice()
         values = {
-            key: {name: _plain(buffer) for name, buffer in module.buffers.items()} for key, module in modules.by_key.items()
+            key: {name: plain_copy(buffer) for name, buffer in module.buffers.items()} for key, module in modules.by_key.items()
         }
         known = Known({module: key for key, module in modules.by_key.items()})
         others = OtherAttributes({}, {key: module.version for key, module in modules.by_key.items()})
@@ -245,7 +234,7 @@ class Buffers:
             if isinstance(before, Tensor) and (before.shape, before.dtype) != (value.shape, value.dtype):
                 one, other = (f"{tuple(x.shape)} of {x.dtype}" for x in (value, before))
                 raise ValueError(f"values[{name!r}] is {one}, and the state's is {other}")
-            fields[field][key] = {**fields[field][key], name: _plain(value) if isinstance(value, Tensor) else value}
+            fields[field][key] = {**fields[field][key], name: plain_copy(value) if isinstance(value, Tensor) else value}
         for module, its in self.known.keys.items():
             if its == key:
                 module.notice()
@@ -304,138 +293,6 @@ class Buffers:
         return tree.replace(self, **fields)
 
 
-@attrs.define(eq=False)
-class Held:
-    """What one module has within a pass.
-
-    Attributes:
-        values: its buffers by name; those that may be written are copies.
-        attributes: what passes have set on it beside buffers.
-        others: what they have set that no tree can hold.
-        looks: whether bits are to be compared, because nothing is known yet of what the module writes.
-        complete: whether it has the buffers, too, that a state leaves out.
-    """
-
-    values: dict[str, Any]
-    attributes: dict[str, Any]
-    looks: bool
-    others: dict[str, OtherAttribute] = attrs.field(factory=dict, init=False)
-    complete: bool = attrs.field(default=False, init=False)
-    _before: dict[str, Any] = attrs.field(factory=dict)  # as the state has them
-    _versions: dict[str, int] = attrs.field(factory=dict)
-
-    @staticmethod
-    def of(values: Mapping[str, Any], attributes: Mapping[str, Any], written: Collection[str] | None) -> "Held":
-        """Copies of what may be written: small buffers, those in ``written``, or all where that is None."""
-        own = {name: _plain(b) if written is None or name in written or _is_small(b) else b for name, b in values.items()}
-        return Held(
-            own, dict(attributes), written is None, dict(values), {n: version_of(b) for n, b in own.items() if b is not None}
-        )
-
-    def add(self, name: str, buffer: Tensor) -> None:
-        """One more buffer, if there is none of this name."""
-        if name not in self.values:
-            self.values[name] = self._given[name] = _plain(buffer) if _is_small(buffer) else buffer
-            self._before[name], self._versions[name] = buffer, version_of(self.values[name])
-
-    def is_assigned(self, name: str) -> bool:
-        """Whether the pass has set a buffer to another tensor."""
-        return self.values[name] is not self._given.get(name)
-
-    def written(self) -> frozenset[str]:
-        """The buffers that are others now; where it ``looks``, by their bits, too: kernels of norms leave no other trace."""
-        changed = {n for n, b in self.values.items() if n not in self._versions and b is not None}
-        changed |= {n for n in self._versions if self._is_other(n)}
-        if self.looks:
-            rest = [n for n in self._versions if n not in changed and self.values[n] is not self._before[n]]
-            changed |= {n for n in rest if not bit_equal(self.values[n], self._before[n])}
-        return frozenset(changed)
-
-    def set_anew(self, before: Mapping[str, Any]) -> frozenset[str]:
-        """The attributes that a state did not have before; where it ``looks``, those with other values, too."""
-        return frozenset(n for n, x in self.attributes.items() if n not in before or (self.looks and not _same(x, before[n])))
-
-    def _is_other(self, name: str) -> bool:
-        now = self.values[name]
-        return now is not self._given[name] or version_of(now) != self._versions[name]
-
-    _given: dict[str, Any] = attrs.field(init=False)
-
-    @_given.default
-    def _as_given(self) -> dict[str, Any]:
-        return dict(self.values)
-
-    def spoilt(self) -> str | None:
-        """A buffer of the state itself that was written in place, because nothing had said that it would be.
-
-        Kernels of norms leave no other trace than a sibling that was written.
-        """
-        shared = {n for n in self._versions if self._given[n] is self._before[n] and self._before[n] is not None}
-        changed = (n for n in shared if version_of(self._before[n]) != self._versions[n])
-        beside = shared & _with_siblings(self.written(), shared) if shared else frozenset()
-        return next(changed, None) or next((n for n in sorted(beside) if self.values[n] is self._before[n]), None)
-
-
-@attrs.define(eq=False)
-class BufferScope:
-    """The modules' buffers within one forward pass and its backward.
-
-    Attributes:
-        buffers: those of the state that the pass was given.
-        keeps: whether what is written counts; an evaluation forgets it.
-    """
-
-    buffers: Buffers | None
-    keeps: bool = True
-    _held: dict[str, Held] = attrs.field(factory=dict)
-
-    def of(self, module: HasBuffers) -> Held | None:
-        """What a module has in this pass; None if the state does not know the module."""
-        if self.buffers is None or module not in self.buffers.known.keys:
-            return None
-        known = self.buffers.known
-        key = known.keys[module]
-        if key not in self._held:
-            self.buffers.check_changes(module)
-            if self.keeps and known.modes.get(key) != module.modes:  # others of its modules may write now
-                known.written.pop(key, None)
-                known.modes[key] = module.modes
-            self._held[key] = Held.of(self.buffers.values[key], self.buffers.attributes[key], known.written.get(key))
-            self._held[key].others.update(self.buffers.others.by_key.get(key, {}))
-        return self._held[key]
-
-    def collect(self) -> Buffers | None:
-        """The buffers after the pass."""
-        if self.buffers is None or not self.keeps:
-            return self.buffers
-        values, attributes, known = dict(self.buffers.values), dict(self.buffers.attributes), self.buffers.known
-        others = dict(self.buffers.others.by_key)
-        for key, held in self._held.items():
-            spoilt = held.spoilt()
-            if spoilt is not None:
-                raise RuntimeError(
-                    f"the buffer {spoilt!r} was written in place, and was not in the first step; let the module assign a new "
-                    f"tensor instead (self.{spoilt.rpartition('.')[2]} = ...), so that the state before stays as it was"
-                )
-            found = held.written()
-            known.written[key] = known.written.get(key, frozenset()) | _with_siblings(found, held.values)
-            known.sets[key] = known.sets.get(key, frozenset()) | held.set_anew(attributes[key])
-            kept = values[key].keys() | known.written[key]
-            values[key], attributes[key] = {n: b for n, b in held.values.items() if n in kept}, held.attributes
-            others[key] = held.others
-        versions = {key: module.version for module, key in known.keys.items() if key in self._held}
-        rest = OtherAttributes(
-            {key: held for key, held in others.items() if held}, {**self.buffers.others.versions, **versions}
-        )
-        return tree.replace(self.buffers, values=values, attributes=attributes, others=rest)
-
-
-def _with_siblings(written: Collection[str], values: Iterable[str]) -> frozenset[str]:
-    """With the other buffers of the modules that wrote some: what was written may have the bits that it had before."""
-    owners = {name.rpartition(".")[0] for name in written}
-    return frozenset(name for name in values if name in written or name.rpartition(".")[0] in owners)
-
-
 def _deepened(held: Any, inside: str, room: Any) -> Any:
     """A list, tuple or dict with room at a path inside of it; it is as it was where that is deeper than one entry."""
     now, copied = dict(tree.named(held)).get(inside), tree.map(lambda x: x, held)
@@ -451,31 +308,10 @@ def _deepened(held: Any, inside: str, room: Any) -> Any:
     return copied
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether structures have the same numbers and bits."""
-    if tree.structure(one) != tree.structure(other):
-        return False
-    pairs = zip(tree.leaves(one), tree.leaves(other), strict=True)
-    return all(bit_equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y for x, y in pairs)
-
-
-def _plain(buffer: Any) -> Any:
+def plain_copy(buffer: Any) -> Any:
     """A copy that a pass may write into, whatever mode the buffer was made in."""
     if buffer is None:
         return None
     hidden = disable_dispatch_modes() if current_recorder() is None else nullcontext()  # but a graph of the step has it
     with torch.inference_mode(False), hidden:  # no other recorder takes it for what the function computes
         return buffer.detach().clone()
-
-
-def _is_small(buffer: Tensor | None) -> bool:
-    return buffer is None or buffer.layout != torch.strided or buffer.nbytes <= _SMALL
-
-
-def bit_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits."""
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-        return False
-    if one.layout != torch.strided or other.layout != torch.strided:
-        return one.layout == other.layout and bit_equal(one.to_dense(), other.to_dense())
-    return one.is_meta or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other)))

@@ -13,7 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.device import arriving
 from functional_ds.base.marks import like_marked
 from functional_ds.base.prng import Key
-from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_selection import Unused
 

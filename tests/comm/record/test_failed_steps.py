@@ -17,7 +17,7 @@ from functional_ds.comm.record.group import Group, Solo
 from functional_ds.comm.table.collective import Call
 from functional_ds.comm.table.errors import CommError
 from functional_ds.comm.table.exchanges import TRANSFER
-from functional_ds.comm.table.rows import BARRIER
+from functional_ds.comm.table.rooted_rows import BARRIER
 
 PAIR = (0, 1)
 

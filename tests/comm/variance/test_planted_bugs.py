@@ -158,7 +158,7 @@ BUGS = (
     ),
     (
         clean_programs_pass,
-        Bug("a mean is a sum", "comm.api:_reducing", "group.world.watch is not None", "False"),
+        Bug("a mean is a sum", "comm.api:reducing", "group.world.watch is not None", "False"),
     ),
     (
         clean_programs_pass,

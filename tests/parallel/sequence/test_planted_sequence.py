@@ -135,7 +135,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "a key's rows are counted over sp, too",
             "step.mesh_axes:batch_shard",
-            "_row(layer.name, axis, index, count)",
+            "row_of(layer.name, axis.ranks(), index, count, known=axis.shards)",
             "(index, count)",
         ),
     ],
@@ -151,7 +151,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     recomputed_in_a_pipeline: [
-        Bug("what runs again sees the last micro-batch's masks", "step.pass_scope:Moment.restored", "self.axes", "pass_.axes"),
+        Bug("what runs again sees the last micro-batch's masks", "step.moment:Moment.restored", "self.axes", "pass_.axes"),
     ],
     tiles_draw: [
         Bug(
@@ -301,7 +301,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     functools.partial(refused, {"zero": False}, test_sequence.alike, "they must be an axis of them"): [
         Bug(
             "gradients that nobody sums go unnoticed",
-            "step.mesh_axes:_row",
+            "step.sequence_rows:row_of",
             "_without(name, comm.all_gather(mine, control).tolist(), count, group)",
             "(index, count)",
         ),

@@ -122,7 +122,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "the norm misses other ranks' slices",
-            "step.mesh_axes:_total",
+            "step.gradient_sums:_total",
             "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
             "functools.reduce(operator.add, divided)",
         ),
@@ -136,7 +136,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "the norm counts shared heads on each rank",
-            "step.mesh_axes:_total",
+            "step.gradient_sums:_total",
             "part / count if count > 1 else part",
             "part",
         ),

@@ -123,7 +123,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "all ranks take rank 0's experts",
-            "transforms.zero.zero:_InitialShards.read",
+            "transforms.zero.initial_shards:InitialShards.read",
             "self.groups.among(segment.sharers)",
             "self.groups",
         ),

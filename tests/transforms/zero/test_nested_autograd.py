@@ -759,9 +759,10 @@ def test_within_remat_too(stage: int) -> None:
 def test_leaves_of_another_node_in_a_recomputation_break_it() -> None:
     bug = Bug(
         "leaves, not a node",
-        "transforms.zero.lazy_params:LazyParams._same",
-        "self._node(unit, views)",
-        "[v.requires_grad_() for v in views] if self._in_backward else self._node(unit, views)",
+        "transforms.zero.lazy_params:LazyParams._entered",
+        "self._leaves.filled(unit, views, self._node)",
+        "self._leaves.filled(unit, views, (lambda _, new: [v.requires_grad_() for v in new]) if self._in_backward "
+        "else self._node)",
     )
     with planted(bug), pytest.raises(CheckpointError):
         check_checkpoint("bias", 1, 1)

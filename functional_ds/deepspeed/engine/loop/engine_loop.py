@@ -15,7 +15,8 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.deepspeed.config.ds_optimizers import rule_of
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.step.compose import wrap
-from functional_ds.step.open_pass import Gradients, OpenPass
+from functional_ds.step.open_pass import OpenPass
+from functional_ds.step.pass_gradients import Gradients
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State

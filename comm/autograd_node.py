@@ -1,0 +1,78 @@
+"""Collectives in autograd's graph: one node for calls that start together, whose backward pass calls their adjoints."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.table.collective import Call, Handle
+
+__all__ = ["is_differentiable", "results_in_graph"]
+
+Transposed = tuple[Call, Sequence[Tensor], str | None]  # a transpose, on gradients; the line of the call whose it is
+
+
+class Begun(Protocol):
+    """A call under way: its leaves and its handle; its line, where values are followed."""
+
+    call: Call
+    leaves: Sequence[Tensor]
+    handle: Handle
+    site: str | None
+
+
+def results_in_graph(
+    started: Sequence[Begun],
+    group: Group,
+    carry_out: Callable[[Sequence[Transposed], Group], Sequence[Sequence[Tensor]]],
+) -> list[Tensor]:
+    """The results of calls, one after another, as outputs of one node; ``carry_out`` runs their transposes."""
+    leaves = (leaf for one in started for leaf in one.leaves)
+    results: list[Tensor]
+    *results, _ = _Differentiable.apply(started, group, carry_out, *leaves)
+    return results
+
+
+class _Differentiable(torch.autograd.Function):
+    """A node of the autograd graph for calls that are started together; its backward calls their adjoints, differentiably."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, started: Sequence[Begun], group: Group, carry_out: Callable[..., Any], *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.calls, ctx.group, ctx.carry_out = [(one.call, len(one.leaves), one.site) for one in started], group, carry_out
+        results = [result for one in started for result in one.handle.wait()]
+        ctx.mark_non_differentiable(*(r for r in results if not is_differentiable(r)))
+        token = torch.empty(0, device=leaves[0].device)
+        ctx.save_for_backward(token)
+        return (*results, token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *rest, _ = grads
+        (token,), transposed = ctx.saved_tensors, []
+        for call, count, site in ctx.calls:
+            adjoint = call.collective.adjoint(call.options)
+            if adjoint is None:
+                shown = call.shown(ctx.group.rank)
+                raise ValueError(f"{shown} has no transpose, so no gradient flows through it: detach its input")
+            transposed.append((adjoint, [_in_graph(grad, token) for grad in rest[:count] if is_differentiable(grad)], site))
+            del rest[:count]
+        back = iter([result for results in ctx.carry_out(transposed, ctx.group) for result in results])
+        return (None, None, None, *(next(back) if is_differentiable(grad) else None for grad in grads[:-1]))
+
+
+def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
+    """The gradient as part of the graph, in a backward pass that is itself differentiated (``create_graph=True``).
+
+    A gradient, such as a sender's, may be constant on one rank and not on another. The second backward pass must reach this
+    call on both, since each needs the other's part. The token is an output of the call without elements; adding it links them.
+    """
+    return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether tensors of its dtype have gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,49 @@
+"""A pass as a function found it, for when the backward pass runs the function again."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from .pass_scope import Pass, current_pass
+
+__all__ = ["Moment"]
+
+
+@attrs.frozen(eq=False)
+class Moment:
+    """A pass as a function found it, for when the backward pass runs the function again.
+
+    In a pipeline one pass has many micro-batches, whose axes differ in their documents.
+    """
+
+    pass_: Pass | None
+    calls: tuple[Any, ...] = ()
+    axes: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @staticmethod
+    def now() -> "Moment":
+        """As it is in this thread."""
+        pass_ = current_pass()
+        return Moment(None) if pass_ is None else Moment(pass_, pass_.calls, pass_.axes)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a param, whose memory comes and goes."""
+        return self.pass_ is not None and self.pass_.owns(tensor) is not None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, the pass is current again as it was."""
+        pass_ = self.pass_
+        if pass_ is None:
+            yield
+            return
+        now = pass_.calls, pass_.axes
+        pass_.calls, pass_.axes = self.calls, self.axes
+        try:
+            with nullcontext() if current_pass() is pass_ else pass_.resumed():  # a device's backward has its own thread
+                yield
+        finally:
+            pass_.calls, pass_.axes = now
