@@ -251,6 +251,10 @@ class Simulator:
         """The error that says where each rank waits."""
         lanes = {actor: rank for actor, (rank, _) in self.lanes.items()}
         calls = {rank: slot for rank, slot in sorted(self.waiting.items()) if isinstance(slot, GroupCall)}
-        found = {rank: (slot.arrivals[rank], tuple(slot.missing())) for rank, slot in calls.items() if rank in slot.arrivals}
-        waits = {rank: (f"{call} at {call.site}", missing) for rank, (call, missing) in found.items()}
+        found = {
+            rank: (slot.arrivals[rank], set(slot.members) - set(slot.arrivals))
+            for rank, slot in calls.items()
+            if rank in slot.arrivals
+        }
+        waits = {rank: (f"{call} at {call.site}", tuple(sorted(missing))) for rank, (call, missing) in found.items()}
         return DeadlockError(deadlock(self.world_size, self.unfinished, self.waiting, lanes), waits=waits)
