@@ -1551,7 +1551,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "frozen segments come back as shards",
             "transforms.zero.zero:Zero._published",
-            "(partition.frozen or {}).get(i, new)",
+            "frozen[i][0] if i in kept else new",
             "new",
         ),
     ],
@@ -1741,7 +1741,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "other ranks' params stay old",
             "transforms.zero.zero:Zero._published",
-            "[i for i in whole if layout.segments[i].trainable]",
+            "[i for i in whole if i not in kept]",
             "[]",
             RuntimeError,  # shards are no longer whole
         ),
