@@ -79,6 +79,11 @@ INDEXES = {"comm.__init__", "transforms.__init__"}
 
 # Imports inside of functions, and why they are not at the top of the file. They count for layers and circles, too.
 LATE = {
+    ("comm.simulation.simulate", "comm.simulation.nccl_rules"): "most simulations ask for no rules",
+    ("comm.simulation.simulate", "comm.variance.watch"): "most simulations follow no values",
+    ("comm.simulation.simulate", "comm.worlds.shapes"): "most simulations have values",
+    ("transforms.zero.cost_report", "comm.worlds.shapes"): "a step is no prediction of it",
+    ("transforms.zero.cost_report", "optim.sgd"): "a step is no prediction of it",
     ("cli.planning.subject", "interchange.load_params"): "interchange may be left out",
     ("cli.entry", "cli.app"): "it imports typer, which may not be installed",
     ("checkpointing.load", "checkpointing.dcp"): "it imports torch.distributed.checkpoint, which is slow",

@@ -9,8 +9,9 @@ from torch import nn
 
 from functional_ds import comm
 from functional_ds.remat.block_paths import check_blocks, check_pattern, find_blocks, no_such_block
+from functional_ds.remat.entered import called
 from functional_ds.remat.policy import Keep, RematPolicy
-from functional_ds.remat.region import called, run
+from functional_ds.remat.region import run
 from functional_ds.remat.remat import check_group, check_names
 from functional_ds.remat.report import open_report
 from functional_ds.remat.saved_tensors import TensorStore

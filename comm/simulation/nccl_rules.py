@@ -17,7 +17,7 @@ from functional_ds.comm.table.collective import Call
 from functional_ds.comm.table.errors import DeadlockError
 from functional_ds.comm.worlds.communicator_key import CommunicatorKey
 
-__all__ = ["NcclRules", "Operation", "RankRules"]
+__all__ = ["RankRules", "rules_by_rank"]
 
 
 @attrs.frozen
@@ -74,11 +74,6 @@ class NcclRules:
 
     queues: list[deque[_Launch]]
     connected: list[set[CommunicatorKey]]
-
-    @staticmethod
-    def of(world_size: int) -> "NcclRules":
-        """The rules for a world in which nothing was launched."""
-        return NcclRules([deque() for _ in range(world_size)], [set() for _ in range(world_size)])
 
     def launch(self, rank: int, operations: Iterable[Operation]) -> None:
         """Adds operations that run beside each other.
@@ -199,3 +194,9 @@ class RankRules:
             self.rules.launch(self.rank, self.unposted)
         finally:
             self.unposted = outer
+
+
+def rules_by_rank(world_size: int) -> list[RankRules]:
+    """The rules of each rank of a world in which nothing was launched."""
+    rules = NcclRules([deque() for _ in range(world_size)], [set() for _ in range(world_size)])
+    return [RankRules(rank, rules) for rank in range(world_size)]

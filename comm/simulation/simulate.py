@@ -9,13 +9,10 @@ import torch
 
 from functional_ds.comm.record.group import check_ranks_per_node
 from functional_ds.comm.table.errors import UnmatchedError, of_rank
-from functional_ds.comm.variance.watch import Watches
 from functional_ds.comm.worlds.current import enter, exclusive_simulation
 from functional_ds.comm.worlds.rng_state import kept_rng
-from functional_ds.comm.worlds.shapes import run_on_shapes
 
 from .deadlock import unmatched
-from .nccl_rules import NcclRules, RankRules
 from .schedule import AbortedError, Simulator
 from .simulator import SimulatedWorld
 
@@ -73,9 +70,19 @@ def simulate(
     _check_options(world_size, shapes_only, rules, variance)
     check_ranks_per_node(ranks_per_node, world_size)
     if shapes_only:
+        from functional_ds.comm.worlds.shapes import run_on_shapes  # loaded where it is asked for, as what follows
+
         return run_on_shapes(program, args, world_size, ranks_per_node)
     simulator, ranks = Simulator(world_size, seed), tuple(range(world_size))
-    device_rules, watches = NcclRules.of(world_size) if rules else None, Watches() if variance else None
+    by_rank = watches = None
+    if rules:
+        from .nccl_rules import rules_by_rank
+
+        by_rank = rules_by_rank(world_size)
+    if variance:
+        from functional_ds.comm.variance.watch import Watches
+
+        watches = Watches()
     results: list[T | None] = [None] * world_size
 
     def run(rank: int) -> None:
@@ -83,7 +90,7 @@ def simulate(
         try:
             simulator.take(rank)
             # Autograd without threads: a backward pass stays on its rank's thread.
-            own_rules = None if device_rules is None else RankRules(rank, device_rules)
+            own_rules = by_rank[rank] if by_rank else None
             world = SimulatedWorld(rank, simulator, threads={threading.get_ident(): rank}, rules=own_rules)
             world.ranks_per_node = ranks_per_node
             followed: AbstractContextManager[Any] = nullcontext()

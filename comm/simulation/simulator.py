@@ -6,7 +6,7 @@ The last rank to call a collective computes its denotation for all members. So a
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import attrs
 import torch
@@ -18,8 +18,10 @@ from functional_ds.comm.table.collective import Call, Handle, Here
 from functional_ds.comm.table.errors import CommError, DeadlockError
 
 from .lanes import Lane, run_beside
-from .nccl_rules import RankRules
 from .schedule import GroupCall, RankCall, Simulator, copied
+
+if TYPE_CHECKING:
+    from .nccl_rules import RankRules
 
 __all__ = ["SimulatedWorld"]
 
@@ -62,7 +64,7 @@ class SimulatedWorld(World):
     threads: dict[int, int] = attrs.field(factory=dict, kw_only=True)
     lanes: dict[tuple[Any, ...], Lane] = attrs.field(factory=dict, kw_only=True)
     counts: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
-    rules: RankRules | None = None
+    rules: "RankRules | None" = None
 
     @property
     def here(self) -> int:

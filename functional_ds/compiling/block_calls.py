@@ -16,8 +16,8 @@ from functional_ds.base.torch_private import buffers_of, detect_fake_mode, dispa
 from functional_ds.modules.attributes import ABSENT, put_attribute
 from functional_ds.modules.skeleton import RunBy
 from functional_ds.remat.block_paths import find_blocks, fits, no_such_block
+from functional_ds.remat.entered import one_operation, refuse_exceptions
 from functional_ds.remat.op_cache import OpRecorder
-from functional_ds.remat.region import one_operation, refuse_exceptions
 from functional_ds.step.pass_scope import Pass, current_pass
 
 from .buffer_writes import written_and_used

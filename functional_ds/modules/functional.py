@@ -19,7 +19,7 @@ from functional_ds.base.torch_private import (
     unset_fake_temporarily,
 )
 from functional_ds.comm.worlds.current import current_recorder
-from functional_ds.remat.region import called, current_region
+from functional_ds.remat.entered import called, current_region
 from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state.buffer_scope import Held
 

@@ -1,79 +1,30 @@
 """A call of a function under a policy: what autograd saves in it is dropped and recomputed, or stored, as the policy says."""
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
-from functional_ds.base.torch_private import detect_fake_mode, disable_dispatch_modes
+from functional_ds.base.torch_private import detect_fake_mode
 from functional_ds.comm.worlds.current import current_recorder, recomputing
 from functional_ds.step.moment import Moment
 
+from .entered import Entered, current_region, entered
 from .op_cache import OpRecorder, Replayer
 from .policy import Keep, RematPolicy
 from .report import Notes, open_report
 from .rerun import ModuleCalls, snapshot
 from .saved_tensors import Offloaded, Resident, SavedTensorHooks, TensorStore, address_of, is_own
 
-__all__ = ["Region", "called", "current_region", "one_operation", "refuse_exceptions", "run"]
-
-_HERE = threading.local()  # the regions that this thread is in
-
-
-def current_region() -> "Region | None":
-    """The innermost region that this thread runs."""
-    regions = getattr(_HERE, "regions", None)
-    return regions[-1] if regions else None
-
-
-@contextmanager
-def one_operation(known: Iterable[Tensor]) -> Iterator[None]:
-    """Within the block the regions around see no operations: a compiled function is one, and what it saves is "inside".
-
-    Args:
-        known: what it is given and does not make: its inputs, params and buffers.
-    """
-    held = [*known]
-    with ExitStack() as stack:
-        for region in getattr(_HERE, "regions", ()):
-            stack.enter_context(region.unseen(held))
-        stack.enter_context(disable_dispatch_modes())
-        yield
-
-
-def refuse_exceptions() -> None:
-    """Refuses compiled code in a region whose policy has exceptions for single operations, which cannot be found in there.
-
-    Raises:
-        ValueError: there is such a region.
-    """
-    for region in getattr(_HERE, "regions", ()):
-        if region.policy.by_operation:
-            raise ValueError(
-                f"policy='{region.policy}' keeps the results of single operations, and compiled code has none: give remat a "
-                "policy without names and matmuls, such as 'recompute' or 'offload', or compile other blocks"
-            )
-
-
-def called(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` as a call of the module: it writes the module's buffers and plain attributes once, however often it runs."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for region in getattr(_HERE, "regions", ()):
-                stack.enter_context(region.modules.calling(module))
-            return forward(*args, **kwargs)
-
-    return call
+__all__ = ["Region", "run"]
 
 
 def run(
@@ -123,7 +74,7 @@ class Region:
     policy: RematPolicy
     store: TensorStore | None
     notes: Notes
-    parent: "Region | None"
+    parent: Entered | None
     replaying: bool = False
     names: set[str] = attrs.field(factory=set)
     modules: ModuleCalls = attrs.field(init=False)
@@ -213,13 +164,11 @@ class Region:
 
     @contextmanager
     def _entered(self, *, again: bool = False) -> Iterator[None]:
-        regions = _HERE.__dict__.setdefault("regions", [])
         before, self.replaying = self.replaying, again or (self.parent is not None and self.parent.replaying)
-        regions.append(self)
         try:
-            yield
+            with entered(self):
+                yield
         finally:
-            regions.pop()
             self.replaying = before
             if self.store is not None and not again:
                 self.store.hold_device()  # what follows may write into what is being copied

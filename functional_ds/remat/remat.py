@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.sharding.path_patterns import nearest
 
+from .entered import called, current_region
 from .policy import RematPolicy
-from .region import called, current_region, run
+from .region import run
 
 __all__ = ["check_group", "check_names", "checkpoint_name", "remat"]
 

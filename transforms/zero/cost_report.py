@@ -14,8 +14,6 @@ from functional_ds.base.marks import like_marked, without_values
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.codecs.compressed import Compressed, encode_leaf
 from functional_ds.comm.record.ledger import Row
-from functional_ds.comm.worlds.shapes import rank_on_shapes
-from functional_ds.optim.sgd import sgd
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.sharding.segment import Segment
@@ -122,6 +120,8 @@ class CostReport:
 
     def _on_rank(self, program: Callable[[ZeroConfig], T], rank: int = 0, replica: int = 0) -> T:
         """What a program makes of the configuration on the rank with a shard, in a world with shapes alone."""
+        from functional_ds.comm.worlds.shapes import rank_on_shapes  # training needs neither this nor another optimizer
+
         count = self.layout.n // (self.block or 1)
         place = rank if self.block is None else rank % count * self.block + rank // count
         outside = max(self.ranks) + 1
@@ -142,6 +142,7 @@ class CostReport:
 
     def _step(self, config: Any, micro_batches: int, loss: Callable[..., Any]) -> Step:
         """A step with the configuration and these dtypes."""
+        from functional_ds.optim.sgd import sgd
 
         def init(inner: Any, step: Step, params: Any) -> State:
             state: State = inner(step, [like_marked(x.to(self._stored(x.dtype)), x) for x in params])

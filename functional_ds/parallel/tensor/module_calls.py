@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base.torch_private import parameters_of
-from functional_ds.remat.region import current_region
+from functional_ds.remat.entered import current_region
 from functional_ds.step.axes import SUMS_EXPERTS
 from functional_ds.step.pass_scope import Pass, current_pass
 

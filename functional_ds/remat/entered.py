@@ -1,0 +1,95 @@
+"""The regions of remat that a thread is in, for calls inside of them."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+from functional_ds.base.torch_private import disable_dispatch_modes
+
+if TYPE_CHECKING:
+    from .policy import RematPolicy
+    from .rerun import ModuleCalls
+
+__all__ = ["Entered", "called", "current_region", "entered", "one_operation", "refuse_exceptions"]
+
+
+class Entered(Protocol):
+    """What a region says to what runs inside of it."""
+
+    policy: "RematPolicy"
+    modules: "ModuleCalls"
+    replaying: bool
+
+    @property
+    def recomputed(self) -> bool: ...
+
+    def name(self, tensor: Tensor, name: str) -> None: ...
+
+    def unseen(self, known: Sequence[Tensor]) -> AbstractContextManager[None]: ...
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[Entered] = []
+
+
+_THREAD = _Thread()
+
+
+@contextmanager
+def entered(region: Entered) -> Iterator[None]:
+    """Within the block the region is the innermost one that this thread runs."""
+    _THREAD.regions.append(region)
+    try:
+        yield
+    finally:
+        _THREAD.regions.pop()
+
+
+def current_region() -> Entered | None:
+    """The innermost region that this thread runs."""
+    return next(reversed(_THREAD.regions), None)
+
+
+@contextmanager
+def one_operation(known: Iterable[Tensor]) -> Iterator[None]:
+    """Within the block the regions around see no operations: a compiled function is one, and what it saves is "inside".
+
+    Args:
+        known: what it is given and does not make: its inputs, params and buffers.
+    """
+    held = [*known]
+    with ExitStack() as stack:
+        for region in _THREAD.regions:
+            stack.enter_context(region.unseen(held))
+        stack.enter_context(disable_dispatch_modes())
+        yield
+
+
+def refuse_exceptions() -> None:
+    """Refuses compiled code in a region whose policy has exceptions for single operations, which cannot be found in there.
+
+    Raises:
+        ValueError: there is such a region.
+    """
+    for region in _THREAD.regions:
+        if region.policy.by_operation:
+            raise ValueError(
+                f"policy='{region.policy}' keeps the results of single operations, and compiled code has none: give remat a "
+                "policy without names and matmuls, such as 'recompute' or 'offload', or compile other blocks"
+            )
+
+
+def called(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` as a call of the module: it writes the module's buffers and plain attributes once, however often it runs."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for region in _THREAD.regions:
+                stack.enter_context(region.modules.calling(module))
+            return forward(*args, **kwargs)
+
+    return call
