@@ -1,6 +1,9 @@
 """Silent bugs of engines, planted here: each breaks a test."""
 
+import inspect
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -345,11 +348,17 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
 ]
 
 
+def run(number: int) -> None:
+    """Runs a case, in a folder of its own if it asks for one."""
+    test, *arguments = BUGS[number][0]
+    with tempfile.TemporaryDirectory() as folder:
+        test(*arguments, *([Path(folder)] if "tmp_path" in inspect.signature(test).parameters else []))
+
+
 @cache
 def holds(number: int) -> bool:
     """Runs a case in the unchanged library, once."""
-    test, *arguments = BUGS[number][0]
-    test(*arguments)
+    run(number)
     return True
 
 
@@ -358,6 +367,5 @@ def holds(number: int) -> bool:
 def test_a_bug_breaks_its_test(number: int, bug: Bug) -> None:
     """The test passes, and does not with the bug."""
     assert holds(number)
-    test, *arguments = BUGS[number][0]
     with planted(bug), pytest.raises((AssertionError, pytest.fail.Exception, bug.shows)):
-        test(*arguments)
+        run(number)
