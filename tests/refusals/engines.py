@@ -1,4 +1,4 @@
-"""Programs in DeepSpeed's words that are refused: what they ask for would be dropped without a word."""
+"""Programs that use DeepSpeed's names and are refused: what they ask for would be dropped silently."""
 
 import tempfile
 from collections.abc import Callable
