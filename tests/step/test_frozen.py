@@ -69,6 +69,29 @@ def test_a_function_of_all_params_trains_none_that_is_frozen(stage: int | None, 
             assert torch.equal(found[path], leaf), path
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_frozen_leaf_that_is_written_in_place_is_written_on_all_ranks(stage: int) -> None:
+    """In an update within zero, which has a shard of it."""
+
+    def program() -> list[float]:
+        def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+            state, metrics = inner(step, state, grads)
+            for leaf in fds.tree.leaves(state.params):
+                leaf.detach().add_(1.0)
+            return state, metrics
+
+        params = {"a": torch.ones(8), "fixed": torch.nn.Parameter(torch.arange(8.0), requires_grad=False)}
+        plain = fds.train_step(lambda params, x: (params["a"] * params["fixed"] * x).sum(), fds.sgd(0.1))
+        step = T.zero(stage)(fds.wrap("writes", update=update)(plain))
+        state = step.init(params)
+        for _ in range(2):
+            state, _ = step(state, torch.ones(8))
+        return step.params(state)["fixed"].tolist()  # type: ignore[no-any-return]
+
+    expected = [2.0 + i for i in range(8)]
+    assert comm.simulate(program, world_size=2) == [expected, expected]
+
+
 def test_new_values_of_frozen_params_pass_the_codec() -> None:
     """Stages 1 to 3 gather alike what a transform has made of them."""
     narrow = comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))
@@ -90,6 +113,12 @@ BUGS = [
     Bug("frozen leaves lose their mark", "step.state.skipped:marking", "like_marked(leaves[i], still[i])", "leaves[i]"),
     Bug("new values of whole frozen segments are dropped", "transforms.zero.zero:Zero._published", "own[i] is shard", "True"),
 ]
+WRITTEN = Bug("writes in place are not seen", "transforms.zero.zero:Zero._published", "version_of(shard) == version", "True")
+
+
+def test_a_write_that_is_not_seen_is_found() -> None:
+    with planted(WRITTEN), pytest.raises(AssertionError):
+        test_a_frozen_leaf_that_is_written_in_place_is_written_on_all_ranks(1)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

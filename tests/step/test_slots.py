@@ -309,7 +309,7 @@ def watched(between: str, n: int) -> None:
         Bug(
             "stale shards",
             "transforms.zero.zero:Zero._scattered",
-            "tree.replace(partition, exact=(), frozen=frozen)",
+            "tree.replace(partition, exact=(), frozen=frozen, versions=versions)",
             "tree.replace(partition, frozen=None)",
         ),
         Bug(

@@ -86,12 +86,14 @@ class Partition:
             has them, None for segments that are in shards anyway. Empty where there is nothing to keep, and after ``scatter``.
         frozen: the whole frozen segments and these shards of them, by number, while ``scatter`` has put those in their place;
             else None.
+        versions: how often each of these shards had been written to in place by then.
     """
 
     layout: Layout = tree.static()
     cache: ZeroCache = tree.static()
     exact: Sequence[Tensor | None] = ()
     frozen: Mapping[int, tuple[Tensor, Tensor]] | None = None
+    versions: tuple[int, ...] = tree.static(default=())
 
     roles: ClassVar[Mapping[str, Role]] = {"exact": Role.EXACT}
 

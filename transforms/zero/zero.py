@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.torch_private import version_of
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.record.call_recorder import UnitGathering
 from functional_ds.comm.worlds.current import current_recorder
@@ -229,7 +230,8 @@ class Zero(ZeroConfig):
         shards = [s.own(flat, rank) if i in whole else flat for i, (s, flat) in enumerate(pairs)]
         own = _either(partition.exact, shards)
         frozen = {i: (flats[i], own[i]) for i in whole if not layout.segments[i].trainable}
-        return tree.replace(state, params=own).put(zero=tree.replace(partition, exact=(), frozen=frozen))
+        versions = tuple(version_of(shard) for _, shard in frozen.values())
+        return tree.replace(state, params=own).put(zero=tree.replace(partition, exact=(), frozen=frozen, versions=versions))
 
     def _published(self, state: State, out: list[Tensor] | None = None) -> State:
         partition: Partition = state.slots["zero"]
@@ -237,9 +239,10 @@ class Zero(ZeroConfig):
         whole = self._whole(layout)
         exact = self._exact(layout, own, whole, groups)
         frozen = partition.frozen or {}
-        kept = {i for i, (_, shard) in frozen.items() if own[i] is shard}  # others are new: a transform has changed them
+        known = zip(frozen.items(), partition.versions, strict=True)  # others are changed: new, or written to
+        kept = {i for (i, (_, shard)), version in known if own[i] is shard and version_of(shard) == version}
         stored = [frozen[i][0] if i in kept else new for i, new in enumerate(own)]
-        state = tree.replace(state, params=()).put(zero=tree.replace(partition, exact=exact, frozen=None))
+        state = tree.replace(state, params=()).put(zero=tree.replace(partition, exact=exact, frozen=None, versions=()))
         del own
         moved = [i for i in whole if i not in kept]
         return tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, stored, moved, out))
