@@ -1,4 +1,4 @@
-"""Collectives as records, and the worlds that run them: groups, meshes, simulated ranks, processes, ledgers."""
+"""Collective communication: collectives, process groups, meshes, a simulator of ranks, and a ledger of traffic."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""The collectives as functions: from a pytree to a new pytree, differentiable wherever a transpose exists.
+"""The common collectives as functions from a pytree to a new pytree, differentiable where a transpose exists.
 
-``exchange`` has all_to_all and permute, ``p2p`` point-to-point messages, ``objects`` Python objects, ``megatron`` Megatron's
-four. ``start(all_reduce, x)`` starts one and returns a ``Pending`` at once, whose ``wait()`` returns the result.
+Others are in ``exchange`` (all_to_all, permute), ``rooted`` (reduce, gather, scatter), ``p2p``, ``objects`` and ``megatron``.
+``start(all_reduce, x)`` is the asynchronous form: it returns a ``Pending``, whose ``wait()`` returns the result.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 def reducing(call: Call, tree: T, group: Group | None) -> Request[T]:
-    """A reduction; every world computes avg as the sum divided by n after the exchange."""
+    """Requests a reduction; "avg" is the sum, divided by n afterwards, on every back end."""
     if call.options["op"] != "avg":
         return request(call, tree, group)
     group = resolve_group(group)
     leaves = flatten(call.collective.name, tree)[0]
     check_avg(leaves, "avg")
-    if group.world.watch is not None:  # of values that all ranks have alike, a mean counts none n times
+    if group.world.watch is not None:  # the mean of a replicated value is that value, so it need not be a partial sum
         group.world.watch.declare(Variance.VARYING, leaves, group, [""] * len(leaves))
 
     def divided(total: T) -> T:
@@ -46,16 +46,16 @@ def reducing(call: Call, tree: T, group: Group | None) -> Request[T]:
 
 @collective
 def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", donate: bool = False) -> Request[T]:
-    """The ranks' values combined elementwise, on every rank.
+    """Reduces the ranks' values elementwise; every rank gets the result.
 
-    Law: ``AR = AG ∘ RS``; for sums it is its own transpose. The values combine in rank order, so Gloo and the simulator agree
-    bit for bit.
+    Law: ``AR = AG ∘ RS``; for sums it is its own transpose. Values are reduced in rank order, so Gloo and the simulator agree
+    bitwise.
 
     Args:
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
         group: the ranks that take part; None for the whole world.
         op: "sum", "avg", "min", "max" or "product".
-        donate: the results may take the memory of the values, which must not be read any more. For values without a graph.
+        donate: allows the results to reuse the values' memory; do not read the values afterwards. Without autograd only.
 
     Cost: each rank sends 2 (n - 1) / n of the value.
 
@@ -76,24 +76,24 @@ def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", donate: boo
 def all_gather(
     x: T, group: Group | None = None, *, dim: int = 0, tiled: bool = True, uneven: bool = False, out: T | None = None
 ) -> Request[T]:
-    """The ranks' values concatenated along ``dim``, on every rank; ``tiled=False`` stacks them on a new leading axis.
+    """Gathers the ranks' values on every rank, concatenated along ``dim`` or, with ``tiled=False``, stacked on a new one.
 
     Law: ``AG ∘ shard = id``; the transpose is reduce_scatter.
 
     Args:
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
         group: the ranks that take part; None for the whole world.
-        dim: the dim to concatenate along.
-        tiled: False stacks the values instead.
-        uneven: sizes along ``dim`` may differ between ranks. They are exchanged first, and the host waits for them.
-        out: tensors that the results are written into, and that are returned; a value may be its rank's piece of one. For
-            values without a graph, along dim 0.
+        dim: the dim to concatenate along; with ``tiled=False`` it must be 0.
+        tiled: False stacks the values on a new leading dim.
+        uneven: allows sizes along ``dim`` to differ between ranks. The sizes are exchanged first, which blocks the host.
+        out: tensors to write the results into, which are returned. A value may be a view of this rank's piece of one. For
+            dim 0, without autograd.
 
-    Cost: each rank sends (n - 1) times its value; uneven, 16 (n - 1) bytes a leaf before it.
+    Cost: each rank sends (n - 1) times its value; with ``uneven``, also 16 (n - 1) bytes per leaf.
 
     Raises:
-        ValueError: ``dim`` is out of range, or the value is a scalar and tiled; ``out`` cannot have the results.
-        MismatchError: uneven values whose dtypes or other dims differ.
+        ValueError: ``dim`` is out of range; the value is a scalar and ``tiled``; ``out`` does not fit the results.
+        MismatchError: with ``uneven``, dtypes or the other dims differ between ranks.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.all_gather(torch.tensor([comm.world().rank])).tolist(), world_size=3)
@@ -139,16 +139,16 @@ def _gathered_into(out: T, x: T, group: Group, options: dict[str, Any], uneven: 
 
 @collective
 def reduce_scatter(x: T, group: Group | None = None, *, dim: int = 0, op: str = "sum", tiled: bool = True) -> Request[T]:
-    """The ranks' values combined elementwise and cut along ``dim``: rank r gets the r-th of n pieces.
+    """Reduces the ranks' values elementwise and splits the result along ``dim``: rank r gets the r-th of n pieces.
 
     Law: ``RS = shard ∘ AR``; the transpose of the sum is all_gather.
 
     Args:
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
         group: the ranks that take part; None for the whole world.
-        dim: the dim to cut.
+        dim: the dim to split.
         op: "sum", "avg", "min", "max" or "product".
-        tiled: False expects a leading axis of size n, which each piece drops.
+        tiled: False splits a leading dim of size n and removes it.
 
     Cost: each rank sends (n - 1) / n of the value.
 
@@ -165,16 +165,19 @@ def reduce_scatter(x: T, group: Group | None = None, *, dim: int = 0, op: str = 
 
 @collective
 def broadcast(x: T, src: int = 0, group: Group | None = None) -> Request[T]:
-    """Rank ``src``'s value, on every rank.
+    """Sends rank ``src``'s value to every rank.
 
     Law: the transpose is ``reduce`` to ``src``.
 
     Args:
-        x: a pytree of tensors. Ranks other than ``src`` pass one of the same shapes and dtypes, whose values do not matter.
-        src: the rank within the group whose value all get.
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks; only the values on ``src`` are read.
+        src: the sender, a rank of the group.
         group: the ranks that take part; None for the whole world.
 
-    Cost: ``src`` sends n - 1 times the value.
+    Cost: ``src`` sends the value n - 1 times.
+
+    Raises:
+        ValueError: ``src`` is not a rank of the group.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.broadcast(torch.tensor(comm.world().rank), src=1).item(), world_size=3)
@@ -184,17 +187,17 @@ def broadcast(x: T, src: int = 0, group: Group | None = None) -> Request[T]:
 
 
 def repeat(times: int, body: Callable[[int], None], group: Group | None = None) -> None:
-    """Calls ``body(0)``, ``body(1)``, ..., ``body(times - 1)``, which must call the same collectives on the same shapes.
+    """Calls ``body(i)`` for i in ``range(times)``; every iteration must call the same collectives on the same shapes.
 
-    Law: ``repeat(k, body)`` is ``for i in range(k): body(i)``. On shapes only (``simulate(shapes_only=True)``) the body runs
-    once and counts k times, so that a loop over thousands of ranks is cheap.
+    Law: ``repeat(k, body)`` is ``for i in range(k): body(i)``. In ``simulate(shapes_only=True)`` the body runs once and is
+    counted k times, so a loop over thousands of ranks is cheap.
 
     Args:
         times: the number of iterations.
         body: one iteration.
-        group: a group of the world that the loop runs in; None for the current world.
+        group: a group of the world in which the loop runs; None for the current world.
 
-    Cost: k times the body's.
+    Cost: k times the cost of the body.
 
     Raises:
         ValueError: ``times`` is negative.
@@ -215,7 +218,7 @@ def repeat(times: int, body: Callable[[int], None], group: Group | None = None) 
 
 @collective
 def barrier(group: Group | None = None) -> Request[None]:
-    """Returns once every rank of the group has called it.
+    """Blocks until every rank of the group has called it.
 
     >>> from functional_ds import comm
     >>> comm.simulate(comm.barrier, world_size=2)

@@ -1,4 +1,4 @@
-"""Collectives in autograd's graph: one node for calls that start together, whose backward pass calls their adjoints."""
+"""Collectives in the autograd graph: calls that start together are one node, whose backward pass calls their transposes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -11,11 +11,11 @@ from functional_ds.comm.table.collective import Call, Handle
 
 __all__ = ["is_differentiable", "results_in_graph"]
 
-Transposed = tuple[Call, Sequence[Tensor], str | None]  # a transpose, on gradients; the line of the call whose it is
+Transposed = tuple[Call, Sequence[Tensor], str | None]  # a transpose, the gradients, and the forward call's source line
 
 
 class Begun(Protocol):
-    """A call under way: its leaves and its handle; its line, where values are followed."""
+    """A started call: its leaves, its handle and, if variance is checked, its source line."""
 
     call: Call
     leaves: Sequence[Tensor]
@@ -28,7 +28,7 @@ def results_in_graph(
     group: Group,
     carry_out: Callable[[Sequence[Transposed], Group], Sequence[Sequence[Tensor]]],
 ) -> list[Tensor]:
-    """The results of calls, one after another, as outputs of one node; ``carry_out`` runs their transposes."""
+    """The concatenated results of calls, as outputs of one node; ``carry_out`` runs their transposes."""
     leaves = (leaf for one in started for leaf in one.leaves)
     results: list[Tensor]
     *results, _ = _Differentiable.apply(started, group, carry_out, *leaves)
@@ -36,7 +36,7 @@ def results_in_graph(
 
 
 class _Differentiable(torch.autograd.Function):
-    """A node of the autograd graph for calls that are started together; its backward calls their adjoints, differentiably."""
+    """A node of the autograd graph for calls that were started together; its backward pass is differentiable, too."""
 
     @staticmethod
     def forward(
@@ -65,14 +65,14 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
-    """The gradient as part of the graph, in a backward pass that is itself differentiated (``create_graph=True``).
+    """Connects a gradient to the graph in a backward pass with ``create_graph=True``.
 
-    A gradient, such as a sender's, may be constant on one rank and not on another. The second backward pass must reach this
-    call on both, since each needs the other's part. The token is an output of the call without elements; adding it links them.
+    A gradient may be constant on one rank (as a sender's) and not on another, but the second backward pass must reach this call
+    on both. The token, an empty output of the call, links them when it is added.
     """
     return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
 
 
 def is_differentiable(tensor: Tensor) -> bool:
-    """Whether tensors of its dtype have gradients."""
+    """Whether the tensor's dtype supports gradients."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -1,4 +1,4 @@
-"""Functions that are made of other collectives, as collectives that can be started."""
+"""Collectives composed of other collectives, which can be started asynchronously."""
 
 import inspect
 from collections.abc import Callable
@@ -22,16 +22,14 @@ R = TypeVar("R")
 
 
 def composed(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that calls collectives, such as an all-reduce by messages of your own, as one collective.
+    """Makes a function that calls collectives, such as a custom all-reduce, into a collective that ``comm.start`` can start.
 
-    Law: ``start(f, x, group).wait() = f(x, group)``; without ``start`` nothing changes. Once started it runs beside the
-    program, on channels of its own of all groups that it is given, after those that were started before on the same group.
-
-    ``T.zero(all_reduce=...)``, ``all_gather=`` and ``reduce_scatter=`` take such functions; of a plain function they make one.
+    Law: ``start(f, x, group).wait() = f(x, group)``; called directly, it is the function. Once started it runs in the
+    background, on separate channels of the groups in its arguments, after calls of it that were started earlier on the same
+    group. ``T.zero(all_reduce=..., all_gather=..., reduce_scatter=...)`` accepts such functions, and wraps plain ones.
 
     Args:
-        function: gets its groups as arguments, and calls no collectives of other groups. Of a parameter ``group`` None stands
-            for the whole world.
+        function: takes its groups as arguments, and calls collectives on those groups only. ``group=None`` means all ranks.
 
     >>> from functional_ds import comm
     >>> @comm.table.composed

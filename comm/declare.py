@@ -1,8 +1,8 @@
-"""What a program says of its values along a group of ranks. Each function returns its value as it is.
+"""Declares whether a value is replicated, invariant, varying or a partial sum along a group; returns the value unchanged.
 
-They cost nothing but the look whether anybody checks. In ``comm.simulate(..., variance=True)`` what they say is compared with
-all ranks' bits, forward and backward, and followed through operations and collectives. The four kinds and their gradients are
-those of ``Variance``, after the types of spmd_types (Meta, 2025).
+Declarations do nothing unless they are checked. ``comm.simulate(..., variance=True)`` compares them with the bits on all ranks,
+forward and backward, and propagates them through operations and collectives. ``Variance`` defines the four, which follow
+spmd_types (Meta, 2025).
 """
 
 from typing import Any, TypeVar
@@ -28,23 +28,23 @@ def _declare(kind: Variance, x: Any, group: Group | None, distinct: bool = False
 
 
 def replicated(x: T, group: Group | None = None) -> T:
-    """Says that all ranks have equal bits of ``x``, and that each uses it in its own way: its gradient is partial.
+    """Declares that ``x`` is bitwise equal on all ranks and used differently by each, so its gradient is a partial sum.
 
-    Law 51: it holds iff all ranks' bits are equal. A gradient must be summed over the ranks before anything non-linear, or
-    anything that all ranks have, meets it, an update of ``x`` included.
+    Law: the declaration holds iff the bits are equal on all ranks. The gradient must be summed over the ranks before a
+    non-linear operation, or before it is combined with a replicated value, as in an update of ``x``.
 
     Args:
         x: a pytree of tensors.
         group: the ranks; None for the whole world.
 
     Raises:
-        VarianceError: when checked: values differ; names ranks, leaf, first element, both values and the line.
+        VarianceError: when checked, if values differ; names ranks, leaf, first element, both values and the line.
 
     >>> import torch
     >>> from functional_ds import comm
     >>> def program():
     ...     return comm.replicated(torch.arange(3) * (comm.world().rank + 1)).tolist()
-    >>> comm.simulate(program, world_size=2)  # nobody checks
+    >>> comm.simulate(program, world_size=2)  # not checked
     [[0, 1, 2], [0, 2, 4]]
     >>> comm.simulate(program, world_size=2, variance=True)
     Traceback (most recent call last):
@@ -57,16 +57,16 @@ def replicated(x: T, group: Group | None = None) -> T:
 
 
 def invariant(x: T, group: Group | None = None) -> T:
-    """Says that all ranks have equal bits of ``x``, and all the same gradient of it: they use it alike, or by ``copy_to``.
+    """Declares that ``x`` and its gradient are bitwise equal on all ranks: all use it in the same way, or through ``copy_to``.
 
-    Law 51: it holds iff all ranks' bits are equal, of ``x`` and of its gradient.
+    Law: the declaration holds iff the bits of ``x`` and of its gradient are equal on all ranks.
 
     Args:
         x: a pytree of tensors.
         group: the ranks; None for the whole world.
 
     Raises:
-        VarianceError: when checked: values or gradients differ; names ranks, leaf, first element, both values and the line.
+        VarianceError: when checked, if values or gradients differ; names ranks, leaf, first element, both values and the line.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -87,35 +87,35 @@ def invariant(x: T, group: Group | None = None) -> T:
 
 
 def varying(x: T, group: Group | None = None, *, distinct: bool = False) -> T:
-    """Says that each rank has its own ``x``, and its own gradient of it; equal bits are a matter of chance.
+    """Declares that ``x`` and its gradient may differ between ranks.
 
-    What was known of the value before is forgotten, so this also takes a value back from an earlier claim.
+    This replaces earlier declarations of the value and anything inferred about it.
 
     Args:
         x: a pytree of tensors.
         group: the ranks; None for the whole world.
-        distinct: no two ranks have equal bits, as of dropout masks on slices.
+        distinct: the values must differ between any two ranks, as dropout masks of slices must.
 
     Raises:
-        VarianceError: when checked, with ``distinct``: two ranks have equal bits; names them.
+        VarianceError: when checked with ``distinct``, if two ranks hold equal bits; names them.
     """
     _declare(Variance.VARYING, x, group, distinct)
     return x
 
 
 def partial(x: T, group: Group | None = None) -> T:
-    """Says that ``x`` is one term of a sum over the ranks: only the sum means something, and all terms have one gradient.
+    """Declares that ``x`` is a partial sum: the value is the sum over the ranks, and all ranks have the same gradient.
 
-    Law 51: what is linear may be done to terms, the same on all ranks; ``reduce_from`` or ``all_reduce`` makes the sum. Bits
-    cannot tell a term from another value. What is checked is the use: nothing non-linear, no product of two, nothing added that
-    all ranks have, no term that all ranks have by a claim; and the gradient's bits, which must be equal.
+    Law: linear operations, the same on all ranks, commute with the sum, which ``reduce_from`` or ``all_reduce`` computes. The
+    bits do not show whether a value is partial, so its uses are checked: non-linear operations, products of two partial sums,
+    additions of replicated values and contradicting declarations are errors. The gradient must be bitwise equal on all ranks.
 
     Args:
         x: a pytree of tensors.
         group: the ranks; None for the whole world.
 
     Raises:
-        VarianceError: when checked: a use that contradicts it, with its line; gradients that differ.
+        VarianceError: when checked, if a use contradicts the declaration (names its line) or gradients differ.
 
     >>> import torch
     >>> from functional_ds import comm

@@ -1,4 +1,4 @@
-"""Calls of collectives on pytrees, with autograd, and chains of them."""
+"""Calls collectives on pytrees, with autograd, and chains them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -45,11 +45,11 @@ T = TypeVar("T")
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_ALONE: optree.PyTreeSpec = pytree.structure(0)  # a lone tensor's
+_ALONE: optree.PyTreeSpec = pytree.structure(0)  # the structure of a single tensor
 
 
 def check_avg(leaves: Sequence[Tensor], op: str) -> None:
-    """Raises ValueError for means of integers and bools, which all worlds refuse."""
+    """Raises ValueError for means of integer and bool tensors, which are unsupported."""
     for leaf in leaves:
         if op == "avg" and not is_differentiable(leaf):
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
@@ -57,7 +57,7 @@ def check_avg(leaves: Sequence[Tensor], op: str) -> None:
 
 @attrs.define(eq=False)
 class _StartedCall:
-    """A call under way: its leaves and its handle; its line, where values are followed."""
+    """A started call: its leaves, its handle and, if variance is checked, its source line."""
 
     call: Call
     leaves: Sequence[Tensor]
@@ -66,22 +66,22 @@ class _StartedCall:
 
 
 def _in_inference_mode() -> bool:
-    """In every world results are tensors outside of it, whichever thread makes them."""
+    """Whether to leave inference mode, so that results are normal tensors in any thread."""
     return not torch.is_grad_enabled() and torch.is_inference_mode_enabled()
 
 
 def start_call(
     call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool = False, transposed: str | None = None
 ) -> _StartedCall:
-    """Starts a call on leaves; its handle gives the results, without autograd.
+    """Starts a call on leaves, without autograd; its handle gives the results.
 
     Args:
         call: the collective and its options.
         leaves: this rank's values.
         group: the ranks.
-        beside: whether it may run beside others.
-        early: whether the caller goes on before it waits.
-        transposed: the line of the call whose transpose it is.
+        beside: whether it may run concurrently with other calls.
+        early: whether the caller continues before it waits.
+        transposed: for a backward pass, the source line of the forward call.
     """
     if _in_inference_mode():
         with torch.inference_mode(False), torch.no_grad():
@@ -97,7 +97,7 @@ def start_call(
 
 
 def check_call(call: Call, leaves: Sequence[Tensor], group: Group, prefix: str = "") -> Here:
-    """This rank's place in the call; raises ValueError where it can tell that the call is wrong, beginning with ``prefix``."""
+    """Checks a call on this rank and returns its ``Here``; raises ValueError, with ``prefix`` before the message."""
     here = Here(call.options, group.rank, group.size)
     try:
         for leaf in leaves:
@@ -128,8 +128,8 @@ def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: Here, besid
 
 
 def outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
-    """The result of a call on fake tensors, as if all ranks had passed the same shapes; nothing is sent."""
-    if call.collective.private:  # the others' sizes are not this rank's, and its own say what arrives
+    """The result of a call on fake tensors, assuming that all ranks pass the same shapes; nothing is sent."""
+    if call.collective.private:  # other ranks' sizes differ; this rank's options give the shape of its result
         return call.collective.on_shapes(leaf.detach(), here)
     members = list(call.collective.members(here.options, here.n))
     outputs = call.collective.denotation([leaf.detach()] * len(members), call.merged([call.private()] * len(members)))
@@ -137,7 +137,7 @@ def outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
 
 
 def _finish(started: Sequence[_StartedCall], group: Group) -> list[list[Tensor]]:
-    """Waits for the calls' results. Differentiable calls become one node of the autograd graph."""
+    """Waits for the calls' results; the differentiable calls become one node of the autograd graph."""
     if _in_inference_mode():
         with torch.inference_mode(False), torch.no_grad():
             return _finish(started, group)
@@ -149,14 +149,14 @@ def _finish(started: Sequence[_StartedCall], group: Group) -> list[list[Tensor]]
 
 
 def _carry_out_transposed(calls: Sequence[Transposed], group: Group) -> list[list[Tensor]]:
-    """Results of the transposes of calls that were started together, and start together."""
+    """Results of the transposes of calls that were started together; they too are started together."""
     with group.world.batch():
         started = [start_call(call, xs, group, beside=len(calls) > 1, transposed=site) for call, xs, site in calls]
     return _finish(started, group)
 
 
 def resolve_group(group: Group | None) -> Group:
-    """The group; None means the whole world."""
+    """The group; for None, all ranks."""
     if group is None:
         return world()
     if not isinstance(group, Group):
@@ -165,7 +165,7 @@ def resolve_group(group: Group | None) -> Group:
 
 
 def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    """The leaves and the structure of a pytree of tensors."""
+    """The leaves and structure of a pytree of tensors; raises TypeError for other leaves."""
     if isinstance(tree, Tensor):
         return [tree], _ALONE
     leaves, spec = pytree.flatten(tree)
@@ -177,12 +177,12 @@ def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 
 
 def request(call: Call, tree: T, group: Group | None = None) -> Request[T]:
-    """The call on every leaf of a tree, on the ranks of a group; None for the whole world."""
+    """Requests a call on all leaves of a tree, over the ranks of a group; None for all ranks."""
     return _requested([(call, tree)], resolve_group(group), itemgetter(0))
 
 
 def request_all(calls: Sequence[tuple[Call, Any]], group: Group | None = None) -> Request[list[Any]]:
-    """Calls, each on its tree, which start as one batch; the results are in order."""
+    """Requests several calls, each on a tree, as one batch; the result is the list of their results."""
     return _requested(calls, resolve_group(group), list)
 
 
@@ -207,7 +207,7 @@ def _start(calls: Sequence[tuple[Call, Any]], group: Group, given: Callable[[lis
 def _start_calls(
     calls: Sequence[tuple[Call, Any]], group: Group, *, early: bool
 ) -> tuple[list[_StartedCall], list[optree.PyTreeSpec]]:
-    """The calls, each on the leaves of its tree, and the trees' structures."""
+    """Starts calls, each on the leaves of its tree; returns them and the trees' structures."""
     several, started, specs = len(calls) > 1, [], []
     with group.world.batch() if several else _NOTHING:
         for call, tree in calls:
@@ -218,7 +218,7 @@ def _start_calls(
 
 
 def collective(describe: Callable[P, Request[R]]) -> Callable[P, R]:
-    """A collective as a function: it carries out what ``describe`` requests, and ``start`` can start it instead.
+    """Decorates a function that returns a ``Request``: calling the result performs it, and ``comm.start`` starts it.
 
     >>> from functional_ds import comm
     >>> @comm.table.collective
@@ -237,10 +237,10 @@ def collective(describe: Callable[P, Request[R]]) -> Callable[P, R]:
 
 
 def prepare(collective: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Request[R]:
-    """``collective(*args, **kwargs)`` as a request, which has not begun.
+    """``collective(*args, **kwargs)`` as a ``Request``, which has not been started.
 
     Raises:
-        TypeError: it is no collective.
+        TypeError: ``collective`` is not a collective.
     """
     describe: Callable[P, Request[R]] | None = getattr(collective, "request", None)
     if describe is None:
@@ -251,9 +251,9 @@ def prepare(collective: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
 
 
 def start(collective: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-    """Starts ``collective(*args, **kwargs)`` and returns at once; ``wait()`` of what it returns gives the result.
+    """Starts a collective asynchronously and returns a ``Pending``, whose ``wait()`` returns the result.
 
-    Law: ``start(f, x).wait() = f(x)``, for every collective f of this package, and for compressed ones.
+    Law: ``start(f, x).wait() = f(x)`` for every collective f of this package, and for compressed and composed ones.
 
     Args:
         collective: ``comm.all_reduce``, ``comm.send``, ``comm.batch_p2p``, ...
@@ -261,7 +261,7 @@ def start(collective: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> P
         kwargs: its options.
 
     Raises:
-        TypeError: it is no collective.
+        TypeError: ``collective`` is not a collective.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.start(comm.all_reduce, torch.ones(2), op="max").wait().tolist(), world_size=2)
@@ -271,7 +271,7 @@ def start(collective: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> P
 
 
 def resolve_dim(name: str, tree: Any, dim: int) -> int:
-    """A dim that may count from the end as one that counts from the start, the same for all leaves."""
+    """Converts a negative dim to one that counts from the start, the same for all leaves."""
     if type(dim) is not int:
         raise TypeError(f"{name}: dim={dim!r} is {type(dim).__name__}; a dim is an int")
     if dim >= 0:
@@ -287,17 +287,17 @@ def resolve_dim(name: str, tree: Any, dim: int) -> int:
 
 
 def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]], lane: Group, device: torch.device) -> Pending[Any]:
-    """A chain of collectives: each function gets the result of the one before and returns a ``Pending``.
+    """Chains collectives: each function gets the previous result and returns a ``Pending``.
 
-    The world carries the chain out beside the program, the chains of one lane one after another. So when a later collective
-    starts depends on no ``poll`` or ``wait`` of this rank. All ranks begin the chains of a lane in one order, and nothing
-    else uses the channels of a chain's later collectives.
+    The chain runs in the background, independent of this rank's calls of ``poll`` and ``wait``; the chains of a lane run one
+    after another. All ranks must start the chains of a lane in one order, and nothing else may use the channels of a chain's
+    later collectives.
 
     Args:
         first: the first collective.
         rest: functions that start the later ones.
-        lane: names the lane; usually the channel of a later collective.
-        device: where the tensors are. On CUDA all collectives of the chain are launched at once, on a stream of the lane's.
+        lane: identifies the lane; usually the channel of a later collective.
+        device: the tensors' device. On CUDA all collectives of the chain are launched at once, on the lane's stream.
 
     >>> from functional_ds import comm
     >>> def program():

@@ -1,4 +1,4 @@
-"""Collectives that move values without combining them: all_to_all and permute."""
+"""Collectives that exchange values without reducing them: all_to_all and permute."""
 
 from collections.abc import Iterable, Sequence
 from operator import index
@@ -31,23 +31,23 @@ def all_to_all(
     input_splits: _Sizes = None,
     output_splits: _Sizes = None,
 ) -> Request[T]:
-    """Each rank cuts its value along ``split_dim``, sends piece p to rank p, and joins what arrives along ``concat_dim``.
+    """Splits each rank's value along ``split_dim``, sends piece p to rank p, and concatenates along ``concat_dim``.
 
     Law: ``A2A(c, s) ∘ A2A(s, c) = id``; the transpose swaps the dims. With splits, the transpose swaps the splits.
 
     Args:
         x: a pytree of tensors.
         group: the ranks that take part; None for the whole world.
-        split_dim: the dim to cut, into equal pieces or by ``input_splits``.
-        concat_dim: the dim to concatenate along; with splits it must be ``split_dim``.
-        input_splits: the number of rows for each rank, as in expert parallelism.
-        output_splits: the number of rows from each rank. Left out, they are exchanged first, and the host waits for them.
+        split_dim: the dim to split, into equal pieces or by ``input_splits``.
+        concat_dim: the dim to concatenate along; with ``input_splits`` it must equal ``split_dim``.
+        input_splits: rows to send to each rank, as in expert parallelism.
+        output_splits: rows to receive from each rank. If omitted, they are exchanged first, which blocks the host.
 
-    Cost: each rank sends (n - 1) / n of its value; with splits, all rows but its own.
+    Cost: each rank sends (n - 1) / n of its value; with splits, all rows for other ranks.
 
     Raises:
-        ValueError: a size that does not divide by n, splits that do not add up to it, or a dim out of range.
-        MismatchError: in a simulation and under ``checked()``: the splits of two ranks contradict each other.
+        ValueError: a size is not a multiple of n, splits do not add up to it, or a dim is out of range.
+        MismatchError: the splits of two ranks contradict each other (checked in simulations and under ``debug.checked``).
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.all_to_all(torch.arange(2) + 10 * comm.world().rank).tolist(), world_size=2)
@@ -85,19 +85,19 @@ def _sizes(name: str, splits: Sequence[int]) -> tuple[int, ...]:
 
 @collective
 def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None) -> Request[T]:
-    """Sends each rank's value to the rank that ``perm`` names; a rank without a source gets zeros.
+    """Sends values between ranks by a permutation, as ``jax.lax.ppermute``; a rank without a source gets zeros.
 
     Law: ``PM(p) ∘ PM(q) = PM(p ∘ q)``; the transpose is ``PM(p⁻¹)``.
 
     Args:
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
-        perm: pairs (source, destination) of ranks of the group, the same on all ranks. In a loop, make a ``Permutation`` once.
+        perm: (source, destination) pairs of ranks of the group, the same on all ranks. For a loop, make a ``Permutation`` once.
         group: the ranks that take part; None for the whole world.
 
-    Cost: a rank with a destination sends its value once.
+    Cost: a rank with a destination other than itself sends its value once.
 
     Raises:
-        ValueError: a rank is out of range, or is twice a source or twice a destination.
+        ValueError: a rank is out of range, or occurs twice as a source or twice as a destination.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.permute(torch.tensor(comm.world().rank), [(0, 1), (1, 2)]).item(), world_size=3)

@@ -1,4 +1,4 @@
-"""Results that are computed without a graph, as part of the graph of the leaves that they come from."""
+"""Attaches results that were computed without autograd to the autograd graph of their inputs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["Graft"]
 
 @attrs.frozen(eq=False)
 class Graft:
-    """Connects results to the leaves' graph; ``back`` computes the leaves' gradients from the results'."""
+    """Attaches results to the leaves' graph; ``back`` computes the leaves' gradients from the results' gradients."""
 
     leaves: Sequence[Tensor]
     back: Callable[[list[Tensor]], list[Tensor]]

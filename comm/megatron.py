@@ -1,14 +1,14 @@
-"""Megatron's four collectives, whose transposes depend on how a value relates to the group.
+"""Megatron-LM's four collectives for tensor parallelism.
 
-A value is replicated (equal on all ranks, and counted once), varying, or a partial sum. The same forward pass has a different
-transpose for each, so each pair of forward and backward has a name (Shoeybi et al., "Megatron-LM", 2019):
+The transpose of a forward pass depends on how its input and result relate to the group (see ``Variance``), so each pair of
+forward and backward pass has a name (Shoeybi et al., "Megatron-LM", 2019):
 
-| forward | of a value that is | backward |
-|---|---|---|
-| ``copy_to``: nothing | replicated, used by varying computations | all-reduce |
-| ``reduce_from``: all-reduce | a partial sum, to be replicated | nothing |
-| ``scatter_to``: own slice | replicated, to be varying | all-gather |
-| ``gather_from``: all-gather | varying, to be replicated | own slice |
+| forward | from | to | backward |
+|---|---|---|---|
+| ``copy_to``: identity | invariant | replicated | all-reduce |
+| ``reduce_from``: all-reduce | partial | invariant | identity |
+| ``scatter_to``: this rank's slice | invariant | varying | all-gather |
+| ``gather_from``: all-gather | varying | invariant | this rank's slice |
 """
 
 from typing import TypeVar
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 @collective
 def copy_to(x: T, group: Group | None = None) -> Request[T]:
-    """Returns the value; the backward pass sums the ranks' gradients.
+    """Returns the value unchanged; the backward pass sums the gradient over the ranks.
 
-    Law: ``copy_toᵀ = AR``: a replicated value that each rank uses in its own way gets the gradients of all uses.
+    Law: ``copy_toᵀ = AR``: if each rank uses a value differently, its gradient is the sum over all uses.
 
     Args:
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
@@ -51,9 +51,9 @@ def copy_to(x: T, group: Group | None = None) -> Request[T]:
 
 @collective
 def reduce_from(x: T, group: Group | None = None) -> Request[T]:
-    """The sum of the ranks' values; the backward pass returns the gradient unchanged.
+    """Sums the ranks' values; the backward pass returns the gradient unchanged.
 
-    Law: ``reduce_fromᵀ = id``: the sum is replicated, so each rank already has the gradient of the one value.
+    Law: ``reduce_fromᵀ = id``: all ranks use the sum in the same way, so each rank already has its whole gradient.
 
     Args:
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
@@ -75,7 +75,7 @@ def reduce_from(x: T, group: Group | None = None) -> Request[T]:
 
 @collective
 def scatter_to(x: T, group: Group | None = None, *, dim: int = 0) -> Request[T]:
-    """This rank's slice along ``dim`` of a replicated value; the backward pass gathers the slices' gradients.
+    """Takes this rank's slice along ``dim``; the backward pass all-gathers the slices' gradients.
 
     Law: ``scatter_toᵀ = AG``.
 
@@ -87,7 +87,7 @@ def scatter_to(x: T, group: Group | None = None, *, dim: int = 0) -> Request[T]:
     Cost: nothing forward; (n - 1) / n of the value backward.
 
     Raises:
-        ValueError: the size along ``dim`` is no multiple of n.
+        ValueError: the size along ``dim`` is not a multiple of n.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -99,9 +99,9 @@ def scatter_to(x: T, group: Group | None = None, *, dim: int = 0) -> Request[T]:
 
 @collective
 def gather_from(x: T, group: Group | None = None, *, dim: int = 0) -> Request[T]:
-    """The ranks' values concatenated along ``dim``; the backward pass takes this rank's slice of the gradient.
+    """All-gathers the ranks' values along ``dim``; the backward pass takes this rank's slice of the gradient.
 
-    Law: ``gather_fromᵀ`` = own slice: the whole is replicated, so each rank already has its gradient.
+    Law: ``gather_fromᵀ = shard``: all ranks use the result in the same way, so each rank already has its whole gradient.
 
     Args:
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.

@@ -1,4 +1,4 @@
-"""Named axes over the ranks of a world."""
+"""Device meshes: named axes over the ranks of a world."""
 
 import itertools
 import math
@@ -31,21 +31,21 @@ def _multiply_to(sizes: dict[str, int], whole: int) -> bool:
 
 @attrs.frozen(repr=False)
 class Mesh:
-    """A grid of ranks with a name for each axis, as seen by one of them; ``mesh["dp"]`` is this rank's group along dp.
+    """A grid of ranks with named axes, as seen by one rank; ``mesh["dp"]`` is this rank's group along the axis dp.
 
-    ``mesh["dp", "tp"]`` is the group of all ranks that differ from this one along these axes only. It is numbered row by row
-    in the order in which the axes are named, the last one fastest; so is ``mesh.sub("dp", "tp")``, a mesh of these axes alone.
+    ``mesh["dp", "tp"]`` is the group of all ranks with this rank's coordinates along all other axes. Its ranks are in row-major
+    order of the axes as named, the last one fastest; ``mesh.sub("dp", "tp")`` is a mesh of these axes.
 
     Law: over ``mesh["a", "b"]``, an all_reduce is one over a and one over b, in any order, and sharding is sharding over a,
     then over b.
 
-    A mesh and its groups cost nothing until they are used. Over NCCL the members of a group connect at its first use.
+    Meshes and groups cost nothing until they are used. Over NCCL the members of a group connect at its first use.
 
     Attributes:
         axes: the sizes by name, outermost first.
-        ranks: the members as ranks of the world, row by row.
-        rank: this rank's place among them.
-        world: what carries out the collectives of its groups.
+        ranks: the members as ranks of the world, in row-major order.
+        rank: this rank's index among them.
+        world: performs the collectives of its groups.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.mesh(pp=2, dp=2, tp=2)["dp", "tp"].ranks, world_size=8)[5]
@@ -65,22 +65,22 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's place along each axis."""
+        """This rank's index along each axis."""
         return {axis: self.rank // stride % self.axes[axis] for axis, stride in self._strides().items()}
 
     def _strides(self) -> dict[str, int]:
-        """The distance between neighbours along each axis, in places."""
+        """The distance between neighbours along each axis, as indices into ``ranks``."""
         sizes = list(self.axes.values())
         return {axis: math.prod(sizes[i + 1 :]) for i, axis in enumerate(self.axes)}
 
     def sub(self, *axes: str) -> "Mesh":
-        """The mesh of these axes alone, in this order: the ranks that share this one's place along all others.
+        """The submesh of these axes, in this order: the ranks with this rank's coordinates along all other axes.
 
         Law: ``mesh.sub("a", "b")["a"] = mesh["a"]``.
 
         Raises:
             KeyError: the mesh has no such axis.
-            ValueError: an axis is named twice, or none is named.
+            ValueError: no axis is named, or one is named twice.
 
         >>> from functional_ds import comm
         >>> comm.simulate(lambda: comm.mesh(pp=2, dp=2, tp=2).sub("pp", "dp"), world_size=8)[3]
@@ -101,17 +101,17 @@ class Mesh:
         return attrs.evolve(self, axes={axis: self.axes[axis] for axis in axes}, ranks=ranks, rank=places.index(self.rank))
 
     def split(self, axis: str, /, **sizes: int) -> "Mesh":
-        """The same mesh with several axes, outermost first, in place of one whose size is their product.
+        """Replaces one axis by several, outermost first, whose sizes multiply to its size.
 
-        Experts share the ranks of the data axis: each of ``ep`` ranks holds a part of them (the expert-parallel group, over
-        which tokens travel), and ``edp`` ranks hold the same part (the expert-data-parallel group, over which the experts'
-        gradients are reduced). All other gradients are reduced over ``mesh["dp"]``, as before.
+        Expert parallelism splits the data axis: the experts are divided over the ``ep`` ranks, between which tokens are
+        exchanged, and the ``edp`` ranks hold the same experts and reduce their gradients. All other gradients are reduced
+        over the whole data axis.
 
-        Law: ``mesh.split("a", b=m, c=n)["b", "c"]`` has the ranks of ``mesh["a"]``, in its order.
+        Law: ``mesh.split("a", b=m, c=n)["b", "c"]`` has the ranks of ``mesh["a"]``, in the same order.
 
         Raises:
             KeyError: the mesh has no such axis.
-            ValueError: the sizes do not multiply to the axis's, or a name is another axis's.
+            ValueError: the sizes do not multiply to the axis's size, or another axis has one of the names.
 
         >>> from functional_ds import comm
         >>> def program():
@@ -142,9 +142,9 @@ class Mesh:
         return html_table([*outer, *(f"{last} {place}" for place in range(wide))], rows[:_SHOWN_ROWS], caption=repr(self))
 
     def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """The same axes as a torch ``DeviceMesh``; ``device_type=None`` is CUDA where NCCL serves it, else the CPU.
+        """Converts to a torch ``DeviceMesh``; ``device_type=None`` is "cuda" if the world uses NCCL for CUDA, else "cpu".
 
-        Each call creates a torch process group for each axis, so all ranks of the world must make the same calls.
+        Each call creates a torch process group per axis, so all ranks of the world must make the same calls.
 
         Law: ``mesh(m.device_mesh()) = m``.
 
@@ -164,16 +164,16 @@ class Mesh:
 
 
 def mesh(device_mesh: DeviceMesh | None = None, /, **axes: int) -> Mesh:
-    """A mesh over the current world, with named axes from the outermost on, or with those of a torch ``DeviceMesh``.
+    """Makes a mesh of the current world, from named axes (outermost first) or from a torch ``DeviceMesh``.
 
-    A ``DeviceMesh`` keeps its order of ranks. Over NCCL its process groups are used along axes whose ranks are ascending; torch
-    numbers the ranks of a process group in the world's order, so the other axes get new groups.
+    A ``DeviceMesh`` keeps its order of ranks. Over NCCL its process groups are reused along axes with ascending ranks; torch
+    orders the ranks of a process group as the world does, so the other axes get new groups.
 
-    Law: the sizes' product is the world's size, and every rank has one place.
+    Law: the product of the sizes is the world's size, and each rank has one position.
 
     Raises:
-        ValueError: the sizes do not multiply to the world's size; a ``DeviceMesh`` without processes, without a name of
-            its own for each axis, or without this rank.
+        ValueError: the sizes do not multiply to the world's size; a ``DeviceMesh`` is given in a simulation, has no distinct
+            names for its axes, or does not contain this rank.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.mesh(dp=2, tp=2)["tp"].ranks, world_size=4)

@@ -1,4 +1,4 @@
-"""Python objects between ranks, as pickled bytes."""
+"""Collectives of Python objects, which are pickled."""
 
 import pickle
 from typing import Any, TypeVar
@@ -28,9 +28,9 @@ def _unpack(data: Tensor) -> Any:
 
 
 def all_gather_object(value: T, group: Group | None = None) -> list[T]:
-    """Copies of every rank's value, in rank order.
+    """Gathers a Python object from every rank; returns copies in rank order.
 
-    The ranks must trust each other: values are sent as pickles, and unpickling can run any code.
+    Objects are pickled, and unpickling can run arbitrary code, so the ranks must trust each other.
 
     Cost: each rank sends its pickle n - 1 times, and 16 (n - 1) bytes for its size.
 
@@ -50,13 +50,13 @@ def all_gather_object(value: T, group: Group | None = None) -> list[T]:
 
 
 def broadcast_object(value: T | None, src: int = 0, group: Group | None = None) -> T:
-    """A copy of rank ``src``'s value, on every rank.
+    """Sends a Python object from rank ``src`` to every rank; returns a copy.
 
     The ranks must trust each other: see ``all_gather_object``.
 
     Args:
-        value: on rank ``src`` the value; the other ranks' values are ignored.
-        src: the rank within the group whose value all get.
+        value: the object on rank ``src``; ignored on the other ranks.
+        src: the sender, a rank of the group.
         group: the ranks that take part; None for the whole world.
 
     Cost: ``src`` sends its pickle, and 8 bytes, n - 1 times.

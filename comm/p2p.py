@@ -1,8 +1,8 @@
-"""Point-to-point messages.
+"""Differentiable point-to-point messages.
 
-A message is a collective of two ranks: the sender's result is zeros, the receiver's is the value. So it is differentiable like
-any collective. Its gradient is a message from the receiver to the sender, and both must take part in the backward pass:
-the sender adds the zeros to its loss, and the receiver's ``like`` requires grad.
+A message is a collective of two ranks, whose result is zeros on the sender and the value on the receiver. Its backward pass is
+a message from the receiver to the sender, and both must take part: the sender adds the zeros to its loss, and the receiver's
+``like`` requires grad.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @attrs.frozen
 class Send:
-    """A message of a batch that sends ``value`` to rank ``dst``."""
+    """A send of ``value`` to rank ``dst``, for ``batch_p2p``."""
 
     value: Any = attrs.field(repr=tree.summary)
     dst: int
@@ -34,7 +34,7 @@ class Send:
 
 @attrs.frozen
 class Recv:
-    """A message of a batch that receives a value shaped as ``like`` from rank ``src``."""
+    """A receive of a value with the shapes of ``like`` from rank ``src``, for ``batch_p2p``."""
 
     like: Any = attrs.field(repr=tree.summary)
     src: int
@@ -61,18 +61,18 @@ def _what_is_wrong(side: str, peer: Any, tag: Any, group: Group) -> str | None:
 
 @collective
 def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None) -> Request[list[Any]]:
-    """Sends and receives several messages as one batch, so opposing sends and receives cannot deadlock.
+    """Performs a batch of sends and receives, in which opposing messages cannot deadlock.
 
-    Law: a swap of ``x`` between two ranks is ``permute(x, [(0, 1), (1, 0)])``. The transpose is the batch of the gradients.
+    Law: swapping ``x`` between two ranks is ``permute(x, [(0, 1), (1, 0)])``; the transpose is the batch of the gradients.
 
     Args:
         ops: this rank's messages, ``Send(value, dst)`` and ``Recv(like, src)``; ranks count within the group.
         group: the ranks that take part; None for the whole world.
 
     Returns:
-        A result for each op, in order: zeros of the value's shape for a send, the value for a receive.
+        One result per op, in order: zeros of the value's shape for a send, the value for a receive.
 
-    Cost: the values of this rank's sends.
+    Cost: this rank sends each value of its sends once.
 
     Raises:
         ValueError: ``dst`` or ``src`` is not another rank of the group.
@@ -96,20 +96,20 @@ def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None) -> Request
 
 @collective
 def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> Request[T]:
-    """Sends ``x`` to rank ``dst`` and returns zeros of its shape, which take no memory.
+    """Sends ``x`` to rank ``dst``; returns zeros of its shape, which take no memory.
 
     In the simulator it returns when the receiver has the value. Gloo and NCCL may return earlier; programs must not rely on
-    that. Messages of one ``tag`` between two ranks match in the order in which they are started.
+    that. Messages between two ranks with the same ``tag`` match in the order in which they are started.
 
-    Law: the transpose is a message from ``dst``. Add the zeros to the loss, and the gradient arrives.
+    Law: the transpose is a message from ``dst``. Add the zeros to the loss to receive the gradient.
 
     Args:
         x: a pytree of tensors.
         dst: the receiver, a rank of the group.
         group: the group; None for the whole world.
-        tag: keeps the order of messages apart from that of other tags.
+        tag: messages with different tags match independently.
 
-    Cost: the value once.
+    Cost: this rank sends the value once.
 
     Raises:
         ValueError: ``dst`` is not another rank of the group.
@@ -132,17 +132,17 @@ def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> Request
 
 @collective
 def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Request[T]:
-    """The value that rank ``src`` sends; ``like`` has its structure, shapes and dtypes.
+    """Receives a value from rank ``src``.
 
-    Where ``like`` requires grad, the value's gradient is sent back to ``src``, where ``send`` must be part of the graph.
+    If ``like`` requires grad, the gradient is sent back to ``src``, whose loss must include the zeros that ``send`` returned.
 
     Args:
         like: a pytree of tensors with the structure, shapes and dtypes of the value; its values are not read.
         src: the sender, a rank of the group.
         group: the group; None for the whole world.
-        tag: keeps the order of messages apart from that of other tags.
+        tag: messages with different tags match independently.
 
-    Cost: nothing on this rank; the sender counts the value.
+    Cost: nothing on this rank.
 
     Raises:
         ValueError: ``src`` is not another rank of the group.

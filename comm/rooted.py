@@ -1,4 +1,4 @@
-"""Collectives with a root, whose value or result one rank has alone: reduce, gather, scatter."""
+"""Collectives with a root rank: reduce, gather, scatter."""
 
 from typing import TypeVar
 
@@ -21,17 +21,20 @@ T = TypeVar("T")
 
 @collective
 def reduce(x: T, dst: int = 0, group: Group | None = None, *, op: str = "sum") -> Request[T]:
-    """The ranks' values combined elementwise, on rank ``dst``; zeros on the other ranks.
+    """Reduces the ranks' values elementwise to rank ``dst``; the other ranks get zeros.
 
     Law: the transpose of the sum is ``broadcast`` from ``dst``.
 
     Args:
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
-        dst: the rank within the group that gets the result.
+        dst: the rank of the group that gets the result.
         group: the ranks that take part; None for the whole world.
         op: "sum", "avg", "min", "max" or "product".
 
-    Cost: every rank but ``dst`` sends its value once.
+    Cost: every rank except ``dst`` sends its value once.
+
+    Raises:
+        ValueError: ``dst`` is not a rank of the group; ``op`` is unknown, or not defined for the dtype.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.reduce(torch.tensor(2), dst=1).item(), world_size=3)
@@ -42,20 +45,20 @@ def reduce(x: T, dst: int = 0, group: Group | None = None, *, op: str = "sum") -
 
 @collective
 def gather(x: T, dst: int = 0, group: Group | None = None, *, dim: int = 0, tiled: bool = True) -> Request[T]:
-    """The ranks' values concatenated along ``dim``, on rank ``dst``.
+    """Gathers the ranks' values on rank ``dst``, concatenated along ``dim``.
 
-    The other ranks get zeros of that shape, which take no memory.
+    The other ranks get zeros of the same shape, which take no memory.
 
     Law: ``AG = BC(dst) ∘ gather(dst)``; the transpose is ``scatter`` from ``dst``.
 
     Args:
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
-        dst: the rank within the group that gets the result.
+        dst: the rank of the group that gets the result.
         group: the ranks that take part; None for the whole world.
         dim: the dim to concatenate along.
-        tiled: False stacks the values on a new leading axis instead.
+        tiled: False stacks the values on a new leading dim.
 
-    Cost: every rank but ``dst`` sends its value once.
+    Cost: every rank except ``dst`` sends its value once.
 
     Raises:
         ValueError: ``dst`` is not a rank of the group; ``dim`` is out of range.
@@ -71,23 +74,23 @@ def gather(x: T, dst: int = 0, group: Group | None = None, *, dim: int = 0, tile
 def scatter(
     x: T | None, src: int = 0, group: Group | None = None, *, dim: int = 0, tiled: bool = True, like: T | None = None
 ) -> Request[T]:
-    """Rank ``src``'s value cut along ``dim``: rank r gets the r-th of n pieces.
+    """Splits rank ``src``'s value along ``dim``: rank r gets the r-th of n pieces.
 
     Law: ``RS = scatter(dst) ∘ reduce(dst)``; the transpose is ``gather`` to ``src``.
 
     Args:
-        x: on rank ``src`` the whole value. Its values on other ranks do not matter; with ``like`` they may pass None.
-        src: the rank within the group that has the value.
+        x: the whole value on rank ``src``. Other ranks pass one of the same shape, which is not read, or None with ``like``.
+        src: the sender, a rank of the group.
         group: the ranks that take part; None for the whole world.
-        dim: the dim to cut.
-        tiled: False cuts a leading axis of size n, which each piece drops.
-        like: a tree shaped as the piece that arrives, for ranks that do not have the whole. Where gradients shall flow, it
-            requires grad as ``x`` does.
+        dim: the dim to split.
+        tiled: False splits a leading dim of size n and removes it.
+        like: a pytree with the shapes and dtypes of a piece, for ranks that pass None. For gradients it must require grad.
 
-    Cost: ``src`` sends (n - 1) / n of the value; no other rank holds more than its piece.
+    Cost: ``src`` sends (n - 1) / n of the value; with ``like``, no other rank holds more than its piece.
 
     Raises:
-        ValueError: the size along ``dim`` is not a multiple of n; ``src`` is not a rank of the group, or has no value.
+        ValueError: the size along ``dim`` is not a multiple of n; ``src`` is not a rank of the group; ``x`` is None on
+            ``src``, or elsewhere without ``like``.
 
     >>> from functional_ds import comm
     >>> def program():
@@ -106,12 +109,12 @@ def scatter(
 
 
 def _whole_of(piece: Tensor, n: int, dim: int, tiled: bool) -> Tensor:
-    """Zeros shaped as the whole, which take no memory."""
+    """Zeros in the shape of the whole value, which take no memory."""
     shape = list(piece.shape)
     if not tiled:
         shape.insert(0, n)
-    elif -len(shape) <= dim < len(shape):  # else the check will say so
+    elif -len(shape) <= dim < len(shape):  # otherwise the call's check raises
         shape[dim] *= n
     if not piece.requires_grad:
         return piece.new_zeros(()).expand(shape)
-    return piece.flatten()[:0].sum().expand(shape)  # zeros that carry gradients: through them this rank joins the backward
+    return piece.flatten()[:0].sum().expand(shape)  # zeros that require grad, so this rank takes part in the backward pass

@@ -1,4 +1,4 @@
-"""Joining and leaving a world of processes; this process's rank; new groups."""
+"""Joins and leaves a world of processes; ranks, sizes and new groups."""
 
 import os
 import socket
@@ -32,9 +32,9 @@ _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
 
 def _local_device(backend: str | None, local_rank: int, ranks_here: int) -> tuple[str, torch.device | None]:
-    """The backend to use, and this rank's GPU if the backend is NCCL's, which becomes the current one.
+    """The back end to use and, for NCCL, this rank's GPU, which becomes the current device.
 
-    A launcher may show each process a GPU of its own, which is then number 0 there (SLURM's ``--gpus-per-task``).
+    If a launcher shows each process a single GPU (as SLURM's ``--gpus-per-task``), it is number 0 there.
     """
     if backend is not None and backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(map(repr, _BACKENDS))}, or None to choose")
@@ -53,7 +53,7 @@ def _local_device(backend: str | None, local_rank: int, ranks_here: int) -> tupl
 
 
 def _check_own_gpu(store: Store, rank: int, size: int) -> None:
-    """Refuses a GPU that two ranks have. It has asked for all ranks' before it answers, so all ranks refuse."""
+    """Raises ValueError on all ranks if two of them have the same GPU."""
     found = [store.get(f"functional_ds/gpu/{other}") for other in range(size)]
     same = [other for other, gpu in enumerate(found) if gpu == found[rank]]
     shared = same if len(same) > 1 else next(([a, b] for b in range(size) for a in range(b) if found[a] == found[b]), [])
@@ -65,7 +65,7 @@ def _check_own_gpu(store: Store, rank: int, size: int) -> None:
 
 
 def _from_environment(variable: str) -> int | None:
-    """An environment variable as an integer; None where it is not set."""
+    """An environment variable as an integer; None if it is not set."""
     text = os.environ.get(variable)
     try:
         return None if text is None else int(text)
@@ -77,7 +77,7 @@ def _from_environment(variable: str) -> int | None:
 
 
 def _place(world_size: int | None, rank: int | None) -> tuple[int, int] | None:
-    """This process's rank and the world's size, by argument or by the environment; None where neither is given."""
+    """This process's rank and the world's size, from the arguments or the environment; None if neither is given."""
     size = _from_environment("WORLD_SIZE") if world_size is None else world_size
     place = _from_environment("RANK") if rank is None else rank
     if size is None and place is None:
@@ -104,28 +104,28 @@ def init_distributed(
     store: Store | None = None,
     ranks_per_node: int | None = None,
 ) -> Group:
-    """Joins a world of processes, described by the arguments or by torchrun's environment variables, and returns it.
+    """Joins the world of processes given by the arguments or by torchrun's environment variables, and returns its group.
 
-    Without either, it returns a world of one rank. A second call returns the same world; after ``destroy_process_group`` a call
-    joins again. In a simulation it returns the simulated world. Over Gloo alone, it also makes the process keep freed memory
-    for later allocations (glibc's ``mallopt``), unless you have chosen malloc's options or set FUNCTIONAL_DS_MALLOC=default.
+    Without either, it returns a world of one rank. Further calls return the same world; after ``destroy_process_group`` a call
+    joins again. In a simulation it returns the simulated world. With Gloo only, it also makes the process keep freed memory
+    for later allocations (glibc's ``mallopt``), unless you set malloc's options or FUNCTIONAL_DS_MALLOC=default.
 
     Args:
-        backend: "gloo", "nccl", or "cpu:gloo,cuda:nccl". None chooses the last one where there are GPUs, else Gloo.
+        backend: "gloo", "nccl", or "cpu:gloo,cuda:nccl". None chooses the last one if there are GPUs, else Gloo.
         world_size: the number of processes; None reads WORLD_SIZE.
         rank: this process's rank; None reads RANK.
         init_method: where the processes meet: "tcp://host:port", "file:///path", or "env://" for MASTER_ADDR and MASTER_PORT,
             the default.
         timeout: for joining, and for each message.
         store: a torch store in which the processes meet, instead of ``init_method``.
-        ranks_per_node: how many neighbours share a node, the same on all ranks; None reads LOCAL_WORLD_SIZE, or compares the
-            hosts' names without it. All-reduces, reduce-scatters and all-gathers over Gloo go node by node
-            (``Group.ranks_per_node``); 1 stands for no nodes.
+        ranks_per_node: how many consecutive ranks share a node, the same on all ranks; None reads LOCAL_WORLD_SIZE, or else
+            compares the hosts' names. All-reduces, reduce-scatters and all-gathers over Gloo are hierarchical
+            (``Group.ranks_per_node``); 1 disables that.
 
     Raises:
-        ValueError: a rank out of range; world_size without rank; an unknown backend; no address to meet at; an environment
-            variable that is not an integer; the process is in a world with another size or rank already; NCCL with more ranks
-            on this host than GPUs, or two ranks on one GPU.
+        ValueError: a rank is out of range; world_size is given without rank; the backend is unknown; there is no address; an
+            environment variable is not an integer; the process is already in a world with another size or rank; NCCL has more
+            ranks on this host than GPUs, or two ranks have the same GPU.
         TimedOutError: some processes have not joined; names their ranks.
     """
     check_timeout(timeout)
@@ -179,7 +179,7 @@ def _join(
     # The launcher's store may outlive a world: a prefix keeps this world's keys apart from those of an earlier one.
     part = meet(whole, rank=rank, size=size, deadline=deadline)
     if store is None:
-        whole.set_timeout(timeout)  # it was made with what was left of the time for joining
+        whole.set_timeout(timeout)  # it was made with the remaining time for joining
 
     found = 1
 
@@ -191,7 +191,7 @@ def _join(
             if ranks_here > torch.cuda.device_count():
                 _check_own_gpu(part, rank, size)
         part.set(f"functional_ds/node/{rank}", str(rank // per_node) if per_node else socket.gethostname())
-        # With a device, NCCL connects all ranks here, not at a first call that some of them may have no part in.
+        # With a device, NCCL connects all ranks here, not at the first call, in which some of them may not take part.
         dist.init_process_group(chosen, store=part, rank=rank, world_size=size, timeout=timeout, device_id=device)
 
         if rank == 0:  # one rank asks for all names
@@ -203,9 +203,9 @@ def _join(
 
 
 def destroy_process_group() -> None:
-    """Leaves the world of processes; afterwards ``world()`` is a world of one rank.
+    """Leaves the world of processes; afterwards ``world()`` has one rank.
 
-    Collectives on groups of that world then raise CommError. In a simulation, and without such a world, it does nothing.
+    Later collectives on groups of that world raise CommError. In a simulation, or without such a world, it does nothing.
 
     >>> destroy_process_group()
     """
@@ -226,7 +226,7 @@ def is_initialized() -> bool:
 
 
 def get_rank(group: Group | None = None) -> int:
-    """This rank's place in the group, by default in the world; -1 where it is not a member.
+    """This process's rank in the group, by default in the world; -1 if it is not a member.
 
     >>> get_rank()
     0
@@ -244,7 +244,7 @@ def get_world_size(group: Group | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """This rank's place on its host: LOCAL_RANK under torchrun and ``spawn``; in a simulation the rank; alone, 0.
+    """This process's rank on its host: LOCAL_RANK, as torchrun and ``spawn`` set it; without it, or simulated, the rank.
 
     Raises:
         ValueError: LOCAL_RANK is not an integer.
@@ -258,13 +258,14 @@ def get_local_rank() -> int:
 
 
 def new_group(ranks: Sequence[int], name: str = "group") -> Group:
-    """A group of some of the world's ranks, in the order given.
+    """Makes a group of ranks of the world, in the given order.
 
-    Every rank may call it. On a rank that is not a member, the group's collectives raise CommError. The members connect when
-    they first use the group. Groups with the same ranks and name share one order of collectives.
+    Unlike torch's ``new_group``, it is not a collective call: the members connect when they first use the group. On a rank that
+    is not a member, the group's collectives raise CommError. Groups with the same ranks and name are one group, whose
+    collectives have one order.
 
     Args:
-        ranks: ranks of the world, each once.
+        ranks: distinct ranks of the world.
         name: the group's name in messages and in the ledger.
 
     Raises:

@@ -1,4 +1,4 @@
-"""N local processes that run one program."""
+"""Runs a program on n local processes."""
 
 import contextlib
 import ctypes
@@ -30,7 +30,7 @@ from .setup import destroy_process_group, init_distributed
 __all__ = ["spawn"]
 
 _HOST = "127.0.0.1"
-_GRACE = 0.5  # seconds: for the cause of an error that another rank has reported first
+_GRACE = 0.5  # seconds to wait for the cause of an error, which another rank may report later than the error
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _GUARD = 'A script must call spawn under `if __name__ == "__main__":`'
 _TERMINATION = 5.0  # seconds that ranks have to end after SIGTERM; then they are killed
@@ -40,7 +40,7 @@ Ts = TypeVarTuple("Ts")
 
 
 def _check_importable(program: Callable[..., Any]) -> None:
-    """Raises ValueError where a new process could not import the program; it would end without naming the cause."""
+    """Raises ValueError if a new process cannot import the program; the process itself would not report the cause."""
     function: Any = program
     while isinstance(function, functools.partial):
         function = function.func
@@ -69,13 +69,13 @@ def _check_importable(program: Callable[..., Any]) -> None:
 
 
 def _check_guard() -> None:
-    """Raises RuntimeError in a new process that still imports the script which called ``spawn``."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing sets it for that time
+    """Raises RuntimeError in a new process that is importing the script that called ``spawn``."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing sets it during the import
         raise RuntimeError(f"spawn: a new process imports this script, and calls spawn again. {_GUARD}")
 
 
 def _carry(error: BaseException, rank: int, world_size: int) -> tuple[BaseException, str]:
-    """The error as it can be pickled, and a note with this rank's traceback."""
+    """The error in a form that can be pickled, and a note with this rank's traceback."""
     story = f"raised on rank {rank} of {world_size}:\n{traceback.format_exc().rstrip()}"
     error = of_rank(error, rank, world_size)
     try:
@@ -98,12 +98,10 @@ def _become(
 
 
 def _end_with_the_parent(rank: int) -> None:
-    """Ends this process at once when the process that called ``spawn`` has ended, however that was.
+    """Ends this process when the process that called ``spawn`` has ended, in any way.
 
-    On Linux also if it is stopped then: the kernel continues it when its parent ends.
-
-    multiprocessing gives each child the reading end of a pipe that the parent alone can write into, also where a server forks
-    the children, whose parent in the kernel's eyes is that server.
+    On Linux this includes stopped processes, which the kernel continues when their parent ends. ``parent.join`` reads a pipe
+    that only the calling process holds open, so it also works with a fork server, which is the children's kernel parent.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -134,7 +132,7 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
 
 
 def _hint(code: int | None) -> str:
-    """Gloo aborts a process that receives a message of an unexpected size. Python ends with 1 where an import fails."""
+    """A hint for an exit code: Gloo aborts when a message has an unexpected size; Python exits with 1 if an import fails."""
     hints = {-signal.SIGABRT: "if ranks called different collectives, comm.debug.checked() says which"}
     hints[1] = f"its traceback is above. {_GUARD}"
     return f"; {hints[code]}" if code in hints else ""
@@ -146,7 +144,7 @@ def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     errors: list[tuple[float, BaseException]] = []
     while open_pipes:
-        # A lost connection has a cause, and the rank that it is from may be a little later to say so, or to end.
+        # A lost connection is the consequence of another rank's error, which may be reported a little later.
         found = wait(list(open_pipes), _GRACE if errors else None)
         for ready in found:
             rank = open_pipes.pop(ready)  # type: ignore[call-overload]  # wait returns what it was given
@@ -180,7 +178,7 @@ def _join(processes: Sequence[BaseProcess], seconds: float) -> list[int]:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Ends processes: those that SIGTERM does not end, since they handle it or are stopped, by SIGKILL."""
+    """Ends processes with SIGTERM, and with SIGKILL those that do not end in time."""
     for process in processes:
         if process.is_alive():
             process.terminate()
@@ -200,27 +198,26 @@ def spawn(
 ) -> list[T]:
     """Runs ``program(*args)`` on ``world_size`` local processes and returns their results in rank order.
 
-    The processes connect over loopback and share the CPU's cores evenly. They import ``program`` by its name, so it must be at
-    the top level of a module or a script file; its arguments and results must be picklable. A script calls ``spawn`` under
-    ``if __name__ == "__main__":``. When the calling process ends, by SIGKILL too, the ranks end with it.
+    The processes connect over loopback and share the CPU's cores evenly. They import ``program`` by name, so it must be at the
+    top level of a module or script file; its arguments and results must be picklable. A script must call ``spawn`` under
+    ``if __name__ == "__main__":``. When the calling process ends, even by SIGKILL, so do the ranks.
 
-    Law: ``spawn(program, world_size=n) = simulate(program, world_size=n)``, bit for bit.
+    Law: ``spawn(program, world_size=n) = simulate(program, world_size=n)``, bitwise.
 
     Args:
         program: what each rank runs.
         args: its arguments.
         world_size: the number of processes.
-        backend: as for ``init_distributed``; None chooses Gloo, and NCCL as well where there are GPUs.
-        timeout: for joining, for each message, and for the processes to end after they have returned.
-        ranks_per_node: how many neighbours count as one node, as for ``init_distributed``.
+        backend: as for ``init_distributed``; None chooses Gloo, and also NCCL if there are GPUs.
+        timeout: for joining, for each message, and for the processes to exit after they have returned.
+        ranks_per_node: how many consecutive ranks count as one node, as for ``init_distributed``.
 
     Raises:
-        ValueError: ``program`` cannot be imported by other processes: it is a lambda, a closure, or from a notebook or stdin.
-        Exception: the first error that a rank raised, with the rank and its traceback as a note. It has its own type where
-            that can be pickled, else RankFailedError. The other ranks are ended, by SIGKILL those that SIGTERM does not end
-            within 5 s.
-        RuntimeError: in a new process: the script calls ``spawn`` where it is imported.
-        RankFailedError: a process ended without a result, or returned and did not end within ``timeout``.
+        ValueError: other processes cannot import ``program``, since it is a lambda, a closure, or from a notebook or stdin.
+        Exception: the first error that a rank raised, with the rank and its traceback as a note; RankFailedError if it cannot
+            be pickled. The other ranks are ended with SIGTERM and, after 5 s, SIGKILL.
+        RuntimeError: in a new process: the script calls ``spawn`` when it is imported.
+        RankFailedError: a process ended without a result, or returned and did not exit within ``timeout``.
     """
     check_timeout(timeout)
     if type(world_size) is not int or world_size < 1:

@@ -1,4 +1,4 @@
-"""Gathers of pieces whose sizes differ between ranks: the ranks first exchange the sizes."""
+"""All-gather of pieces whose sizes differ between ranks, which first exchanges the sizes."""
 
 import zlib
 from collections.abc import Sequence
@@ -40,13 +40,13 @@ def all_gather_uneven(x: T, group: Group, dim: int) -> Request[T]:
 
 
 def need_values(name: str, group: Group, what: str) -> None:
-    """Raises ValueError in a world without values, where ``what`` is unknown."""
+    """Raises ValueError in a simulation on shapes only, where ``what`` is unknown."""
     if group.world.device.type == "meta":
         raise ValueError(f"{name} on shapes only it is unknown: {what}")
 
 
 def sizes_along(dim: int, leaves: Sequence[Tensor], group: Group) -> list[tuple[int, ...]]:
-    """For each leaf, its size along ``dim`` on every rank. Raises MismatchError where dtypes or other dims differ."""
+    """Each leaf's size along ``dim`` on every rank; raises MismatchError if dtypes or other dims differ."""
     need_values("all_gather(uneven=True)", group, "the other ranks' sizes; gather even pieces")
     for leaf in leaves:
         if not 0 <= dim < leaf.dim():

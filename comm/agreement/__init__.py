@@ -1,1 +1,1 @@
-"""Checks that ranks agree: values, arguments of calls, descriptions of functions."""
+"""Checks that ranks agree on values, arguments and functions."""

@@ -21,21 +21,21 @@ _LONGEST = 400  # characters of what a rank has, in a message
 
 
 def agree(value: Any, *groups: Group, what: str, differ: str, mend: str) -> list[int]:
-    """Raises on all ranks unless ``value`` is the same on all of them; returns those ranks, as ranks of the world.
+    """Checks that ``value`` is the same on all ranks, and raises on all of them if not; returns the ranks of the world.
 
-    The ranks compare the CRC-32 of ``repr(value)``, so equal values must read the same on every rank.
+    The CRC-32 of ``repr(value)`` is compared, so equal values must have equal reprs on all ranks.
 
     Args:
-        value: what must be the same.
-        groups: the ranks that compare. Two groups, such as two axes of a mesh, compare over the grid that they span.
-        what: the argument that the value comes from; begins the message.
-        differ: how it differs on some ranks, as in "other shapes".
-        mend: what to do about it.
+        value: the value that must be the same.
+        groups: the ranks that compare. Several groups, such as two axes of a mesh, compare over the grid that they span.
+        what: the argument that the value comes from, for the message.
+        differ: how it differs, as in "other shapes".
+        mend: how to fix it.
 
-    Cost: 16 (n - 1) bytes a group, on its channel "control".
+    Cost: for groups of n and m ranks, each rank sends 16 (n - 1) + 16 n (m - 1) bytes, on their channels "control".
 
     Raises:
-        ValueError: on some ranks the value differs from the first one's; names those ranks.
+        ValueError: some ranks have another value than the first rank; names them.
 
     >>> from functional_ds import comm
     >>> def program(sizes):
@@ -66,11 +66,11 @@ def _without_addresses(text: str) -> str:
 
 @attrs.frozen
 class Entry:
-    """One thing that ranks must have alike.
+    """A value that must be the same on all ranks.
 
     Attributes:
-        shown: for messages.
-        exact: what is compared, too, where two different things may be shown alike.
+        shown: its text in messages.
+        exact: further text to compare, for values that may differ although ``shown`` is equal.
     """
 
     shown: str = attrs.field(converter=_without_addresses)
@@ -81,14 +81,14 @@ class Entry:
 
 
 def differences(entries: Mapping[str, Entry], groups: Sequence[Group], *, what: str) -> str:
-    """Which entries differ between ranks, and which ranks have what: the same text on all ranks, empty where all are alike.
+    """Lists the entries that differ between ranks and the ranks' values, as one text on all ranks; empty if none differ.
 
     Args:
         entries: by name, in one order.
         groups: the ranks that compare; several groups, such as the axes of a mesh, compare over the grid that they span.
-        what: the entries in a few words, for ranks without values, which are compared later.
+        what: a short description of the entries, for simulations on shapes only, which compare it later.
 
-    Cost: one all-reduce of 16 bytes a group, on its channel "control"; the entries, where they differ.
+    Cost: an all-reduce of 16 bytes per group, on its channel "control"; if entries differ, also an all-gather of them.
 
     >>> from functional_ds import comm
     >>> def program():
@@ -101,7 +101,7 @@ def differences(entries: Mapping[str, Entry], groups: Sequence[Group], *, what: 
     least: Tensor = torch.tensor([number, -number], device=channels[0].world.device)
     for channel in channels:
         channel.world.agreed(f"{what} ({number:x})", channel)
-        least = all_reduce(least, channel, op="min")  # over one axis after the other: over the whole grid
+        least = all_reduce(least, channel, op="min")  # axis by axis, so over the whole grid
     low, high = least.tolist()
     if low == -high:
         return ""
@@ -130,7 +130,7 @@ def _having(ranks: Sequence[int], text: str) -> str:
 
 
 def _shortened(texts: Sequence[str]) -> list[str]:
-    """Long texts from shortly before the first place where they differ."""
+    """Shortens long texts to start shortly before their first difference."""
     if max(map(len, texts)) <= _LONGEST:
         return [*texts]
     common = sum(1 for _ in itertools.takewhile(lambda letters: len({*letters}) == 1, zip(*texts, strict=False)))

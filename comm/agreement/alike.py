@@ -1,4 +1,4 @@
-"""Arguments that all ranks of a group must give alike, compared together with the calls that are made for them."""
+"""Compares arguments that must be equal on all ranks of a group, together with the collectives called for them."""
 
 import zlib
 from collections.abc import Iterator
@@ -20,18 +20,18 @@ __all__ = ["alike"]
 
 @contextmanager
 def alike(what: str, group: Group, **arguments: Any) -> Iterator[None]:
-    """Within the block, calls on the group are made for ``what(**arguments)``, which all its ranks must call alike.
+    """Checks, inside the block, that all ranks of a group have called ``what`` with equal arguments.
 
-    Ranks that compare their calls compare these arguments, too: simulated ranks, those within ``comm.debug.checked``, and those
-    without values. In all other worlds nothing is compared. Cost: nothing is sent.
+    Where ranks compare their calls (in simulations and under ``comm.debug.checked``), the calls inside the block compare these
+    arguments too. Elsewhere nothing is compared. Nothing is sent.
 
     Args:
-        what: the function that the arguments were given to.
-        group: whose calls are compared.
-        arguments: tensors are compared by their bits.
+        what: the function that got the arguments.
+        group: the group whose calls inside the block are compared.
+        arguments: must be equal on all ranks; tensors are compared by their bits.
 
     Raises:
-        MismatchError: from a call within the block: a rank has other arguments; names both, and both lines.
+        MismatchError: from a call inside the block, if ranks have different arguments; names them and the source lines.
 
     >>> import torch
     >>> from functional_ds import comm

@@ -1,4 +1,4 @@
-"""Values as text that is the same on all ranks of one program: functions with their numbers, records, groups by their sizes."""
+"""Describes values and functions as text that is the same on all ranks that run the same program."""
 
 import functools
 import types
@@ -15,19 +15,19 @@ from functional_ds.comm.record.group import Group
 
 __all__ = ["described"]
 
-_Known = dict[int, tuple[Any, str]]  # by identity: values, which so stay, and their texts
+_Known = dict[int, tuple[Any, str]]  # by id: the values, which keeps them alive, and their texts
 
 _LONGEST = 2000  # characters of one value
 _PLAIN = (bool, int, float, complex, str, bytes, range, type(None), torch.dtype, Enum)
 
 
 def described(value: Any) -> str:
-    """A value as text that is the same on all ranks that run one program, and differs where a number in it does.
+    """Describes a value as text that is the same on all ranks of a program, and differs if a number in it differs.
 
-    Functions are named, with what they compute by: their code, the numbers of their module that they read, defaults and closure
-    variables; objects that are called as functions are their types with their numbers. Groups are sizes, devices are types, and
-    tensors of more than one number are dtypes. Objects that are none of these, nor frozen attrs records, are their types: sets
-    of paths, files, modules and loaders may be a rank's own.
+    A function is described by its name, code, defaults, closure variables and the module's numbers that it reads; a callable
+    object by its type and numbers; a frozen attrs record by its fields; a group by its size; a device by its type; a tensor of
+    several elements by its dtype. Other objects, such as files, modules and loaders, are described by their type, since they
+    may differ between ranks.
 
     >>> def optimizer(lr):
     ...     return lambda params, grads: [p - lr * g for p, g in zip(params, grads)]
@@ -41,9 +41,9 @@ def _described(value: Any, known: _Known) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if id(value) not in known:
-        known[id(value)] = value, "..."  # what it has in itself
+        known[id(value)] = value, "..."  # a reference to itself
         text = _contents(value, known)
-        if len(text) > _LONGEST:  # parts that many others share would be repeated in each
+        if len(text) > _LONGEST:  # parts that several values share would be repeated in each
             text = f"{text[:_LONGEST]}...[{zlib.crc32(text.encode()):08x}]"
         known[id(value)] = value, text
     return known[id(value)][1]
@@ -61,7 +61,7 @@ def _contents(value: Any, known: _Known) -> str:
         return _joined((f"{_described(k, known)}: {_described(v, known)}" for k, v in value.items()), "{}")
     if isinstance(value, (list, tuple)):
         return _joined((_described(each, known) for each in value), "()" if isinstance(value, tuple) else "[]")
-    if attrs.has(type(value)) and type(value).__setattr__.__name__ == "_frozen_setattrs":  # others are a rank's own to change
+    if attrs.has(type(value)) and type(value).__setattr__.__name__ == "_frozen_setattrs":  # mutable ones may differ by rank
         return _record(value, known)
     return _called(value, known)
 
@@ -71,7 +71,7 @@ def _joined(parts: Iterable[str], brackets: str) -> str:
 
 
 def _record(value: Any, known: _Known) -> str:
-    """An attrs record by what it was made of; fields that begin empty are what a rank collects."""
+    """Describes an attrs record by its constructor arguments, without fields with factories, which each rank fills itself."""
     given = [field for field in attrs.fields(type(value)) if field.init and not isinstance(field.default, attrs.Factory)]  # type: ignore[arg-type]
     parts = [f"{field.name}={_described(getattr(value, field.name), known)}" for field in given if field.name[0] != "_"]
     return f"{type(value).__qualname__}({', '.join(parts)})"
@@ -111,7 +111,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _digest(code: types.CodeType) -> int:
-    """Of what a function does, wherever its file is."""
+    """A CRC-32 of a function's code, independent of its file's path."""
     consts = [_digest(const) if isinstance(const, types.CodeType) else _constant(const) for const in code.co_consts]
     return zlib.crc32(repr((code.co_code, code.co_names, consts)).encode())
 

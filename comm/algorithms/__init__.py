@@ -1,4 +1,4 @@
-"""All-reduce algorithms (ring, trees, recursive doubling, halving-doubling, hierarchical) and their costs."""
+"""All-reduce algorithms (ring, trees, recursive doubling, halving-doubling, hierarchical), and their costs."""
 
 from typing import TYPE_CHECKING
 

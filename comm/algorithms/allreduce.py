@@ -1,15 +1,13 @@
-"""All-reduce by point-to-point messages: ring, trees, recursive doubling, halving-doubling, two levels.
+"""All-reduce algorithms on point-to-point messages: ring, trees, recursive doubling, halving-doubling, hierarchical.
 
-Each is ``comm.all_reduce`` but for the order in which values combine: equal where that does not matter (integers, min and
-max), within rounding elsewhere. Every result is formed once or, in recursive doubling, everywhere in the same way, so all
-ranks get the same bits. Sums (and averages) are differentiable; the transpose is the algorithm itself.
+Each computes ``comm.all_reduce`` with another order of reduction: equal for integers, min and max, within rounding otherwise,
+and bitwise equal on all ranks. Sums and averages are differentiable; the transpose is the algorithm itself.
 
-Partial results are kept in the leaf's dtype. In half precision each combination therefore rounds, where ``all_reduce``
-carries fp32 and rounds once: log2 n roundings along a tree, n - 1 around a ring.
+Partial results have the leaf's dtype, so in half precision each addition rounds, log2 n times along a tree and n - 1 times
+around a ring, while ``comm.all_reduce`` accumulates in fp32 and rounds once.
 
-The leaves of one dtype and device go as one payload of N elements. Pieces of it are padded to equal sizes, so the counts
-below are for sizes that divide. ``comm.algorithms.cost`` predicts times and gives exact counts: N bytes, latency α seconds,
-1/β bytes per second.
+The leaves of one dtype and device are sent as one payload of N bytes, in pieces that are padded to equal sizes, so the costs
+below hold for sizes that divide. Latency is α seconds and bandwidth 1/β bytes per second; see ``comm.algorithms.cost``.
 """
 
 import math
@@ -37,7 +35,7 @@ from .trees import combined, cut, in_order, joined, role_in, second, through
 __all__ = ["double_tree", "halving_doubling", "hierarchical", "recursive_doubling", "ring", "tree"]
 
 T = TypeVar("T")
-Total = Callable[[Tensor, str], Tensor]  # from a flat payload and an op to the ranks' values combined
+Total = Callable[[Tensor, str], Tensor]  # from a flat payload and an op to the reduced payload
 
 
 # -- trees of tensors, and gradients ----------------------------------------------------------------------------------
@@ -46,7 +44,7 @@ Total = Callable[[Tensor, str], Tensor]  # from a flat payload and an op to the 
 def _all_reduce(name: str, x: T, total: Total, op: str, *groups: Group) -> T:
     """Applies ``total`` to the leaves of ``x``, one payload for each dtype and device."""
     for group in groups:
-        varying(x, group)  # its messages carry terms of a sum, which they add up
+        varying(x, group)  # the messages carry the terms of a partial sum
     leaves, spec = flatten(name, x)
     plain = "sum" if op == "avg" else op
     n = math.prod(group.size for group in groups)
@@ -61,7 +59,7 @@ def _all_reduce(name: str, x: T, total: Total, op: str, *groups: Group) -> T:
 
 
 def _run(name: str, total: Total, op: str, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves' totals; the transpose is the same all-reduce, differentiable again."""
+    """The reduced leaves; the transpose is the same all-reduce, which is differentiable again."""
 
     def back(grads: list[Tensor]) -> list[Tensor]:
         if op != "sum":
@@ -75,7 +73,7 @@ def _run(name: str, total: Total, op: str, leaves: Sequence[Tensor]) -> list[Ten
 
 
 def _coalesced(total: Callable[[Tensor], Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Law 12: a payload's total is its leaves' totals."""
+    """Reduces the leaves of one dtype and device as one payload, which is equal to reducing each (law 12)."""
     payloads: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
         payloads.setdefault((leaf.dtype, leaf.device), []).append(i)
@@ -121,21 +119,21 @@ def _pass_around(pieces: list[Tensor], group: Group) -> None:
 
 @composed
 def ring(x: T, group: Group | None = None, *, op: str = "sum") -> T:
-    """An all-reduce as a reduce-scatter and an all-gather around a ring.
+    """Ring all-reduce: a reduce-scatter and an all-gather around a ring.
 
-    Law: ``ring = AR``. It sends as little as can be, and its latency is linear in n.
+    Law: ``ring = AR``. It sends the minimal number of bytes; its latency is linear in n.
 
     Args:
-        x: a pytree of tensors with the same shapes and dtypes on all ranks.
-        group: who takes part; None for the whole world.
-        op: sum, avg, min, max or product.
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        op: "sum", "avg", "min", "max" or "product".
 
     Cost: 2 (n - 1) α + 2 (n - 1) / n N β; each rank sends 2 (n - 1) messages of N / n.
 
     Source: Patarasuk & Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations.
 
     Raises:
-        ValueError: an unknown op, or one that the dtype does not have.
+        ValueError: ``op`` is unknown, or not defined for the dtype.
 
     >>> from functional_ds import comm
     >>> from functional_ds.comm import algorithms
@@ -158,23 +156,23 @@ def ring(x: T, group: Group | None = None, *, op: str = "sum") -> T:
 
 @composed
 def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) -> T:
-    """An all-reduce as a reduction up a binary tree and a broadcast down it.
+    """Tree all-reduce: a reduction up a binary tree and a broadcast down it.
 
     Law: ``tree = AR``, for any ``chunks``. Its latency is logarithmic in n.
 
     Args:
-        x: a pytree of tensors with the same shapes and dtypes on all ranks.
-        group: who takes part; None for the whole world.
-        op: sum, avg, min, max or product.
-        chunks: how many pieces follow one another, so that all levels are at work at the same time.
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        op: "sum", "avg", "min", "max" or "product".
+        chunks: the number of pieces that are pipelined through the tree.
 
-    Cost: 2 ⌈log2 n⌉ α + 4 N β with many chunks (with one, every level takes its time for the whole value). A rank sends a
-    message of N / chunks for each neighbour and chunk; it has at most three neighbours.
+    Cost: 2 ⌈log2 n⌉ α + 4 N β with many chunks (with one, each level transfers the whole value in turn). A rank sends a
+    message of N / chunks per neighbour and chunk, and has at most three neighbours.
 
     Source: the binary tree of Sanders, Speck & Träff 2009, in the numbering of NCCL 2.4.
 
     Raises:
-        ValueError: an unknown op, or one that the dtype does not have; chunks < 1.
+        ValueError: ``op`` is unknown, or not defined for the dtype; ``chunks`` is less than 1.
 
     >>> from functional_ds import comm
     >>> from functional_ds.comm import algorithms
@@ -188,22 +186,22 @@ def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) 
 
 @composed
 def double_tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) -> T:
-    """An all-reduce on two trees at once, each with half the value; an inner rank of one is a leaf of the other.
+    """Double-tree all-reduce: two trees, each for half of the value; the inner ranks of one are leaves of the other.
 
-    Law: ``double_tree = AR``, for any ``chunks``. Latency is logarithmic, and every rank sends about the same.
+    Law: ``double_tree = AR``, for any ``chunks``. Its latency is logarithmic in n, and the load is balanced between ranks.
 
     Args:
-        x: a pytree of tensors with the same shapes and dtypes on all ranks.
-        group: who takes part; None for the whole world.
-        op: sum, avg, min, max or product.
-        chunks: how many pieces follow one another in each tree.
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        op: "sum", "avg", "min", "max" or "product".
+        chunks: the number of pieces that are pipelined through each tree.
 
-    Cost: 2 ⌈log2 n⌉ α + 2 N β with many chunks. A rank sends at most 4 messages of N / (2 chunks) for each chunk.
+    Cost: 2 ⌈log2 n⌉ α + 2 N β with many chunks. A rank sends at most 4 messages of N / (2 chunks) per chunk.
 
     Source: Sanders, Speck & Träff 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan.
 
     Raises:
-        ValueError: an unknown op, or one that the dtype does not have; chunks < 1.
+        ValueError: ``op`` is unknown, or not defined for the dtype; ``chunks`` is less than 1.
 
     >>> from functional_ds import comm
     >>> from functional_ds.comm import algorithms
@@ -224,20 +222,20 @@ def _two_trees(group: Group, chunks: int = 1) -> Total:
 
 @lru_cache(maxsize=1024)
 def _swap(n: int, bit: int) -> Permutation:
-    """Exchanges between ranks whose numbers differ in one bit."""
+    """The exchange between ranks that differ in one bit."""
     return Permutation((rank, rank ^ bit) for rank in range(n))
 
 
 @lru_cache(maxsize=64)
 def _hand_in(n: int, p: int) -> Permutation:
-    """Ranks from p on send to those from 0 on."""
+    """Rank p + i sends to rank i."""
     return Permutation((rank, rank - p) for rank in range(p, n))
 
 
 def _among_power_of_two(group: Group, core: Callable[[Tensor, int, str], Tensor]) -> Total:
-    """``core`` on the first p ranks, a power of two; the other ranks send them their values and get the result back.
+    """Runs ``core`` on the first p ranks, a power of two; the others send them their values and receive the result.
 
-    They call what ``core`` calls, but no rank sends to them, and they send to none.
+    The other ranks make the calls of ``core``, too, without sending or receiving.
     """
     n, rank = group.size, group.rank
     p = 1 << (n.bit_length() - 1)
@@ -259,28 +257,28 @@ def _bits(p: int) -> list[int]:
 
 
 def _ordered(rank: int, bit: int, mine: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's and its partner's, the lower rank's first."""
+    """This rank's value and its partner's, the lower rank's first."""
     return (theirs, mine) if rank & bit else (mine, theirs)
 
 
 @composed
 def recursive_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
-    """An all-reduce by recursive doubling: in round k, ranks at distance 2^k exchange whole values.
+    """All-reduce by recursive doubling: in round k, ranks at distance 2^k exchange whole values.
 
-    Law: ``recursive_doubling = AR``. It has the lowest latency of all, for small values.
+    Law: ``recursive_doubling = AR``. It has the lowest latency of these algorithms, for small values.
 
     Args:
-        x: a pytree of tensors with the same shapes and dtypes on all ranks.
-        group: who takes part; None for the whole world.
-        op: sum, avg, min, max or product.
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        op: "sum", "avg", "min", "max" or "product".
 
-    Cost: log2 n (α + N β); each rank sends log2 n messages of N. For n between powers of two the lower one's, and
-    2 (α + N β): the ranks beyond it hand in their values and get the result.
+    Cost: log2 n (α + N β); each rank sends log2 n messages of N. If n is not a power of two: the cost for the next lower power
+    p, plus 2 (α + N β) in which the n - p other ranks send their values and receive the result.
 
     Source: Thakur, Rabenseifner & Gropp 2005, Optimization of collective communication operations in MPICH.
 
     Raises:
-        ValueError: an unknown op, or one that the dtype does not have.
+        ValueError: ``op`` is unknown, or not defined for the dtype.
 
     >>> from functional_ds import comm
     >>> from functional_ds.comm import algorithms
@@ -300,22 +298,22 @@ def recursive_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> 
 
 @composed
 def halving_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
-    """An all-reduce by recursive halving (a reduce-scatter) and recursive doubling (an all-gather).
+    """All-reduce by recursive halving (a reduce-scatter) and recursive doubling (an all-gather).
 
-    Law: ``halving_doubling = AR``. Logarithmic latency, and for n a power of two as few bytes as a ring.
+    Law: ``halving_doubling = AR``. Its latency is logarithmic in n, and for powers of two it sends as few bytes as a ring.
 
     Args:
-        x: a pytree of tensors with the same shapes and dtypes on all ranks.
-        group: who takes part; None for the whole world.
-        op: sum, avg, min, max or product.
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        op: "sum", "avg", "min", "max" or "product".
 
-    Cost: 2 log2 n α + 2 (n - 1) / n N β; each rank sends messages of N / 2, N / 4, ..., N / n, and these again. For n between
-    powers of two the lower one's, and 2 (α + N β) as in ``recursive_doubling``.
+    Cost: 2 log2 n α + 2 (n - 1) / n N β; each rank sends messages of N / 2, N / 4, ..., N / n, and these again. If n is not a
+    power of two: the cost for the next lower power, plus 2 (α + N β) as in ``recursive_doubling``.
 
     Source: Rabenseifner's algorithm, in Thakur, Rabenseifner & Gropp 2005.
 
     Raises:
-        ValueError: an unknown op, or one that the dtype does not have.
+        ValueError: ``op`` is unknown, or not defined for the dtype.
 
     >>> from functional_ds import comm
     >>> from functional_ds.comm import algorithms
@@ -342,23 +340,23 @@ def halving_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
 
 @composed
 def hierarchical(x: T, inner: Group, outer: Group, *, op: str = "sum") -> T:
-    """Reduce-scatter within ``inner``, all-reduce across ``outer``, all-gather within ``inner``: rings within, trees across.
+    """Hierarchical all-reduce: rings within a node (reduce-scatter and all-gather), a double tree across nodes in between.
 
-    Law: ``AG_in ∘ AR_out ∘ RS_in = AR`` over all ranks of the grid. The slower links between nodes carry only 1/m of the
-    value for each rank, with m ranks in a node.
+    Law: ``AG_in ∘ AR_out ∘ RS_in = AR`` over all ranks of the grid. With m ranks per node, the slower links between nodes carry
+    only 1/m of the value for each rank.
 
     Args:
-        x: a pytree of tensors with the same shapes and dtypes on all ranks.
-        inner: this rank's node, an axis of a mesh.
-        outer: the ranks in this one's place on all g nodes, another axis.
-        op: sum, avg, min, max or product.
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        inner: the ranks of this rank's node, one axis of a mesh.
+        outer: the ranks at this rank's position on all g nodes, the other axis.
+        op: "sum", "avg", "min", "max" or "product".
 
-    Cost: 2 (m - 1) α + 2 (m - 1) / m N β inside, 2 ⌈log2 g⌉ α + 2 N / m β across.
+    Cost: 2 (m - 1) α + 2 (m - 1) / m N β inside nodes, 2 ⌈log2 g⌉ α + 2 N / m β across them.
 
     Source: two-level rings of Jia et al. 2018, Highly scalable deep learning training system, with trees between nodes.
 
     Raises:
-        ValueError: the groups have more in common than this rank; an unknown op, or one that the dtype does not have.
+        ValueError: the groups share other ranks than this one; ``op`` is unknown, or not defined for the dtype.
 
     >>> from functional_ds import comm
     >>> from functional_ds.comm import algorithms

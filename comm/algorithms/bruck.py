@@ -1,4 +1,4 @@
-"""An all-gather in ⌈log2 n⌉ messages a rank (Bruck, Ho, Kipnis, Upfal, Weathersby 1997), for small values."""
+"""All-gather in ⌈log2 n⌉ messages per rank (Bruck, Ho, Kipnis, Upfal, Weathersby 1997), for small values."""
 
 from functools import lru_cache
 from time import perf_counter
@@ -18,11 +18,10 @@ __all__ = ["bruck"]
 
 
 def bruck(x: Tensor, group: Group) -> Tensor:
-    """``comm.all_gather(x, group)``: [m, ...] -> [n m, ...], rank r's piece at place r, without a gradient.
+    """``comm.all_gather(x, group)`` by Bruck's algorithm, without autograd: [m, ...] -> [n m, ...].
 
-    In round k each rank sends what it has to the rank 2ᵏ places before it. Cost: n - 1 times the elements of ``x``, as in
-    ``comm.all_gather``, in ⌈log2 n⌉ messages instead of n - 1. Where messages take no time (``World.at_once``) one call stands
-    for the rounds, and ledgers count these.
+    In round k rank r sends the pieces that it has to rank ``(r - 2ᵏ) % n``. Cost: each rank sends n - 1 times ``x``, in
+    ⌈log2 n⌉ messages. If messages take no time (``World.at_once``), one call replaces the rounds, which ledgers still record.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: bruck(torch.tensor([comm.world().rank]), comm.world()).tolist(), world_size=3)

@@ -1,10 +1,10 @@
-"""The cost of an all-reduce by messages: the alpha-beta model, and exact counts of what each rank sends.
+"""Costs of all-reduce algorithms: times by the alpha-beta model, and exact counts of what each rank sends.
 
-A message of m bytes over a link takes latency + m / bandwidth seconds, α + mβ. Every rank can send one message and receive
-another at a time, and links are not shared.
+A message of m bytes takes latency + m / bandwidth = α + mβ seconds. Each rank can send and receive one message at a time, and
+links are not shared.
 
 The formulas are those of Thakur, Rabenseifner & Gropp 2005 (recursive doubling, halving-doubling), Patarasuk & Yuan 2009
-(ring) and Sanders, Speck & Träff 2009 (two trees). ``comm.algorithms`` has the algorithms themselves.
+(ring) and Sanders, Speck & Träff 2009 (two trees).
 """
 
 from collections.abc import Callable
@@ -33,18 +33,18 @@ class Link:
     bandwidth: float = attrs.field(validator=attrs.validators.gt(0))
 
     def seconds(self, load: "Load") -> float:
-        """The time of the load, with one message after another."""
+        """The time of the load in seconds, one message after another."""
         return load.messages * self.latency + load.bytes / self.bandwidth
 
 
 @attrs.frozen
 class Network:
-    """Ranks on nodes, numbered node by node; a flat network has one rank on each.
+    """A network of nodes, with ranks numbered node by node; a flat network has one rank per node.
 
     Attributes:
-        across: the link between two ranks on different nodes.
-        inside: the link between two ranks of one node; by default as between nodes.
-        ranks_per_node: how many ranks share a node; the last node may have fewer.
+        across: the link between ranks on different nodes.
+        inside: the link between ranks of one node; by default the same.
+        ranks_per_node: the number of ranks per node; the last node may have fewer.
     """
 
     across: Link
@@ -57,8 +57,8 @@ class Load:
     """Messages that are sent one after another.
 
     Attributes:
-        messages: how many.
-        bytes: their total.
+        messages: their number.
+        bytes: their total size.
     """
 
     messages: int = 0
@@ -73,9 +73,9 @@ class Cost:
     """The critical path of an all-reduce.
 
     Attributes:
-        inside: what passes on links inside nodes.
-        across: what passes on links between nodes.
-        seconds: how long both take.
+        inside: the messages on links inside nodes.
+        across: the messages on links between nodes.
+        seconds: the time of both.
     """
 
     inside: Load
@@ -84,22 +84,22 @@ class Cost:
 
     @property
     def messages(self) -> int:
-        """Messages that pass one after another: rounds, or along a tree's longest branch and back."""
+        """Messages on the critical path: the rounds, or a tree's longest branch, up and down."""
         return self.inside.messages + self.across.messages
 
     @property
     def bytes(self) -> float:
-        """Bytes that pass one after another; through a tree, once the value is cut into many chunks."""
+        """Bytes on the critical path; for trees, with many chunks."""
         return self.inside.bytes + self.across.bytes
 
 
 @attrs.frozen
 class Sent:
-    """What one rank sends.
+    """The messages that a rank sends.
 
     Attributes:
-        messages: how many.
-        elements: their total.
+        messages: their number.
+        elements: their total number of elements.
     """
 
     messages: int = 0
@@ -111,14 +111,14 @@ class Sent:
 
 # -- the critical path, (inside, across) nodes, of N bytes on n ranks, m to a node -------------------------------------
 #
-# Recursive doubling, halving-doubling and trees pair ranks at distances 1, 2, 4, ...; where m is no power of two, even
-# short ones cross between nodes, and a hop that some rank makes across counts as one across.
+# Recursive doubling, halving-doubling and trees pair ranks at distances 1, 2, 4, ...; if m is not a power of two, even
+# close pairs may be on different nodes, and a hop counts as one across nodes if it is for any rank.
 
 Path = tuple[Load, Load]
 
 
 def _place(load: Load, n: int, m: int) -> Path:
-    """A load that passes between nodes wherever there are several."""
+    """A load between nodes, or inside the node if there is only one."""
     return (load, Load()) if n <= m else (Load(), load)
 
 
@@ -128,32 +128,32 @@ def _join(*paths: Path) -> Path:
 
 
 def _levels(n: int) -> int:
-    """Levels of the largest power of two that is at most n."""
+    """log2 of the largest power of two that is at most n."""
     return n.bit_length() - 1
 
 
 def _aligned(m: int) -> int:
-    """Levels of pairs (r, r xor 1), (r, r xor 2), (r, r xor 4), ... that no node's end cuts: twice the distance divides m."""
+    """The number of levels of pairs (r, r xor 1), (r, r xor 2), ... within nodes: twice the distance divides m."""
     return _levels(m & -m)
 
 
 def _near(n: int, m: int) -> int:
-    """How many of them stay within nodes among the first p ranks, the largest power of two that is at most n."""
+    """The number of levels within nodes among the first p ranks, the largest power of two that is at most n."""
     return _levels(n) if 1 << _levels(n) <= m else _aligned(m)
 
 
 def _ring(nbytes: float, n: int, m: int) -> Path:
-    """Twice around but for two hops. All links carry the same bytes at the same time, so the slowest counts."""
+    """Twice around the ring except two hops. All links carry the same bytes at the same time, so the slowest one counts."""
     nodes, hops = -(-n // m), 2 * (n - 1)
     volume = hops * nbytes / n
     if nodes == 1:
         return Load(hops, volume), Load()
-    far = 2 * nodes - max(0, 3 - m)  # the two hops left out are neighbours: within a node, if it has three ranks
+    far = 2 * nodes - max(0, 3 - m)  # the two omitted hops are adjacent: within a node, if it has three ranks
     return Load(hops - far), Load(far, volume)
 
 
 def _extras(nbytes: float, n: int, m: int) -> Path:
-    """Ranks beyond a power of two hand in their values before and get the result after."""
+    """Ranks beyond a power of two first send their values, and receive the result at the end."""
     return _place(Load(2, 2 * nbytes) if n > 1 << _levels(n) else Load(), n, m)
 
 
@@ -165,7 +165,7 @@ def _recursive_doubling(nbytes: float, n: int, m: int) -> Path:
 
 
 def _halving_doubling(nbytes: float, n: int, m: int) -> Path:
-    """A half, a quarter, ... and back: the largest pieces go the longest ways."""
+    """A half, a quarter, ... and back; the largest pieces travel the longest distances."""
     near, levels = _near(n, m), _levels(n)
     inside = Load(2 * near, 2 * ((1 << near) - 1) * nbytes / (1 << levels))
     across = Load(2 * (levels - near), 2 * ((1 << levels) - (1 << near)) * nbytes / (1 << levels))
@@ -173,27 +173,27 @@ def _halving_doubling(nbytes: float, n: int, m: int) -> Path:
 
 
 def _up_and_down(volume: float, n: int, m: int) -> Path:
-    """To the root of a tree in rank order and back: an edge of level d lies within a pair of level 2 d, or of none."""
+    """To the root of a tree in rank order and back: an edge at distance d is within an aligned block of 4 d ranks."""
     hops = 2 * (n - 1).bit_length()
     near = hops if n <= m else 2 * max(0, _aligned(m) - 1)
     return _join((Load(near), Load(hops - near)), _place(Load(0, volume), n, m))
 
 
 def _tree(nbytes: float, n: int, m: int) -> Path:
-    """A rank with two children receives the value twice and later sends it twice; on two or three ranks there is none."""
+    """A rank with two children receives the value twice and later sends it twice; with two or three ranks there is none."""
     return _up_and_down(nbytes * (0, 2, 2, 4)[min(n, 4) - 1], n, m)
 
 
 def _double_tree(nbytes: float, n: int, m: int) -> Path:
-    """Half the value in each tree; who has two children in one has none in the other.
+    """Half the value in each tree; a rank with two children in one has none in the other.
 
-    The second tree has the ranks backwards, or for odd n shifted: its pairs fit nodes only if those are all full.
+    The second tree numbers ranks backwards, or shifted for odd n, so its pairs fit nodes only if all nodes are full.
     """
     return _up_and_down(nbytes * (0, 1, 2)[min(n, 3) - 1], n, 1 if n > m and n % m else m)
 
 
 def _hierarchical(nbytes: float, n: int, m: int) -> Path:
-    """Rings within the nodes, and between them two trees for each m-th of the value."""
+    """Rings within nodes, and two trees across them for each 1/m of the value."""
     return _join(_ring(nbytes, m, m), _double_tree(nbytes / m, n // m, 1) if n > m else (Load(), Load()))
 
 
@@ -201,7 +201,7 @@ def _hierarchical(nbytes: float, n: int, m: int) -> Path:
 
 
 def _piece(numel: int, n: int) -> int:
-    """Elements in each of n equal pieces, the last ones padded."""
+    """Elements in each of n equal pieces, with padding."""
     return -(-numel // n)
 
 
@@ -210,7 +210,7 @@ def _ring_sends(numel: int, n: int, rank: int, m: int, k: int) -> Sent:
 
 
 def _extras_sends(numel: int, n: int, rank: int) -> Sent:
-    """A rank beyond the power of two sends its value; who took one sends back the result."""
+    """A rank beyond the power of two sends its value, and the rank that received it sends back the result."""
     p = 1 << _levels(n)
     return Sent(1, numel) if rank >= p or rank < n - p else Sent()
 
@@ -229,7 +229,7 @@ def _halving_doubling_sends(numel: int, n: int, rank: int, m: int, k: int) -> Se
 
 
 def _neighbours(n: int, rank: int) -> int:
-    """Of a rank in the tree in rank order: an odd rank is a leaf, 0 is the root and has one child."""
+    """The number of a rank's neighbours in the tree in rank order: odd ranks are leaves, the root 0 has one child."""
     if rank == 0 or rank % 2:
         return min(1, n - 1)
     return 3 if rank + 1 < n else 2
@@ -241,7 +241,7 @@ def _tree_sends(numel: int, n: int, rank: int, m: int, k: int) -> Sent:
 
 
 def _double_tree_sends(numel: int, n: int, rank: int, m: int, k: int) -> Sent:
-    mirrored = (rank - 1) % n if n % 2 else n - 1 - rank  # its place in the second tree, where leaves are inner ranks
+    mirrored = (rank - 1) % n if n % 2 else n - 1 - rank  # its position in the second tree
     messages = k * (_neighbours(n, rank) + _neighbours(n, mirrored))
     return Sent(messages, messages * _piece(numel, 2 * k))
 
@@ -283,9 +283,9 @@ def _check(algorithm: str, n: int, ranks_per_node: int) -> None:
 
 
 def predict(algorithm: str, nbytes: float, n: int, network: Network) -> Cost:
-    """The cost of an all-reduce of ``nbytes`` bytes on n ranks, by the alpha-beta model.
+    """Predicts the time of an all-reduce of ``nbytes`` bytes on n ranks with the alpha-beta model.
 
-    On a flat network, with latency α seconds, 1/β bytes per second and n a power of two::
+    On a flat network, with latency α seconds, bandwidth 1/β bytes per second and n a power of two::
 
         ring                2 (n - 1) α + 2 (n - 1) / n N β
         tree                2 log2 n α + 4 N β
@@ -293,18 +293,18 @@ def predict(algorithm: str, nbytes: float, n: int, network: Network) -> Cost:
         recursive_doubling  log2 n (α + N β)
         halving_doubling    2 log2 n α + 2 (n - 1) / n N β
 
-    For other n the trees have ⌈log2 n⌉ levels; the last two have ⌊log2 n⌋ and 2 (α + N β) on top. A tree's second term is
-    what it comes to when many chunks follow one another, and fewer than four ranks have less. ``hierarchical`` is a ring
-    in each node and a double tree between nodes on 1/m of the value.
+    For other n the trees have ⌈log2 n⌉ levels; the last two have ⌊log2 n⌋, plus 2 (α + N β). The second term of trees is the
+    limit of many chunks, and is smaller for fewer than four ranks. ``hierarchical`` is a ring in each node and a double tree
+    across nodes on 1/m of the value.
 
     Args:
         algorithm: one of ``ALGORITHMS``.
         nbytes: bytes of the value on each rank.
-        n: how many ranks.
-        network: latencies in seconds and bandwidths in bytes per second, inside nodes and between them.
+        n: the number of ranks.
+        network: latencies in seconds and bandwidths in bytes per second, inside nodes and across them.
 
     Raises:
-        ValueError: an unknown algorithm, n < 1, negative bytes, or for ``hierarchical`` nodes that n ranks do not fill.
+        ValueError: the algorithm is unknown; n < 1; ``nbytes`` is negative; n ranks do not fill the nodes of ``hierarchical``.
 
     >>> flat = Network(Link(latency=1e-6, bandwidth=1e9))
     >>> predict("ring", 16e6, 4, flat)
@@ -320,17 +320,17 @@ def predict(algorithm: str, nbytes: float, n: int, network: Network) -> Cost:
 
 
 def best(nbytes: float, n: int, network: Network) -> str:
-    """The algorithm that ``predict`` finds the fastest; of equals, the first in ``ALGORITHMS``.
+    """The algorithm with the lowest predicted time; of equals, the first in ``ALGORITHMS``.
 
-    ``hierarchical`` is left out where n ranks do not fill the nodes.
+    ``hierarchical`` is considered only if n ranks fill the nodes.
 
     Args:
         nbytes: bytes of the value on each rank.
-        n: how many ranks.
+        n: the number of ranks.
         network: as for ``predict``.
 
     Raises:
-        ValueError: n < 1, or negative bytes.
+        ValueError: n < 1, or ``nbytes`` is negative.
 
     >>> flat = Network(Link(latency=1e-6, bandwidth=1e9))
     >>> best(1e3, 1024, flat), best(1e9, 8, flat)
@@ -341,18 +341,18 @@ def best(nbytes: float, n: int, network: Network) -> str:
 
 
 def sent(algorithm: str, numel: int, n: int, rank: int, *, ranks_per_node: int = 1, chunks: int = 1) -> Sent:
-    """What ``rank`` of n sends when ``comm.algorithms`` runs one of its functions: exactly what its ledger counts.
+    """The messages and elements that a rank sends in an algorithm of ``comm.algorithms``, exactly as its ledger counts them.
 
     Args:
         algorithm: one of ``ALGORITHMS``.
         numel: elements of the value, all leaves of one dtype together; pieces are padded to equal sizes.
-        n: how many ranks.
-        rank: which of them; for ``hierarchical`` its place in its node is ``rank % ranks_per_node``.
-        ranks_per_node: for ``hierarchical``, how many ranks the inner group has.
-        chunks: for the trees, as for the algorithm.
+        n: the number of ranks.
+        rank: the rank; for ``hierarchical`` its position in its node is ``rank % ranks_per_node``.
+        ranks_per_node: for ``hierarchical``, the size of the inner group.
+        chunks: for the trees, as in the algorithm.
 
     Raises:
-        ValueError: as ``predict``; or rank, numel or chunks out of range.
+        ValueError: as ``predict``; or ``rank``, ``numel`` or ``chunks`` is out of range.
 
     >>> [sent("ring", 12, 4, rank) for rank in (0, 3)]
     [Sent(messages=6, elements=18), Sent(messages=6, elements=18)]
@@ -370,16 +370,17 @@ def sent(algorithm: str, numel: int, n: int, rank: int, *, ranks_per_node: int =
 
 
 def counted(function: Callable[..., Any], n: int, *values: Any) -> list[Load]:
-    """What each of n ranks sends when all call ``function(*values)``: calls and bytes, counted without values.
+    """Counts the calls and bytes of each of n ranks in ``function(*values)``, by a simulation on shapes only.
 
-    For a function of collectives of your own, which ``predict`` and ``sent`` do not know. Law: of an algorithm of
-    ``comm.algorithms`` the bytes are what ``sent`` says. ``messages`` counts calls in which a rank only receives, too, so that
-    ``link.seconds(load)`` is how long the calls take one after another.
+    Use it for custom algorithms, which ``predict`` and ``sent`` do not know. ``messages`` includes calls in which a rank only
+    receives, so ``link.seconds(load)`` is the time of the calls one after another.
+
+    Law: for the algorithms of ``comm.algorithms``, the bytes equal those of ``sent``.
 
     Args:
-        function: calls collectives; it may ask for ``comm.world()``.
-        n: how many ranks.
-        values: its arguments; of tensors the shapes count, so ``torch.empty(..., device="meta")`` will do.
+        function: calls collectives; may call ``comm.world()``.
+        n: the number of ranks.
+        values: its arguments; tensors must be on the meta device.
 
     Raises:
         ValueError: n < 1.

@@ -1,4 +1,4 @@
-"""Reductions up binary trees of ranks and broadcasts down them, in one tree or two."""
+"""Reductions up binary trees of ranks and broadcasts down them, for one tree or two."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ __all__ = ["TreeRole", "combined", "cut", "in_order", "joined", "role_in", "seco
 
 
 def cut(flat: Tensor, n: int) -> list[Tensor]:
-    """n pieces of one size, [N] -> n of [m], padded with zeros."""
+    """Splits [N] into n pieces [m], zero-padded."""
     return list(pad_rows(flat, n).unbind(0))
 
 
@@ -31,7 +31,7 @@ def joined(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def combined(a: Tensor, b: Tensor, op: str) -> Tensor:
-    """``combine``. All ranks must pass the same value first, since max of 0.0 and -0.0, and of NaNs, depends on the order."""
+    """``combine``, except on meta; all ranks must pass the same value first, as max of 0.0 and -0.0 depends on the order."""
     return a if a.is_meta else combine(a, b, op)
 
 
@@ -43,10 +43,10 @@ class TreeRole:
     """A rank's part in several trees.
 
     Attributes:
-        leaf: its parents, in trees where it has no children.
+        leaf: its parents in trees in which it has no children.
         inner: its parents in the other trees.
         children: its children.
-        apex: its children in a tree whose root it is, if it is inner in another: these come after, and none is kept waiting.
+        apex: its children in a tree of which it is the root, if it is inner in another; they are handled last.
     """
 
     leaf: list[Edge]
@@ -56,10 +56,10 @@ class TreeRole:
 
 
 def in_order(n: int, rank: int) -> tuple[int | None, list[int]]:
-    """Parent and children in the tree in rank order: rank 0 above a binary tree of the others, whose leaves are odd ranks.
+    """A rank's parent and children in the tree in rank order: rank 0 above a binary tree whose leaves are the odd ranks.
 
-    A rank's lowest bit is its distance from its parent, and twice that from its children (a right one beyond n gives way to a
-    nearer one).
+    A rank's lowest bit is its distance from its parent, and half of that the distance from its children, unless a right child
+    would be beyond n; then it is a nearer rank.
     """
     bit = rank & -rank
     up = (rank ^ bit) | (bit << 1)
@@ -71,14 +71,14 @@ def in_order(n: int, rank: int) -> tuple[int | None, list[int]]:
 
 
 def second(n: int, rank: int) -> tuple[int | None, list[int]]:
-    """The same tree with ranks backwards, or for odd n one further on: its leaves are inner ranks of the first."""
+    """The same tree with ranks numbered backwards, or shifted by one for odd n: its leaves are inner ranks of the first."""
     place, back = ((rank - 1) % n, lambda r: (r + 1) % n) if n % 2 else (n - 1 - rank, lambda r: n - 1 - r)
     parent, children = in_order(n, place)
     return (None if parent is None else back(parent)), [back(child) for child in children]
 
 
 def role_in(places: Sequence[tuple[int | None, list[int]]]) -> TreeRole:
-    """The part of a rank that has these parents and children, one pair for each tree."""
+    """The role of a rank with these (parent, children), one pair for each tree."""
     ups = [(t, parent, bool(children)) for t, (parent, children) in enumerate(places) if parent is not None]
     downs = [(t, child, parent is None) for t, (parent, children) in enumerate(places) for child in children]
     inner = [(t, parent) for t, parent, has_children in ups if has_children]
@@ -99,7 +99,7 @@ def _recvs(parts: Sequence[Tensor], edges: Sequence[Edge]) -> list[Recv]:
 
 
 def _rise(parts: list[Tensor], role: TreeRole, group: Group, op: str) -> Pending[Any]:
-    """Part t goes up tree t: leaves send theirs, inner ranks combine it with their children's and send that."""
+    """Reduces part t up tree t: leaves send their part, inner ranks reduce it with their children's and send the result."""
 
     def collect(edges: Sequence[Edge], sends: Sequence[Send]) -> None:
         received = batch_p2p([*_recvs(parts, edges), *sends], group)
@@ -113,7 +113,7 @@ def _rise(parts: list[Tensor], role: TreeRole, group: Group, op: str) -> Pending
 
 
 def _sink(parts: list[Tensor], role: TreeRole, group: Group) -> Pending[Any]:
-    """Part t comes down tree t: inner ranks send on what they receive, leaves receive."""
+    """Broadcasts part t down tree t: inner ranks forward what they receive."""
 
     def keep(edges: Sequence[Edge], received: Sequence[Tensor]) -> None:
         for (t, _), value in zip(edges, received, strict=False):
@@ -126,7 +126,7 @@ def _sink(parts: list[Tensor], role: TreeRole, group: Group) -> Pending[Any]:
 
 
 def through(trees: int, role: TreeRole, chunks: int, group: Group) -> Callable[[Tensor, str], Tensor]:
-    """Chunk after chunk up the trees and down again, each tree with its share."""
+    """An all-reduce of a flat payload through the trees, chunk by chunk."""
     if chunks < 1:
         raise ValueError(f"chunks={chunks}: a value is cut into at least one chunk")
 

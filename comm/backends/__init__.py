@@ -1,1 +1,1 @@
-"""What carries collectives between processes: messages over Gloo, and NCCL's own collectives."""
+"""Back ends of processes: messages over Gloo, and NCCL's collectives."""

@@ -1,18 +1,17 @@
 """Collectives of CPU tensors over Gloo, as point-to-point messages.
 
-Gloo's own reduce_scatter is an all-reduce and a slice, its all_gather copies through a staging buffer, and its reductions sum
-in an order of their own. Direct messages read from and write into the caller's tensors. ``fold`` computes the reductions, so
-the bits are those of the denotation.
+Gloo's reduce_scatter is an all-reduce and a slice, its all_gather copies through a staging buffer, and its reductions use
+another order. Messages read from and write to the caller's tensors, and ``fold`` computes the reductions, so results are
+bitwise those of the reference implementation.
 
-Every rank posts all its messages at once. A message is the raw bytes of a contiguous tensor, so every dtype is supported. A
-rank copies its own part while the messages are under way. An all-reduce has two rounds; that of two ranks has
-one up to some size, in which they swap their values, as many bytes, and both reduce all of it.
+Each rank posts all its messages at once. A message is the raw bytes of a contiguous tensor, so all dtypes are supported. An
+all-reduce has two rounds; for two ranks and small values it has one, in which they exchange values and both reduce them.
 
-Where a group's ranks lie in whole nodes (``Group.ranks_per_node``), reductions add up within each node first, and gathers
-cross between nodes first. A node's ranks then send as many bytes in all, and 1/m of them to other nodes where m share a node.
+If a group's ranks fill nodes (``Group.ranks_per_node``), reductions sum within each node first, and gathers cross between nodes
+first. A node then sends 1/m of the bytes to other nodes, with m ranks per node, and as many bytes in all.
 
-A primitive takes its memory where it is called, on the caller's thread, and another may post its messages. For an allocator
-keeps what a thread has freed for that thread: memory that workers took would not serve the caller.
+Memory is allocated on the caller's thread, also if another thread posts the messages: allocators keep freed memory per thread,
+so what a worker allocated could not be reused by the caller.
 """
 
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ __all__ = [
     "transfer",
 ]
 
-_SWAPPED = 2**22  # bytes: above, two rounds take half the memory where the value is donated; all ranks must choose alike
+_SWAPPED = 2**22  # bytes: for larger donated values two rounds take half the memory; all ranks must choose the same
 
 
 def _all_gather_into(comm: Communicator, own: Tensor, rows: Sequence[Tensor]) -> list[Work]:
@@ -53,7 +52,7 @@ def _all_gather_into(comm: Communicator, own: Tensor, rows: Sequence[Tensor]) ->
 
 
 def _reduce_rows(comm: Communicator, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Prepared:
-    """Reduces all ranks' row ``rank``. The rows must not change before the wait is over; ``out`` may be that row itself."""
+    """Reduces all ranks' row ``rank``. The rows must not change before the wait ends; ``out`` may be that row."""
     rank = comm.rank
     own = rows[rank]
     pieces = [own if peer == rank else torch.empty_like(own) for peer in range(comm.size)]
@@ -64,7 +63,7 @@ def _reduce_rows(comm: Communicator, rows: Sequence[Tensor], op: str, *, out: Te
         return works + [work for peer in comm.peers for work in comm.send(rows[peer], peer)]
 
     def finish() -> Tensor:
-        if out is own and rank > 1:  # the pieces before are added up first
+        if out is own and rank > 1:  # the preceding pieces are reduced first
             return out.copy_(fold(pieces, op, out=spare))
         return fold(pieces, op, out=spare if out is None else out)
 
@@ -72,7 +71,7 @@ def _reduce_rows(comm: Communicator, rows: Sequence[Tensor], op: str, *, out: Te
 
 
 def _swap(comm: Communicator, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Work]:
-    """Sends ``sent[p]`` to each other rank p and receives ``received[p]`` from it; copies this rank's own."""
+    """Sends ``sent[p]`` to each other rank p and receives ``received[p]`` from it; copies this rank's part."""
     works = [work for peer in comm.peers for work in comm.recv(received[peer], peer)]
     works += [work for peer in comm.peers for work in comm.send(sent[peer], peer)]
     received[comm.rank].copy_(sent[comm.rank])
@@ -114,7 +113,7 @@ def reduce_scatter(comm: Communicator, rows: Tensor, options: Options) -> Prepar
     if per_node == 1:
         return _reduce_rows(comm, pieces, options["op"])
     inner, outer = comm.nodes(per_node)
-    columns = [torch.cat(pieces[place::per_node]) for place in range(per_node)]  # for each place, what goes there on all nodes
+    columns = [torch.cat(pieces[place::per_node]) for place in range(per_node)]  # by position in a node, the pieces for it
     own = columns[inner.rank]
     within = _reduce_rows(inner, columns, options["op"], out=own)  # into the copy
     across = _reduce_rows(outer, own.split([len(piece) for piece in pieces[inner.rank :: per_node]]), options["op"])
@@ -127,7 +126,7 @@ def reduce_scatter(comm: Communicator, rows: Tensor, options: Options) -> Prepar
 
 
 def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
-    """[m] -> [m]; a reduce-scatter and a gather of pieces, written where they belong: donated, in place."""
+    """[m] -> [m]; a reduce-scatter and an all-gather of pieces, in place if the value is donated."""
     in_place = "out" in options and begin_together(options["out"], piece)
     if comm.size == 2 and piece.numel() * piece.element_size() <= _SWAPPED:
         return _reduce_rows(comm, [piece, piece], options["op"], out=piece if in_place else None)
@@ -154,7 +153,7 @@ def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
 
 
 def broadcast(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
-    """[m] -> [m]; the root sends to each."""
+    """[m] -> [m]; the root sends to all others."""
     result = torch.empty_like(piece)
     if comm.rank != options["src"]:
         return Prepared(lambda: comm.recv(result, options["src"]), lambda: result)
@@ -168,7 +167,7 @@ def broadcast(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
 
 
 def reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
-    """[m] -> [m]; each sends to the root."""
+    """[m] -> [m]; all others send to the root."""
     root, op = options["dst"], options["op"]
     if comm.rank != root:
         return Prepared(lambda: comm.send(piece, root), lambda: torch.zeros_like(piece))
@@ -177,7 +176,7 @@ def reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
 
 
 def gather(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
-    """[m] -> [n, m] at the root; each sends to it, and has zeros itself."""
+    """[m] -> [n, m] at the root, to which all others send; they get zeros."""
     root, n = options["dst"], comm.size
     if comm.rank != root:
         return Prepared(lambda: comm.send(piece, root), lambda: piece.new_zeros(()).expand(n, piece.numel()))
@@ -192,7 +191,7 @@ def gather(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
 
 
 def scatter(comm: Communicator, payload: Tensor, options: Options) -> Prepared:
-    """[n, m] at the root, which sends a row to each -> [m]; elsewhere the payload says what arrives."""
+    """[n, m] at the root, which sends a row to each rank -> [m]; the others' payloads give the shape."""
     root = options["src"]
     if comm.rank != root:
         received = torch.empty_like(payload)
@@ -235,7 +234,7 @@ def permute(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
 
 
 def transfer(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
-    """[m] -> [m] at the destination; the sender has zeros."""
+    """[m] -> [m] at the destination; the sender gets zeros."""
     if comm.rank == options["src"]:
         return Prepared(lambda: comm.send(piece, options["dst"]), lambda: piece.new_zeros(()).expand(piece.shape))
     received = torch.empty_like(piece)
@@ -243,6 +242,6 @@ def transfer(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
 
 
 def barrier(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
-    """Returns when all ranks have called: each sends one byte to each."""
+    """Returns when all ranks have called it: each sends one byte to all others."""
     tokens = torch.zeros(comm.size, 1, dtype=torch.uint8).unbind(0)
     return Prepared(lambda: _all_gather_into(comm, tokens[comm.rank], tokens), lambda: piece)

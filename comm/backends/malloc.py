@@ -1,4 +1,4 @@
-"""The memory of this process on its host: what malloc does with freed memory, unless the user has chosen, and flat buffers."""
+"""Tunes glibc's malloc to reuse freed memory, unless the user has set its options."""
 
 import ctypes
 import os
@@ -12,29 +12,29 @@ import attrs
 
 __all__ = ["SETTING", "HostMemory", "keep_freed_memory"]
 
-SETTING = "FUNCTIONAL_DS_MALLOC"  # the environment variable that leaves malloc as it is, where it is "default"
+SETTING = "FUNCTIONAL_DS_MALLOC"  # the environment variable; "default" leaves malloc unchanged
 
 # Parameters of mallopt(3), and values with which freed memory is reused by later allocations.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _NEVER, _CHUNK, _ALL, _LARGE = 2**31 - 1, 64 * 2**20, 2**30, 2**17
 
-_LIMIT = 32 * 2**20  # the size up to which a freed mapping raises the threshold for mappings, as long as no program has set one
-_MAPPED = 2  # the bit of a block's header that says that it is a mapping of its own
+_LIMIT = 32 * 2**20  # freeing a mapping up to this size raises the threshold for mappings, unless a program has set one
+_MAPPED = 2  # the bit of a block's header that marks a separate mapping
 
 
 @attrs.frozen
 class HostMemory:
-    """What the library may do with malloc, where the choice is not the user's.
+    """Control over malloc, if the user has not set its options.
 
     Attributes:
-        libc: glibc, whose options are the library's to set.
+        libc: glibc.
     """
 
     libc: Any = attrs.field(repr=False)
 
     @contextmanager
     def mapped(self) -> Iterator[None]:
-        """Large tensors that are made within the block, to stay, lie in mappings of their own, which leave no holes."""
+        """Allocates large tensors inside the block, which are to be kept, in separate mappings to avoid fragmentation."""
         self.libc.mallopt(_MMAP_THRESHOLD, _LARGE)
         try:
             yield
@@ -42,7 +42,7 @@ class HostMemory:
             self.libc.mallopt(_MMAP_THRESHOLD, _ALL)
 
     def release(self) -> None:
-        """Gives the pages back to the kernel that are free now: those of a model, say, whose values are in a state."""
+        """Returns free pages to the kernel, such as those of a model whose values were moved to a state."""
         self.libc.malloc_trim(0)
 
 
@@ -50,11 +50,11 @@ class HostMemory:
 def keep_freed_memory() -> HostMemory | None:
     """Makes glibc keep freed memory for later allocations.
 
-    Every step allocates the same large buffers. By default glibc returns many of them to the kernel, which zeroes every page
-    of the next ones: tens of milliseconds a step for a model of 14 M parameters.
+    Every step allocates the same large buffers. By default glibc returns many of them to the kernel, which zeroes the pages of
+    new ones: tens of milliseconds per step for a model of 14 M parameters.
 
-    A user's choice stays: ``MALLOC_...`` or ``GLIBC_TUNABLES`` in the environment, an earlier ``mallopt``, another allocator
-    that is preloaded, or ``FUNCTIONAL_DS_MALLOC=default``. Other C libraries are left alone. The result is then None.
+    Does nothing, and returns None, if the user has chosen (``MALLOC_...`` or ``GLIBC_TUNABLES`` in the environment, an earlier
+    ``mallopt``, a preloaded allocator, or ``FUNCTIONAL_DS_MALLOC=default``), or with another C library.
 
     Raises:
         ValueError: ``FUNCTIONAL_DS_MALLOC`` is neither "keep" nor "default".
@@ -71,7 +71,7 @@ def keep_freed_memory() -> HostMemory | None:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """The C library, if it is glibc and this process allocates by its malloc."""
+    """The C library, if it is glibc and this process uses its malloc."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -84,7 +84,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def _is_tuned(libc: ctypes.CDLL) -> bool:
-    """Whether a parameter was set: from then on the threshold for mappings no longer follows what is freed."""
+    """Whether a parameter was set, after which the threshold for mappings is no longer raised by freeing."""
 
     def is_mapped(size: int) -> bool:
         block = libc.malloc(size)

@@ -1,4 +1,4 @@
-"""Collectives of CUDA tensors, as NCCL's own collectives. A wait makes the current stream wait, not the host."""
+"""Collectives of CUDA tensors with NCCL's collectives. A wait makes the current stream wait, not the host."""
 
 from collections.abc import Callable, Sequence
 
@@ -40,14 +40,14 @@ _OPS = {
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """The tensor as a dtype that NCCL can reduce: complex numbers as pairs, bools (min and max only) as bytes."""
+    """A view in a dtype that NCCL can reduce: complex numbers as pairs, bools (min and max only) as bytes."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor; without elements, too, since torch compares the dtypes of what is sent and received."""
+    """The bytes of a contiguous tensor, also of an empty one, since torch compares the dtypes of inputs and outputs."""
     return tensor.view(torch.uint8)
 
 
@@ -65,7 +65,7 @@ def _refuse_complex_product(tensor: Tensor, options: Options) -> None:
 
 
 def _padded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Pads pieces to one size, as NCCL's collectives need it: [all rows, m] -> [n, most, m]."""
+    """Pads pieces to one size, as NCCL's collectives require: [all rows, m] -> [n, most, m]."""
     most = max(sizes)
     return torch.stack([functional.pad(piece, (0, 0, 0, most - len(piece))) for piece in rows.split(list(sizes))])
 
@@ -143,7 +143,7 @@ def all_to_all_rows(pg: ProcessGroup, rows: Tensor, options: Options) -> Started
 
 
 def permute(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
-    """All ranks call, those without a source or a destination, too: a communicator connects at its first call."""
+    """All ranks call, also those without a source or destination, since a communicator connects at its first call."""
     perm, n, rank = options["perm"], pg.size(), pg.rank()
     source, target = perm.source.get(rank), perm.target.get(rank)
     sent = piece if target is not None else piece[:0]
@@ -155,7 +155,7 @@ def permute(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
 
 
 def transfer(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
-    """A message from rank 0 to rank 1 of a communicator of these two."""
+    """A message from rank 0 to rank 1 of a communicator of two ranks."""
     sends = pg.rank() == 0
     buffer = piece if sends else torch.empty_like(piece)
     op = dist.P2POp(dist.isend if sends else dist.irecv, _raw(buffer), group=pg, group_peer=1 if sends else 0)

@@ -1,4 +1,4 @@
-"""Flat buffers on the host that are used again by size, so that those of one size never take the place of others."""
+"""A pool of flat host buffers, which are reused by size to avoid fragmentation."""
 
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from threading import Lock
@@ -12,14 +12,14 @@ from functional_ds.base.torch_private import dispatch_modes
 
 __all__ = ["Pool"]
 
-_LEAST = 2**16  # bytes; smaller tensors are malloc's
+_LEAST = 2**16  # bytes; smaller tensors are left to malloc
 
 
 class Pool:
-    """Memory for flat tensors, each in a mapping of its own.
+    """Memory for flat tensors, each in a separate mapping.
 
-    A buffer is free as soon as no tensor lies in it, however that was made. So a view that a program keeps, what autograd has
-    saved and a collective under way keep theirs. What a pool holds is the most that was in use at one time, size by size.
+    A buffer is free as soon as no tensor uses its storage, so views, tensors saved by autograd and running collectives keep
+    theirs. The pool holds, for each size, the peak number of buffers in use.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class Pool:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all buffers."""
+        """Total bytes of all buffers."""
         return sum(size * len(held) for size, held in self._held.items())
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """A tensor ``[numel]`` without values; None where torch's allocator is to give it: on a GPU, say, or while traced.
+        """An uninitialized tensor ``[numel]``; None if torch must allocate it: small, not on CPU, or while traced.
 
         >>> pool = Pool()
         >>> shape = 2**20, torch.float32, torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What carries a collective's payload: a function from a group's connections, the payload and the call's options."""
+"""Primitives, by which a back end performs a collective: functions of a communicator, the payload and the options."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -15,26 +15,26 @@ Options = Mapping[str, Any]
 
 @attrs.define(eq=False)
 class Started:
-    """A primitive under way: torch's works, and the computation that follows them."""
+    """A started primitive: torch's work objects, and the computation that follows them."""
 
     works: Sequence[Work]
     finish: Callable[[], Tensor]
     ended: float | None = None
 
     def wait(self) -> Tensor:
-        """Blocks until the works are done; returns the result."""
+        """Waits for the works; returns the result."""
         for work in self.works:
             work.wait()
         return self.finish()
 
     def poll(self, timeout: float) -> bool:
-        """True: a worker has waited for Gloo's works, and over NCCL the host never waits."""
+        """Always True: a worker has waited for Gloo's works, and over NCCL the host does not wait."""
         return True
 
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """A primitive with its memory, before its messages are posted; ``finish`` follows the works."""
+    """A primitive with its memory allocated; ``post`` posts its messages, and ``finish`` computes the result after them."""
 
     post: Callable[[], Sequence[Work]]
     finish: Callable[[], Tensor]
@@ -52,13 +52,13 @@ class Prepared:
 
 @attrs.frozen(eq=False, slots=False)
 class Communicator:
-    """A group's messages over the world's process group, with a tag that keeps them apart from other groups' messages.
+    """Sends a group's messages over the world's process group, with a tag that separates them from other groups' messages.
 
     Attributes:
         pg: the world's process group.
         ranks: the group's ranks.
-        rank: this rank's place among them.
-        tag: of all the group's messages.
+        rank: this process's rank in the group.
+        tag: the tag of the group's messages.
     """
 
     pg: ProcessGroup
@@ -73,11 +73,11 @@ class Communicator:
 
     @cached_property
     def peers(self) -> list[int]:
-        """The other ranks, from this one's successor on, so that the ranks do not all send to one rank first."""
+        """The other ranks, starting after this one, so that not all ranks send to the same rank first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
     def nodes(self, ranks_per_node: int) -> "tuple[Communicator, Communicator]":
-        """This rank's node, and the ranks in its place on all nodes."""
+        """Communicators of this rank's node, and of the ranks at its position on all nodes."""
         node, place = divmod(self.rank, ranks_per_node)
         mine = self.ranks[node * ranks_per_node : (node + 1) * ranks_per_node]
         return attrs.evolve(self, ranks=mine, rank=place), attrs.evolve(
@@ -85,11 +85,11 @@ class Communicator:
         )
 
     def send(self, tensor: Tensor, peer: int) -> list[Work]:
-        """Starts to send a contiguous tensor's bytes."""
+        """Starts sending a contiguous tensor."""
         return [self.pg.send([tensor], self.ranks[peer], self.tag)] if tensor.numel() else []
 
     def recv(self, tensor: Tensor, peer: int) -> list[Work]:
-        """Starts to receive into a contiguous tensor."""
+        """Starts receiving into a contiguous tensor."""
         return [self.pg.recv([tensor], self.ranks[peer], self.tag)] if tensor.numel() else []
 
 

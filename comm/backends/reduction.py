@@ -1,4 +1,4 @@
-"""Reductions: how the values of several ranks combine."""
+"""Reductions of several ranks' values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _WIDENED = 2**20  # elements of half precision that are copied to fp32 at a time
 
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """torch.mul; complex products by parts, since torch's vectorised kernel rounds a tensor's tail differently."""
+    """torch.mul; complex products by parts, since torch's vectorized kernel rounds a tensor's tail differently."""
     if not a.is_complex():
         return torch.mul(a, b, out=out)
     product = torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
@@ -28,16 +28,15 @@ OPS: dict[str, Callable[..., Tensor]] = {
 
 
 def combine(a: Tensor, b: Tensor, op: str) -> Tensor:
-    """Two values combined elementwise."""
+    """Reduces two values elementwise."""
     return OPS[op](a, b)
 
 
 def fold(pieces: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Tensor:
-    """Combines the ranks' pieces from left to right, in rank order.
+    """Reduces the ranks' pieces from left to right, in rank order.
 
-    Half-precision sums and products are computed in fp32, some rows at a time, and rounded once. Every world that uses ``fold``
-    gives the same bits.
-    The result is a new tensor, or ``out``, which may be one of the first two pieces.
+    Half-precision sums and products are computed in fp32, some rows at a time, and rounded once. The result is a new tensor, or
+    ``out``, which may be one of the first two pieces.
     """
     first, *rest = pieces
     binary = OPS[op]
@@ -59,9 +58,9 @@ def _folded(binary: Callable[..., Tensor], total: Tensor, pieces: Sequence[Tenso
 
 
 def fold_by_node(pieces: Sequence[Tensor], options: Mapping[str, Any]) -> Tensor:
-    """Combines by ``options["op"]`` the pieces of each node's ranks, then those results, each rounded to the pieces' dtype.
+    """Reduces the pieces of each node by ``options["op"]``, then the results, each rounded to the pieces' dtype.
 
-    ``options["ranks_per_node"]`` says how many neighbours share a node; without it they are combined at once.
+    ``options["ranks_per_node"]`` is the number of consecutive ranks per node; without it all pieces are reduced at once.
     """
     op, per_node = options["op"], options.get("ranks_per_node", 1)
     if per_node > 1:
@@ -70,6 +69,6 @@ def fold_by_node(pieces: Sequence[Tensor], options: Mapping[str, Any]) -> Tensor
 
 
 def chunk_bounds(numel: int, n: int) -> list[int]:
-    """The n + 1 bounds of n contiguous pieces of ``numel`` elements; the last pieces may be short or empty."""
+    """The n + 1 bounds of n contiguous pieces of ``numel`` elements; the last pieces may be shorter or empty."""
     size = -(-numel // n)
     return [min(i * size, numel) for i in range(n + 1)]

@@ -1,4 +1,4 @@
-"""What is private of torch.distributed and used here: process groups that their members alone make."""
+"""Creates process groups of torch by their members only, with private functions of torch.distributed."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,17 +14,17 @@ __all__ = ["new_process_group"]
 def new_process_group(
     ranks: Sequence[int], name: str, *, timeout: timedelta, device: torch.device | None = None
 ) -> dist.ProcessGroup:
-    """A process group of the default group's backends that its members alone make, under a name of their own.
+    """Creates a process group with the default group's back ends, for which only its members make the call.
 
-    ``torch.distributed.new_group`` names a group by the number of groups that the process has, so members that have made
-    unequal numbers wait for each other under different names. Where the default group is bound to a device, it splits the
-    default group's communicator, for which all ranks of the world must come; here the new group connects by itself.
+    ``torch.distributed.new_group`` names a group by the number of groups in the process, so members with different numbers of
+    groups wait under different names; and if the default group is bound to a device, it splits that group's communicator, for
+    which all ranks of the world must call it. Here the new group connects by itself.
 
     Args:
         ranks: the members, as ranks of the world, in the group's order.
-        name: the same on all members; no group of the process may have it.
+        name: the same on all members, and not the name of another group of the process.
         timeout: for the group's collectives.
-        device: where NCCL connects the members at once; None for the backends without such a device.
+        device: the device for which NCCL connects the members at once; None for back ends without one.
     """
     everyone: Any = dist.group.WORLD
     backend, store = c10d._world.pg_map[everyone]

@@ -1,4 +1,4 @@
-"""Codecs: what is sent, in fewer bytes; collectives that send it, and feedback of what a codec loses."""
+"""Compressed communication: codecs, collectives that use them, and error feedback."""
 
 from typing import TYPE_CHECKING
 

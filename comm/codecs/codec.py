@@ -1,4 +1,4 @@
-"""Codecs: records with two pure functions that compress values and restore them."""
+"""Codecs, which compress values for communication and restore them."""
 
 from collections.abc import Callable, Sequence
 from math import ceil
@@ -15,14 +15,14 @@ __all__ = ["Blocks", "Cast", "Codec", "OneBit", "TopK"]
 
 
 class Codec(Protocol):
-    """A pair of pure functions over rows [n, m] of floating point, each row by itself.
+    """A pair of pure functions on rows [n, m] of floating point, which act on each row separately.
 
-    Any object with these two methods is a codec. A row with an inf or a NaN must decode to a row with one, so that overflow is
-    detected on every rank.
+    Any object with these two methods is a codec. A row with an inf or a NaN must decode to a row with one, so that all ranks
+    detect an overflow.
     """
 
     def encode(self, rows: Tensor) -> Sequence[Tensor]:
-        """The payload: tensors [n, ...], whose row i encodes row i."""
+        """The payload: tensors [n, ...], in which row i encodes row i."""
         ...
 
     def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
@@ -32,9 +32,9 @@ class Codec(Protocol):
 
 @attrs.frozen
 class Cast:
-    """A cast to a narrower floating-point dtype; values of a dtype that is not wider stay as they are.
+    """Casts to a narrower floating-point dtype; values of a dtype that is not wider are unchanged.
 
-    Values beyond the dtype's range become what torch's cast makes them: inf in fp16, NaN in float8_e4m3fn.
+    Values out of range are cast as by torch: to inf in fp16, to NaN in float8_e4m3fn.
 
     Raises:
         ValueError: the dtype is not floating point.
@@ -61,24 +61,24 @@ class Cast:
 
 @attrs.frozen
 class Blocks:
-    """Integers of 8 or 4 bits with an fp32 scale for each block of ``size`` values (ZeRO++; Wang et al. 2023).
+    """Block quantization to 8 or 4 bits, with an fp32 scale for each block of ``size`` values (ZeRO++, Wang et al. 2023).
 
-    A scale is absmax / 127 (4 bits: absmax / 7); values round to the nearest multiple, halves to even.
+    The scale is absmax / 127 (4 bits: absmax / 7); values are rounded to the nearest multiple, ties to even.
 
-    Law 38: in each block ``|x - C(x)| ≤ absmax / 254`` (4 bits: absmax / 14), up to the rounding of fp32, in which all is
-    computed. ``C`` is exact where absmax is 127 (or 7) times a power of two and the values are multiples of that power.
+    Law: in each block ``|x - C(x)| ≤ absmax / 254`` (4 bits: absmax / 14), up to rounding in fp32. ``C`` is exact if absmax is
+    127 (or 7) times a power of two and the values are multiples of that power.
 
-    A block with an inf or a NaN decodes to NaN as a whole. One whose scale would be subnormal (absmax < 1.5e-36) decodes to
-    zeros.
+    A block with an inf or a NaN decodes to NaN as a whole. A block whose scale would be subnormal (4 bits: absmax < 8.2e-38;
+    8 bits: absmax < 1.5e-36) decodes to zeros.
 
-    Cost: a row of m values is m (4 bits: m / 2, rounded up) + 4 ⌈m / size⌉ bytes.
+    Cost: a row of m values takes m (4 bits: ⌈m / 2⌉) + 4 ⌈m / size⌉ bytes.
 
     Args:
         bits: 8 or 4.
-        size: values in a block; even for 4 bits.
+        size: values per block; even for 4 bits.
 
     Raises:
-        ValueError: other bits or sizes.
+        ValueError: ``bits`` or ``size`` is out of range.
 
     >>> codec = Blocks(8, size=4)
     >>> payload = codec.encode(torch.tensor([[127.0, 2.5, -3.0, 0.4, -254.0]]))
@@ -113,12 +113,12 @@ class Blocks:
             factor = torch.where(factor.isfinite(), factor.clamp(max=_HUGE / self.top), torch.nan)
             scale[:, at] = factor
             inverse = torch.where(factor == 0, 1.0, factor).reciprocal()
-            # NaN becomes some integer, times a scale of NaN.
+            # NaN becomes an arbitrary integer, times a scale of NaN.
             _by_chunks(lambda x, inverse: (x * inverse).round_(), blocks, inverse, values[:, part])
         return (values if self.bits == 8 else _pack_nibbles(values)), scale
 
     def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
-        """Multiples of the scales."""
+        """The integers times their scales."""
         values, scale = payload
         whole = values if self.bits == 8 else _unpack_nibbles(values)[:, :size]
         rows = scale.new_empty(len(scale), size, dtype=dtype)
@@ -127,7 +127,7 @@ class Blocks:
         return rows
 
     def _parts(self, m: int) -> list[tuple[slice, slice]]:
-        """The columns of m that fill blocks, and these blocks; then the rest and its block, if there is a rest."""
+        """The columns that fill whole blocks, with these blocks; then the remaining columns, if any, with theirs."""
         count = m // self.size
         whole = [(slice(0, count * self.size), slice(0, count))]
         return [*whole, (slice(count * self.size, m), slice(count, count + 1))] if m % self.size else whole
@@ -135,14 +135,14 @@ class Blocks:
 
 @attrs.frozen
 class OneBit:
-    """The sign of each value, and for each block of ``size`` values the mean of their absolute values as fp32.
+    """Quantization to signs, with the mean absolute value of each block of ``size`` values as an fp32 scale.
 
     Biased: use it with ``ErrorFeedback`` (1-bit SGD, Seide et al. 2014; EF-signSGD, Karimireddy et al. 2019).
 
-    Law: in a block of d values ``‖x - C(x)‖² = ‖x‖² - ‖x‖₁² / d``, up to rounding. Zero counts as positive. A block with an
-    inf or a NaN decodes to no finite value.
+    Law: in a block of d values ``‖x - C(x)‖² = ‖x‖² - ‖x‖₁² / d``, up to rounding. Zero counts as positive. All values of a
+    block with an inf or a NaN decode to inf or NaN.
 
-    Cost: a row of m values is ⌈m / 8⌉ + 4 ⌈m / size⌉ bytes.
+    Cost: a row of m values takes ⌈m / 8⌉ + 4 ⌈m / size⌉ bytes.
 
     >>> codec = OneBit(size=4)
     >>> payload = codec.encode(torch.tensor([[1.0, -2.0, 3.0, 0.0, -5.0]]))
@@ -164,7 +164,7 @@ class OneBit:
         return (bits @ 2.0 ** _places(bits)).to(torch.uint8), total / counts
 
     def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
-        """Each block's mean with the values' signs."""
+        """The signs times the blocks' scales."""
         packed, scale = payload
         bits = (packed[..., None] >> _places(packed)) & 1  # [n, ⌈m/8⌉, 8]
         signs = bits.flatten(1)[:, :size].to(torch.float32) * 2 - 1
@@ -173,17 +173,17 @@ class OneBit:
 
 @attrs.frozen
 class TopK:
-    """The ``k = ⌈fraction · m⌉`` values of largest magnitude in each row of m, with their places; the others become zero.
+    """Top-k sparsification: the ``k = ⌈fraction · m⌉`` values of largest magnitude in a row of m; the others become zero.
 
-    Biased: use it with ``ErrorFeedback`` (Deep Gradient Compression, Lin et al. 2018; Stich et al. 2018). NaN
-    counts as largest, so it is not hidden.
+    Biased: use it with ``ErrorFeedback`` (Deep Gradient Compression, Lin et al. 2018; Stich et al. 2018). NaN counts as
+    largest, so it is always sent.
 
-    Law 38: ``‖x - C(x)‖² ≤ (1 - k/m) ‖x‖²``.
+    Law: ``‖x - C(x)‖² ≤ (1 - k/m) ‖x‖²``.
 
-    Cost: k values and k int32 places (int64 from 2³¹ values on).
+    Cost: k values and k int32 indices (int64 for rows of 2³¹ values or more).
 
     Raises:
-        ValueError: the fraction is not above 0 and at most 1.
+        ValueError: the fraction is not in (0, 1].
 
     >>> [part.tolist() for part in TopK(0.5).encode(torch.tensor([[1.0, -4.0, 2.0]]))]
     [[[-4.0, 2.0]], [[1, 2]]]
@@ -198,21 +198,21 @@ class TopK:
 
     def kept(self, size: int) -> int:
         """How many of ``size`` values are sent."""
-        return min(size, ceil(self.fraction * size - 1e-9))  # 0.07 of 100 are 7, whatever the product rounds to
+        return min(size, ceil(self.fraction * size - 1e-9))  # 0.07 of 100 are 7, although the product rounds up
 
     def encode(self, rows: Tensor) -> Sequence[Tensor]:
-        """Values [n, k] and places [n, k], in the order of the places."""
+        """Values [n, k] and their indices [n, k], in ascending order of indices."""
         size = rows.shape[1]
         places = rows.abs().topk(self.kept(size), dim=1).indices.sort(1).values
         return rows.gather(1, places), places.to(torch.int32 if size < 2**31 else torch.int64)
 
     def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
-        """Zeros but for the values sent."""
+        """The values at their indices, zeros elsewhere."""
         values, places = payload
         return values.new_zeros(len(values), size).scatter_(1, places.to(torch.int64), values).to(dtype)
 
 
-_TINY = torch.finfo(torch.float32).tiny  # the least scale that has full precision
+_TINY = torch.finfo(torch.float32).tiny  # the smallest scale with full precision
 _HUGE = torch.finfo(torch.float32).max * (1 - 2**-23)  # so that top * fl(_HUGE / top) is finite
 _CACHED = 2**17  # values: half a megabyte in fp32
 
@@ -220,7 +220,7 @@ _CACHED = 2**17  # values: half a megabyte in fp32
 def _by_chunks(compute: Callable[[Tensor, Tensor], Tensor], blocks: Tensor, scale: Tensor, out: Tensor) -> None:
     """Writes ``compute(blocks, scale)`` into ``out``: [n, b, size], [n, b] -> [n, m], where b blocks hold m values.
 
-    On a CPU it takes so many blocks at a time that what it computes stays in a core's cache.
+    On a CPU it processes few enough blocks at a time for the intermediate results to stay in a core's cache.
     """
     n, count, size = blocks.shape
     at_once = max(1, _CACHED // max(1, n * size)) if blocks.device.type == "cpu" and not is_fake(blocks) else max(1, count)
@@ -231,7 +231,7 @@ def _by_chunks(compute: Callable[[Tensor, Tensor], Tensor], blocks: Tensor, scal
 
 
 def _blocks(rows: Tensor, size: int) -> Tensor:
-    """[n, m] -> [n, ⌈m/size⌉, size], zeros at the end."""
+    """[n, m] -> [n, ⌈m/size⌉, size], zero-padded at the end."""
     n, m = rows.shape
     count = -(-m // size)
     return (F.pad(rows, (0, count * size - m)) if m % size else rows).reshape(n, count, size)

@@ -1,4 +1,4 @@
-"""Compressed collectives: a collective and a codec make a collective of the same signature."""
+"""Compressed collectives, which encode what they send with a codec."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -38,29 +38,30 @@ _Program = Callable[..., Request[Any]]
 
 
 def compressed(collective: Callable[..., Any], codec: Codec) -> "Compressed":
-    """The collective with a codec on what is sent; the result is called as the collective is.
+    """Makes a compressed version of a collective, which is called as the collective is.
 
-    With C for the codec, each rank's value encoded by itself:
+    Let C be the codec, applied to each rank's value separately:
 
-    | collective | on every rank | values pass the codec |
+    | collective | result | values are encoded |
     |---|---|---|
-    | all_gather | ``AG(C(x))``, this rank's own piece as the others see it, too | once |
-    | reduce_scatter | the fold of all ranks' ``C(piece)``, in rank order, by an all-to-all | once, whatever n is |
+    | all_gather | ``AG(C(x))``, including this rank's piece | once |
+    | reduce_scatter | the ranks' ``C(piece)`` from an all-to-all, reduced in rank order | once |
     | all_reduce | ``AG(C(RS(C(x))))`` | twice |
 
-    All ranks get the same bits. Leaves that are not floating point are not encoded, and nothing is in a group of one rank.
-    Gradients pass straight through: the transpose is that of the plain collective.
+    All ranks get the same bits. Leaves that are not floating point are not encoded, nor is anything in a group of one rank.
+    Gradients are straight-through: the transpose is that of the plain collective.
 
     Args:
         collective: ``comm.all_gather``, ``comm.reduce_scatter`` or ``comm.all_reduce``.
         codec: ``Cast(dtype)``, ``Blocks(8)``, ``Blocks(4)``, or any object with ``encode`` and ``decode``. ``OneBit`` and
             ``TopK`` are biased: use them with ``ErrorFeedback``.
 
-    Cost: as the plain collective's, in bytes of the codec's payload. The second phase of an asynchronous all_reduce starts
-    when the first has ended, on the channel "compressed".
+    Cost: that of the plain collective, in bytes of the encoded payload. An asynchronous all_reduce starts its second phase in
+    the background when the first has ended, on the channel "compressed".
 
     Raises:
-        ValueError: another collective; any error of the collective itself.
+        ValueError: the collective has no compressed version. Calls raise the errors of the collective.
+        TypeError: the codec lacks ``encode`` or ``decode``.
 
     >>> from functional_ds import comm
     >>> gather = comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))
@@ -91,7 +92,7 @@ class Compressed:
         return self.request(x, group, **options).run()
 
     def request(self, x: Any, group: Group | None = None, **options: Any) -> Request[Any]:
-        """What ``start`` starts."""
+        """The request that ``comm.start`` starts."""
         group = resolve_group(group)
         if group.size == 1:
             return prepare(self.collective, x, group, **options)
@@ -168,7 +169,7 @@ _PROGRAMS: Mapping[Callable[..., Any], _Program] = MappingProxyType(
 
 
 def encode_leaf(codec: Codec, rows: Tensor) -> Sequence[Tensor]:
-    """The payload of rows; rows that are not floating point are sent as they are."""
+    """The payload of rows; rows that are not floating point are not encoded."""
     return codec.encode(rows) if rows.is_floating_point() else (rows,)
 
 
@@ -178,7 +179,7 @@ def decode_leaf(codec: Codec, parts: Sequence[Tensor], size: int, dtype: torch.d
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are computed in: for floating point at least fp32."""
+    """The dtype in which sums are computed: at least fp32 for floating point."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
@@ -188,8 +189,8 @@ def crop(rows: Tensor, shape: torch.Size) -> Tensor:
 
 
 def check_leaves(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    """The leaves and structure of a value; raises ValueError where the plain collective would."""
-    varying(x, group)  # a codec acts on each rank's own terms of a sum
+    """The leaves and structure of a value; raises the errors of the plain collective."""
+    varying(x, group)  # a codec acts on the terms of a partial sum separately, which is not linear
     leaves, spec = flatten(call.collective.name, x)
     check_call(call, leaves, group, "compressed ")
     return leaves, spec

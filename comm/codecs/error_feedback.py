@@ -1,4 +1,4 @@
-"""Error feedback: the error of a biased codec is added to the next value."""
+"""Error feedback for biased codecs: the compression error of a step is added to the next step's value."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ __all__ = ["ErrorFeedback", "Residual"]
 
 
 class Residual(NamedTuple):
-    """The error that is still to be sent: two trees like the value, in fp32 where that is in half precision.
+    """The accumulated compression error: two trees like the value, in fp32 for leaves in half precision.
 
     Attributes:
-        own: what this rank's values lost on their way out, in the value's shapes.
-        piece: what this rank's piece of the sum lost on its way back; each leaf flat, 1/n of the value's, rounded up.
+        own: the error of encoding this rank's values, in their shapes.
+        piece: the error of encoding this rank's piece of the sum; each leaf is flat, 1/n of the value's elements, rounded up.
     """
 
     own: Any
@@ -41,18 +41,19 @@ class Residual(NamedTuple):
 
 @attrs.frozen
 class ErrorFeedback:
-    """Sums over ranks through a biased codec; each step's error is added to the next step's value.
+    """Compressed sums over ranks with error feedback: each step's compression error is added to the next step's value.
 
-    Pure: the residual goes in and comes out, and the caller stores it (in a state's slot, say), one on each rank.
+    Its methods are pure: the caller passes and stores the residual, as in a slot of the training state. Ranks have different
+    residuals.
 
-    Law 38, of everything that passes the codec C: ``Σ C(pₜ) = Σ gₜ + e₀ - e_T`` where ``pₜ = gₜ + eₜ`` and
-    ``eₜ₊₁ = pₜ - C(pₜ)`` (Seide et al. 2014; Stich and Karimireddy 2019; both ways, Tang et al. 2019).
+    Law: for all values encoded by C, ``Σ C(pₜ) = Σ gₜ + e₀ - e_T``, where ``pₜ = gₜ + eₜ`` and ``eₜ₊₁ = pₜ - C(pₜ)`` (Seide et
+    al. 2014; Stich and Karimireddy 2019; for both phases, Tang et al. 2019).
 
-    An inf or a NaN stays in the residual for good. Whoever skips a step that overflowed goes on with the residual from
+    An inf or a NaN stays in the residual, so after a step that overflowed and is skipped, continue with the residual from
     before it.
 
     Raises:
-        ValueError: an op other than sum and avg.
+        ValueError: ``op`` is neither "sum" nor "avg".
 
     >>> from functional_ds import comm
     >>> feedback = comm.codecs.ErrorFeedback(comm.codecs.TopK(0.5))
@@ -70,7 +71,7 @@ class ErrorFeedback:
     codec: Codec
 
     def init(self, x: Any, group: Group | None = None) -> Residual:
-        """A residual of zeros for values like ``x``."""
+        """A residual of zeros for values of the structure and shapes of ``x``."""
         n = resolve_group(group).size
         leaves, spec = flatten("error feedback", x)
         own = [torch.zeros_like(leaf, dtype=sum_dtype(leaf.dtype), requires_grad=False) for leaf in leaves]
@@ -78,9 +79,9 @@ class ErrorFeedback:
         return Residual(pytree.unflatten(spec, own), pytree.unflatten(spec, piece))
 
     def all_reduce(self, x: Any, residual: Residual, group: Group | None = None, *, op: str = "sum") -> tuple[Any, Residual]:
-        """The decoded sum over the ranks, the same on all of them, and the new residual.
+        """The sum over the ranks, bitwise equal on all of them, and the new residual.
 
-        Cost: in bytes of the payload, each rank sends (n - 1) / n of its value and (n - 1) times its piece.
+        Cost: in bytes of the encoded payload, each rank sends (n - 1) / n of its value and (n - 1) times its piece.
         """
         group = resolve_group(group)
         leaves, spec = _summable(Call(ALL_REDUCE, {"op": "sum"}), x, group, op)
@@ -101,11 +102,11 @@ class ErrorFeedback:
     def reduce_scatter(
         self, x: Any, residual: Residual, group: Group | None = None, *, dim: int = 0, op: str = "sum", tiled: bool = True
     ) -> tuple[Any, Residual]:
-        """This rank's piece of the sum over the ranks, and the new residual, whose ``piece`` stays as it is.
+        """This rank's piece of the sum over the ranks, and the new residual, whose ``piece`` is unchanged.
 
-        A piece in half precision is rounded to it; the residual does not contain that error.
+        In half precision the sum is rounded, and the residual does not contain that error.
 
-        Cost: in bytes of the payload, each rank sends (n - 1) / n of its value.
+        Cost: in bytes of the encoded payload, each rank sends (n - 1) / n of its value.
         """
         group = resolve_group(group)
         options = {"dim": resolve_dim("reduce_scatter", x, dim), "op": "sum", "tiled": tiled}
@@ -134,7 +135,7 @@ class ErrorFeedback:
 
 
 def _cropped(rows: Tensor, shape: torch.Size) -> Tensor:
-    """The cropped rows in memory of their own size, since they are kept."""
+    """The cropped rows in memory of their size, since they are kept."""
     found = crop(rows, shape)
     return found if found.numel() == rows.numel() else found.clone()
 
@@ -147,7 +148,7 @@ def _like(spec: optree.PyTreeSpec, tree: Any) -> list[Tensor]:
 
 
 def _summable(call: Call, x: Any, group: Group, op: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    """The leaves and structure of a value; raises ValueError where error feedback does not apply."""
+    """The leaves and structure of a value; raises ValueError if error feedback does not apply to the call."""
     if op not in ("sum", "avg"):
         raise ValueError(f"op={op!r} with error feedback: what is owed can be added to sums alone; use sum or avg")
     leaves, spec = check_leaves(call, x, group)

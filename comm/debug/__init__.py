@@ -1,4 +1,4 @@
-"""Debugging: checked calls, exploration of interleavings, times, traffic and traces."""
+"""Debugging: checked calls, exploration of interleavings, timings, traffic and traces."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Checks for processes: ranks compare their calls before they start them."""
+"""Checks for processes: ranks compare their calls before starting them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,24 +20,22 @@ __all__ = ["checked", "monitored_barrier"]
 
 @contextmanager
 def checked(timeout: timedelta | None = None) -> Iterator[None]:
-    """While the block runs, all ranks compare every call before it starts.
+    """Checks inside the block, before each call starts, that all its ranks make the same call.
 
-    A call starts once all its ranks have announced the same: collective, options, shapes, dtypes, group. Otherwise it
-    raises on each of them. Every rank of the world enters the block. In a simulation nothing is left to check; alone neither.
-
-    ``send`` becomes a rendezvous, as it is in a simulation, so a program that needs the transport to buffer is found, too.
+    A call starts once all its ranks have announced the same collective, options, shapes, dtypes and group; otherwise it raises
+    on all of them. All ranks of the world must enter the block. Simulations always check this, so there the block does nothing.
+    ``send`` waits for the receiver, as in a simulation, which reveals programs that rely on buffering.
 
     Args:
-        timeout: how long to wait for other ranks; by default that of ``init_distributed``.
+        timeout: how long to wait for other ranks; by default the timeout of ``init_distributed``.
 
-    Cost: three to four requests to the store for each call, about a millisecond where
-    ``benchmarks/comm.py`` measured it.
-    On CUDA the host waits for the other hosts at each call, asynchronous ones included.
+    Cost: three to four requests to the store per call, about a millisecond as measured by ``benchmarks/comm.py``. On CUDA the
+    host waits for the other hosts at each call, also at asynchronous ones.
 
     Raises:
-        MismatchError: on all ranks of the group: what this rank called and what another did, with both call sites.
-        TimedOutError: on a rank that waited, or started something and left: for what, where, for which ranks, and what those
-            were doing.
+        MismatchError: on all ranks of the group: names this rank's call, another rank's, and both call sites.
+        TimedOutError: other ranks did not make a call that this rank waited in, or started in the block: names the call, those
+            ranks and what they were doing.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -66,15 +64,15 @@ def checked(timeout: timedelta | None = None) -> Iterator[None]:
 
 
 def monitored_barrier(group: Group | None = None, *, timeout: timedelta | None = None) -> None:
-    """A barrier with a time-out, after which every waiting rank raises and names the missing ones.
+    """A barrier with a timeout, after which every waiting rank raises and names the missing ranks.
 
-    In a simulation a missing rank is a deadlock, whose error names it as well.
+    In a simulation a missing rank is a DeadlockError, which names it as well.
 
     Args:
         group: the ranks that take part; None for the whole world.
-        timeout: how long to wait; by default that of ``init_distributed``.
+        timeout: how long to wait; by default the timeout of ``init_distributed``.
 
-    Cost: a few requests to the store for each rank; nothing over the connections that carry tensors.
+    Cost: a few requests to the store per rank; nothing over the connections that carry tensors.
 
     Raises:
         TimedOutError: names the missing ranks and, under ``checked``, what they were doing.

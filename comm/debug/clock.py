@@ -1,4 +1,4 @@
-"""``clock_offsets``: how far the clocks of a group's ranks are from the clock of its first."""
+"""Offsets between the clocks of a group's ranks."""
 
 import socket
 from collections.abc import Callable
@@ -20,11 +20,11 @@ _ROUNDS = 16
 
 @attrs.frozen
 class Offsets:
-    """What brings times of several ranks onto one clock.
+    """Offsets that convert the times of several ranks to one clock.
 
     Attributes:
-        seconds: for each rank of the group, what to add to its clock to have the first rank's.
-        error: the most by which one of them can be wrong, where clocks run at one speed; 0 where ranks share a clock.
+        seconds: for each rank of the group, the offset to add to its times to get the first rank's.
+        error: a bound on the offsets' errors in seconds, if all clocks run at the same speed; 0 for a shared clock.
     """
 
     seconds: tuple[float, ...]
@@ -32,17 +32,17 @@ class Offsets:
 
 
 def clock_offsets(group: Group | None = None, *, clock: Callable[[], float] = perf_counter) -> Offsets:
-    """How far each rank's clock is from that of the group's first rank; collective.
+    """Measures the offset of each rank's clock from that of the group's first rank; all ranks must call it.
 
-    Processes of one machine read one ``time.perf_counter``: offsets are 0. Other ranks exchange their times with the first one,
-    as NTP does: of some round trips the fastest counts, whose middle is when the other rank answered. It is wrong by at most
-    half of that round trip.
+    Processes of one machine share ``time.perf_counter``, so their offsets are 0. Other ranks exchange times with the first,
+    as in NTP: the other rank is assumed to answer in the middle of the fastest of several round trips, which is wrong by at
+    most half of that round trip.
 
     Args:
         group: the ranks; None for the whole world.
-        clock: in seconds.
+        clock: returns seconds.
 
-    Cost: one small message from each rank, and for a rank that does not share the clock 32 messages of 8 bytes.
+    Cost: an all_gather_object, a broadcast_object, and 32 messages of 8 bytes for each rank that does not share the clock.
 
     >>> from functional_ds import comm
     >>> def program():
@@ -69,7 +69,7 @@ def clock_offsets(group: Group | None = None, *, clock: Callable[[], float] = pe
 
 
 def _ask(rank: int, group: Group, clock: Callable[[], float]) -> tuple[float, float]:
-    """A rank's offset by one round trip, and the most by which it can be wrong."""
+    """A rank's offset from one round trip, and a bound on its error."""
     began = clock()
     send(_time(began, group), rank, group)
     there = recv(_time(0.0, group), rank, group).item()
@@ -82,7 +82,7 @@ def _time(seconds: float, group: Group) -> torch.Tensor:
 
 
 def _identity(clock: Callable[[], float]) -> tuple[object, ...] | None:
-    """What processes that read the same clock have in common; None where that is not known."""
+    """A value that is equal on processes that share the clock; None if unknown."""
     if clock is not perf_counter:
         return None
     try:

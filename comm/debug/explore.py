@@ -1,4 +1,4 @@
-"""A search over interleavings of one program for two that give different results."""
+"""Searches for interleavings of a program that give different results."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -19,25 +19,25 @@ Ts = TypeVarTuple("Ts")
 
 
 def explore(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seeds: int | Iterable[int] = 100) -> list[T]:
-    """Simulates ``program(*args)`` once for each seed; returns the ranks' results if all runs agree.
+    """Simulates ``program(*args)`` with several interleavings; returns the ranks' results if all runs agree.
 
-    Law: ``explore(program, world_size=n) = simulate(program, world_size=n, seed=s)`` for every explored ``s``, bit for bit.
+    Law: ``explore(program, world_size=n) = simulate(program, world_size=n, seed=s)`` for every explored ``s``, bitwise.
 
     Each run gets a copy of the tensors in ``args``, which its ranks share. All other leaves of ``args`` are the same objects
-    in all runs, and the program must not change them. All random generators start from the same state in each run. The time
-    is that of one simulated run for each seed.
+    in all runs, and the program must not change them. Random generators start from the same state in each run.
 
     Args:
-        program: what each rank runs; it returns a pytree of tensors and values.
-        args: what each rank passes to it.
-        world_size: how many ranks.
-        seeds: the interleavings: those of 0 to seeds - 1, or an iterable of seeds.
+        program: what each rank runs; returns a pytree of tensors and values.
+        args: its arguments.
+        world_size: the number of ranks.
+        seeds: the seeds of the interleavings; an int stands for ``range(seeds)``.
 
     Raises:
-        DivergenceError: two runs differ: their seeds, the first rank and place in its result, and both values. Tensors and
-            floats are compared by their bits, so -0.0 differs from 0.0 and a NaN is equal to itself; other values by ``==``.
-        TypeError: a result that cannot be compared.
-        Exception: whatever a run raised (DeadlockError, MismatchError, or a rank's own), with a note that names the seed.
+        DivergenceError: two runs differ; names their seeds, the first rank and place in its result, and both values. Tensors
+            and floats are compared by their bits, so -0.0 differs from 0.0 and a NaN equals itself; other values by ``==``.
+        TypeError: a result cannot be compared.
+        ValueError: there are no seeds.
+        Exception: an exception that a run raised, with a note that names the seed.
 
     >>> from functional_ds import comm
     >>> explore(lambda: comm.all_reduce(torch.tensor(comm.world().rank)).item(), world_size=3, seeds=20)
@@ -71,7 +71,7 @@ def explore(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seeds: int
 
 
 def _run(program: Callable[[*Ts], T], args: tuple[*Ts], world_size: int, seed: int) -> list[T]:
-    memo: dict[int, Any] = {}  # of one run: what is shared in args is shared in the copy
+    memo: dict[int, Any] = {}  # per run, so that what is shared in args is shared in the copy
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -87,7 +87,7 @@ def _run(program: Callable[[*Ts], T], args: tuple[*Ts], world_size: int, seed: i
 
 
 def _difference(a: Any, b: Any) -> tuple[str, str, str] | None:
-    """Where two results first differ and what they have there, or None."""
+    """Where two results first differ, and their values there; None if they are equal."""
     paths, leaves, spec = optree.tree_flatten_with_path(a, none_is_leaf=True, namespace=NAMESPACE)
     others, other_spec = optree.tree_flatten(b, none_is_leaf=True, namespace=NAMESPACE)
     if spec != other_spec:
@@ -121,7 +121,7 @@ def _bits(x: Tensor, where: str) -> Tensor:
 
 
 def _shown(x: Tensor, y: Tensor) -> tuple[str, str]:
-    """Two numbers as text; with their bytes where they look alike, as NaNs do."""
+    """Two numbers as text, with their bytes if the text is the same, as for NaNs."""
     one, other = str(x.item()), str(y.item())
     if one != other:
         return one, other

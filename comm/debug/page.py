@@ -1,4 +1,4 @@
-"""Charts of runs on an HTML page, which opens in a browser without a server: ranks as lanes, calls as spans, arrows, memory."""
+"""Timelines of runs as a self-contained HTML page: a lane for each rank, spans for calls, arrows, and memory."""
 
 import html
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,8 @@ from .trace import Slice, slices_of
 __all__ = ["Arrow", "Chart", "calls_chart", "waits_chart", "write_page"]
 
 _LANE, _SPAN, _CURVE, _AXIS = 20, 14, 60, 18  # pixels
-_LEGEND = 120  # letters of all names, with more of which they are in the spans alone
-_LETTER = 0.008  # of the chart's width; a span has its name where there is room for it
+_LEGEND = 120  # characters of all names; with more there is no legend
+_LETTER = 0.008  # a character's width as a part of the chart's; a span shows its name if it fits
 _MARK = (
     '<defs><marker id="fds-head" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="5" markerHeight="5" orient="auto">'
     '<path d="M0 0L6 3L0 6z" fill="currentColor"/></marker></defs>'
@@ -25,7 +25,7 @@ _MARK = (
 
 @attrs.frozen
 class Arrow:
-    """From a place in one lane to a place in another."""
+    """An arrow from a time in one lane to a time in another."""
 
     from_lane: str
     from_time: float
@@ -35,14 +35,14 @@ class Arrow:
 
 @attrs.frozen
 class Chart:
-    """Spans in lanes that share one axis. Notebooks show it; ``write_page`` writes several to a file.
+    """A timeline: spans in lanes over one axis. Notebooks display it; ``write_page`` writes several to a file.
 
     Attributes:
         title: a line of text.
         lanes: the slices of each lane, by its name, from top to bottom.
-        arrows: between lanes.
-        curve: below the lanes: places on the axis, in order, and the bytes in memory from each on.
-        unit: of the axis; empty for a schedule's own units, None for no axis.
+        arrows: arrows between lanes.
+        curve: a curve below the lanes: (position on the axis, bytes in memory from there on) pairs, in order.
+        unit: the axis's unit; empty for the units of a schedule, None for no axis.
     """
 
     title: str
@@ -63,7 +63,7 @@ class Chart:
         return f'<figure style="margin: 16px 0">{caption}{self._drawn(fills)}</figure>'
 
     def _drawn(self, fills: Mapping[str, str]) -> str:
-        """The lanes' names, and beside them the spans; places are in percent, so that the chart is as wide as its page."""
+        """The lanes' names and spans as HTML; positions are in percent, so that the chart is as wide as its page."""
         spans = [span for lane in self.lanes.values() for span in lane]
         start = min((span.began for span in spans), default=0.0)
         length = max((span.ended for span in spans), default=start) - start or 1.0
@@ -110,7 +110,7 @@ class Chart:
         )
 
     def _area(self, x: Callable[[float], float], top: int) -> str:
-        """The curve, in a picture of its own, which is stretched to the chart's width."""
+        """The curve as a separate picture, which is stretched to the chart's width."""
         if not self.curve:
             return ""
         most, room = max(value for _, value in self.curve) or 1.0, _CURVE - 6
@@ -132,7 +132,7 @@ class Chart:
 
 
 def _head(name: str, height: int) -> str:
-    """A lane's name, cut off where the page is narrow."""
+    """A lane's name, truncated on narrow pages."""
     style = f"height: {height}px; line-height: {_LANE}px; overflow: hidden; text-overflow: ellipsis; white-space: nowrap"
     return f'<div class="head" style="{style}" title="{html.escape(name)}">{html.escape(name)}</div>'
 
@@ -148,15 +148,15 @@ class _RankEvents(Protocol):
 
 
 def calls_chart(ledgers: Sequence[_RankEvents], *, offsets: Mapping[int, float] | Sequence[float] | None = None) -> Chart:
-    """The ranks' timed calls, a lane for each rank and group.
+    """A timeline of the ranks' timed calls, with a lane for each rank and group.
 
-    An arrow of a message goes from the sender's call to the receiver's result; of a collective from the rank that called it
-    last, for which the others waited, to the results of the others.
+    A message's arrow goes from the sender's call to the receiver's result. A collective's arrows go from the last rank that
+    called it, for which the others waited, to their results.
 
     Args:
-        ledgers: of the ranks, with times; or the ranks of a profile.
-        offsets: what to add to each rank's times, by rank: ``comm.debug.clock_offsets().seconds``. None where all ranks share a
-            clock, as on one host.
+        ledgers: the ranks' ledgers, with times, or the ranks of a profile.
+        offsets: added to each rank's times: ``comm.debug.clock_offsets().seconds``. None if all ranks share a clock, as on one
+            host.
 
     Raises:
         ValueError: no ledger has times.
@@ -193,7 +193,7 @@ def _lane(rank: int, event: Event) -> str:
 
 
 def _arrows(call: Mapping[int, Event]) -> list[Arrow]:
-    """Those of one call, from each rank's part in it."""
+    """The arrows of one call, from each rank's part in it."""
     source = max(call, key=lambda rank: call[rank].began)
     first = call[source]
     if first.traffic.role == "message" and isinstance(first.order, tuple):
@@ -208,15 +208,15 @@ def _arrows(call: Mapping[int, Event]) -> list[Arrow]:
 
 
 def waits_chart(error: DeadlockError) -> Chart:
-    """A deadlock as a picture: what each rank waits in, and arrows to the ranks that it waits for.
+    """A picture of a deadlock: the call that each rank waits in, and arrows to the ranks that it waits for.
 
-    Law: the title names a cycle, each of whose ranks waits for the next; if there is none, a rank that will not come.
+    Law: the title names a cycle of ranks that wait for each other; if there is none, a rank that waits for a finished one.
 
     Args:
         error: from ``simulate``.
 
     Raises:
-        ValueError: the error does not say who waits for whom.
+        ValueError: the error has no ``waits``.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -244,7 +244,7 @@ def waits_chart(error: DeadlockError) -> Chart:
 
 
 def _cycle(waits: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
-    """A cycle of ranks that wait for the next one; else a rank that waits for one that does not."""
+    """A cycle in which each rank waits for the next; else a rank that waits for one that does not wait."""
     inside = set(waits)
     while ends := {rank for rank in inside if inside.isdisjoint(waits[rank])}:
         inside -= ends
@@ -258,14 +258,14 @@ def _cycle(waits: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def write_page(charts: Sequence[Chart], path: str | Path, *, title: str = "A run") -> None:
-    """Writes charts as a page of HTML without other files.
+    """Writes charts to a self-contained HTML page.
 
-    Control and the mouse wheel zoom; a span that is pointed at tells what it is. On a narrow page the lanes scroll.
+    Control and the mouse wheel zoom, and hovering over a span shows its details. On a narrow page the lanes scroll.
 
     Args:
         charts: from top to bottom.
         path: the file.
-        title: the page's.
+        title: the page's title.
     """
     figures = "".join(chart._repr_html_() for chart in charts)
     Path(path).write_text(_PAGE.replace("TITLE", html.escape(title)).replace("FIGURES", figures), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Ledgers of all ranks together: the slowest rank of each collective, and a trace of all calls."""
+"""Combines the ledgers of all ranks: the slowest rank of each collective, and a trace of all calls."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,10 +15,10 @@ __all__ = ["Slice", "Spread", "ledger", "opened", "slices_of", "spreads", "write
 
 @contextmanager
 def ledger(*, times: bool = False) -> Iterator[Ledger]:
-    """Records what this rank sends while the block runs, on all groups of the current world.
+    """Records what this rank sends inside the block, on all groups of the current world.
 
     Args:
-        times: also measure each call from start to end. On CUDA the host then waits for the device before and after each call.
+        times: also measure each call from start to end. On CUDA the host then synchronizes before and after each call.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -36,7 +36,7 @@ def ledger(*, times: bool = False) -> Iterator[Ledger]:
 
 @contextmanager
 def opened(book: Ledger) -> Iterator[None]:
-    """The ledger records while the block runs."""
+    """Makes a ledger record inside the block."""
     ledgers = world().world.ledgers
     ledgers.append(book)
     try:
@@ -54,7 +54,7 @@ class Spread:
         group: the group's name.
         ranks: the group's ranks.
         seconds: each rank's time, in the order of ``ranks``.
-        slowest: the rank that the others waited for. The last rank to call a collective spends the least time in it.
+        slowest: the rank that the others waited for, which spent the least time in the collective.
     """
 
     collective: str
@@ -75,11 +75,10 @@ class Spread:
 
 
 def spreads(ledgers: Sequence[Ledger]) -> list[Spread]:
-    """A ``Spread`` for each collective of each group, from the ranks' timed ledgers; it prints as a line in milliseconds.
+    """The ranks' times in each collective of each group, from their timed ledgers; prints as lines in milliseconds.
 
     ``ledgers`` are those of all ranks of a world, in any order: the results of ``simulate`` or ``spawn``, or, under torchrun,
-    ``comm.all_gather_object(sent)``. Collectives that some rank of the group has not timed, or has let run beside other work,
-    are left out.
+    ``comm.all_gather_object(sent)``. Collectives that some rank did not time, or overlapped with other work, are omitted.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -108,10 +107,10 @@ def write_trace(ledgers: Sequence[Ledger], path: str | Path, *, offsets: Sequenc
     Each rank is a process of the trace, each group a thread, and each call a slice with the bytes that the rank sent.
 
     Args:
-        ledgers: of the ranks.
+        ledgers: the ranks' ledgers.
         path: the file.
-        offsets: what to add to each rank's times, by rank: ``comm.debug.clock_offsets().seconds``. None where all ranks share a
-            clock, as on one host.
+        offsets: added to each rank's times: ``comm.debug.clock_offsets().seconds``. None if all ranks share a clock, as on one
+            host.
 
     Raises:
         ValueError: no ledger has times; open them with ``ledger(times=True)``.
@@ -123,7 +122,7 @@ def write_trace(ledgers: Sequence[Ledger], path: str | Path, *, offsets: Sequenc
 
 @attrs.frozen
 class Slice:
-    """A piece of a rank's time: the lane that shows it, its name, start and end in seconds, and what else there is to say."""
+    """A span of a rank's time: its lane, name, start and end in seconds, and further properties."""
 
     lane: str
     name: str
@@ -133,19 +132,19 @@ class Slice:
 
 
 def slices_of(events: Iterable[Event]) -> list[Slice]:
-    """Timed calls as slices, each in the lane of its group."""
+    """Timed calls as slices, in the lanes of their groups."""
     return [Slice(each.group, each.collective, each.began, each.ended, {"bytes sent": each.bytes}) for each in events]
 
 
 def write_slices(
     slices: Mapping[int, Sequence[Slice]], path: str | Path, *, offsets: Mapping[int, float] | Sequence[float] | None = None
 ) -> None:
-    """Writes ranks' slices as a Chrome trace, whose times begin at the first of them: a process a rank, a thread a lane.
+    """Writes ranks' slices as a Chrome trace, with a process for each rank and a thread for each lane.
 
     Args:
-        slices: by rank; there must be one at least.
+        slices: by rank; at least one.
         path: the file.
-        offsets: what to add to each rank's times, by rank; None where all ranks share a clock.
+        offsets: added to each rank's times, by rank; None if all ranks share a clock.
     """
     ahead = {rank: 0.0 if offsets is None else offsets[rank] for rank in slices}
     start = min(each.began + ahead[rank] for rank, own in slices.items() for each in own)

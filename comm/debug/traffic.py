@@ -1,4 +1,4 @@
-"""Who sends what to whom: the ledgers of all ranks as matrices, one for each axis of the mesh, and as a picture."""
+"""Traffic matrices between ranks, one for each mesh axis, from the ledgers of all ranks."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ _LABELLED = 16  # with more ranks than this, a cell has no room for its number
 
 
 def traffic(ledgers: Sequence[Ledger]) -> dict[str, Tensor]:
-    """The bytes that each rank sent to each other one, by axis: ``traffic(books)["tp"][i, j]`` from rank i to rank j, fp64.
+    """Bytes sent between ranks, by axis: ``traffic(ledgers)["tp"][i, j]`` from rank i to rank j, in float64.
 
-    An axis is the name of a group without its channels. A message and a row of an exchange go to one rank. What a rank sends in
-    another collective counts as equal parts to the other ranks of the group, which is so where sizes divide and nothing travels
-    twice; a library may take another way between them.
+    An axis is the name of a group without its channels. Messages, and the rows of an all_to_all with splits, count for their
+    receiver. Other collectives count as equal parts to all other ranks of the group, or, if hierarchical, as they are sent;
+    NCCL may route them differently.
 
-    Law: a matrix's rows add up to the bytes of the ranks' ledgers.
+    Law: summed over all axes, row i adds up to the bytes of rank i's ledger.
 
     Args:
-        ledgers: of all ranks, in any order: the results of ``simulate`` or ``spawn``, or ``comm.all_gather_object(book)``.
+        ledgers: of all ranks, in any order: the results of ``simulate`` or ``spawn``, or ``comm.all_gather_object(ledger)``.
 
     Raises:
-        ValueError: they are not those of ranks 0 to n - 1, one each.
+        ValueError: the ledgers are not one for each rank 0 to n - 1.
 
     >>> from functional_ds import comm
     >>> def program():
@@ -63,7 +63,7 @@ def traffic(ledgers: Sequence[Ledger]) -> dict[str, Tensor]:
 
 
 def draw_traffic(ledgers: Sequence[Ledger], *, title: str = "") -> "Figure":
-    """``traffic`` as a picture: a square for each axis, from which rank (down) to which rank (across), darker for more bytes.
+    """Plots ``traffic``: a heat map for each axis, senders down and receivers across, darker for more bytes.
 
     Args:
         ledgers: of all ranks.
@@ -74,7 +74,7 @@ def draw_traffic(ledgers: Sequence[Ledger], *, title: str = "") -> "Figure":
 
     Raises:
         ImportError: matplotlib is not installed (the extra ``train``).
-        ValueError: as ``traffic``, or nothing was sent.
+        ValueError: nothing was sent, or as for ``traffic``.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,1 +1,1 @@
-"""Collectives as records, the table of them, groups, permutations, reductions, ledgers and errors."""
+"""Groups and worlds, pending calls, ledgers, and recorders of collectives."""

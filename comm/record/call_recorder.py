@@ -1,4 +1,4 @@
-"""What writes a thread's collectives down instead of carrying them out, where a step is traced into a graph."""
+"""The protocol of recorders, which record a thread's collectives instead of performing them while a step is traced."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,13 +16,13 @@ __all__ = ["CallRecorder", "TraceNotes", "UnitGathering"]
 
 @attrs.frozen
 class UnitGathering:
-    """How an eager step gathers units of params that are in shards, which passes over its graph do alike.
+    """How an eager step gathers units of sharded params, for graph passes that do the same.
 
     Attributes:
-        live: how many units are whole at once.
-        reshard: whether a backward pass finds none of the units that its forward pass ends with.
-        ahead: how many gathers may be under way beside the one that is waited for.
-        keeps_first_level: whether the result of a gather's first level of groups stays (hpZ).
+        live: how many units are gathered at once.
+        reshard: whether the last units of the forward pass are freed before the backward pass.
+        ahead: how many gathers may be prefetched.
+        keeps_first_level: whether the result of a gather's first level of groups is kept (hpZ).
     """
 
     live: int
@@ -33,12 +33,12 @@ class UnitGathering:
 
 @attrs.define(eq=False)
 class TraceNotes:
-    """What a step says of itself while it is traced, for passes over its graph and for the next state.
+    """What a step notes while it is traced, for graph passes and for the next state.
 
     Attributes:
-        gathering: of its units of params; None where the graph gathers none.
-        modes: of the modules that the loss runs.
-        buffers: the graph's inputs for buffers that no state has, by module and name.
+        gathering: how units of params are gathered; None if the graph gathers none.
+        modes: the modes of the modules that the loss runs.
+        buffers: the graph's inputs for buffers that are not in the state, by module and name.
     """
 
     gathering: UnitGathering | None = None
@@ -47,10 +47,10 @@ class TraceNotes:
 
 
 class CallRecorder(Protocol):
-    """Takes a rank's collectives while its step runs without values.
+    """Records a rank's collectives while its step is traced.
 
     Attributes:
-        notes: what the step says of itself.
+        notes: the step's notes.
         trial: whether the results are unused.
     """
 
@@ -58,17 +58,17 @@ class CallRecorder(Protocol):
     trial: bool
 
     def eager(self, function: Callable[..., Tensor], xs: Sequence[Tensor]) -> Tensor:
-        """What a function gives whose inner sizes depend on values, as a call of it in the graph."""
+        """Adds a call of a function to the graph without tracing it, as its inner shapes depend on values; its result."""
         ...
 
     def labelled(self, name: str) -> AbstractContextManager[None]:
-        """Within the block collectives, and what is computed around them, carry something of this name."""
+        """Labels the collectives inside the block, and the operations around them."""
         ...
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """Within the block a function runs again, and what it computes is no copy of what was computed before."""
+        """Marks the block as recomputation, which must not be merged with the first computation."""
         ...
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool) -> Handle:
-        """The call's place in the graph; its handle gives results without values."""
+        """Adds the call to the graph; its handle gives results without values."""
         ...

@@ -1,7 +1,7 @@
-"""Steps that fail on a rank after it has taken part in their collectives: ranks go on only if all of them have failed alike.
+"""Handles steps that raise after some of their collectives: ranks may continue only if all of them failed at the same call.
 
-A step that raises on all ranks is no step, and each may try another. One that raises on a single rank leaves the others in its
-collectives. If that rank went on, its next step's calls would meet those of the failed one: an endless wait, or wrong values.
+If a step raises on all ranks, they may try another. If it raises on one rank, the others are still in its collectives, and the
+calls of that rank's next step would match those of the failed one: a deadlock, or wrong values.
 """
 
 import pickle
@@ -20,48 +20,48 @@ from .group import Group
 
 __all__ = ["FailedSteps"]
 
-_PATIENCE = 10.0  # seconds in which the other ranks' steps must have failed, too
+_PATIENCE = 10.0  # seconds within which the other ranks' steps must have failed, too
 _PAUSE = 5e-3  # seconds between two requests to the store
 
 
 @attrs.frozen
 class _FailedStep:
-    """A failed step: its error, and how many calls of each order this rank had made, with the ranks that take part."""
+    """A failed step: its error, how many calls of each order this rank had made, and each order's members."""
 
     error: str
     calls: dict[tuple[Hashable, ...], int]
     members: dict[tuple[Hashable, ...], tuple[int, ...]]
 
     def like(self, other: "_FailedStep", here: int, there: int) -> bool:
-        """Whether two ranks had made as many calls together."""
+        """Whether two ranks had made the same number of calls in the orders that they share."""
         orders = [order for order, ranks in {**self.members, **other.members}.items() if here in ranks and there in ranks]
         return all(self.calls.get(order) == other.calls.get(order) for order in orders)
 
 
 @attrs.define(eq=False)
 class FailedSteps:
-    """One rank's side. Nothing is sent as long as no step fails.
+    """One rank's record of failed steps. Nothing is sent unless a step fails.
 
     Attributes:
-        rank: this rank, in the world.
+        rank: this rank of the world.
         store: the key-value store that all ranks share.
-        break_off: makes the other ranks' waits for this one fail.
-        patience: seconds in which the other ranks' steps must have failed, too.
+        break_off: makes the other ranks' waits for this rank fail.
+        patience: seconds within which the other ranks' steps must have failed, too.
     """
 
     rank: int
     store: Store
     break_off: Callable[[], None]
     patience: float = _PATIENCE
-    _thread: int = -1  # that of the last step: lanes finish what it has begun
-    _running: _FailedStep | None = None  # the step that runs, as if it failed now
+    _thread: int = -1  # the thread of the last step; lanes finish what it has begun
+    _running: _FailedStep | None = None  # the current step, as if it failed now
     _failed: _FailedStep | None = None
     _alike: int = 0  # how many steps have failed on all ranks
-    _refused: str = ""  # why this rank cannot go on
+    _refused: str = ""  # why this rank cannot continue
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Within it a step runs: if it raises after it has called collectives, the other ranks hear of that."""
+        """Runs a step inside the block; if it raises after it has called collectives, tells the other ranks."""
         if self._running is not None:
             yield
             return
@@ -78,10 +78,10 @@ class FailedSteps:
             self._running = None
 
     def before(self, call: Call, group: Group) -> None:
-        """Counts a call; the first one after a failed step waits until the others' steps have failed, too.
+        """Counts a call; the first one after a failed step waits until the other ranks' steps have failed, too.
 
         Raises:
-            CommError: they have not, or elsewhere.
+            CommError: they have not failed, or at another call.
         """
         if get_ident() != self._thread:
             return
@@ -96,7 +96,7 @@ class FailedSteps:
             calls[order] = calls.get(order, 0) + 1
 
     def told(self, ranks: Iterable[int]) -> str:
-        """Which of these ranks' steps have failed, as lines."""
+        """Which of these ranks' steps have failed, a line for each."""
         found = []
         with suppress(Exception):
             found = [
@@ -109,7 +109,7 @@ class FailedSteps:
             others = sorted({rank for ranks in mine.members.values() for rank in ranks} - {self.rank})
             try:
                 self._refused = self._difference(mine, others)
-            except RuntimeError as error:  # torch's: the process that held the store has ended
+            except RuntimeError as error:  # from torch: the process that held the store has ended
                 self._refused = (
                     f"the last step of rank {self.rank} failed ({mine.error}), and rank 0 or its parent ended: {error}"
                 )
@@ -119,11 +119,11 @@ class FailedSteps:
             raise CommError(self._refused)
         self._failed = None
         self._alike += 1
-        if self._alike > 1:  # whoever has failed as often as this rank has read what came before
+        if self._alike > 1:  # all ranks have read the entries before the last
             self.store.delete_key(self._key(self.rank, self._alike - 2))
 
     def _difference(self, mine: _FailedStep, others: list[int]) -> str:
-        """Why this rank cannot go on; empty where all have failed alike."""
+        """Why this rank cannot continue; empty if all ranks have failed at the same call."""
         calls = sum(mine.calls.values())
         begun = f"the last step of rank {self.rank} failed within its collectives (after {calls} calls): {mine.error}"
         would_do = "such an error must end the program, or be raised on all ranks; then go on from a checkpoint"

@@ -1,4 +1,4 @@
-"""A group of ranks, and the world that carries out its collectives."""
+"""Groups of ranks, and the worlds that perform their collectives."""
 
 import os
 import sys
@@ -39,45 +39,44 @@ __all__ = [
 
 
 class Beside(Protocol):
-    """Steps that the world carries out beside the program."""
+    """Steps that the world runs in the background."""
 
     def wait(self) -> Any:
-        """Blocks until the last step is done; returns its value."""
+        """Blocks until the last step has ended; returns its value."""
         ...
 
     def poll(self, timeout: float) -> bool:
-        """Whether a wait would return at once; waits up to ``timeout`` seconds for that."""
+        """Whether the last step has ended; waits up to ``timeout`` seconds for it."""
         ...
 
 
 class ValueWatch(Protocol):
-    """Follows what a rank's values are along groups, in a simulation that checks it."""
+    """Checks a rank's declarations of variance, in a simulation with ``variance=True``."""
 
     def declare(
         self, kind: Variance, leaves: Sequence[Tensor], group: "Group", names: Sequence[str], *, distinct: bool = False
     ) -> None:
-        """Holds the leaves to what they are declared to be along the group."""
+        """Records a declaration of leaves along the group, to check it."""
         ...
 
     def start(
         self, call: Call, leaves: Sequence[Tensor], group: "Group", begin: Callable[[], Handle], transposed: str | None
     ) -> Handle:
-        """Starts a collective by ``begin``; ``transposed`` is the line of the call whose transpose it is."""
+        """Starts a collective with ``begin``; ``transposed`` is the forward call's source line, in a backward pass."""
         ...
 
 
 @attrs.define(eq=False)
 class World(ABC):
-    """The ranks that run together, as one of them sees them. A subclass says how they exchange values: ``start``.
+    """The ranks that run together, as seen by one of them. Subclasses implement how they exchange values (``start``).
 
     Attributes:
         rank: this rank.
-        ledgers: those that are open on this rank; each records every call.
-        watch: follows the rank's values, in a simulation with ``variance=True``.
-        made_for: what the calls on a group are made for, which all its ranks must have alike, by the group's ranks and name.
-        ranks_per_node: how many ranks each node has, in the order of the ranks; 1 where that is unknown or differs.
-        host: what may be done with the memory of the rank's process; None where that is the user's choice, or one of several
-            ranks of a process.
+        ledgers: the open ledgers of this rank, each of which records all calls.
+        watch: checks declarations of variance, in a simulation with ``variance=True``.
+        made_for: the function that calls on a group are made for, and its arguments, by the group's ranks and name (``alike``).
+        ranks_per_node: how many consecutive ranks each node has; 1 if that is unknown or differs.
+        host: manages the memory of the rank's process; None if the user does, or if the process has several ranks.
     """
 
     rank: int
@@ -89,7 +88,7 @@ class World(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the library's own small tensors are, such as sizes and pickled objects."""
+        """The device of the library's small tensors, such as sizes and pickled objects."""
         return torch.device("cpu")
 
     @property
@@ -98,56 +97,56 @@ class World(ABC):
         return False
 
     def purpose(self, group: "Group") -> str:
-        """What this rank's calls on the group are made for; empty where nothing says so."""
+        """The function that this rank's calls on the group are made for, as text; empty if none is known."""
         return self.made_for.get((group.ranks, group.name), "") if self.made_for else ""
 
     @property
     def at_once(self) -> bool:
-        """Whether messages take no time, so that one call may stand for the rounds of an algorithm; the same on all ranks."""
+        """Whether messages take no time, so that one call may replace the rounds of an algorithm; the same on all ranks."""
         return False
 
     @abstractmethod
     def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, beside: bool) -> Handle:
-        """Starts a collective of this rank's tensors; without ``beside`` the caller waits for it at once."""
+        """Starts a collective on this rank's tensors; without ``beside`` the caller waits for it at once."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Within it a step runs, which is one on all ranks: a rank that fails in its collectives goes on only if all do."""
+        """Runs a training step inside the block; a rank whose step raises may continue only if all ranks' steps raise."""
         return nullcontext()
 
     def batch(self) -> AbstractContextManager[None]:
-        """Point-to-point messages that are started within this context form one batch, so they cannot block each other."""
+        """Makes the messages that are started inside the block one batch, so that they cannot block each other."""
         return nullcontext()
 
     def in_launch_order(self, device: torch.device) -> bool:
-        """Whether calls on tensors there run in the order in which each rank starts them, as on NCCL: ranks need one order."""
+        """Whether calls on that device run in the order in which they are started, as on NCCL, so all ranks need one order."""
         return False
 
     def connect(self, edges: "Sequence[tuple[int, int]]", group: "Group", device: torch.device) -> None:
-        """Prepares messages between this rank and others, where two ranks that first use a connection wait for each other.
+        """Connects this rank to others, on back ends where the first message between two ranks blocks both.
 
-        All ranks that have an edge must call it, before any message on it.
+        All ranks that have an edge must call it before they send a message on it.
 
         Args:
-            edges: a tag, and a rank of the group, of each.
+            edges: (tag, rank of the group) pairs.
             group: the group of the messages.
-            device: where their tensors are.
+            device: the device of the tensors.
         """
         return None
 
     def beside(self, steps: Callable[[], Iterator[Any]], lane: "Group", device: torch.device) -> Beside:
-        """Carries out ``steps()`` beside the program, after those of the lane before; the last value is the result.
+        """Runs ``steps()`` in the background, after earlier ones of the lane; the last value is the result.
 
-        Here nothing waits for another rank, so the steps are done when this returns.
+        This implementation, for worlds that do not wait for other ranks, runs them before it returns.
         """
         return Ready(last(steps()))
 
     def repeat(self, times: int, body: Callable[[int], None]) -> None:
-        """``body(0)``, ``body(1)``, ..., ``body(times - 1)``; without values, one run that counts as all of them."""
+        """Calls ``body(i)`` for i in ``range(times)``; on shapes only, runs it once and counts it ``times`` times."""
         for i in range(times):
             body(i)
 
     def agreed(self, text: str, group: "Group") -> None:
-        """Notes what all ranks of a group must say alike, where ranks run one after another and cannot ask."""
+        """Logs a text that must be the same on all ranks of a group, for simulations on shapes only."""
         return None
 
     def group(self, ranks: Sequence[int], name: str) -> "Group":
@@ -155,19 +154,19 @@ class World(ABC):
         return Group(tuple(ranks), list(ranks).index(self.rank) if self.rank in ranks else -1, name, self)
 
     def channel(self, group: "Group", name: str) -> "Group":
-        """The same ranks, with an order of collectives of its own."""
+        """A group of the same ranks, with a separate order of collectives."""
         return Group(group.ranks, group.rank, f"{group.name}/{name}", group.world)
 
 
 @attrs.frozen(repr=False)
 class Group:
-    """Some ranks of a world, as seen by one of them.
+    """A group of ranks of a world, as seen by one of them.
 
     Attributes:
         ranks: the members as ranks of the world, in group order.
-        rank: this rank's place in the group. It is -1 on a rank that is not a member; its calls raise CommError.
-        name: the mesh axis that the group lies along, "world", or the name given to ``new_group``; a channel's follows a slash.
-        world: carries out the group's collectives.
+        rank: this process's rank in the group; -1 if it is not a member, and then calls raise CommError.
+        name: the mesh axis, "world", or the name given to ``new_group``; for a channel, followed by a slash and its name.
+        world: performs the group's collectives.
     """
 
     ranks: tuple[int, ...]
@@ -182,7 +181,7 @@ class Group:
 
     @property
     def ranks_per_node(self) -> int:
-        """How many neighbours in the group share a node, where they are as many on each of several nodes; else 1.
+        """How many consecutive ranks of the group share a node, if that is the same on each of several nodes; else 1.
 
         >>> from functional_ds import comm
         >>> def program():
@@ -195,10 +194,10 @@ class Group:
         return 1 if per_node == 1 else _per_node(self.ranks, per_node)
 
     def channel(self, name: str) -> "Group":
-        """A group of the same ranks whose collectives are ordered among themselves only.
+        """A group of the same ranks whose collectives are ordered independently.
 
-        All ranks of a group must call its collectives in one order. Use a channel for each kind of call that has an order of
-        its own: gathers follow the forward pass, reductions follow the gradients.
+        All ranks of a group must call its collectives in one order. Use separate channels for calls in independent orders:
+        gathers follow the forward pass, reductions follow the gradients.
         """
         return self.world.channel(self, name)
 
@@ -213,7 +212,7 @@ class Group:
 
 
 def check_ranks_per_node(ranks_per_node: int, world_size: int) -> None:
-    """Raises ValueError where the ranks do not fill nodes of this size."""
+    """Raises ValueError if the ranks do not fill nodes of this size."""
     if type(ranks_per_node) is not int or ranks_per_node < 1 or world_size % ranks_per_node:
         raise ValueError(f"ranks_per_node={ranks_per_node!r}: {world_size} ranks do not fill nodes of as many; pass a divisor")
 
@@ -224,7 +223,7 @@ def _per_node(ranks: tuple[int, ...], per_node: int) -> int:
 
 
 def neighbours(nodes: Sequence[Any]) -> int:
-    """How many neighbours share a node, where they are as many on each of several nodes; else 1.
+    """How many consecutive ranks share a node, if that is the same on each of several nodes; else 1.
 
     >>> neighbours("aabb"), neighbours("abab"), neighbours("aab"), neighbours("aaaa")
     (2, 1, 1, 1)
@@ -235,7 +234,7 @@ def neighbours(nodes: Sequence[Any]) -> int:
 
 
 def last(steps: Iterator[Any]) -> Any:
-    """The last value."""
+    """Runs an iterator to its end; returns the last value."""
     return deque(steps, maxlen=1).pop()
 
 
@@ -244,14 +243,14 @@ class _Polled(Protocol):
 
 
 def poll_all(parts: Sequence[_Polled], timeout: float) -> bool:
-    """Whether waits for all parts would return at once; waits up to ``timeout`` seconds for that."""
+    """Whether all parts have ended; waits up to ``timeout`` seconds for them."""
     deadline = monotonic() + timeout
     return all(part.poll(max(0.0, deadline - monotonic())) for part in parts)
 
 
 @attrs.define(eq=False)
 class Ready:
-    """The handle of a collective that is complete."""
+    """The handle of a completed collective."""
 
     results: Any
     ended: float | None = None
@@ -265,7 +264,7 @@ class Ready:
 
 @attrs.define(eq=False)
 class Solo(World):
-    """The world of one rank: a collective is its denotation for n = 1."""
+    """The world of one rank: a collective is its reference implementation with n = 1."""
 
     rank: int = 0
 
@@ -283,7 +282,7 @@ def _is_library(module: str) -> bool:
 
 
 class _SiteOfThread(threading.local):
-    """What is known of the current thread: the site of the call that it goes on with."""
+    """State of the current thread: the call site that overrides its own."""
 
     site: str | None = None
 
@@ -293,7 +292,7 @@ _SITES = _SiteOfThread()
 
 @contextmanager
 def at_site(site: str) -> Iterator[None]:
-    """Makes ``call_site`` of this thread return the site while the block runs."""
+    """Makes ``call_site`` return the site in this thread, inside the block."""
     _SITES.site = site
     try:
         yield
@@ -302,7 +301,7 @@ def at_site(site: str) -> Iterator[None]:
 
 
 def call_site() -> str:
-    """The file and line of the user's call: the nearest frame outside this library and torch."""
+    """The file and line of the user's call: the innermost frame outside this library and torch."""
     if _SITES.site:
         return _SITES.site
     frame = sys._getframe(1)

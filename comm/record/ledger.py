@@ -1,6 +1,6 @@
-"""The ledger: what a rank sent, by the volumes of the table of collectives, and optionally how long it took.
+"""The ledger: counts what a rank sends, by the volumes in the table of collectives, and optionally measures times.
 
-Counting never synchronises with a device; measuring times does.
+Counting does not synchronize with a device; measuring times does.
 """
 
 import csv
@@ -16,29 +16,29 @@ from functional_ds.comm.table.collective import Call, Handle, Here, Traffic, Wat
 
 __all__ = ["Event", "Ledger", "LedgerCall", "Row", "RowsBySize", "add_by_size", "begin"]
 
-_OVERLAP = 0.1  # of a call's time: if its rank did other things for longer, its time says nothing about the transfer
+_OVERLAP = 0.1  # of a call's time: if its rank did other work for longer, its time does not measure the transfer
 
 
 @attrs.define
 class Row:
-    """One collective over one group.
+    """The totals of one collective over one group.
 
     Attributes:
         collective: its name.
-        group: the group's name; a channel's follows a slash.
-        size: ranks in the group.
-        calls: the number of calls; a tree of tensors is one call.
+        group: the group's name; for a channel, followed by a slash and its name.
+        size: the number of ranks in the group.
+        calls: the number of calls; a pytree is one call.
         elements: elements that this rank sent.
         bytes: bytes that this rank sent.
         ranks: the group's ranks.
         timed: the number of timed calls: under ``ledger(times=True)``, those that were waited for.
-        overlapped: of these, the asynchronous ones during which this rank did something else for more than a tenth of their
-            time. The part that was transfer is unknown, so bandwidths leave them out.
-        seconds: their total time, from start to end; waiting for the last rank, or a message's other end, is part of it.
-        sent_to: of the bytes, those that went to single ranks of the world: messages, rows. The rest went to all others alike.
-        payload: bytes of their values: the output of a gather, the input of any other collective.
+        overlapped: of these, the asynchronous calls during which this rank did other work for more than a tenth of their time.
+            Bandwidths exclude them, since their time is not that of the transfer.
+        seconds: the total time of the timed calls, including the wait for the last rank, or for a message's other end.
+        sent_to: bytes that went to particular ranks of the world, as messages do; the rest went to all others equally.
+        payload: bytes of the timed calls' values: the output of a gather, the input of any other collective.
         overlapped_seconds, overlapped_payload: those of the overlapped calls.
-        traffic: what links carry of the collective's values.
+        traffic: the load on links.
     """
 
     collective: str
@@ -58,7 +58,7 @@ class Row:
     traffic: Traffic = attrs.field(default=Traffic(), repr=False, eq=False)
 
     def count(self, elements: int, size: int) -> None:
-        """Adds a call that has sent so many elements, of this size in bytes."""
+        """Adds a call that sent ``elements`` elements, of ``size`` bytes in all."""
         self.calls += 1
         self.elements += elements
         self.bytes += size
@@ -75,16 +75,16 @@ class Row:
 
     @property
     def algorithmic_bandwidth(self) -> float | None:
-        """Bytes of the values per second; None if no call was timed but those that overlapped."""
+        """Bytes of the values per second, in calls that were timed and not overlapped; None if there are none."""
         seconds = self.seconds - self.overlapped_seconds if self.timed > self.overlapped else 0.0
         return (self.payload - self.overlapped_payload) / seconds if seconds > 0 else None
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """Bytes per second that the busiest link had to carry, whatever the algorithm, as nccl-tests defines it.
+        """Bytes per second on the busiest link for an optimal algorithm, as nccl-tests defines it.
 
-        2 (n - 1) / n times the algorithmic bandwidth for an all-reduce; (n - 1) / n for gathers, scatters, reduce-scatters
-        and all-to-alls; the same for the rest.
+        2 (n - 1) / n times the algorithmic bandwidth for all-reduces; (n - 1) / n for gathers, scatters, reduce-scatters and
+        all-to-alls; 1 for the others.
         """
         return None if self.algorithmic_bandwidth is None else self.algorithmic_bandwidth * self.traffic.bus(self.size)
 
@@ -96,15 +96,15 @@ class Event:
     Attributes:
         collective: its name.
         group: the group's name.
-        began: its start, by ``time.perf_counter``.
+        began: its start (``time.perf_counter``).
         ended: its end.
-        elements: what this rank sent.
-        bytes: the same in bytes.
-        payload: bytes of its values, as a row counts them.
-        overlapped: whether this rank did something else meanwhile, as a row says.
+        elements: elements that this rank sent.
+        bytes: bytes that this rank sent.
+        payload: bytes of its values, as in ``Row``.
+        overlapped: whether this rank did other work meanwhile, as in ``Row``.
         ranks: the group's ranks.
-        traffic: as a row has it.
-        order: names the sequence of the group's calls that it belongs to, as ``Collective.order`` does.
+        traffic: the load on links.
+        order: the key of its sequence of calls (``Collective.order``).
     """
 
     collective: str
@@ -121,7 +121,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """From its start to its end."""
+        """The time from its start to its end."""
         return self.ended - self.began
 
 
@@ -129,7 +129,7 @@ RowsBySize = dict[tuple[str, str, tuple[int, ...], int], Row]
 
 
 def add_by_size(rows: RowsBySize, events: Iterable[Event]) -> None:
-    """Adds timed calls to the rows of their collective, group, ranks and size of their values."""
+    """Adds timed calls to rows by collective, group, ranks and size of their values."""
     for event in events:
         fresh = Row(event.collective, event.group, len(event.ranks), ranks=event.ranks, traffic=event.traffic)
         row = rows.setdefault((event.collective, event.group, event.ranks, event.payload), fresh)
@@ -139,14 +139,14 @@ def add_by_size(rows: RowsBySize, events: Iterable[Event]) -> None:
 
 @attrs.frozen(eq=False)
 class LedgerCall:
-    """A call as a ledger counts it.
+    """A call to record in a ledger.
 
     Attributes:
-        call: what is called.
+        call: the collective and its options.
         tensors: this rank's values.
-        here: this rank's place in the group.
-        group: its name.
-        ranks: its ranks.
+        here: the options, this rank's place in the group, and its size.
+        group: the group's name.
+        ranks: the group's ranks.
     """
 
     call: Call
@@ -161,7 +161,7 @@ def _synchronize(tensors: Sequence[Tensor]) -> None:
 
 
 def begin(ledgers: "Sequence[Ledger]", tensors: Sequence[Tensor]) -> float:
-    """The start time of a call. A ledger with times first waits for the device's earlier work."""
+    """The start time of a call; if a ledger measures times, waits for the device's earlier work first."""
     if ledgers and any(ledger.times for ledger in ledgers):
         _synchronize(tensors)
     return perf_counter()
@@ -169,10 +169,10 @@ def begin(ledgers: "Sequence[Ledger]", tensors: Sequence[Tensor]) -> float:
 
 @attrs.define
 class Ledger:
-    """What a rank sent while the ledger was open: a row for each collective and group, in order of first use.
+    """What a rank sent while the ledger was open, as a row for each collective and group, in order of first use.
 
     Attributes:
-        rank: whose ledger it is.
+        rank: the rank.
         times: whether it measures times.
         rows: the totals.
         events: the timed calls, in the order in which they were waited for.
@@ -189,9 +189,9 @@ class Ledger:
 
         Args:
             made: the call.
-            handle: the call under way.
+            handle: the started call.
             began: when it started.
-            early: whether the caller goes on before it waits.
+            early: whether the caller continues before it waits.
         """
         call, here, ranks = made.call, made.here, made.ranks
         row = self._row(call.title(here.rank)[0], made.group, ranks, call.collective.traffic)
@@ -248,9 +248,9 @@ class Ledger:
                 row.sent_to[rank] += (sent - old.sent_to.get(rank, 0)) * (times - 1)
 
     def by_size(self) -> list[Row]:
-        """The timed calls: a row for each collective, group and size of its values, in order of first use.
+        """The timed calls as a row for each collective, group and size of its values, in order of first use.
 
-        ``row.payload / row.calls`` is the size in bytes. It is what nccl-tests calls the size of a message.
+        ``row.payload / row.calls`` is the size in bytes, which nccl-tests calls the message size.
 
         >>> from functional_ds import comm
         >>> def program():
@@ -267,17 +267,17 @@ class Ledger:
 
     @property
     def calls(self) -> int:
-        """Collectives called, over all rows."""
+        """The number of calls, over all rows."""
         return sum(row.calls for row in self.rows)
 
     @property
     def elements(self) -> int:
-        """Elements this rank sent, over all rows."""
+        """Elements that this rank sent, over all rows."""
         return sum(row.elements for row in self.rows)
 
     @property
     def bytes(self) -> int:
-        """Bytes this rank sent, over all rows."""
+        """Bytes that this rank sent, over all rows."""
         return sum(row.bytes for row in self.rows)
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""What notebooks show of records: tables and text as HTML."""
+"""HTML tables and text, for notebooks."""
 
 from collections.abc import Iterable
 from html import escape
@@ -7,7 +7,7 @@ __all__ = ["html_table", "html_text"]
 
 
 def html_table(head: Iterable[object], rows: Iterable[Iterable[object]], *, caption: str = "") -> str:
-    """A table of cells, which are shown as ``str`` writes them.
+    """An HTML table; cells are converted with ``str`` and escaped.
 
     >>> html_table(["a"], [["<1>"]])
     '<table><tr><th>a</th></tr><tr><td>&lt;1&gt;</td></tr></table>'
@@ -22,5 +22,5 @@ def html_table(head: Iterable[object], rows: Iterable[Iterable[object]], *, capt
 
 
 def html_text(text: object) -> str:
-    """Lines of text, as they are."""
+    """Preformatted text as HTML."""
     return f"<pre>{escape(str(text))}</pre>"

@@ -1,4 +1,4 @@
-"""Collectives that have not begun, and those that are under way."""
+"""Requested and started collectives."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """A collective under way: ``wait()`` returns its result, the same one each time.
+    """A started collective: ``wait()`` returns its result, the same object each time.
 
-    It is not a tensor, and using it as one raises TypeError or AttributeError. A collective whose ``Pending`` is dropped is
-    still carried out, since other ranks need this rank's part; its result is lost.
+    It is not a tensor, and using it as one raises TypeError or AttributeError. If it is deleted, the collective still runs,
+    since other ranks need this rank's part.
     """
 
     def __init__(self, finish: Callable[[], T], poll: Callable[[float], bool], text: Callable[[], str]) -> None:
@@ -35,27 +35,27 @@ class Pending(Generic[T]):
         self._result: T
 
     def wait(self) -> T:
-        """Blocks until the result is there and returns it. On CUDA the current stream waits, not the host."""
+        """Waits for the result and returns it. On CUDA the current stream waits, not the host."""
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
         return self._result
 
     def poll(self, timeout: float = 0.0) -> bool:
-        """Whether ``wait`` would return at once; waits up to ``timeout`` seconds for that.
+        """Whether the result is available; waits up to ``timeout`` seconds for it.
 
-        In the simulator a positive timeout lets other ranks run until none can continue. The answer can depend on the
+        In the simulator a positive timeout lets the other ranks run until none can continue, and the answer can depend on the
         interleaving, as it depends on the network's speed elsewhere.
         """
         return self._finish is None or self._poll(timeout)
 
     def then(self, function: Callable[[T], U]) -> "Pending[U]":
-        """A ``Pending`` of ``function(result)``; ``wait()`` calls the function."""
+        """A ``Pending`` of ``function(result)``, which ``wait()`` computes."""
         return Pending(lambda: function(self.wait()), self.poll, self._text)
 
     @staticmethod
     def of(value: U) -> "Pending[U]":
-        """A result that is there, where a function has to return a ``Pending``.
+        """A completed ``Pending`` of a value.
 
         >>> Pending.of(2).then(lambda x: x + 1).wait()
         3
@@ -64,7 +64,7 @@ class Pending(Generic[T]):
 
     @staticmethod
     def all(pendings: "Sequence[Pending[Any]]") -> "Pending[list[Any]]":
-        """One ``Pending`` for several; ``wait()`` returns their results."""
+        """Combines several into one, whose ``wait()`` returns the list of their results."""
 
         def text() -> str:
             return "; ".join(pending._text() for pending in pendings)
@@ -97,29 +97,29 @@ class Pending(Generic[T]):
 
 @attrs.define(eq=False)
 class Request(Generic[T]):
-    """A collective that has not begun.
+    """A collective that has not been started.
 
     Attributes:
-        run: carries it out and returns its result.
-        start: begins it and returns at once.
+        run: performs it and returns its result.
+        start: starts it and returns a ``Pending``.
     """
 
     run: Callable[[], T]
     start: Callable[[], Pending[T]]
 
     def then(self, function: Callable[[T], U]) -> "Request[U]":
-        """The request whose result is ``function(result)``."""
+        """A request whose result is ``function(result)``."""
         return Request(lambda: function(self.run()), lambda: self.start().then(function))
 
 
-# -- inputs that must stay as they are until the call is over -----------------------------------------------------------
+# -- inputs that must not be written until the wait ---------------------------------------------------------------------
 
 
 def watched_inputs(handle: Handle, call: Call, tensors: Sequence[Tensor], group: Group, site: str = "") -> Handle:
-    """The call under way, the wait for which raises where an input was written since the start, at ``site``.
+    """Makes the wait for a call raise WrittenError if an input was written after its start at ``site``.
 
-    A transport may read an input at any time until the wait. A write is noticed by torch's version counter, and by a checksum
-    of CPU tensors, because ``.data`` and NumPy write without counting. The checksum reads the tensor twice.
+    A back end may read an input at any time until the wait. Writes are detected by torch's version counter and, on CPU, by a
+    checksum, since writes through ``.data`` and NumPy are not counted. The checksum reads the tensor twice.
     """
     here, site = Here(call.options, group.rank, group.size), site or call_site()
     held = [(tensor, _state(tensor)) for tensor in (tensors if call.collective.reads(here) else ())]
@@ -142,7 +142,7 @@ def watched_inputs(handle: Handle, call: Call, tensors: Sequence[Tensor], group:
 
 
 def _state(tensor: Tensor) -> tuple[int | None, int]:
-    """The tensor's version, and a checksum of its bytes where they are at hand."""
+    """The tensor's version and, for CPU tensors, a checksum of its bytes."""
     version = None if tensor.is_inference() else version_of(tensor)  # inference tensors have none
     if tensor.device.type != "cpu":
         return version, 0

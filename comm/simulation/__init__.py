@@ -1,1 +1,1 @@
-"""All ranks in one process: threads of which one runs at a time, in an order that a seed picks."""
+"""The simulator: all ranks as threads of one process, which run one at a time in an order picked by a seed."""

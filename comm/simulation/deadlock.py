@@ -1,4 +1,4 @@
-"""What ranks of a simulation wait for, told where none can go on, or where some never came to what others have started."""
+"""Error messages for deadlocks and unmatched calls of simulated ranks."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
@@ -7,23 +7,23 @@ __all__ = ["Awaited", "deadlock", "unmatched"]
 
 
 class Awaited(Protocol):
-    """What a rank, or a lane of one, can wait for: a collective or a chain of them."""
+    """A collective, or a chain of them, that a rank or one of its lanes can wait for."""
 
     @property
     def done(self) -> bool: ...
 
     def awaited(self, rank: int) -> str:
-        """What the rank waits for, and whom, in words."""
+        """Describes the call that the rank waits in, and the ranks that it waits for."""
 
 
 def deadlock(world_size: int, unfinished: Collection[int], waiting: Mapping[int, Awaited], lanes: Mapping[int, int]) -> str:
-    """The state of every rank: finished, or the call that it waits in and the ranks that it waits for.
+    """Describes the state of every rank: finished, or the call that it waits in and the ranks that it waits for.
 
     Args:
-        world_size: how many ranks there are.
-        unfinished: those that go on.
-        waiting: what each waits for, and each lane.
-        lanes: the rank beside whose program each lane works.
+        world_size: the number of ranks.
+        unfinished: the ranks that have not finished.
+        waiting: the call that each rank and lane waits for.
+        lanes: the rank of each lane.
     """
     lines = ["deadlock: no rank can go on"]
     for rank in range(world_size):
@@ -38,6 +38,6 @@ def deadlock(world_size: int, unfinished: Collection[int], waiting: Mapping[int,
 
 
 def unmatched(calls: Iterable[tuple[Awaited, Iterable[int]]]) -> str:
-    """Calls that some ranks have started, that no rank waited for and that are not complete."""
+    """Describes calls that some ranks have started and others have not made."""
     stories = [f"  rank {rank} started {call.awaited(rank)}" for call, ranks in calls for rank in ranks]
     return "\n".join(["all ranks have finished, but some never came to what others started", *sorted(stories)])

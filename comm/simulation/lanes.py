@@ -1,4 +1,4 @@
-"""What simulated ranks do beside their programs: chains of collectives, each lane of them in a thread of its own."""
+"""Background work of simulated ranks: chains of collectives, with a thread for each lane."""
 
 import threading
 from collections import deque
@@ -39,7 +39,7 @@ class RankWorld(Protocol):
 
 @attrs.define(eq=False)
 class Chain:
-    """Steps that a lane carries out."""
+    """A chain of collectives in a lane."""
 
     world: RankWorld
     steps: Callable[[], Iterator[Any]]
@@ -48,11 +48,11 @@ class Chain:
     value: Any = None
 
     def awaited(self, rank: int) -> str:
-        """What a rank waits for here."""
+        """Describes the chain that the rank waits for."""
         return f"a chain of collectives begun at {self.site}"
 
     def run(self) -> None:
-        """Carries the steps out, or notes why not."""
+        """Runs the steps; an error ends the simulation."""
         simulator = self.world.simulator
         try:
             simulator.check()
@@ -73,20 +73,20 @@ class Chain:
         return self.value
 
     def poll(self, timeout: float) -> bool:
-        """Whether it is done."""
+        """Whether it has ended."""
         return self.world.simulator.poll(self.world.here, self, timeout > 0)
 
 
 @attrs.define(eq=False)
 class Lane:
-    """Chains of one rank that a thread carries out in order; ``actor`` is its number in the schedule."""
+    """Chains of one rank, which a thread runs in order; ``actor`` is its number in the schedule."""
 
     actor: int
     chains: deque[Chain] = attrs.field(factory=deque)
 
 
 def run_beside(world: RankWorld, steps: Callable[[], Iterator[Any]], group: Group) -> Chain:
-    """The steps as the last chain of a lane of the rank, which begins with its first."""
+    """Appends the steps as a chain to a lane of the rank, which is created on first use."""
     key, simulator = (group.ranks, group.name), world.simulator
     if key not in world.lanes:
         chains = deque[Chain]()
@@ -98,7 +98,7 @@ def run_beside(world: RankWorld, steps: Callable[[], Iterator[Any]], group: Grou
 
 
 def _work(world: RankWorld, chains: deque[Chain], actor: int) -> None:
-    """Carries out chains whenever the lane has the baton."""
+    """Runs the lane's chains whenever it has the baton."""
     simulator = world.simulator
     world.threads[threading.get_ident()] = actor
     with enter(world, range(simulator.world_size)), torch.autograd.set_multithreading_enabled(False):  # type: ignore[arg-type]

@@ -1,9 +1,8 @@
-"""What NCCL would hang on, in a program whose calls match: ranks whose devices run them in orders that contradict each other.
+"""Detects programs whose calls match but would hang on NCCL, since ranks launch them in contradicting orders.
 
-A host launches a call and goes on; its device runs what was launched in order, and each call runs until all its ranks run it.
-On several communicators a device may run several calls at once, but only while it has room for them, so NCCL asks for one
-order on all ranks. Messages of one batch have no order among themselves. Two ranks connect at their first message, and there
-their hosts wait for each other.
+A host launches a call and continues; its device runs launched calls in order, and each runs until all its ranks run it. Calls
+on different communicators can run concurrently only while the device has resources for them, so NCCL requires one order on all
+ranks. Messages of one batch are unordered. Two ranks connect at their first message, for which their hosts block.
 """
 
 from collections import deque
@@ -25,11 +24,11 @@ class Operation:
     """A rank's part of a call.
 
     Attributes:
-        key: the same on all ranks that take part.
+        key: identifies the call on all ranks that take part.
         ranks: these ranks, as ranks of the world.
-        communicator: what carries it.
+        communicator: its communicator.
         text: the call and its call site, for messages.
-        connects: whether two ranks connect, which their hosts wait for.
+        connects: whether it connects two ranks, for which their hosts block.
     """
 
     key: Hashable
@@ -46,18 +45,18 @@ one batch (comm.batch_p2p)"""
 
 @attrs.define(eq=False)
 class _Launch:
-    """What a rank launches at once: one operation, or a batch of messages.
+    """One launch of a rank: an operation, or a batch of messages.
 
     Attributes:
-        running: the operations that run, by key.
-        rest: those that wait until two ranks have connected.
+        running: the running operations, by key.
+        rest: the operations that wait until two ranks have connected.
     """
 
     running: dict[Hashable, Operation]
     rest: deque[Operation]
 
     def go_on(self) -> None:
-        """Starts operations up to the next connection, at which the host stops."""
+        """Starts operations up to the next connection, at which the host blocks."""
         while self.rest and not any(operation.connects for operation in self.running.values()):
             operation = self.rest.popleft()
             self.running[operation.key] = operation
@@ -65,7 +64,7 @@ class _Launch:
 
 @attrs.define(eq=False)
 class NcclRules:
-    """What each rank's device has still to run, while a program is simulated.
+    """The queues of all ranks' devices in a simulation.
 
     Attributes:
         queues: each rank's launches in order; the first one runs.
@@ -76,16 +75,16 @@ class NcclRules:
     connected: list[set[CommunicatorKey]]
 
     def launch(self, rank: int, operations: Iterable[Operation]) -> None:
-        """Adds operations that run beside each other.
+        """Launches operations that may run concurrently.
 
         Raises:
-            DeadlockError: they, and what other ranks run, wait for each other; names the calls and their lines.
+            DeadlockError: they and other ranks' operations wait for each other; names the calls and their lines.
         """
         found = sorted(operations, key=lambda operation: operation.communicator)
         self._launch(rank, [each for operation in found for each in (*self._connection(rank, operation), operation)])
 
     def connect(self, rank: int, operations: Iterable[Operation]) -> None:
-        """Connects what carries these operations, without launching them."""
+        """Connects the communicators of these operations, without launching them."""
         found = sorted(operations, key=lambda operation: operation.communicator)
         self._launch(rank, [each for operation in found for each in self._connection(rank, operation)])
 
@@ -116,7 +115,7 @@ class NcclRules:
         return self.queues[rank][0].running if self.queues[rank] else {}
 
     def _run(self, rank: int) -> list[int]:
-        """Ends what all its ranks run; returns the ranks that run something else now."""
+        """Ends operations that run on all their ranks; returns the ranks that have moved on."""
         moved = []
         for operation in [each for each in self._runs(rank).values() if all(each.key in self._runs(r) for r in each.ranks)]:
             for other in operation.ranks:
@@ -129,7 +128,7 @@ class NcclRules:
         return moved
 
     def _check(self, rank: int, path: list[tuple[int, Operation]], free: set[int]) -> None:
-        """Follows who waits for whom, from a rank on; ``free`` are those that wait for no cycle."""
+        """Searches for a cycle of waiting ranks, depth-first from a rank; ``free`` are ranks known to be in none."""
         for operation in self._runs(rank).values():
             here = [*path, (rank, operation)]
             for other in operation.ranks:
@@ -152,11 +151,11 @@ def _described(path: list[tuple[int, Operation]], first: int) -> str:
 
 @attrs.define(eq=False)
 class RankRules:
-    """The rules, for the calls of one rank.
+    """The rules for the calls of one rank.
 
     Attributes:
         rank: the rank.
-        rules: those of all ranks.
+        rules: the rules of all ranks.
         unposted: the messages of an open batch.
     """
 
@@ -165,12 +164,12 @@ class RankRules:
     unposted: list[Operation] | None = None
 
     def launch(self, call: Call, group: Group, key: Hashable, ranks: tuple[int, ...], text: str) -> None:
-        """Launches a call; a message of a batch at the batch's end.
+        """Launches a call; messages of a batch are launched at its end.
 
         Args:
             call: the call.
             group: its group.
-            key: the same on all ranks that take part, and no other call's.
+            key: identifies the call on all ranks that take part.
             ranks: these ranks.
             text: the call and its call site.
         """
@@ -181,13 +180,13 @@ class RankRules:
             self.rules.launch(self.rank, [operation])
 
     def connect(self, edges: Sequence[tuple[int, int]], group: Group, site: str) -> None:
-        """Connects the rank to others: a tag, and a rank of the group, of each."""
+        """Connects the rank to others; ``edges`` are (tag, rank of the group) pairs."""
         keys = [CommunicatorKey.between(group, group.rank, peer, tag) for tag, peer in edges]
         self.rules.connect(self.rank, [Operation(key, key.ends, key, f"messages on {group} at {site}") for key in keys])
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Messages that are launched within this context run beside each other."""
+        """Makes the messages inside the block one batch."""
         outer, self.unposted = self.unposted, []
         try:
             yield
@@ -197,6 +196,6 @@ class RankRules:
 
 
 def rules_by_rank(world_size: int) -> list[RankRules]:
-    """The rules of each rank of a world in which nothing was launched."""
+    """The rules of each rank of a new world."""
     rules = NcclRules([deque() for _ in range(world_size)], [set() for _ in range(world_size)])
     return [RankRules(rank, rules) for rank in range(world_size)]

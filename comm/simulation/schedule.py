@@ -1,8 +1,8 @@
-"""Calls of simulated ranks, and which rank runs: threads that hand a baton on, in an order that a seed picks.
+"""The scheduler of simulated ranks: threads that pass a baton, in an order picked by a seed.
 
-A rank runs until it waits for a collective that is not complete. Then the seed picks the rank that runs next. What a rank does
-beside its program (``World.beside``) has threads of its own, one a lane, which take part. When no rank can go on, the schedule
-knows who waits for whom.
+A rank runs until it waits for an incomplete collective; then the seed picks the rank that runs next. Background work of ranks
+(``World.beside``) is scheduled in the same way, with a thread for each lane. When no rank can continue, the scheduler reports
+which ranks wait for which.
 """
 
 import ctypes
@@ -26,16 +26,16 @@ from .deadlock import Awaited, deadlock
 __all__ = ["AbortedError", "GroupCall", "RankCall", "Simulator", "copied"]
 
 _PATIENCE = 1.0  # seconds for the ranks to end when the caller is interrupted
-_MAX_FRUITLESS_POLLS = 10_000  # after which a program that only polls is reported as a deadlock
+_MAX_FRUITLESS_POLLS = 10_000  # after these a program that only polls is reported as a deadlock
 
 
 class AbortedError(BaseException):
-    """Ends the other ranks once one has failed. It is no Exception, so that user code does not catch it."""
+    """Ends the other ranks once one has failed; a BaseException, so that user code does not catch it."""
 
 
 @attrs.frozen(eq=False)
 class RankCall:
-    """One rank's part of a collective: its call, its inputs, the call site, and what the call is made for."""
+    """One rank's part of a collective: its call, inputs, call site, and the function it is called for."""
 
     call: Call
     here: Here
@@ -49,7 +49,7 @@ class RankCall:
 
 @attrs.define(eq=False)
 class GroupCall:
-    """One collective of one group: the calls so far, and the results once all members have called."""
+    """A collective of a group: the calls so far, and the results once all members have called it."""
 
     group: Group
     members: tuple[int, ...]  # ranks of the world, in the denotation's order
@@ -62,23 +62,23 @@ class GroupCall:
         return self.outputs is not None
 
     def awaited(self, rank: int) -> str:
-        """The rank's call, its call site, and the ranks that have not called."""
+        """Describes the rank's call, its call site, and the ranks that have not called."""
         arrival, missing = self.arrivals[rank], ", ".join(str(member) for member in self.members if member not in self.arrivals)
         return f"{arrival} on group {self.group.name!r} at {arrival.site} for rank {missing}"
 
     def complete(self) -> None:
-        """Applies the denotation to each leaf; by law 12 that is the meaning of a coalesced call."""
+        """Applies the reference implementation to each leaf, which is the meaning of a call on a tree (law 12)."""
         arrivals = [self.arrivals[rank] for rank in self.members]
         call = arrivals[0].call
         options = call.merged([arrival.call.private() for arrival in arrivals])
         leaves = zip(*(arrival.inputs for arrival in arrivals), strict=True)
-        with torch.inference_mode(False), torch.no_grad(), disable_dispatch_modes():  # those of the last rank see nothing of it
+        with torch.inference_mode(False), torch.no_grad(), disable_dispatch_modes():  # not in the modes of the last rank
             results = [call.collective.denotation(xs, options) for xs in leaves]
         self.outputs = {rank: [result[i] for result in results] for i, rank in enumerate(self.members)}
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """The values as a message would carry them: contiguous, and independent of the sender's modes."""
+    """A copy of the values as a message carries them: contiguous, detached, and not an inference tensor."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return copied(tensor)
@@ -86,21 +86,21 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 class Simulator:
-    """Lets one actor run at a time, the one that holds the baton: a rank (0 to n - 1) or a lane of one (from n on)."""
+    """Lets one actor run at a time, the one that holds the baton: a rank (0 to n - 1) or a lane (from n on)."""
 
     def __init__(self, world_size: int, seed: int) -> None:
         self.world_size = world_size
-        self.lanes: dict[int, tuple[int, threading.Thread]] = {}  # by actor: the rank beside whose program it works
+        self.lanes: dict[int, tuple[int, threading.Thread]] = {}  # by actor: the rank and thread
         self.random = random.Random(seed)
-        self.batons = [threading.Lock() for _ in range(world_size)]  # all are locked except the one of the rank that runs
+        self.batons = [threading.Lock() for _ in range(world_size)]  # all are locked except that of the running rank
         for baton in self.batons:
             baton.acquire()
         self.waiting: dict[int, Awaited] = {}
-        self.blocked: set[int] = set()  # of those that wait, the ones whose collective is not complete
+        self.blocked: set[int] = set()  # the waiting actors whose collective is incomplete
         self.polling: set[int] = set()
-        self.fruitless = 0  # polls in a row that found nothing, since the last call of any rank
+        self.fruitless = 0  # consecutive unsuccessful polls since the last call of any rank
         self.unfinished = set(range(world_size))
-        self.slots: dict[tuple[Any, ...], GroupCall] = {}  # collectives that are not complete
+        self.slots: dict[tuple[Any, ...], GroupCall] = {}  # incomplete collectives
         self.rng_states = RngState.now().copies(world_size)
         self.failure: BaseException | None = None
         self.over = threading.Event()
@@ -110,7 +110,7 @@ class Simulator:
     # -- what a rank calls while it holds the baton --------------------------------------------------------------------
 
     def arrive(self, key: tuple[Any, ...], rank: int, slot: GroupCall, arrival: RankCall) -> GroupCall:
-        """Adds a call to its collective; raises MismatchError where it differs from the first member's."""
+        """Adds a call to its collective; raises MismatchError if it differs from the first member's."""
         self.check()
         known = self.slots.setdefault(key, slot)
         if known.agreement != slot.agreement:
@@ -140,9 +140,9 @@ class Simulator:
         return True
 
     def poll(self, rank: int, slot: Awaited, patient: bool) -> bool:
-        """Whether the collective is complete; other ranks run first.
+        """Whether the collective is complete, after letting other ranks run.
 
-        A patient poll lets them run until none can continue; any other poll, for a number of turns that the seed picks.
+        A patient poll lets them run until none can continue, other polls for a random number of turns.
         """
         if patient:
             found = self.wait(rank, slot, polls=True)
@@ -164,7 +164,7 @@ class Simulator:
             raise AbortedError
 
     def pass_on(self, rank: int, *, may_return: bool) -> bool:
-        """Passes the baton on and waits until it is back; False if it came back because no other rank can continue."""
+        """Passes the baton and waits until it is back; False if it came back because no other rank can continue."""
         if may_return:
             self.polling.add(rank)
         successor = self.pick()
@@ -178,7 +178,7 @@ class Simulator:
         return slot.done or self.failure is not None
 
     def hand_over(self, rank: int, successor: int) -> None:
-        """Passes the baton to the successor; returns when it is back."""
+        """Passes the baton to the successor and waits until it is back."""
         if successor != rank:
             self.rng_states[rank] = RngState.now()
             self.pass_to(successor)
@@ -187,7 +187,7 @@ class Simulator:
     def take(self, rank: int) -> None:
         """Waits for the baton."""
         self.batons[rank].acquire()
-        if self.abandoned:  # the process is its caller's again
+        if self.abandoned:  # ``simulate`` has returned
             raise AbortedError
         self.rng_states[rank].restore()
 
@@ -199,16 +199,16 @@ class Simulator:
     # -- the schedule --------------------------------------------------------------------------------------------------
 
     def pick(self) -> int | None:
-        """A rank that can continue; if there is none, a rank that polls; else None."""
+        """Picks a rank that can continue; if there is none, a rank that polls; else None."""
         able = sorted(self.unfinished if self.failure is not None else self.unfinished - self.blocked) or sorted(self.polling)
         return self.random.choice(able) if able else None
 
     def unblock(self, slot: Awaited) -> None:
-        """Lets those go on that wait for what is done now."""
+        """Unblocks the actors that wait for a completed collective or chain."""
         self.blocked -= {actor for actor, waited in self.waiting.items() if waited is slot}
 
     def finish(self, rank: int) -> None:
-        """Removes a rank that is done; passes the baton on, or ends the run."""
+        """Removes a finished rank; passes the baton, or ends the run."""
         self.unfinished.discard(rank)
         if not self.unfinished:
             self.over.set()
@@ -221,7 +221,7 @@ class Simulator:
             self.pass_to(successor)
 
     def interrupt(self, threads: Sequence[threading.Thread]) -> None:
-        """Ends the ranks: the one that runs at its next line of Python. If that takes long, they end later, by themselves."""
+        """Ends the ranks: raises in the running one at its next Python instruction; if that takes long, they end later."""
         rank = self.running
         if rank is not None and rank in self.unfinished:
             ident, error = ctypes.c_ulong(threads[rank].ident or 0), ctypes.py_object(AbortedError)
@@ -231,7 +231,7 @@ class Simulator:
     # -- beside the programs -------------------------------------------------------------------------------------------
 
     def add_lane(self, rank: int, name: str, work: Callable[[int], None]) -> int:
-        """A thread that works beside a rank's program whenever it has the baton; its number in the schedule."""
+        """Starts a thread for background work of a rank, which runs whenever it has the baton; returns its actor number."""
         actor = len(self.batons)
         self.batons.append(threading.Lock())
         self.batons[actor].acquire()
@@ -242,13 +242,13 @@ class Simulator:
         return actor
 
     def end_lanes(self) -> None:
-        """Ends the lanes' threads; nothing runs any more."""
+        """Ends the lanes' threads, after the run."""
         for actor, (_, thread) in self.lanes.items():
             self.batons[actor].release()
             thread.join()
 
     def deadlock(self) -> DeadlockError:
-        """The error that says where each rank waits."""
+        """The error that names the call in which each rank waits."""
         lanes = {actor: rank for actor, (rank, _) in self.lanes.items()}
         calls = {rank: slot for rank, slot in sorted(self.waiting.items()) if isinstance(slot, GroupCall)}
         found = {

@@ -34,33 +34,31 @@ def simulate(
 ) -> list[T]:
     """Runs ``program(*args)`` on ``world_size`` simulated ranks and returns their results in rank order.
 
-    Law: if ranks communicate through collectives only, the result does not depend on ``seed``, and equals that of ``spawn``
-    bit for bit.
+    Law: if ranks communicate through collectives only, the result does not depend on ``seed`` and equals that of ``spawn``
+    bitwise.
 
-    Each rank has its own default torch generator, Python and NumPy generators, warning filters and default dtype. They start as
-    copies of the caller's, which do not change. Ctrl-C ends the ranks where they are.
+    Each rank has its own random generators (torch's default, Python's and NumPy's), warning filters and default dtype, which
+    start as copies of the caller's. Ctrl-C ends the ranks.
 
     Args:
         program: what each rank runs.
         args: its arguments, the same objects on all ranks.
         world_size: the number of ranks.
         seed: picks the interleaving.
-        shapes_only: the ranks pass tensors without values (``device="meta"``) and get such tensors. Each rank runs by itself,
-            and the calls are compared afterwards. A ``ledger`` can so count programs on thousands of ranks.
-        rules: "nccl" also reports programs that run here and would hang on NCCL, as if all tensors were on GPUs.
-        variance: compares what ranks declare of their values (``replicated`` and its kin), and follows values through the
-            program. Each operation then takes some hundred microseconds of the host, and a pass over its result.
-        ranks_per_node: how many neighbours share a node, as for ``init_distributed``.
+        shapes_only: uses meta tensors, which have no values. The ranks run one after another, and their calls are compared
+            afterwards. With a ``ledger`` this counts the traffic of thousands of ranks.
+        rules: "nccl" also reports programs that run here but would hang on NCCL if all tensors were on GPUs.
+        variance: checks declarations of values (``replicated``, ``invariant``, ``varying``, ``partial``) and propagates them
+            through the program, at some hundred microseconds, and a pass over the result, per operation.
+        ranks_per_node: how many consecutive ranks share a node, as for ``init_distributed``.
 
     Raises:
         MismatchError: ranks of one group called different collectives; names both call sites.
-        DeadlockError: no rank can continue; names where each rank waits and for which ranks. With ``shapes_only`` no rank
-            waits, so deadlocks are not found. With ``rules="nccl"``, ranks launch calls in orders that contradict each other;
-            names these calls.
+        DeadlockError: no rank can continue; names the calls that the ranks wait in, and for which ranks. Not detected with
+            ``shapes_only``. With ``rules="nccl"``, also if ranks launch calls in contradicting orders; names these calls.
         UnmatchedError: some ranks never made a call that others had started asynchronously.
         CommError: a rank called a collective from another thread.
-        VarianceError: with ``variance``, a value is not what it was declared to be, or a collective, operation or gradient
-            contradicts what it is; names the line.
+        VarianceError: with ``variance``, a value, or its use, contradicts its declaration; names the line.
         Exception: the exception that a rank raised, with a note that names the rank.
 
     >>> from functional_ds import comm
@@ -70,7 +68,7 @@ def simulate(
     _check_options(world_size, shapes_only, rules, variance)
     check_ranks_per_node(ranks_per_node, world_size)
     if shapes_only:
-        from functional_ds.comm.worlds.shapes import run_on_shapes  # loaded where it is asked for, as what follows
+        from functional_ds.comm.worlds.shapes import run_on_shapes  # imported on demand, like the modules below
 
         return run_on_shapes(program, args, world_size, ranks_per_node)
     simulator, ranks = Simulator(world_size, seed), tuple(range(world_size))
@@ -86,7 +84,7 @@ def simulate(
     results: list[T | None] = [None] * world_size
 
     def run(rank: int) -> None:
-        torch.set_num_threads(1)  # one rank runs at a time, and each thread would start a pool of its own
+        torch.set_num_threads(1)  # one rank runs at a time, and each thread would start its own pool
         try:
             simulator.take(rank)
             # Autograd without threads: a backward pass stays on its rank's thread.

@@ -1,6 +1,6 @@
-"""The world of a simulated rank: each is a thread, one thread runs at a time, and a seed picks the interleaving.
+"""The world of a simulated rank. Ranks are threads, which run one at a time in an order picked by a seed.
 
-The last rank to call a collective computes its denotation for all members. So a simulated run is deterministic.
+The last rank to call a collective computes its reference implementation for all members, so a run is deterministic.
 """
 
 import threading
@@ -43,7 +43,7 @@ class _SimulatedHandle:
         return outputs.pop(self.world.rank)
 
     def poll(self, timeout: float) -> bool:
-        if self.world.rules is not None:  # as on NCCL, where the host never waits
+        if self.world.rules is not None:  # as on NCCL, where the host does not wait
             return True
         return self.world.simulator.poll(self.world.here, self.slot, timeout > 0)
 
@@ -54,10 +54,10 @@ class SimulatedWorld(World):
 
     Attributes:
         simulator: runs all ranks.
-        threads: the threads that may call collectives, by identifier: each one's number in the schedule.
-        lanes: what runs beside the program, by lane.
-        counts: for each order of calls, the index of the last one.
-        rules: what NCCL's rules would say of this rank's calls, if anybody asks.
+        threads: the threads that may call collectives: their numbers in the schedule, by identifier.
+        lanes: the lanes of background work, by group.
+        counts: the index of the last call, by order.
+        rules: checks this rank's calls by NCCL's rules, with ``rules="nccl"``.
     """
 
     simulator: Simulator
@@ -68,7 +68,7 @@ class SimulatedWorld(World):
 
     @property
     def here(self) -> int:
-        """The number of this thread in the schedule: the rank, or a lane's."""
+        """This thread's number in the schedule: the rank, or a lane's."""
         return self.threads.get(threading.get_ident(), self.rank)
 
     def beside(self, steps: Callable[[], Iterator[Any]], lane: Group, device: torch.device) -> Beside:

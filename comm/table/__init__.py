@@ -1,4 +1,4 @@
-"""The table of collectives, and what a collective of your own is written with: a row, and a function that requests it."""
+"""The table of collectives, and the tools for custom collectives: the record of a row, and functions that request one."""
 
 from typing import TYPE_CHECKING
 

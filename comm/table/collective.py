@@ -1,4 +1,4 @@
-"""The record of a collective: its denotation, transpose, cost, and how backends run it."""
+"""The record of a collective: its reference implementation, transpose, cost, and back-end implementations."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,30 +15,30 @@ __all__ = ["Call", "Collective", "Handle", "Here", "Traffic"]
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """A collective that has been started."""
 
     @property
     def ended(self) -> float | None:
-        """When it ended (``time.perf_counter``), if that is known without a wait."""
+        """When it ended (``time.perf_counter``), if that is known without waiting."""
         ...
 
     def wait(self) -> list[Tensor]:
-        """Blocks until this rank's results are there; returns them."""
+        """Blocks until this rank's results are available; returns them."""
         ...
 
     def poll(self, timeout: float) -> bool:
-        """Whether a wait would return at once; waits up to ``timeout`` seconds for that."""
+        """Whether the results are available; waits up to ``timeout`` seconds for them."""
         ...
 
 
 @attrs.define(eq=False)
 class WatchedHandle:
-    """A call under way, the wait for which is watched.
+    """A started collective with a function around its ``wait``.
 
     Attributes:
-        inner: the call.
-        waits: waits by the function that it is given.
-        apart: what that function, and a poll, run within.
+        inner: the collective.
+        waits: is called with the function that waits, and returns its results.
+        apart: makes a context manager, inside which waits and polls run.
     """
 
     inner: Handle
@@ -47,7 +47,7 @@ class WatchedHandle:
 
     @property
     def ended(self) -> float | None:
-        """As the call says."""
+        """When the collective ended."""
         return self.inner.ended
 
     def wait(self) -> list[Tensor]:
@@ -55,7 +55,7 @@ class WatchedHandle:
         return self.waits(self._results)
 
     def poll(self, timeout: float) -> bool:
-        """As the call says."""
+        """Whether the results are available."""
         with self.apart():
             return self.inner.poll(timeout)
 
@@ -118,14 +118,14 @@ def _to_all_alike(here: Here) -> None:
 
 @attrs.frozen
 class Traffic:
-    """What the busiest link carries of a collective's value, whatever the algorithm, as nccl-tests defines it.
+    """The traffic of a collective on the busiest link for an optimal algorithm: the "bus bandwidth" of nccl-tests.
 
     Attributes:
-        role: "gather" where it makes a value whole on all ranks, "reduction" where it adds up, "message" between two ranks,
-            "exchange" otherwise.
-        passes: how often the value passes: twice for an all-reduce, once to add and once to hand out.
-        keeps_share: whether a rank's own n-th of the value stays where it is.
-        of_result: whether the value is the result, n times a rank's input; else it is the input.
+        role: "gather" if all ranks get the whole value, "reduction" if values are reduced, "message" for point-to-point
+            messages, "exchange" otherwise.
+        passes: how many times the value crosses the link; 2 for an all-reduce, which reduces and then gathers.
+        keeps_share: whether 1/n of the value stays on its rank.
+        of_result: whether the value is the result, n times a rank's input, instead of the input.
     """
 
     role: Literal["gather", "reduction", "exchange", "message"] = "exchange"
@@ -134,7 +134,7 @@ class Traffic:
     of_result: bool = False
 
     def bus(self, n: int) -> float:
-        """The value's bytes that the busiest of n ranks' links carries, as a factor."""
+        """Bytes on the busiest link of n ranks, as a factor of the value's bytes."""
         return self.passes * ((n - 1) / n if self.keeps_share and n else 1.0)
 
 
@@ -155,36 +155,37 @@ def _of_payload(shape: Sequence[int], here: Here) -> Sequence[int]:
 
 @attrs.frozen(eq=False)
 class Collective:
-    """One row of the table: all that the library knows of a collective.
+    """The definition of a collective: one row of ``TABLE``.
 
-    A row communicates unless it is computed ``alone``. Then it says its ``volume``, ``result`` and ``traffic``, and what
-    carries it over ``gloo`` and ``nccl``.
+    A collective that communicates must define ``volume``, ``result``, ``traffic``, ``gloo`` and ``nccl``; one that does not
+    defines ``alone``.
 
     Attributes:
         name: as in ``comm.<name>``.
-        denotation: the meaning; from all members' inputs, in rank order, to all members' outputs.
-        adjoint: the call that is the transpose, or None where there is none (max, say).
+        denotation: the reference implementation, from all members' inputs, in rank order, to all members' outputs.
+        adjoint: the call that is the transpose, or None if there is none (as for max).
         volume: elements that this rank sends.
-        result: the shape of an exchange's result, from that of this rank's payload.
-        traffic: what links carry of it.
-        gloo, nccl: the exchange of a payload by that back end.
-        joins: whether calls may become one call of all their tensors: no result depends on its place in a message.
-        shares: what of its volume this rank sends to which ranks of the group, as weights; None for equal parts to all others.
-        by_node: whether its messages go through nodes (``Group.ranks_per_node``), so that links between them carry less.
-        pack: a leaf as the payload of an exchange; payloads of several leaves concatenate along the last dim.
-        unpack: the leaf's result from its slice of the exchange's result.
-        check: raises ValueError where this rank alone can tell that the call is wrong.
-        shape: what must be the same on every rank; by default the leaf's shape.
-        alone: for a row without communication, this rank's result from its own input.
-        members: the group's ranks that take part; by default all.
-        order: names the sequence that a call belongs to; calls of one sequence come in one order on all members. Of a
-            message it is (source, destination, tag).
-        reads: whether this rank's input is read; a receiver's, say, only tells the shape.
-        private: options that may differ between ranks; the denotation gets them as a list, an entry a member.
-        reconcile: raises MismatchError where the members' private options contradict each other.
-        title: the name and the options to show, as this rank wrote them; by default the row's name and all options.
-        takes: what its input is along the group, where it sums or moves values.
-        gives: what its result is along the group; the transpose takes ``gives.dual`` and gives ``takes.dual``.
+        result: the shape of the exchange's result, from the shape of this rank's payload.
+        traffic: the load on links.
+        gloo, nccl: the exchange of a payload on that back end.
+        joins: whether calls may be coalesced into one, which requires that no result depends on its position in a message.
+        shares: weights by rank of the group: how this rank's volume divides among receivers. None for equal parts to all
+            others.
+        by_node: whether it is hierarchical (``Group.ranks_per_node``), so that links between nodes carry less.
+        pack: converts a leaf to the payload of an exchange; payloads of several leaves are concatenated along the last dim.
+        unpack: converts the leaf's slice of the exchange's result to the leaf's result.
+        check: raises ValueError for errors that this rank can detect alone.
+        shape: what must be equal on all ranks; by default the leaf's shape.
+        alone: for a collective without communication, this rank's result from its input.
+        members: the ranks of the group that take part; by default all.
+        order: the key of a sequence of calls; all members must make the calls of a sequence in one order. For a message it is
+            (source, destination, tag).
+        reads: whether this rank's input is read; a receiver's only gives the shape.
+        private: options that may differ between ranks; the denotation gets a list of them, with an entry for each member.
+        reconcile: raises MismatchError if the members' private options contradict each other.
+        title: the name and options to show in messages; by default the row's name and all options.
+        takes: the ``Variance`` of the input.
+        gives: the ``Variance`` of the result; the transpose takes ``gives.dual`` and gives ``takes.dual``.
     """
 
     name: str
@@ -229,11 +230,11 @@ class Collective:
 
     @property
     def is_message(self) -> bool:
-        """Whether it goes from one rank of the group to another."""
+        """Whether it is a point-to-point message."""
         return self.traffic.role == "message"
 
     def on_shapes(self, leaf: Tensor, here: Here) -> Tensor:
-        """The result for a leaf without values: a tensor of the right shape, without values."""
+        """The result for a meta tensor: a meta tensor of the result's shape."""
         payload = self.pack(leaf, here)
         return self.unpack(payload.new_empty(list(self.result(payload.shape, here))), leaf, here)
 
@@ -245,12 +246,12 @@ def _kind(tensor: Tensor) -> str:
 
 @attrs.frozen(eq=False)
 class Call:
-    """A collective with its options: all that must agree between ranks, apart from the tensors.
+    """A collective with its options.
 
     Attributes:
         collective: its row of the table.
         options: by name.
-        out: memory for the results, a tensor a leaf, which a world may use; see ``options_for``. It may be the leaf itself.
+        out: tensors, one per leaf, that a back end may write the results into; see ``options_for``. They may be the leaves.
     """
 
     collective: Collective
@@ -258,13 +259,13 @@ class Call:
     out: Sequence[Tensor] | None = None
 
     def on_nodes(self, ranks_per_node: int) -> "Call":
-        """The call in a group with so many ranks a node."""
+        """The call in a group with that number of ranks per node."""
         if ranks_per_node == 1 or not self.collective.by_node:
             return self
         return attrs.evolve(self, options={**self.options, "ranks_per_node": ranks_per_node})
 
     def options_for(self, places: Sequence[int], payload: Tensor) -> Options:
-        """The options of a primitive that carries these leaves; with "out" where its result can lie in the leaf's own."""
+        """The options for the back end, with "out" if the payload is one leaf that has an output tensor on its device."""
         if self.out is None or len(places) > 1 or self.out[places[0]].device != payload.device:
             return self.options
         return {**self.options, "out": self.out[places[0]]}
@@ -275,7 +276,7 @@ class Call:
         return (row.name, self.options) if row.title is None else row.title(self.options, rank)
 
     def takes(self) -> Variance:
-        """What the call's input is along the group: a partial sum for sums alone, whatever each rank has for a max."""
+        """The ``Variance`` of the call's input: for sums the row's, for other reductions varying."""
         row = self.collective
         return row.takes if self.options.get("op", "sum") == "sum" else Variance.VARYING
 
@@ -285,7 +286,7 @@ class Call:
         return f"{name}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
 
     def signature(self, tensors: Sequence[Tensor], here: Here) -> str:
-        """The call and what it is called on, as text for messages."""
+        """The call with its dtypes and shapes, as text."""
         shapes = (list(self.collective.shape(t, here)) for t in tensors)
         kinds = ", ".join(f"{_kind(t)}{shape}" for t, shape in zip(tensors, shapes, strict=True))
         return f"{self.shown(here.rank)} of [{kinds}]".replace("'*'", "*")

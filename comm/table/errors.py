@@ -1,4 +1,4 @@
-"""Errors between ranks."""
+"""Errors of collective communication."""
 
 from collections.abc import Mapping
 
@@ -17,18 +17,18 @@ __all__ = [
 
 
 class CommError(RuntimeError):
-    """A collective could not be carried out."""
+    """A collective failed. The base class of this module's errors."""
 
 
 class MismatchError(CommError):
-    """Ranks of one group called different collectives, or one with shapes or dtypes that do not match."""
+    """Ranks of a group called different collectives, or one with different shapes, dtypes or options."""
 
 
 class DeadlockError(CommError):
     """No rank can continue: every unfinished rank waits for another.
 
     Attributes:
-        waits: by rank, the call that its program waits in, and the ranks that it waits for. Empty where that is not known.
+        waits: by rank, the call that it is blocked in and the ranks that it waits for; empty if unknown.
     """
 
     def __init__(self, *args: object, waits: Mapping[int, tuple[str, tuple[int, ...]]] | None = None) -> None:
@@ -37,7 +37,7 @@ class DeadlockError(CommError):
 
 
 class DivergenceError(CommError):
-    """Two interleavings of a program give different results."""
+    """Two interleavings of a program gave different results."""
 
 
 class RankFailedError(CommError):
@@ -45,23 +45,23 @@ class RankFailedError(CommError):
 
 
 def of_rank(error: BaseException, rank: int, world_size: int) -> BaseException:
-    """A rank's error as its world raises it: no SystemExit of code 0, by which the program would end as if all were well."""
+    """A rank's error as its world raises it; a SystemExit with code 0 becomes a RankFailedError, so that it is not lost."""
     if isinstance(error, SystemExit) and not error.code:
         return RankFailedError(f"rank {rank} of {world_size} called exit({error.code!r}) before it returned; return instead")
     return error
 
 
 class TimedOutError(CommError):
-    """Some ranks did not make a call that others waited in."""
+    """Some ranks did not make a call in which others waited, within the timeout."""
 
 
 class UnmatchedError(CommError):
-    """All ranks have finished, and some never made a call that others had started."""
+    """All ranks finished, and some never made a call that others had started."""
 
 
 class VarianceError(CommError):
-    """A value is not what it was declared to be along a group of ranks, or is used as if it were something else."""
+    """A value contradicts its declaration along a group of ranks, or its use does."""
 
 
 class WrittenError(CommError):
-    """A tensor was written between an asynchronous collective's start and its wait."""
+    """A tensor was written to between the start of an asynchronous collective and its wait."""

@@ -1,4 +1,4 @@
-"""The table of collectives, its second half: exchanges, point to point, and Megatron's four."""
+"""Rows of the table of collectives: all_to_all, permute, messages and Megatron's four; ``TABLE`` itself."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -152,7 +152,7 @@ def _transfer_title(options: Options, rank: int) -> tuple[str, Options]:
     return name, {peer: options[peer], **({"tag": options["tag"]} if options["tag"] else {})}
 
 
-# One message between two ranks, which p2p has checked. The sender gets zeros: they carry the gradient's way back.
+# One message between two ranks, which p2p has checked. The sender gets zeros, through which the gradient comes back.
 TRANSFER: Collective = Collective(
     name="transfer",
     denotation=lambda xs, options: [nothing(xs[0], xs[0].shape), xs[0].clone()],

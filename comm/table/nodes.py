@@ -1,4 +1,4 @@
-"""What calls that go node by node send; the option ``ranks_per_node`` says how many neighbours share a node."""
+"""Volumes of hierarchical collectives, whose option ``ranks_per_node`` is the number of consecutive ranks on a node."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def all_reduce_volume(leaf: Tensor, here: Here) -> int:
 
 
 def shares_by_node(here: Here) -> Mapping[int, int] | None:
-    """A rank sends to the others of its node what is for all nodes, and to one rank of each other node what is for that."""
+    """Weights by receiver: each other rank of this node gets one part per node, and this rank's peer on each other node one."""
     per_node = here.options.get("ranks_per_node", 1)
     if per_node == 1:
         return None
@@ -46,6 +46,6 @@ def all_gather_volume(leaf: Tensor, here: Here) -> int:
     if per_node == 1 or sizes is None:
         return (here.n - 1) * leaf.numel()
     rows: int = leaf.shape[here["dim"]]
-    column = sizes[here.rank % per_node :: per_node]  # what it has from the ranks in its place
+    column = sizes[here.rank % per_node :: per_node]  # the sizes of the ranks at this place of their nodes
     width = math.prod(leaf.shape[: here["dim"]] + leaf.shape[here["dim"] + 1 :])
     return ((here.n // per_node - 1) * rows + (per_node - 1) * sum(column)) * width

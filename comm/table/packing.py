@@ -1,4 +1,4 @@
-"""Tensors as rows of equal length, as transports send pieces, and back."""
+"""Converts tensors to rows of equal length, in which back ends send pieces, and back."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ __all__ = ["pack_cut", "pack_rows", "pad_rows", "piece_shape", "unpack_joined", 
 
 
 def pack_cut(leaf: Tensor, here: Here, dim: int | None = None) -> Tensor:
-    """The whole as [n, m], a row for each rank."""
+    """A tensor as [n, m], with a row for each rank."""
     dim = here["dim"] if dim is None else dim
     if dim == 0:  # tiled or stacked
         return leaf.reshape(here.n, -1) if leaf.numel() else leaf.new_empty(here.n, 0)
@@ -22,7 +22,7 @@ def pack_cut(leaf: Tensor, here: Here, dim: int | None = None) -> Tensor:
 
 
 def unpack_joined(rows: Tensor, piece: Sequence[int], here: Here, dim: int | None = None) -> Tensor:
-    """The whole from [n, m], where every piece has the shape ``piece``."""
+    """The joined tensor from rows [n, m] that hold pieces of shape ``piece``."""
     if not here.options.get("tiled", True):
         return rows.reshape(here.n, *piece)
     dim = here["dim"] if dim is None else dim
@@ -32,7 +32,7 @@ def unpack_joined(rows: Tensor, piece: Sequence[int], here: Here, dim: int | Non
 
 
 def piece_shape(leaf: Tensor, here: Here, dim: int | None = None) -> list[int]:
-    """The shape of one rank's piece of the whole."""
+    """The shape of one rank's piece of ``leaf``."""
     shape = list(leaf.shape)
     if not here.options.get("tiled", True):
         return shape[1:]
@@ -41,25 +41,25 @@ def piece_shape(leaf: Tensor, here: Here, dim: int | None = None) -> list[int]:
 
 
 def unpack_piece(piece: Tensor, leaf: Tensor, here: Here) -> Tensor:
-    """One rank's piece of the whole ``leaf``."""
+    """A payload reshaped to one rank's piece of ``leaf``."""
     return piece.reshape(piece_shape(leaf, here))
 
 
 def pad_rows(leaf: Tensor, n: int) -> Tensor:
-    """The leaf's elements as [n, m], with zeros at the end; a view where n divides them."""
+    """The leaf's elements as [n, m], zero-padded at the end; a view if n divides their number."""
     flat, size = leaf.reshape(-1), -(-leaf.numel() // n)
     missing = n * size - flat.numel()
     return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(n, size)
 
 
 def pack_rows(leaf: Tensor, here: Here) -> Tensor:
-    """The leaf as [rows, m], a row for each index along ``dim``."""
+    """The leaf as [rows, m], with a row for each index along ``dim``."""
     moved = leaf.movedim(here["dim"], 0)
     return moved.reshape(moved.shape[0], math.prod(moved.shape[1:]))
 
 
 def unpack_rows(rows: Tensor, leaf: Tensor, here: Here) -> Tensor:
-    """The inverse of ``pack_rows``, for however many rows have come."""
+    """The inverse of ``pack_rows``, for any number of rows."""
     dim = here["dim"]
     rest = [*leaf.shape[:dim], *leaf.shape[dim + 1 :]]
     return rows.reshape(rows.shape[0], *rest).movedim(0, dim).contiguous()

@@ -6,13 +6,13 @@ __all__ = ["Permutation"]
 
 
 class Permutation:
-    """A partial permutation of a group's ranks: (source, destination) pairs, checked once and reusable in loops.
+    """A partial permutation of ranks as (source, destination) pairs, as in ``jax.lax.ppermute``; checked once, reusable.
 
-    No rank is twice a source, and none twice a destination. ``source[dst]`` and ``target[src]`` look a rank up.
+    Each rank occurs at most once as a source and once as a destination. ``source[dst]`` and ``target[src]`` look a rank up.
 
     Raises:
-        ValueError: a rank is negative, or twice a source or twice a destination.
-        TypeError: the elements are not pairs.
+        ValueError: a rank is negative, or occurs twice as a source or twice as a destination.
+        TypeError: the elements are not pairs of integers.
 
     >>> ring = Permutation([(0, 1), (1, 2), (2, 0)])
     >>> ring.target[2], ring.source[2], ring.inverse.target[2]
@@ -37,13 +37,13 @@ class Permutation:
                 )
         if any(rank < 0 for pair in self.pairs for rank in pair):
             raise ValueError(f"perm={list(self.pairs)} names a negative rank; ranks count from 0")
-        self.ranks = max((max(pair) for pair in self.pairs), default=-1) + 1  # the smallest group that has them all
+        self.ranks = max((max(pair) for pair in self.pairs), default=-1) + 1  # the size of the smallest group with them all
         self._hash = hash(self.pairs)
         self._inverse: Permutation | None = None
 
     @classmethod
     def shift(cls, n: int, by: int = 1) -> "Permutation":
-        """A ring of n: each rank sends to the rank ``by`` places after it."""
+        """A ring of n ranks: rank r sends to rank ``(r + by) % n``."""
         return cls((rank, (rank + by) % n) for rank in range(n))
 
     @property
@@ -55,7 +55,7 @@ class Permutation:
         return self._inverse
 
     def then(self, after: "Permutation") -> "Permutation":
-        """This permutation, then ``after``: ``PM(after) ∘ PM(self) = PM(self.then(after))``."""
+        """The composition, this permutation first: ``PM(after) ∘ PM(self) = PM(self.then(after))``."""
         return Permutation((src, after.target[dst]) for src, dst in self.pairs if dst in after.target)
 
     def __eq__(self, other: object) -> bool:

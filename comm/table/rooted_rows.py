@@ -1,4 +1,4 @@
-"""The table of collectives: gather and scatter, each other's transposes, of which one rank has the whole; the barrier."""
+"""Rows of the table of collectives: gather and scatter, which are each other's transposes, and the barrier."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ __all__ = ["BARRIER", "GATHER", "SCATTER", "nothing"]
 
 
 def nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros that take no memory."""
+    """Zeros of a shape that take no memory (an expanded scalar)."""
     return like.new_zeros(()).expand(list(shape))
 
 

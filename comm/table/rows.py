@@ -1,8 +1,4 @@
-"""The table of collectives, its first half: reductions, gathers and scatters, the barrier.
-
-``exchanges`` has the other rows: exchanges, point to point, and the four whose transposes depend on whether a value is
-replicated, varying or a partial sum along the group.
-"""
+"""Rows of the table of collectives: reductions, broadcast, all_gather and reduce_scatter."""
 
 from collections.abc import Sequence
 
@@ -23,12 +19,12 @@ __all__ = ["ALL_GATHER", "ALL_REDUCE", "BROADCAST", "REDUCE", "REDUCE_SCATTER", 
 
 
 def _copies(value: Tensor, n: int) -> list[Tensor]:
-    """A new tensor, and copies of it."""
+    """The tensor and n - 1 copies of it."""
     return [value, *(value.clone() for _ in range(n - 1))]
 
 
 def as_sent(shape: Sequence[int], here: Here) -> Sequence[int]:
-    """The ``result`` of a primitive that gives as much as it is given."""
+    """The ``result`` of a collective whose output has the shape of its input."""
     return shape
 
 
@@ -119,7 +115,7 @@ BROADCAST: Collective = Collective(
 )
 
 
-# -- all_gather and reduce_scatter, gather and scatter: each other's transposes ---------------------------------------
+# -- all_gather and reduce_scatter: each other's transposes -----------------------------------------------------------
 
 
 def but(options: Options, *names: str) -> Options:

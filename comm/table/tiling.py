@@ -1,7 +1,7 @@
-"""Cutting a value into a piece for each rank and joining the pieces, along a dim or on a leading axis of the ranks.
+"""Splits a tensor into a piece for each rank and joins pieces, along a dim or on a leading dim of size n.
 
-Options: ``dim`` and ``tiled``; ``sizes`` where the pieces differ in size along ``dim``. A payload is the form in which a
-backend gets a leaf: ``[m]`` (one piece), ``[n, m]`` (a piece for each rank) or ``[rows, m]`` (pieces of several rows).
+Options: ``dim`` and ``tiled``; ``sizes`` if the pieces differ in size along ``dim``. A back end gets a leaf as a payload:
+``[m]`` (one piece), ``[n, m]`` (a piece for each rank) or ``[rows, m]`` (pieces of several rows).
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ __all__ = ["check_cut", "check_dim", "cut", "join"]
 
 
 def join(pieces: Sequence[Tensor], options: Options) -> Tensor:
-    """The whole from the ranks' pieces."""
+    """The ranks' pieces, concatenated or stacked."""
     return torch.cat(list(pieces), options["dim"]) if options["tiled"] else torch.stack(list(pieces))
 
 
 def cut(whole: Tensor, n: int, options: Options) -> Sequence[Tensor]:
-    """The ranks' pieces of the whole: the inverse of ``join``."""
+    """Splits a tensor into the ranks' pieces: the inverse of ``join``."""
     if "sizes" in options:
         pieces: Sequence[Tensor] = whole.split(list(options["sizes"]), options["dim"])
         return pieces
@@ -30,7 +30,7 @@ def cut(whole: Tensor, n: int, options: Options) -> Sequence[Tensor]:
 
 
 def check_dim(leaf: Tensor, here: Here, name: str = "dim") -> int:
-    """The dim to cut or join along; raises ValueError where the leaf does not have it."""
+    """The dim to split or join along; raises ValueError if the leaf does not have it."""
     dim: int = here[name]
     if not here.options.get("tiled", True):
         if dim != 0:
@@ -46,7 +46,7 @@ def check_dim(leaf: Tensor, here: Here, name: str = "dim") -> int:
 
 
 def check_cut(leaf: Tensor, here: Here, name: str = "dim") -> None:
-    """Raises ValueError where the leaf cannot be cut into a piece for each rank."""
+    """Raises ValueError if the leaf cannot be split into a piece for each rank."""
     if leaf.dim() == 0:
         raise ValueError("a scalar cannot be cut into pieces; it needs a dim to cut along")
     tiled = here.options.get("tiled", True)

@@ -1,4 +1,4 @@
-"""What a value is along a group of ranks, and what its gradient is then."""
+"""How a value relates to a group of ranks: replicated, invariant, varying or a partial sum."""
 
 from enum import Enum
 
@@ -6,14 +6,14 @@ __all__ = ["Variance"]
 
 
 class Variance(Enum):
-    """What the ranks of a group hold of one value.
+    """How the ranks of a group hold a value, and its gradient.
 
     | the value | the ranks hold | their gradients of it |
     |---|---|---|
-    | replicated | equal bits; each rank uses it in its own way | partial: their sum is the gradient |
-    | invariant | equal bits; all ranks use it alike | invariant: each rank has the whole gradient |
-    | varying | each its own part | varying: each that of its own part |
-    | partial | terms, whose sum is the value | replicated: all terms have one gradient |
+    | replicated | equal bits, used differently by each rank | partial: their sum is the gradient |
+    | invariant | equal bits, used in the same way by all ranks | invariant: each rank has the whole gradient |
+    | varying | different values | varying: each rank has the gradient of its value |
+    | partial | terms whose sum is the value | replicated: all terms have the same gradient |
     """
 
     REPLICATED = "replicated"
@@ -23,7 +23,7 @@ class Variance(Enum):
 
     @property
     def dual(self) -> "Variance":
-        """What the gradient of such a value is.
+        """The variance of the gradient.
 
         Law: ``v.dual.dual = v``; a collective from ``a`` to ``b`` has a transpose from ``b.dual`` to ``a.dual``.
         """
@@ -31,7 +31,7 @@ class Variance(Enum):
 
     @property
     def equal(self) -> bool:
-        """Whether the ranks hold equal bits."""
+        """Whether all ranks hold equal bits."""
         return self in (Variance.REPLICATED, Variance.INVARIANT)
 
 

@@ -1,1 +1,1 @@
-"""Values followed through a program: what each is along groups of ranks, by its bits and by the operations that made it."""
+"""Checks declarations of variance by the values' bits, and by propagating them through a program's operations."""

@@ -1,4 +1,4 @@
-"""What ranks declare of their values, compared bit by bit."""
+"""Compares the declared values of all ranks bitwise."""
 
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -20,16 +20,16 @@ _ADVICE = {
 
 @attrs.frozen(eq=False)
 class Claim:
-    """What one rank declares of its leaves.
+    """A rank's declaration of leaves.
 
     Attributes:
-        kind: what they are declared to be along the group.
+        kind: their declared variance along the group.
         group: the ranks.
         names: the leaves' paths.
         leaves: copies of them, or of their gradients.
         site: the file and line of the declaration.
-        index: when the rank came to it: how many events it had traced.
-        distinct: no two ranks may have equal bits.
+        index: the number of events that the rank had traced before.
+        distinct: whether the bits must differ between any two ranks.
         gradient: whether ``leaves`` are gradients.
     """
 
@@ -52,18 +52,18 @@ class Claim:
         return f"comm.{self.kind.value} of [{shapes}] at {self.site}"
 
     def agreement(self) -> tuple[object, ...]:
-        """What must be the same on every rank."""
+        """The properties that must be equal on all ranks."""
         return (self.kind, self.distinct, [(leaf.dtype, leaf.shape) for leaf in self.leaves])
 
 
 @attrs.frozen
 class Contradiction:
-    """A place where a program contradicts what it declares.
+    """A place where a program contradicts its declarations.
 
     Attributes:
-        index: of the event, in its rank's trace.
-        rank: of the world.
-        text: what is wrong there; empty where ``since`` alone is known.
+        index: the event's index in its rank's trace.
+        rank: the rank of the world.
+        text: the error message; empty if only ``since`` is known.
         since: for a declaration that does not hold, where the values began to differ.
     """
 
@@ -75,18 +75,18 @@ class Contradiction:
 
 @attrs.define(eq=False)
 class Declarations:
-    """The declarations of all ranks. No rank waits: the last rank to come compares, and the run goes on.
+    """The declarations of all ranks. Ranks do not wait: the last one to reach a declaration compares.
 
     Attributes:
-        open: the declarations that some ranks have yet to come to: the claims so far, by rank of the world.
-        found: what was wrong with the others.
+        open: declarations that some ranks have not reached: the claims so far, by rank of the world.
+        found: the contradictions of the others.
     """
 
     open: dict[Hashable, dict[int, Claim]] = attrs.field(factory=dict)
     found: list[Contradiction] = attrs.field(factory=list)
 
     def reach(self, key: Hashable, rank: int, claim: Claim) -> None:
-        """A rank comes to a declaration."""
+        """Adds the claim of a rank that has reached a declaration."""
         claims = self.open.setdefault(key, {})
         claims[rank] = claim
         if len(claims) == claim.group.size:
@@ -94,7 +94,7 @@ class Declarations:
             self._note(_what_is_wrong([claims[r] for r in claim.group.ranks]), claims)
 
     def all_found(self, *, ended: bool) -> list[Contradiction]:
-        """What is wrong; with ``ended``, no rank will come to anything more. A gradient that never came is zero then."""
+        """All contradictions; with ``ended``, unreached declarations are contradictions and missing gradients are zero."""
         for claims in self.open.values() if ended else ():
             claim = claims[min(claims)]
             missing = [rank for rank in claim.group.ranks if rank not in claims]

@@ -1,7 +1,7 @@
-"""What each value of a traced program is along its groups, and the first place that contradicts it.
+"""Propagates variance through a traced program, and finds the first contradiction.
 
-Each group is looked at by itself. What a value is follows from declarations, from collectives (``Collective.takes`` and
-``gives``), and through operations from their inputs; a result whose bits differ between ranks is varying whatever it came from.
+Each group is checked separately. A value's variance follows from declarations, from collectives (``Collective.takes`` and
+``gives``), and through operations from their inputs; a result whose bits differ between ranks is varying.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,24 +19,24 @@ from .op_trace import OpTrace, TracedEvent, Values
 
 __all__ = ["contradictions"]
 
-# "constant": made from plain numbers; "unknown": equal so far, and nobody says that it must be.
+# "constant": made from plain numbers; "unknown": equal so far, without a declaration.
 _Kind = Literal["constant", "unknown"] | Variance
 _R, _I, _V, _P = Variance.REPLICATED, Variance.INVARIANT, Variance.VARYING, Variance.PARTIAL
 
 _TOKENS = ("randint", "random", "randperm")  # drawn as data, not as masks
-_MANY = 32  # elements of a draw, of which equal bits are no chance
+_MANY = 32  # elements of a draw from which on equal bits are not a coincidence
 
 
 @attrs.frozen
 class _ValueState:
-    """What a value is along the group.
+    """What is known of a value along the group.
 
     Attributes:
-        kind: its variance, or what is known instead.
-        since: what made it so.
-        drawn: the line of the random draw that it is, with equal bits on the ranks.
-        repeated: where a value that all ranks have was made part of it, so that a sum over ranks counts that n times.
-        by_rows: the same, for what was added to each row: once a row where the rows are summed, too.
+        kind: its variance, "constant" or "unknown".
+        since: the reason.
+        drawn: the source line, if it is a random draw with equal bits on all ranks.
+        repeated: where a replicated value was added to it, which a sum over ranks counts n times.
+        by_rows: the same for a value that was added to each row, such as a bias.
     """
 
     kind: _Kind
@@ -47,7 +47,7 @@ class _ValueState:
 
     @property
     def claimed(self) -> bool:
-        """Whether the ranks have it alike by a declaration or a collective, not by chance."""
+        """Whether it is equal on all ranks by a declaration or a collective."""
         return self.kind in (_R, _I)
 
 
@@ -55,7 +55,7 @@ _CONSTANT, _UNKNOWN = _ValueState("constant"), _ValueState("unknown")
 
 
 class _FoundError(Exception):
-    """Ends a walk."""
+    """Ends a walk at a contradiction."""
 
     def __init__(self, text: str, since: str = "") -> None:
         super().__init__(text)
@@ -63,7 +63,7 @@ class _FoundError(Exception):
 
 
 def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
-    """For each rank and group, the first place in the rank's trace that contradicts what its values are."""
+    """The first contradiction in the trace of each rank, for each group."""
     groups: dict[tuple[int, ...], Group] = {}
     for trace in traces:
         for event in trace.events:
@@ -78,7 +78,7 @@ def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
 
 
 class _GroupWalk:
-    """One rank's trace, along one group."""
+    """A walk through one rank's trace, for one group."""
 
     def __init__(self, group: Group, rank: int, trace: OpTrace, bits: GroupBits) -> None:
         self.group, self.rank, self.trace, self.bits = group, rank, trace, bits
@@ -146,7 +146,7 @@ class _GroupWalk:
             self.states[number] = _ValueState(gives, self._where())
 
     def _other_group(self, inputs: Sequence[_ValueState], *, overlaps: bool) -> None:
-        """A collective along other ranks, such as another axis of a mesh, is like an operation here."""
+        """A collective of other ranks, such as another mesh axis, is treated as an operation."""
         for place, number in enumerate(self.event.outputs):
             state = inputs[min(place, len(inputs) - 1)] if inputs else _UNKNOWN
             if state.kind is _P and overlaps:
@@ -160,7 +160,7 @@ class _GroupWalk:
         for number, made in zip(event.inputs, event.outputs, strict=True):
             state = self.states[number]
             if not self.members <= ranks or kind is None:
-                some = kind is _V and len(self.members & ranks) > 1  # of the terms, perhaps
+                some = kind is _V and len(self.members & ranks) > 1  # perhaps of the terms
                 self.states[made] = _ValueState(_V, f"comm.varying at {event.site}") if some and state.kind is _P else state
                 continue
             if kind.equal and self._differ(made):
@@ -179,7 +179,7 @@ class _GroupWalk:
                 self.states[made] = self.states[number]
 
     def _unless_different(self, number: int, state: _ValueState, differ: str, some: str) -> _ValueState:
-        """The state, or varying where the ranks' bits differ, or some ranks compute something else."""
+        """The state; varying if the ranks' bits differ, or if some ranks compute something else."""
         if state.kind in (_V, _P):
             return state
         key, site = self.trace.values[number].key, self.event.site
@@ -192,7 +192,7 @@ class _GroupWalk:
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def _combined(self) -> _ValueState:
-        """What an operator makes of its inputs, as long as bits do not say otherwise."""
+        """The state of an operator's results, from its inputs and before their bits are compared."""
         event = self.event
         if makes_constants(event.name):
             return _CONSTANT
@@ -206,13 +206,13 @@ class _GroupWalk:
         drawn = next((state.drawn for state in states if state.drawn), "")
         if not kinds or kinds == {"constant"}:
             return _ValueState("unknown") if event.backward else _ValueState("constant", drawn=drawn)
-        if "unknown" in kinds or (event.backward and "constant" in kinds):  # a gradient of ones is nobody's claim
+        if "unknown" in kinds or (event.backward and "constant" in kinds):  # a gradient of ones is not declared
             return _UNKNOWN
         return next(state for kind in (_R, _I) for state in states if state.kind is kind)
 
     def _varying(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> _ValueState:
         event, name = self.event, self.event.name
-        pairs = zip(numbers, states, strict=True)  # of one draw ranks may take other parts, as of a batch
+        pairs = zip(numbers, states, strict=True)  # ranks may take different parts of one draw, as of a batch
         drawn = next((state.drawn for number, state in pairs if state.drawn and not self._taken(number)), "")
         since = next(state.since for state in states if state.kind is _V)
         if drawn and name in DRAWN_INTO and not event.backward:
@@ -225,14 +225,14 @@ class _GroupWalk:
         return _ValueState(_V, since, repeated=self._repeated(numbers, states), by_rows=self._by_rows(numbers, states))
 
     def _repeated(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> str:
-        """Where something that all ranks have was added to what each has of its own."""
+        """Where a replicated value was added to a varying one."""
         name = self.event.name
         if name not in SUMS | MOVES | SCALES | PRODUCTS:
             return ""
         before = next((state.repeated for state in states if state.repeated), "")
         if name in SUMS or name in ("cat", "stack", "write"):
             shapes = {self.trace.values[number].shape for number in numbers}
-            if name in ("cat", "stack", "write") or len(shapes) == 1:  # a bias of each row is that row's
+            if name in ("cat", "stack", "write") or len(shapes) == 1:  # ``by_rows`` has biases
                 for number, state in zip(numbers, states, strict=True):
                     if state.claimed and not self.trace.values[number].zero and not self._taken(number):
                         return before or f"{name} at {self.event.site} ({state.since})"
@@ -241,12 +241,12 @@ class _GroupWalk:
         return before
 
     def _by_rows(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> str:
-        """Where something that all ranks have was added to each row of what each has of its own, as a bias is."""
+        """Where a replicated value was added to each row of a varying one, as a bias is."""
         name, shape = self.event.name, self.trace.values[self.event.outputs[0]].shape
         terms = numbers if name in SUMS else numbers[:1] if name in SUMS_OF_PRODUCTS else ()
         for number, state in zip(numbers, states, strict=True):
             value = self.trace.values[number]
-            whole = value.shape == shape and name in SUMS  # ``repeated`` has that
+            whole = value.shape == shape and name in SUMS  # ``repeated`` has these
             if number in terms and state.claimed and not whole and not value.zero and not self._taken(number):
                 return f"{name} at {self.event.site} ({state.since})"
         before = next((state.by_rows for state in states if state.by_rows), "")
@@ -254,7 +254,7 @@ class _GroupWalk:
         return before if name in KEEPS | SUMS or scaled else ""
 
     def _check_partial(self) -> _ValueState:
-        """What an operator makes of partial sums; it must be linear in them, and the same on all ranks."""
+        """The state of an operator's results from partial sums; it must be linear in them, and the same on all ranks."""
         event, name = self.event, self.event.name
         states = [self.states[number] for number in event.inputs]
         partial = next((state for state in states if state.kind is _P), None)
@@ -280,7 +280,7 @@ class _GroupWalk:
         return partial
 
     def _check_terms(self, partial: _ValueState) -> None:
-        """Numbers, and what all ranks have, must not become terms or elements of a partial sum; a mask must be one for all."""
+        """Numbers and replicated values must not become terms or elements of a partial sum; masks must not differ."""
         event = self.event
         for place in TERMS.get(event.name, ()):
             each = event.operands[place] if place < len(event.operands) else 0
@@ -293,17 +293,17 @@ class _GroupWalk:
             self._check_scaled([event.inputs[0], terms[-1]])
 
     def _check_added(self, numbers: Sequence[int], partial: _ValueState) -> None:
-        """What all ranks have must not be added to each rank's term."""
+        """Replicated values must not be added to a partial sum."""
         for number in numbers:
             state, value = self.states[number], self.trace.values[number]
-            empty = state.kind == "constant" and value.bits is None  # memory, whose elements are written over
+            empty = state.kind == "constant" and value.bits is None  # uninitialized memory, which is overwritten
             if state.kind not in (_P, _V) and not value.zero and not empty and not self._taken(number):
                 since = f" ({state.since})" if state.since else ""
                 text = f"{self.event.name} at {self.event.site} adds a value that all ranks have{since} to a partial sum"
                 self._fail(text, partial, f"the sum counts it {self.group.size} times: sum first, and add it then")
 
     def _check_scaled(self, numbers: Sequence[int]) -> None:
-        """At most one factor is partial, and no other differs between ranks."""
+        """At most one factor may be partial, and no other may differ between ranks."""
         states = [self.states[number] for number in numbers]
         partial = [state for state in states if state.kind is _P]
         since = next((state.since for state in states if state.kind is _V), "")
@@ -317,7 +317,7 @@ class _GroupWalk:
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _check_summed(self, state: _ValueState, number: int, what: str, key: int) -> None:
-        """Of several values that all ranks have, each rank may take another one: ``key`` has the bits that they took."""
+        """A value to be summed must not be replicated; ``key`` has its bits, as ranks may pass different replicated values."""
         n, zero = self.group.size, self.trace.values[number].zero
         if state.claimed and not zero and not self.bits.differ(key):
             subject = "a gradient" if self.event.backward else "a value"
@@ -361,9 +361,9 @@ class _GroupWalk:
         return self.bits.differ(self.trace.values[number].key)
 
     def _taken(self, number: int) -> str:
-        """Two ranks that have different bits in an input of the event that is no term of a sum.
+        """Two ranks with different bits in an input of the event that is not partial.
 
-        Of several values, such as the pieces of what all ranks have, each rank may take another one.
+        Ranks may pass different ones of several replicated values, such as pieces of one.
         """
         if self.states[number].kind is _P:
             return ""
@@ -374,7 +374,7 @@ class _GroupWalk:
         return f"the backward pass of {transposed}" if transposed else f"{self.event.name} at {self.event.site}"
 
     def _forward(self) -> str:
-        """The call whose transpose the event is, or nothing."""
+        """The call whose transpose the event is, or an empty text."""
         event = self.event
         forward = None if event.call is None else event.call.collective.adjoint(event.call.options)
         return "" if event.transposed is None or forward is None else f"{forward.collective.name} at {event.transposed}"

@@ -1,4 +1,4 @@
-"""The checksums of the values that the ranks of a group have."""
+"""Checksums of values on the ranks of a group."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ __all__ = ["GroupBits", "input_key"]
 
 
 def input_key(event: TracedEvent, place: int) -> int:
-    """What identifies an input of an event on all ranks that come to it."""
+    """A key that identifies an input of an event on all ranks."""
     return hash((event.key, "input", place))
 
 
 class GroupBits:
-    """The checksums that the ranks of a group have for one key."""
+    """The checksums of values on the ranks of a group, by key."""
 
     def __init__(self, group: Group, traces: Sequence[OpTrace]) -> None:
         self.group = group
@@ -31,7 +31,7 @@ class GroupBits:
                         self.found.setdefault(input_key(event, place), []).append((rank, bits))
 
     def differ(self, key: int) -> str:
-        """Two ranks that have different bits, as text; empty where none have."""
+        """Two ranks with different bits, as text; empty if there are none."""
         found = self.found.get(key, [])
         for rank, bits in found:
             if bits != found[0][1]:
@@ -39,6 +39,6 @@ class GroupBits:
         return ""
 
     def some(self, key: int) -> list[int]:
-        """The ranks that have bits for it, if not all have."""
+        """The ranks that have bits for the key, if not all have."""
         found = self.found.get(key, [])
         return [rank for rank, _ in found] if len(found) < self.group.size else []

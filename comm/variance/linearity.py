@@ -1,6 +1,6 @@
-"""Which of torch's operators are linear in what, by name, as data: a sum over ranks passes through those.
+"""Tables of torch's linear operators, by name.
 
-Of a partial sum ``x = Σ x_r`` each rank has ``x_r``; ``f(x) = Σ f(x_r)`` holds for linear ``f`` alone.
+A partial sum ``x = Σ x_r`` is held as ``x_r`` on rank r; ``f(x) = Σ f(x_r)`` holds only for linear ``f``.
 """
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
 # f(x + y) = f(x) + f(y), jointly in all tensors.
 SUMS = frozenset({"add", "sub", "rsub", "lerp"})
 
-# The same; elements go somewhere else, so nothing of one tensor is added to another's.
+# The same for operators that move elements and do not add one tensor's elements to another's.
 MOVES = frozenset(
     [
         *("adaptive_avg_pool2d", "alias", "as_strided", "avg_pool2d", "avg_pool3d", "cat", "clone", "col2im"),
@@ -34,7 +34,7 @@ MOVES = frozenset(
     ]
 )
 
-# Of those, what keeps every element and adds up none: what was added to each row is still in each row.
+# Those that keep all elements and add none up, so that what was added to each row is still in each row.
 KEEPS = frozenset(
     [
         *("alias", "as_strided", "clone", "conj", "contiguous", "copy", "detach", "flip", "lift", "lift_fresh", "movedim"),
@@ -44,16 +44,16 @@ KEEPS = frozenset(
     ]
 )
 
-# Linear in each tensor while the others stay.
+# Linear in each tensor while the others are constant.
 PRODUCTS = frozenset({"mul", "mm", "bmm", "mv", "dot", "vdot", "matmul", "outer", "ger", "kron", "convolution", "grouped_mm"})
 
-# Linear in the first tensor; the others say how it is scaled, or where its elements go.
+# Linear in the first tensor; the others are scales, or indices.
 SCALES = frozenset(
     {"div", "true_divide", "index", "index_select", "gather", "take", "embedding", "masked_fill", "masked_scatter"}
 )
 
-# Which of an operator's arguments are terms of the result, or elements of it: what all ranks have among them counts n times in
-# a sum over n ranks. Of ``cat``, ``stack`` and writes into memory, a part may yet be taken that has no such elements.
+# The arguments that are terms or elements of the result: a replicated value among them is counted n times in a sum over n
+# ranks. ``cat``, ``stack`` and writes are not listed, since a part without such elements may be taken later.
 TERMS = {
     **dict.fromkeys(SUMS, (0, 1)),
     "where": (1, 2),
@@ -67,17 +67,17 @@ TERMS = {
 # The first tensor plus a product of the others.
 SUMS_OF_PRODUCTS = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul"})
 
-# Where a random draw meets a value.
+# Operators that combine a random draw with a value.
 DRAWN_INTO = frozenset({"mul", "add", "sub", "rsub", "div", "where", "masked_fill", "addcmul", "native_dropout"})
 
-# Where it matters that ranks may take other ones of several values, each of which all have.
+# Operators for which it matters that ranks may pass different ones of several replicated values.
 ARITHMETIC = SUMS | PRODUCTS | SCALES | SUMS_OF_PRODUCTS | DRAWN_INTO
 
 _CONSTANTS = frozenset({"arange", "empty", "eye", "fill", "full", "linspace", "ones", "scalar_tensor", "zero", "zeros"})
 
 
 def makes_constants(name: str) -> bool:
-    """Whether the results depend on shapes and plain numbers alone.
+    """Whether the results depend only on shapes and plain numbers.
 
     >>> makes_constants("zeros_like"), makes_constants("new_empty"), makes_constants("mul")
     (True, True, False)

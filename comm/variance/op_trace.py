@@ -1,4 +1,4 @@
-"""What a simulated rank computed: its operations and collectives, with a checksum of each result."""
+"""Traces a simulated rank's operations and collectives, with a checksum of each result."""
 
 import ctypes
 import zlib
@@ -22,22 +22,22 @@ from .linearity import ARITHMETIC, makes_constants
 
 __all__ = ["OpTrace", "TracedEvent", "TracedValue", "Values"]
 
-_SWEEP = 1024  # new storages, after which those that are gone are forgotten
+_SWEEP = 1024  # after that many new storages, freed ones are removed
 
 Kind = Literal["first use", "operator", "draw", "write", "call", "declaration", "gradient"]
 
 
 class Values(tuple[int, ...]):
-    """The numbers of an argument's values: one for a tensor, several for a list."""
+    """The value numbers of an argument: one for a tensor, several for a list."""
 
 
 @attrs.frozen(eq=False)
 class TracedValue:
-    """One value: what identifies it on all ranks that compute alike, and what is known of its bits.
+    """A value of the trace.
 
     Attributes:
         key: equal for values that come from the same operations on the same inputs, at the same lines.
-        bits: a checksum of its bytes; None if it was not computed.
+        bits: a checksum of its bytes; None if not computed.
         zero: whether all bytes are zero.
         shape: its sizes.
     """
@@ -50,21 +50,21 @@ class TracedValue:
 
 @attrs.define(eq=False)
 class TracedEvent:
-    """One operation, collective or declaration of a rank.
+    """An operation, collective or declaration of a rank.
 
     Attributes:
-        kind: which of these.
+        kind: its kind.
         name: the operator's name without its overload, or the collective's.
         site: the file and line of the program.
         backward: whether it belongs to a backward pass.
         inputs: numbers of values.
         outputs: numbers of values.
         operands: an operator's arguments, with ``Values`` for tensors.
-        group: a collective's or declaration's.
+        group: the group of a collective or declaration.
         call: the collective.
-        variance: what was declared.
-        transposed: the line of the call whose transpose it is.
-        key: equal on all ranks, of collectives, declarations and arithmetic; else 0.
+        variance: the declared variance.
+        transposed: for a backward pass, the source line of the forward call.
+        key: identifies collectives, declarations and arithmetic on all ranks; else 0.
     """
 
     kind: Kind
@@ -83,9 +83,9 @@ class TracedEvent:
 
 @attrs.define(eq=False)
 class _TracedStorage:
-    """A storage: the value of all of it, and the values of tensors that lie in it.
+    """A storage: the value of all of it, and the values of tensors in it.
 
-    The weak reference keeps the storage's number from being given to another one.
+    The weak reference prevents the storage's id from being reused.
     """
 
     reference: StorageWeakRef
@@ -94,7 +94,7 @@ class _TracedStorage:
 
 
 class OpTrace(TorchDispatchMode):
-    """Records what the thread computes while it is active.
+    """Records the thread's operations while it is active.
 
     Attributes:
         events: in order.
@@ -112,12 +112,12 @@ class OpTrace(TorchDispatchMode):
 
     @property
     def index(self) -> int:
-        """Of the last event."""
+        """The index of the last event."""
         return len(self.events) - 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Records nothing while the block runs."""
+        """Records nothing inside the block."""
         before, self._quiet = self._quiet, True
         try:
             yield
@@ -153,18 +153,18 @@ class OpTrace(TorchDispatchMode):
     # -- what is not an operation --------------------------------------------------------------------------------------
 
     def call(self, call: Call, leaves: Sequence[Tensor], group: Group, transposed: str | None) -> TracedEvent:
-        """A collective begins; ``give`` says what it returns."""
+        """Records the start of a collective; ``give`` records its results."""
         inputs = tuple(self.number(leaf) for leaf in leaves)
         name = call.title(group.rank)[0]
         return self._event("call", name, inputs, group=group, call=call, transposed=transposed)
 
     def give(self, event: TracedEvent, results: Sequence[Tensor]) -> None:
-        """The results of an event, as new values."""
+        """Records the results of an event as new values."""
         with self.paused():
             self._define(event, results, writes=0)
 
     def declare(self, kind: Variance, leaves: Sequence[Tensor], group: Group, *, gradient: bool, site: str) -> None:
-        """The leaves, or gradients, are from now on what they are declared to be."""
+        """Records a declaration of leaves or gradients."""
         with self.paused():
             inputs = tuple(self.number(leaf) for leaf in leaves)
             event = self._event("gradient" if gradient else "declaration", kind.value, inputs, group=group, variance=kind)
@@ -196,7 +196,7 @@ class OpTrace(TorchDispatchMode):
 
     def _event(self, kind: Kind, name: str, inputs: tuple[int, ...], **fields: Any) -> TracedEvent:
         event = TracedEvent(kind, name, call_site(), backward_pass() != -1, inputs, **fields)
-        if event.group is not None:  # its ranks come in one order
+        if event.group is not None:  # its ranks make these calls in one order
             event.key = self._new_key(kind, name, event.group.name)
         elif name in ARITHMETIC:
             event.key = self._new_key(kind, name, event.site)
@@ -213,7 +213,7 @@ class OpTrace(TorchDispatchMode):
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         key = event.key
         if event.group is None:
-            alike = event.kind == "draw" or makes_constants(event.name)  # whatever the inputs are
+            alike = event.kind == "draw" or makes_constants(event.name)  # independent of the inputs
             inputs = () if alike else tuple(self.values[number].key for number in event.inputs)
             key = self._new_key(event.kind, event.name, event.site, inputs, shapes)
         for place, tensor in enumerate(tensors):
@@ -236,7 +236,7 @@ class OpTrace(TorchDispatchMode):
         memory.tensors[_layout(tensor)] = number
 
     def _joined(self, whole: int, part: int) -> int:
-        """The value of a storage that was written into."""
+        """The value of a storage after a write to a part of it."""
         key = hash(("write", self.values[whole].key, self.values[part].key))
         self.values.append(TracedValue(key, None, False, ()))
         event = self._event("write", "write", (whole, part), operands=(Values((whole, part)),))
@@ -250,12 +250,12 @@ class OpTrace(TorchDispatchMode):
 
 
 def _has_content(name: str) -> bool:
-    """Whether an operator's result has values yet."""
+    """Whether an operator's result is initialized."""
     return "empty" not in name
 
 
 def _probability(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """Of an attention's dropout; None where it has none."""
+    """The dropout probability of an attention operator; None if it has none."""
     place = next((place for place, each in enumerate(schema_of(func).arguments) if each.name == "dropout_p"), None)
     return None if place is None else args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
 
@@ -273,18 +273,18 @@ def _covers(tensor: Tensor) -> bool:
 
 
 def _checksum(tensor: Tensor) -> tuple[int | None, bool]:
-    """A checksum of the bytes, and whether all elements are zero; nothing of tensors without values."""
+    """A checksum of the bytes, and whether all elements are zero; (None, False) for tensors without values."""
     if not _is_plain(tensor) or tensor.is_meta:
         return None, False
     if not tensor.nbytes:
         return 0, True
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = raw_bytes(tensor).view(-1).view(tensor.dtype)
-    data = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())  # NumPy has not all dtypes
+    data = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())  # NumPy lacks some dtypes
     *low, high = data[: tensor.itemsize]
     if any(low) or high & 0x7F:
         return zlib.crc32(data), False
-    countable = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # -0.0 is zero, and torch counts no float8
+    countable = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # -0.0 is zero; torch cannot count float8
     return zlib.crc32(data), not countable.detach().count_nonzero()
 
 
@@ -294,7 +294,7 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
-    """The tensors that an operator writes into."""
+    """The tensors that an operator writes to."""
     if not schema_of(func).is_mutable:
         return []
     places = enumerate(schema_of(func).arguments)

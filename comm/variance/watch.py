@@ -1,4 +1,4 @@
-"""The watch of a simulated rank: what its values are declared to be, and what becomes of them."""
+"""The watch of a simulated rank, which records its declarations and traces its operations."""
 
 import gc
 from collections import Counter
@@ -24,13 +24,13 @@ __all__ = ["RankWatch", "Watches"]
 
 @attrs.define(eq=False)
 class RankWatch:
-    """Follows one rank's values; implements ``ValueWatch``.
+    """Checks one rank's declarations; implements ``ValueWatch``.
 
     Attributes:
-        rank: of the world.
-        declarations: those of all ranks.
-        trace: what this rank has computed.
-        counts: how many declarations and gradients this rank has come to, by group and declaration.
+        rank: the rank of the world.
+        declarations: the declarations of all ranks.
+        trace: the operations of this rank.
+        counts: the numbers of declarations and gradients that this rank has reached, by group and declaration.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class RankWatch:
     def start(
         self, call: Call, leaves: Sequence[Tensor], group: Group, begin: Callable[[], Handle], transposed: str | None
     ) -> Handle:
-        """Starts a collective, whose results are followed."""
+        """Starts a collective and traces it."""
         event = self.trace.call(call, leaves, group, transposed)
         with self.trace.paused():
             handle = begin()
@@ -56,7 +56,7 @@ class RankWatch:
     def declare(
         self, kind: Variance, leaves: Sequence[Tensor], group: Group, names: Sequence[str], *, distinct: bool = False
     ) -> None:
-        """Holds the leaves to the other ranks', once all have come, and their gradients in the backward pass."""
+        """Records a declaration, to be compared once all ranks have reached it, and likewise its gradients."""
         if any(leaf.is_meta or is_fake(leaf) for leaf in leaves):  # a trial run without values
             return
         site = call_site()
@@ -100,13 +100,13 @@ class Watches:
     ranks: dict[int, RankWatch] = attrs.field(factory=dict)
 
     def of(self, rank: int) -> RankWatch:
-        """A rank's, which is new."""
+        """Makes a rank's watch."""
         self.ranks[rank] = RankWatch(rank, self.declarations)
         return self.ranks[rank]
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Lets Python look for garbage more rarely while the block runs: traces grow by objects that stay."""
+        """Makes Python collect garbage more rarely inside the block, since traces grow by many objects that are kept."""
         often, *rest = gc.get_threshold()
         gc.set_threshold(often * 100, *rest)
         try:
@@ -115,10 +115,10 @@ class Watches:
             gc.set_threshold(often, *rest)
 
     def check(self, failure: BaseException | None) -> None:
-        """What the ranks' programs contradict, once they have ended. A failure gets it as a note.
+        """Reports the first contradiction, once the ranks have ended; a failure gets it as a note.
 
         Raises:
-            VarianceError: names the first contradiction by its place in a rank's program.
+            VarianceError: names the first contradiction.
         """
         declared = self.declarations.all_found(ended=failure is None)
         with self.keeping():

@@ -1,1 +1,1 @@
-"""Worlds: processes over Gloo or NCCL, shapes without values, one rank for all, and one rank alone."""
+"""Worlds of processes over Gloo or NCCL, of ranks on shapes only, and of one rank that stands for all."""

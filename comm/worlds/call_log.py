@@ -1,7 +1,7 @@
-"""A log of all ranks' calls, by which processes compare them.
+"""A log of collective calls in the shared store, with which processes check that they make the same calls.
 
-Each rank writes every call into the store that the processes share. A call starts once all its members have written the same.
-The log does not use the connections that carry tensors, so it still works when those hang.
+Each rank writes its calls to the store, and a call starts once all its members have written the same. The log does not use the
+connections that carry tensors, so it works when those hang.
 """
 
 import pickle
@@ -22,12 +22,12 @@ from functional_ds.comm.table.errors import CommError, MismatchError, TimedOutEr
 __all__ = ["CallLog"]
 
 _MIN_PAUSE, _MAX_PAUSE = 50e-6, 5e-3  # seconds between two requests to the store, at first and later
-_REPORT_AFTER = 0.2  # seconds: a rank that waits longer writes into the store what it waits for
+_REPORT_AFTER = 0.2  # seconds: a rank that waits longer writes to the store what it waits for
 
 
 @attrs.frozen(eq=False)
 class _LoggedCall:
-    """A rank's next call."""
+    """An entry of the log."""
 
     rank: int
     agreement: tuple[Any, ...]
@@ -41,14 +41,14 @@ class _LoggedCall:
 
 @attrs.define(eq=False)
 class CallLog:
-    """One rank's side of the log.
+    """One rank's view of the log.
 
     Attributes:
-        rank: this rank, in the world.
-        store: holds the ranks' entries; no request to it waits for another rank.
+        rank: this rank of the world.
+        store: holds the entries; requests to it do not block on other ranks.
         timeout: seconds to wait for other ranks.
-        everything: whether every call is logged. Then a missing rank is known to be in no collective.
-        given_up: whether waits end with an error at once.
+        everything: whether all calls are logged, so that a missing rank is known to be in no collective.
+        given_up: whether waits must raise at once.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class CallLog:
     _failures: list[Exception] = attrs.field(factory=list)
 
     def announce(self, call: Call, tensors: Sequence[Tensor], group: Group, here: Here) -> Callable[[], None]:
-        """Writes this rank's next call; returns a function that waits for the other members' entries and compares them."""
+        """Logs this rank's next call; returns a function that waits for the other members' entries and compares them."""
         row = call.collective
         order = f"{group.name} {group.ranks} {row.order(call.options)}"
         turn = self._turns[order] = self._turns.get(order, -1) + 1
@@ -84,7 +84,7 @@ class CallLog:
             self._open.discard(turn)
 
     def finish(self) -> None:
-        """Waits until all announced calls are compared; raises the first failure among them."""
+        """Waits until all announced calls are compared; raises the first failure."""
         known, deadline = len(self._failures), monotonic() + self.timeout + _REPORT_AFTER
         while self._open and monotonic() < deadline:
             sleep(_MIN_PAUSE)
@@ -106,7 +106,7 @@ class CallLog:
         call.merged([entry.private for entry in entries])
 
     def _await(self, mine: _LoggedCall, group: Group, keys: dict[int, str]) -> None:
-        """Returns once all keys are in the store; raises when one of their ranks has left, or after the timeout."""
+        """Waits until all keys are in the store; raises if one of their ranks has left, or after the timeout."""
         began, pause, told = monotonic(), _MIN_PAUSE, False
         while not self.store.check(list(keys.values())):
             if self.given_up():

@@ -1,4 +1,4 @@
-"""Which of NCCL's communicators carries a call."""
+"""The key of the NCCL communicator for a call."""
 
 import hashlib
 from typing import cast
@@ -13,19 +13,19 @@ __all__ = ["CommunicatorKey"]
 
 @attrs.frozen(order=True)
 class CommunicatorKey:
-    """What names a communicator on all its ranks, whatever else each of them has connected before.
+    """Identifies a communicator on all its ranks, independent of the other communicators of each rank.
 
-    A group has one communicator for its collectives. Between two of its ranks there is one for each direction and tag of
-    messages: NCCL knows no tags, and one communicator runs its work in order, so messages that face each other would wait for
-    each other. Keys are ordered, and a rank that needs several connects them in that order, so no two ranks wait crosswise.
+    A group has one communicator for its collectives, and one for each pair of ranks, direction and tag of its messages: NCCL
+    has no tags and a communicator runs its work in order, so opposing messages on one would deadlock. Ranks create
+    communicators in the order of their keys, so that they cannot wait for each other in a cycle.
 
     Attributes:
         ends: its ranks in ascending order.
         group: the ranks of the group, in the group's order.
-        name: the group's.
-        tag: of messages; -1 for collectives.
-        messages: whether it carries messages.
-        ranks: its ranks, as ranks of the world, in its own order; for messages (source, destination).
+        name: the group's name.
+        tag: the tag of the messages; -1 for collectives.
+        messages: whether it is for messages.
+        ranks: its ranks, as ranks of the world, in order; for messages (source, destination).
     """
 
     ends: tuple[int, ...]
@@ -45,16 +45,16 @@ class CommunicatorKey:
 
     @staticmethod
     def between(group: Group, src: int, dst: int, tag: int) -> "CommunicatorKey":
-        """The communicator of messages from one rank of a group to another."""
+        """The communicator of messages from one rank of a group to another with a tag."""
         ranks = group.ranks[src], group.ranks[dst]
         return CommunicatorKey(tuple(sorted(ranks)), group.ranks, group.name, True, tag, ranks)
 
     def connected_together(self) -> "list[CommunicatorKey]":
-        """Those to connect at the first use of this one: for messages both directions, since either may come first."""
+        """The communicators to create when this one is first used: for messages both directions, as either may come first."""
         if not self.messages:
             return [self]
         return sorted([self, attrs.evolve(self, ranks=self.ranks[::-1])])
 
     def digest(self) -> str:
-        """A short name, equal on all ranks."""
+        """A hash, equal on all ranks."""
         return hashlib.sha1(repr(attrs.astuple(self)).encode(), usedforsecurity=False).hexdigest()

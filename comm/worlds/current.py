@@ -1,4 +1,4 @@
-"""What the current thread is in: its world, and what records its collectives, if a step is traced."""
+"""The current thread's world, and the recorder of its collectives while a step is traced."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,12 +27,12 @@ __all__ = [
 
 
 class _OfThread(threading.local):
-    """What is known of the current thread.
+    """State of the current thread.
 
     Attributes:
-        group: the world of the simulated rank that it is.
+        group: the world, if the thread is a simulated rank.
         simulates: whether it waits for the ranks of a simulation.
-        recorder: what writes its collectives down.
+        recorder: records its collectives.
     """
 
     group: Group | None = None
@@ -41,14 +41,14 @@ class _OfThread(threading.local):
 
 
 _THREAD = _OfThread()
-_RUNNING = threading.Lock()  # random generators and warning filters are the process's, so one simulation runs at a time
+_RUNNING = threading.Lock()  # random generators and warning filters are global, so one simulation runs at a time
 
 
 def simulated_world() -> Group | None:
-    """The world of the simulated rank that this thread is, or None.
+    """The world of this thread's simulated rank, or None outside of simulations.
 
     Raises:
-        CommError: a simulation is running and this thread is not one of its ranks.
+        CommError: a simulation is running, and this thread is not one of its ranks.
     """
     group = _THREAD.group
     if group is None and _RUNNING.locked() and not _THREAD.simulates:
@@ -61,7 +61,7 @@ def simulated_world() -> Group | None:
 
 @contextmanager
 def enter(world: World, ranks: Sequence[int]) -> Iterator[None]:
-    """Makes this thread the world's rank while the block runs; ``ranks`` are all ranks of the world."""
+    """Makes this thread the world's rank inside the block; ``ranks`` are all ranks of the world."""
     outer = _THREAD.group
     _THREAD.group = Group(tuple(ranks), world.rank, "world", world)
     try:
@@ -72,7 +72,7 @@ def enter(world: World, ranks: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def exclusive_simulation() -> Iterator[None]:
-    """Waits until no other thread simulates. A simulated rank may simulate a world of its own."""
+    """Waits until no other thread runs a simulation. Simulations can be nested."""
     if _THREAD.group is not None or _THREAD.simulates:
         yield
         return
@@ -88,7 +88,7 @@ _SOLO = Group((0,), 0, "world", Solo())
 
 
 def world() -> Group:
-    """All ranks as a group: those of the simulation that this thread is in, else of torch's default process group, else one.
+    """All ranks as a group: of the current simulation, else of torch's default process group, else this rank alone.
 
     >>> world().size
     1
@@ -97,13 +97,13 @@ def world() -> Group:
 
 
 def current_recorder() -> CallRecorder | None:
-    """That of this thread; None where collectives are carried out."""
+    """This thread's recorder; None if collectives are performed instead of recorded."""
     return _THREAD.recorder
 
 
 @contextmanager
 def recording(recorder: CallRecorder) -> Iterator[None]:
-    """Within the block this thread's collectives are the recorder's."""
+    """Records this thread's collectives inside the block."""
     outer = current_recorder()
     _THREAD.recorder = recorder
     try:
@@ -113,21 +113,21 @@ def recording(recorder: CallRecorder) -> Iterator[None]:
 
 
 def labelled(name: str) -> AbstractContextManager[None]:
-    """Within the block what this thread's collectives carry has a name, if they are recorded."""
+    """Names the values of this thread's collectives inside the block, if they are recorded."""
     recorder = current_recorder()
     return nullcontext() if recorder is None else recorder.labelled(name)
 
 
 def recomputing() -> AbstractContextManager[None]:
-    """Within the block this thread computes again what a backward pass needs, which its graph shows, if there is one."""
+    """Marks the block as recomputation for a backward pass, if the thread's collectives are recorded."""
     recorder = current_recorder()
     return nullcontext() if recorder is None else recorder.recomputing()
 
 
 def runs_on_shapes(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a trial without values, whose numbers are unused.
+    """Whether a tensor is on meta, or fake, so that checks of its values can be skipped.
 
-    Not while a step is traced into a graph, which runs on values later: what depends on them there must be in the graph.
+    False for fake tensors while a step is traced into a graph: the graph runs on values later, so it must include the checks.
     """
     recorder = current_recorder()
     return tensor.is_meta or (is_fake(tensor) and (recorder is None or recorder.trial))

@@ -1,4 +1,4 @@
-"""A rank without values whose collectives take the memory that they take over Gloo."""
+"""A rank on shapes only whose collectives allocate the memory that they would over Gloo."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ __all__ = ["GlooShapesWorld"]
 
 
 class _Silent(Communicator):
-    """No messages."""
+    """A communicator that sends nothing."""
 
     def send(self, tensor: Tensor, peer: int) -> list[Work]:
         """Nothing."""
@@ -30,12 +30,12 @@ class _Silent(Communicator):
 
 @attrs.define(eq=False)
 class GlooShapesWorld(ShapesWorld):
-    """The world of a rank without values, which packs and folds as a process does over Gloo; only that no bytes move.
+    """The world of a rank on shapes only, which packs and reduces as over Gloo but sends nothing.
 
-    Links are fast: a call has arrived when it is started. On a slow one, what a rank sends is in memory until then.
+    Messages arrive at once; on a slow link the sent tensors would stay in memory until they arrive.
 
     Attributes:
-        communicating: whether what is computed now is a part of a collective.
+        communicating: whether a collective is being computed.
     """
 
     communicating: bool = False

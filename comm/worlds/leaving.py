@@ -1,7 +1,7 @@
-"""The end of a world: calls under way are finished, or given up with a message, before the connections and the interpreter go.
+"""The end of a world: finishes outstanding calls, or abandons them with a message, before connections close.
 
-An interpreter that exits ends a thread wherever it is, and torch aborts the process if that is in its C++ code. A message that
-no rank waits for gets lost with the process.
+When the interpreter exits it ends its threads, and torch aborts the process if one of them is in its C++ code. Messages that
+have not been waited for are lost with the process.
 """
 
 import sys
@@ -14,18 +14,18 @@ from .worker import Worker
 
 __all__ = ["GRACE", "ending_error", "finish", "follows_another_rank"]
 
-GRACE = 2.0  # seconds to finish the calls under way
-_HASTE = 0.2  # seconds, where an exception is the reason for the end: other ranks wait to hear of it
+GRACE = 2.0  # seconds to finish outstanding calls
+_HASTE = 0.2  # seconds if an exception is the reason for the end, since other ranks wait to hear of it
 _SHOWN = 5  # calls that the message names
 
 
 def ending_error() -> BaseException | None:
-    """The exception that is being handled, or that has ended the program; None without one."""
+    """The exception that is being handled, or that ended the program; None without one."""
     return sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def follows_another_rank(error: BaseException | None) -> bool:
-    """Whether the error is that of a rank that has lost another one, and not what ended that one."""
+    """Whether the error is a consequence of another rank's failure."""
     while error is not None:
         transport = isinstance(error.__cause__, RuntimeError) and not isinstance(error.__cause__, CommError)
         if isinstance(error, TimedOutError) or (isinstance(error, CommError) and transport):
@@ -35,12 +35,12 @@ def follows_another_rank(error: BaseException | None) -> bool:
 
 
 def finish(workers: Iterable[Worker], rank: int, break_off: Callable[[], None]) -> None:
-    """Ends the threads of a world. Calls that do not end in time are given up, and named on stderr.
+    """Ends the threads of a world. Calls that do not finish in time are abandoned and listed on stderr.
 
     Args:
-        workers: the world's.
+        workers: the world's threads.
         rank: this rank, for the message.
-        break_off: makes all of the world's waits for messages fail at once.
+        break_off: makes all waits for messages in the world fail at once.
     """
     workers, grace = [*workers], _HASTE if ending_error() else GRACE
     for worker in workers:

@@ -1,4 +1,4 @@
-"""Ranks as processes: collectives of CPU tensors are messages over Gloo, those of CUDA tensors are NCCL's own."""
+"""Ranks as processes: CPU tensors are sent as messages over Gloo, CUDA tensors with NCCL's collectives."""
 
 import atexit
 import os
@@ -47,7 +47,7 @@ def check_timeout(timeout: Any) -> None:
 
 _POSTED = 2**20  # bytes: smaller messages are posted by the caller's thread, which is faster than waking another
 _GONE = "its processes' group was destroyed; take a group of the new world, which comm.init_distributed() joins"
-_TAGS = 2**30  # that of no message; smaller tags are free for the program's own messages through torch
+_TAGS = 2**30  # this tag is unused; smaller tags are left to the program's own messages through torch
 
 
 Key = tuple[tuple[int, ...], str]
@@ -60,22 +60,22 @@ def _config() -> str:
 
 @attrs.define(eq=False, slots=False)
 class ProcessWorld(World):
-    """The world of one process.
+    """A world in which each rank is a process.
 
     Attributes:
         store: the key-value store that all ranks share.
         timeout: for a message, and for a call under ``checked``.
-        adopted: torch's process groups that were made outside, by ranks and name; the default group is one.
-        communicators: torch's process groups for CUDA tensors, made when a call first needs one.
-        process_groups: how many groups of these ranks and name this rank has made for the program's own use.
+        adopted: existing process groups of torch, by ranks and name; among them the default group.
+        communicators: process groups of torch for CUDA tensors, created on first use.
+        process_groups: the number of groups made for the program, by ranks and name.
         workers: each group's communicator, and the thread for its asynchronous calls.
         call_log: under ``checked()``, compares calls before they start.
         barrier_log: compares monitored barriers outside ``checked()``.
         checked_blocks: the number of ``checked()`` blocks so far.
         lost: whether a call has failed because another rank was gone.
         over: why no more calls can be made; empty before ``leave``.
-        finished: whether calls have no threads any more.
-        given_up: whether calls under way fail.
+        finished: whether the threads have ended.
+        given_up: whether outstanding calls fail.
     """
 
     store: Store
@@ -102,18 +102,18 @@ class ProcessWorld(World):
 
     @cached_property
     def _backends(self) -> dict[str, str]:
-        """The default group's backends by kind of device; those of the beginning where the group is gone."""
+        """The default group's back ends by device type; once the group is destroyed, those it had."""
         config = _config() if dist.is_initialized() else self._begun
         return dict(pair.split(":", 1) for pair in config.split(","))
 
     @cached_property
     def device(self) -> torch.device:
-        """The CPU if the world has a backend for it, else CUDA."""
+        """The CPU if the world has a back end for it, else CUDA."""
         return torch.device("cpu" if "cpu" in self._backends else "cuda")
 
     @cached_property
     def failed_steps(self) -> FailedSteps:
-        """What the ranks tell each other of steps that fail within their collectives."""
+        """Tells the other ranks when a step fails between its collectives."""
         return FailedSteps(self.rank, self.store, self._abandon)
 
     def step(self) -> AbstractContextManager[None]:
@@ -129,19 +129,19 @@ class ProcessWorld(World):
         def begin(payload: Tensor, options: Options) -> Performed | Posted | Queued | Started:
             nonlocal agreed
             start = self._start_nccl if payload.is_cuda else self._start_gloo
-            options = call.options if self.call_log else options  # it watches for writes into inputs
+            options = call.options if self.call_log else options  # no "out", since inputs are watched for writes
             started = start(call, group, payload, options, agreed, beside)
-            agreed = None  # the log is waited for once a call
+            agreed = None  # wait for the log once per call
             return started
 
         carrier, lost = partial(self._carrier, group=group), partial(self._lose, group)
         handle = ProcessHandle.begin(call, tensors, group, begin, carrier, lost)
-        if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
+        if agreed is not None:  # a tree without leaves sends nothing, but must be compared
             agreed()
         return watched_inputs(handle, call, tensors, group) if beside and self.call_log else handle
 
     def _lose(self, group: Group) -> str:
-        """A rank of the group did not answer; why, as far as it has told."""
+        """Notes that a rank of the group did not answer; returns the reason, if it has reported one."""
         self.lost = True
         return self.failed_steps.told(group.ranks)
 
@@ -162,8 +162,8 @@ class ProcessWorld(World):
                 agreed()
             return prepared.run()
 
-        # A call that is waited for at once runs on the caller's thread, unless earlier calls are queued. It runs to its end
-        # there, as it would on the worker, so that the group's messages keep one order on all ranks.
+        # A synchronous call runs on the caller's thread, unless earlier calls are queued. It runs to its end there, as on the
+        # worker, so that the group's messages keep one order on all ranks.
         return worker.submit(job, shown) if beside or not worker.idle else worker.perform(job)
 
     def _start_nccl(
@@ -191,17 +191,17 @@ class ProcessWorld(World):
                 self._communicator(key)
 
     def adopt(self, pg: dist.ProcessGroup, name: str) -> Group:
-        """The group for a process group of torch's."""
+        """The group for a process group of torch."""
         ranks = tuple(dist.get_process_group_ranks(pg))
         self.adopted[ranks, name] = pg
         return self.group(ranks, name)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Over NCCL, messages within this context are posted at its end, in the order of their communicators on all ranks.
+        """Over NCCL, messages inside the block are posted at its end, in the order of their communicators on all ranks.
 
-        Each is a call of its own, since NCCL leaves open what group calls mean that differ between ranks. Over Gloo each
-        message is posted at once.
+        They are not an NCCL group call, whose meaning is undefined when ranks pass different calls. Over Gloo messages are
+        posted at once.
         """
         outer, self._batch = self._batch, []
         try:
@@ -213,7 +213,7 @@ class ProcessWorld(World):
             self._batch = outer
 
     def beside(self, steps: Callable[[], Iterator[Any]], lane: Group, device: torch.device) -> Beside:
-        """Carries out the steps on a thread of the lane's; on CUDA at once, on a stream of the lane's."""
+        """Runs the steps on the lane's thread; on CUDA at once, on the lane's stream."""
         if device.type != "cuda":
             site = call_site()
 
@@ -232,11 +232,11 @@ class ProcessWorld(World):
         return bool(self.over) or dist.group.WORLD is not self._everyone
 
     def refuse(self, call: Call, group: Group) -> NoReturn:
-        """Raises CommError: the world is over."""
+        """Raises CommError, since the world is over."""
         raise CommError(f"{call.shown(group.rank)} on {group!r}: {self.over or _GONE}")
 
     def leave(self) -> None:
-        """Makes every later call on this world's groups raise."""
+        """Makes all later calls on this world's groups raise."""
         self.finish()
         self.over = self.over or _GONE
         self.communicators.clear()
@@ -244,26 +244,26 @@ class ProcessWorld(World):
         self.adopted.clear()
 
     def finish(self) -> None:
-        """Ends the threads; from now on calls run on their callers' threads."""
+        """Ends the threads; later calls run on their callers' threads."""
         self.finished = True
         finish([worker for _, worker in self.workers.values()], self.rank, self._break_off)
 
     def disown(self) -> None:
-        """Makes every call raise: this process was forked from the rank's, and has neither its threads nor its connections."""
+        """Makes all calls raise in a forked process, which does not have the rank's threads and connections."""
         self.over = f"this process was forked from that of rank {self.rank} and is no rank: call it in the rank's own process"
         for _, worker in self.workers.values():
             worker.disown(CommError(f"a call of rank {self.rank} is waited for: {self.over}"))
         self.workers.clear()
 
     def _break_off(self) -> None:
-        """Gloo closes all connections of a process group when a wait for one message times out."""
+        """Fails all outstanding messages: Gloo closes a process group's connections when a wait for one message times out."""
         self.given_up = True
         other = (self.rank + 1) % self._everyone.size()
         with suppress(RuntimeError):
             self._everyone.recv([torch.empty(1, dtype=torch.uint8)], other, _TAGS).wait(timedelta(milliseconds=1))
 
     def _abandon(self) -> None:
-        """Makes the other ranks' waits for this one fail. Over NCCL they last until this process ends."""
+        """Makes the other ranks' waits for this rank fail; over NCCL they last until this process ends."""
         if "cpu" in self._supported:
             self._break_off()
 
@@ -279,7 +279,7 @@ class ProcessWorld(World):
         return found
 
     def _tag(self, name: str) -> int:
-        """A number for the name. The first rank that asks sets it, and all others get the same; no rank waits."""
+        """A number for the name, equal on all ranks; the first rank that asks sets it, and none waits."""
         try:
             mine = _TAGS + self.store.add("functional_ds/tags", 1)
             return int(self.store.compare_set(f"functional_ds/tag/{name}", "", str(mine)))
@@ -288,11 +288,11 @@ class ProcessWorld(World):
 
     @cached_property
     def _supported(self) -> set[str]:
-        """The kinds of devices whose tensors can be sent: CPU over Gloo, CUDA over NCCL."""
+        """The device types whose tensors can be sent: CPU over Gloo, CUDA over NCCL."""
         return {kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if self._backends.get(kind) == backend}
 
     def _carrier(self, device: torch.device, group: Group) -> torch.device:
-        """Where a tensor on ``device`` is sent from: CPU tensors go through this rank's GPU where NCCL is the only backend."""
+        """The device that sends a tensor on ``device``: with NCCL only, CPU tensors go through this rank's GPU."""
         if device.type in self._supported:
             return device
         if device.type == "cpu" and "cuda" in self._supported:
@@ -304,7 +304,7 @@ class ProcessWorld(World):
         )
 
     def _communicator(self, key: CommunicatorKey) -> dist.ProcessGroup:
-        """torch's process group for a communicator. Its ranks alone connect, at its first use."""
+        """torch's process group for a communicator; only its ranks connect, on its first use."""
         adopted = None if key.messages else self.adopted.get((key.ranks, key.name))
         if adopted is None and key not in self.communicators:
             for each in key.connected_together():
@@ -312,7 +312,7 @@ class ProcessWorld(World):
         return adopted or self.communicators[key]
 
     def process_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        """A new process group of torch's with the ranks in this order; all members must call this alike."""
+        """A new process group of torch with the ranks in this order; all members must make the same calls."""
         made = self.process_groups[tuple(ranks), name]
         self.process_groups[tuple(ranks), name] += 1
         return self._connected(ranks, f"functional_ds/{name}/{list(ranks)}/{made}")
@@ -326,11 +326,11 @@ _WORLDS: dict[dist.ProcessGroup, Group] = {}  # at most one entry: torch's defau
 
 
 def process_world(timeout: timedelta = DEFAULT_TIMEOUT) -> Group | None:
-    """The world of torch's default process group, or None where there is none; ``timeout`` is for calls under ``checked``."""
+    """The world of torch's default process group, or None if there is none; ``timeout`` is for a world made here."""
     pg = dist.group.WORLD
     everyone = None if pg is None else _WORLDS.get(pg)
     if everyone is None:
-        if _WORLDS:  # one that torch's own destroy_process_group has ended
+        if _WORLDS:  # its group was destroyed with torch's destroy_process_group
             leave_process_world()
         if pg is None:
             return None
@@ -341,7 +341,7 @@ def process_world(timeout: timedelta = DEFAULT_TIMEOUT) -> Group | None:
 
 
 def leave_process_world() -> None:
-    """Closes the world of torch's default process group, if there is one."""
+    """Ends the world of torch's default process group, if there is one."""
     for world in _worlds():
         world.leave()
     _WORLDS.clear()
@@ -352,9 +352,9 @@ def _worlds() -> list[ProcessWorld]:
 
 
 def _end() -> None:
-    """Before the interpreter ends. A rank that ends since it has lost another one gives that one time to end first.
+    """Runs before the interpreter exits. A rank that fails because it lost another rank lets that one exit first.
 
-    A launcher that finds both at an end would take either for the one to blame.
+    Otherwise a launcher that sees both exit may blame the wrong one.
     """
     lost = follows_another_rank(ending_error()) or any(world.lost for world in _worlds())
     for world in _worlds():

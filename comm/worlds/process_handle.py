@@ -1,4 +1,4 @@
-"""A call of a process under way: the leaves of one dtype and device travel as one payload."""
+"""A started call of a process, in which the leaves of one dtype and device are sent as one payload."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,14 +20,14 @@ __all__ = ["ProcessHandle"]
 
 @attrs.define(eq=False)
 class _Coalesced:
-    """Leaves of one dtype that are sent as one payload.
+    """Leaves of one dtype and device that are sent as one payload.
 
     Attributes:
         places: their indices among the call's leaves.
-        shares: each leaf's elements along the payload's last dim; none for a single leaf.
-        started: the primitive under way.
-        device: where the results belong.
-        sent: the payload, where it is on a GPU.
+        shares: each leaf's elements along the payload's last dim; empty for a single leaf.
+        started: the started primitive.
+        device: the results' device.
+        sent: the payload, if it is on a GPU.
     """
 
     places: Sequence[int]
@@ -49,12 +49,12 @@ class _Coalesced:
 
 @attrs.define(eq=False)
 class ProcessHandle:
-    """A call under way, in parts of one dtype and device each.
+    """A started call.
 
     Attributes:
         call, tensors, group, here: the call.
-        parts: its primitives.
-        lost: called where a rank does not answer; returns what is known of why.
+        parts: its payloads, one per dtype and device.
+        lost: is called if a rank does not answer; returns the known reason.
     """
 
     call: Call
@@ -78,8 +78,8 @@ class ProcessHandle:
         Args:
             call, tensors, group: the call.
             start: starts a payload's primitive with its options.
-            carrier: from a tensor's device to that of its payload.
-            lost: called where a rank does not answer; returns what is known of why.
+            carrier: maps a tensor's device to its payload's.
+            lost: is called if a rank does not answer; returns the known reason.
         """
         here, pack, parts = Here(call.options, group.rank, group.size), call.collective.pack, list[_Coalesced]()
         for places in _by_kind(tensors):
@@ -133,11 +133,11 @@ def _by_kind(tensors: Sequence[Tensor]) -> Iterable[Sequence[int]]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, and with conjugation and negation applied to its bytes."""
+    """The tensor, detached, with conjugation and negation applied."""
     tensor = tensor.detach() if tensor.requires_grad else tensor
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def _dense(payload: Tensor) -> Tensor:
-    """Contiguous, and viewable as bytes: torch calls a tensor of one element contiguous whatever its stride."""
+    """A contiguous payload that can be viewed as bytes; torch calls a tensor of one element contiguous with any stride."""
     return payload.contiguous() if payload.stride(-1) == 1 else payload.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The processes of one attempt meet in a store, which may hold the keys of earlier attempts, and connect, in one time-out."""
+"""Rendezvous: processes meet in a store, which may hold keys of earlier attempts, and connect, within one timeout."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ __all__ = ["Deadline", "answering", "connect", "ended_store", "holder", "meet", 
 
 _PAUSE = 2e-3  # seconds between two requests to the store
 _KNOCKS = 0.1  # seconds between two attempts to reach the process that holds the store
-_GRACE = 1.0  # seconds: for a store's own error to come first; for ranks whose time ends at once to tell each other so
+_GRACE = 1.0  # seconds: for a store's error to come first; for ranks that time out together to report it to each other
 _HOLDER_MISSING = ("rank 0 had not come", "torchrun's agent does not answer")
 _LEFT, _DONE, _FAILED = "left", "connected {}", "failed {}"
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @attrs.frozen
 class Deadline:
-    """The end of the time for joining. All parts of joining share it.
+    """The deadline for joining, shared by all its parts.
 
     Attributes:
         timeout: the whole time.
@@ -49,22 +49,22 @@ class Deadline:
 
     @property
     def left(self) -> timedelta:
-        """The rest of the time; a millisecond if it is over, since torch takes zero for no limit."""
+        """The remaining time, at least a millisecond, since torch takes zero for no limit."""
         return timedelta(seconds=max(self._end - monotonic(), 1e-3))
 
     @property
     def grace(self) -> float:
-        """Seconds until the end and a little more, in which whatever waits until the end can say so itself."""
+        """Seconds until the deadline and a little more, so that calls with that deadline can raise their own errors."""
         return self.left.total_seconds() + _GRACE
 
     @property
     def passed(self) -> bool:
-        """Whether the time is over."""
+        """Whether the deadline has passed."""
         return monotonic() > self._end
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """The result of ``work()``, which runs in a thread: torch's stores wait without limit for a process that is stopped.
+    """Runs ``work()`` in a thread, with a timeout: torch's stores wait without limit for a process that is stopped.
 
     Raises:
         TimeoutError: it takes longer than ``seconds``.
@@ -85,7 +85,7 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def holder(store: Store) -> str:
-    """Which process holds a store, and where."""
+    """Describes which process holds a store, and its address."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     who = "torchrun holds" if _agents_store() else "rank 0 or its parent holds"
@@ -95,7 +95,7 @@ def holder(store: Store) -> str:
 
 @contextmanager
 def answering(store: Store, who: str) -> Iterator[None]:
-    """Within it a store whose process has ended is named, where torch says that a connection was reset.
+    """Turns torch's errors inside the block, such as a reset connection, into an error that names the store.
 
     Raises:
         TimedOutError: the process that holds the store has ended.
@@ -109,7 +109,7 @@ def answering(store: Store, who: str) -> Iterator[None]:
 
 
 def ended_store(store: Store, who: str, error: RuntimeError) -> TimedOutError:
-    """The error that names a store whose process has ended, for torch's error."""
+    """The error for a store whose process has ended, from torch's error."""
     return TimedOutError(f"{who}, and the store that {holder(store)} has ended: {_first_line(error)}")
 
 
@@ -118,11 +118,11 @@ def _agents_store() -> bool:
 
 
 def open_store(init_method: str, *, rank: int, size: int, deadline: Deadline) -> Store:
-    """The store at an address, as soon as there is one. Rank 0 makes it, unless torchrun's agent has.
+    """Opens the store at an address, waiting for it if necessary. Rank 0 creates it, unless torchrun's agent has.
 
     Raises:
-        ValueError: the address lacks a part, or has one that means nothing here; a file's folder does not exist.
-        TimedOutError: rank 0 has not come.
+        ValueError: the address lacks a part, or has an unsupported one; a file's folder does not exist.
+        TimedOutError: rank 0 has not created it in time.
     """
     url = urlsplit(init_method)
     query = dict(parse_qsl(url.query))
@@ -141,7 +141,7 @@ def open_store(init_method: str, *, rank: int, size: int, deadline: Deadline) ->
     if not makes:
         _reach(host, port, rank=rank, size=size, deadline=deadline)
     libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
-    # Without a size it does not wait for ranks: ``meet`` does, and knows which are missing.
+    # Without a size the store does not wait for ranks: ``meet`` does, and can name those that are missing.
     make = partial(TCPStore, host, port, is_master=makes, wait_for_workers=False, timeout=deadline.left, use_libuv=libuv)
     try:
         return within(deadline.grace, partial(make, multi_tenant=makes))
@@ -153,7 +153,7 @@ def open_store(init_method: str, *, rank: int, size: int, deadline: Deadline) ->
 
 
 def _reach(host: str, port: int, *, rank: int, size: int, deadline: Deadline) -> None:
-    """Waits until a process listens. torch's store would try for up to 2.4 times its time-out."""
+    """Waits until a process listens at the address. torch's store would try for up to 2.4 times its timeout."""
     while True:
         try:
             socket.create_connection((host, port), timeout=deadline.left.total_seconds()).close()
@@ -171,12 +171,11 @@ def _waited(rank: int, size: int, deadline: Deadline) -> str:
 
 
 def meet(store: Store, *, rank: int, size: int, deadline: Deadline) -> Store:
-    """Waits for all processes; returns a part of the store that they alone use.
+    """Waits for all processes; returns a prefix of the store that only they use.
 
-    A launcher that restarts dead ranks may keep the store, and keys of an earlier attempt must not be mistaken for this
-    attempt's. Each process writes a random token. Rank 0 proposes the list of tokens that it finds. A process whose token is in
-    the list accepts it; dead processes cannot. Rank 0 confirms the list that all have accepted, and writes how much time the
-    one with the least has.
+    A launcher that restarts ranks may keep the store, and keys of earlier attempts must not be confused with this attempt's.
+    Each process writes a random token, rank 0 proposes the list of tokens, the processes whose tokens it contains accept it,
+    and rank 0 confirms the list that all have accepted. It also writes the least time that any of them has left.
 
     Args:
         store: the shared store.
@@ -215,7 +214,7 @@ def _meet(store: Store, rank: int, size: int, deadline: Deadline) -> Store:
 
 
 def _proposed(store: Store, size: int, deadline: Deadline) -> str | None:
-    """One step of rank 0: the name of the part, once all ranks have accepted."""
+    """One round of rank 0: the name of the prefix, once all ranks have accepted."""
     keys = [f"here {rank}" for rank in range(size)]
     if not store.check(keys):
         return None
@@ -232,7 +231,7 @@ def _proposed(store: Store, size: int, deadline: Deadline) -> str | None:
 
 
 def _agreed(store: Store, token: str, rank: int, deadline: Deadline) -> str | None:
-    """One step of every other rank."""
+    """One round of the other ranks."""
     if not store.check(["proposal"]):
         return None
     tokens = store.get("proposal").decode()
@@ -250,18 +249,17 @@ def _name(tokens: str) -> str:
 def connect(store: Store, *, rank: int, size: int, timeout: timedelta, make: Callable[[], None]) -> None:
     """Calls ``make()``, in which all ranks that have met connect to each other.
 
-    The time ends for all at once, so that then those that live can say so, and the others are known.
+    All ranks time out together, so those that are alive can report to each other which are not.
 
     Args:
         store: as ``meet`` returns it.
         rank: this process's rank.
         size: the number of processes.
-        timeout: the whole time for joining, for messages.
-        make: connects; it may wait longer, in a thread.
+        timeout: the whole time for joining, for error messages.
+        make: connects; runs in a thread, so it may block for longer.
 
     Raises:
-        TimedOutError: a rank has come, and ended before all were connected; names it. The process that holds the store has
-            ended.
+        TimedOutError: a rank ended before all were connected; names it. The process that holds the store has ended.
     """
     who = f"rank {rank} of {size} connects to the others"
     with answering(store, who):
@@ -282,7 +280,7 @@ def connect(store: Store, *, rank: int, size: int, timeout: timedelta, make: Cal
 
 
 def _others(store: Store, rank: int, size: int, early: str) -> str:
-    """Tells the other ranks that this one has failed; returns what became of them, once their time is over, too."""
+    """Tells the other ranks that this one has failed; returns what happened to them, once they have timed out too."""
     store = _clone(store)  # a wait of the thread that connects may have the connection
     store.set(_FAILED.format(rank), early)
     others, end = [other for other in range(size) if other != rank], monotonic() + _GRACE
@@ -295,10 +293,10 @@ def _others(store: Store, rank: int, size: int, early: str) -> str:
 
 
 def reconnect(store: Store, timeout: float) -> Store:
-    """The same store over another connection, so that a request that waits on the first one does not delay others.
+    """The same store over another connection, which is not delayed by a request that blocks on the first one.
 
     Raises:
-        TimedOutError: the process that holds it has ended, or does not answer within ``timeout`` seconds.
+        TimedOutError: the process that holds the store has ended, or does not answer within ``timeout`` seconds.
     """
 
     def clone() -> Store:

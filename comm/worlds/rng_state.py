@@ -1,4 +1,4 @@
-"""State of the process of which each simulated rank has its own: random generators, warning filters, the default dtype."""
+"""Global state that each simulated rank has a copy of: random generators, warning filters, the default dtype."""
 
 import random
 import warnings
@@ -20,7 +20,7 @@ __all__ = ["RngState", "drop_spare_normal", "kept_rng"]
 class RngState:
     """The states of torch's default CPU generator, ``random``, NumPy's generator, ``warnings``, and the default dtype.
 
-    Grad mode and autocast need no care here: torch keeps them for each thread.
+    Grad mode and autocast are not included: in torch they are per thread.
     """
 
     torch_state: Tensor
@@ -39,7 +39,7 @@ class RngState:
         return cls(torch.get_rng_state(), random.getstate(), bits, filters, show, torch.get_default_dtype())
 
     def copies(self, count: int) -> "list[RngState]":
-        """Independent copies. NumPy's generator and the filters are objects and get copied; the other states are values."""
+        """Independent copies. NumPy's generator and the filters are mutable and copied; the other states are values."""
         kind, state = type(self.numpy_bits), self.numpy_bits.state
         found = [kind(_ZEROS) for _ in range(count)]
         for bits in found:
@@ -60,7 +60,7 @@ class RngState:
 
 
 class _Zeros(ISeedSequence):
-    """Seeds a generator that gets its state afterwards; NumPy's own seeds take most of the time that a copy does."""
+    """A cheap seed for a generator whose state is set afterwards; NumPy's own seeding takes most of the time of a copy."""
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
         return np.zeros(n_words, dtype)
@@ -71,7 +71,7 @@ _ZEROS = _Zeros()
 
 @contextmanager
 def kept_rng() -> Iterator[RngState]:
-    """Yields the state, and restores it when the block ends, which has a copy of it."""
+    """Yields the current state, runs the block on a copy of it, and restores it afterwards."""
     now = RngState.now()
     now.copies(1)[0].restore()
     try:
@@ -81,9 +81,9 @@ def kept_rng() -> Iterator[RngState]:
 
 
 def drop_spare_normal() -> None:
-    """Makes NumPy's generator forget the second number of a pair of normals.
+    """Drops the cached normal of NumPy's generator.
 
     NumPy draws normals in pairs, and loses the second one when its generator is replaced. A rank that continues without a
-    switch must lose it, too, or its draws would depend on the interleaving.
+    switch must lose it too, or its draws would depend on the interleaving.
     """
     mtrand.set_bit_generator(mtrand.get_bit_generator())

@@ -1,10 +1,8 @@
-"""Ranks without values: a program on meta tensors, one rank after another, to count what thousands of ranks would send.
+"""Simulations on shapes only: runs a program on meta tensors, rank after rank, to count the traffic of thousands of ranks.
 
-The shape of a collective's result follows from this rank's own input, so no rank waits for another. Each rank logs its calls;
-afterwards the logs are compared, as a run with values would compare the calls.
-
-What the library's ranks ask each other on channels named "control", such as in which order they complete units, has values: a
-rank hears from all others what it says itself.
+The shape of a collective's result follows from this rank's input, so ranks do not wait for each other. Each rank logs its
+calls, and the logs are compared afterwards. Collectives on channels named "control", by which the library's ranks agree with
+each other, have values: each rank receives its own value from all others.
 """
 
 from array import array
@@ -28,7 +26,7 @@ __all__ = ["ShapesWorld", "rank_on_shapes", "run_on_shapes"]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-Order = tuple[tuple[int, ...], str, Hashable]  # what is called in one order: a group's ranks, its name, the row's own order
+Order = tuple[tuple[int, ...], str, Hashable]  # a sequence of calls: the group's ranks and name, and the row's ``order``
 
 
 @attrs.define(eq=False)
@@ -36,11 +34,11 @@ class _SharedLog:
     """The calls of all ranks.
 
     Attributes:
-        kinds: a number for each kind of call.
-        texts: each kind as text, for messages.
-        logs: for each order and rank, the numbers of its calls.
+        kinds: numbers of distinct calls.
+        texts: the text of each, for messages.
+        logs: by order and rank, the numbers of its calls.
         members: the ranks that take part in an order.
-        private: for each order and index in it, the ranks' calls that have private options.
+        private: by order and index in it, the ranks' calls that have private options.
     """
 
     kinds: dict[Hashable, int] = attrs.field(factory=dict)
@@ -50,7 +48,7 @@ class _SharedLog:
     private: dict[tuple[Order, int], dict[int, Call]] = attrs.field(factory=dict)
 
     def number(self, kind: Hashable, text: Callable[[], str]) -> int:
-        """The number of a kind of call; the text is needed for a new one."""
+        """The number of a call; ``text`` is called for a new one."""
         found = self.kinds.get(kind)
         if found is None:
             found = self.kinds[kind] = len(self.kinds)
@@ -58,7 +56,7 @@ class _SharedLog:
         return found
 
     def compare(self) -> None:
-        """Raises MismatchError where the members of an order called different things, or a different number of them."""
+        """Raises MismatchError if the members of an order made different calls, or a different number of them."""
         for order, logs in self.logs.items():
             first, *others = self.members[order]
             mine = logs.get(first, array("I"))
@@ -82,7 +80,7 @@ class _SharedLog:
 
 @attrs.define(eq=False)
 class ShapesWorld(World):
-    """The world of a rank without values."""
+    """The world of a rank on shapes only."""
 
     shared: _SharedLog
     logs: "dict[Order, array[int]]" = attrs.field(factory=dict)
@@ -130,12 +128,12 @@ class ShapesWorld(World):
         return self.carried(call, tensors, group)
 
     def carried(self, call: Call, tensors: Sequence[Tensor], group: Group) -> Handle:
-        """A call's results; no rank waits for another."""
+        """A call's results, which are available at once."""
         here = Here(call.options, group.rank, group.size)
         return Ready([call.collective.on_shapes(tensor.detach(), here) for tensor in tensors])
 
     def log(self, call: Call, tensors: Sequence[Tensor], group: Group) -> None:
-        """Notes a call for the comparison with the other ranks'."""
+        """Logs a call, to compare it with the other ranks' calls."""
         here = Here(call.options, group.rank, group.size)
         order = (group.ranks, group.name, call.collective.order(call.options))
         members = call.collective.members(call.options, group.size)
@@ -163,7 +161,7 @@ class ShapesWorld(World):
 
 @attrs.define(eq=False)
 class _ControlWorld(SymmetricWorld):
-    """The world of what ranks on shapes ask each other."""
+    """The world of the channels named "control", whose collectives have values."""
 
     whole: ShapesWorld = attrs.field(kw_only=True)
 
@@ -199,14 +197,14 @@ def run_on_shapes(program: Callable[[*Ts], T], args: tuple[*Ts], world_size: int
 def rank_on_shapes(
     program: Callable[[*Ts], T], *args: *Ts, world_size: int, rank: int, kind: type[ShapesWorld] = ShapesWorld
 ) -> T:
-    """Runs one rank alone, where others would do something else: what they call is not compared.
+    """Runs a program on shapes only as one rank, without the others; calls are not compared.
 
     Args:
-        program: what the rank runs.
+        program: the program.
         args: its arguments.
         world_size: the number of ranks that the program sees.
         rank: the rank that it runs as.
-        kind: of its world.
+        kind: the class of the world.
 
     >>> from functional_ds import comm
     >>> def program():

@@ -1,4 +1,4 @@
-"""A world in which one rank runs and all others are assumed to behave like it."""
+"""A world in which only one rank runs and all others are assumed to behave like it."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar, TypeVarTuple
@@ -20,7 +20,7 @@ Ts = TypeVarTuple("Ts")
 
 @attrs.define(eq=False)
 class SymmetricWorld(World):
-    """The world of a rank whose peers pass to every collective what it passes."""
+    """The world of a rank whose peers pass the same inputs to every collective."""
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Ready:
         return Ready([self._result(call, tensor.detach(), group) for tensor in tensors])
@@ -33,9 +33,9 @@ class SymmetricWorld(World):
 
 
 def is_symmetric(group: Group) -> bool:
-    """Whether the group's other ranks do not run and are assumed to behave like this one (``comm.symmetric``).
+    """Whether the group belongs to ``comm.symmetric``, where only this rank runs.
 
-    Checks that ranks differ, such as in their data, must not be made there.
+    Checks that ranks differ, such as in their data, must be skipped there.
 
     >>> from functional_ds import comm
     >>> symmetric(lambda: is_symmetric(comm.world()), world_size=2), is_symmetric(comm.world())
@@ -45,21 +45,20 @@ def is_symmetric(group: Group) -> bool:
 
 
 def symmetric(program: Callable[[*Ts], T], *args: *Ts, world_size: int, rank: int = 0) -> T:
-    """The result of ``program(*args)`` on one rank, if all other ranks pass to every collective what this one passes.
+    """Runs ``program(*args)`` as one rank, assuming that all ranks pass the same inputs to every collective.
 
-    Only this rank runs, so the cost does not grow with ``world_size``. For tensors on the meta device the results have shapes
-    and no values. For other tensors they have values, computed as if all ranks had sent this one's. That is right for
-    values on which all ranks agree, such as the order of a model's layers, and wrong for values that differ. Random
-    generators are left as they were.
+    Only this rank runs, so the cost does not grow with ``world_size``. Results of meta tensors have shapes only. Other results
+    are computed as if all ranks had passed this rank's values: right for values that are equal on all ranks, such as the order
+    of a model's layers, and wrong for others. Random generators are restored afterwards.
 
     Args:
-        program: what the rank runs.
+        program: the program.
         args: its arguments.
         world_size: the number of ranks that the program sees.
         rank: the rank that it runs as.
 
     Raises:
-        ValueError: ``rank`` is not a rank of such a world.
+        ValueError: ``rank`` is not in 0..world_size - 1.
 
     >>> import torch
     >>> from functional_ds import comm

@@ -1,4 +1,4 @@
-"""A thread that carries out a group's asynchronous collectives while the caller computes."""
+"""A thread that performs a group's asynchronous collectives while the caller computes."""
 
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -16,16 +16,16 @@ from functional_ds.comm.table.errors import CommError
 __all__ = ["Performed", "Posted", "Queued", "Worker"]
 
 
-_IDLE = 5.0  # seconds: a thread without jobs ends after these; the next job starts a new one
+_IDLE = 5.0  # seconds after which a thread without jobs ends; the next job starts a new one
 
 
 @attrs.define(eq=False)
 class Queued:
-    """A job in the worker's queue. It waits by a lock, which takes a fraction of a ``Future``'s time.
+    """A job in the worker's queue; waits with a lock, which is several times faster than a ``Future``.
 
     Attributes:
-        worker: carries it out.
-        ended: when it ended, without an error; None before that.
+        worker: runs it.
+        ended: when it ended without an error; None before that.
     """
 
     worker: "Worker"
@@ -39,7 +39,7 @@ class Queued:
         self._running.acquire()
 
     def wait(self) -> Any:
-        """Returns its result or raises its error."""
+        """Returns the result or raises the error."""
         self.worker.check()
         with self._running:
             pass
@@ -48,7 +48,7 @@ class Queued:
         return self._result
 
     def poll(self, timeout: float) -> bool:
-        """Whether it has ended; waits up to ``timeout`` seconds for that."""
+        """Whether it has ended; waits up to ``timeout`` seconds."""
         self.worker.check()
         ended: bool = self._running.acquire(timeout=max(0.0, timeout))
         if ended:
@@ -56,7 +56,7 @@ class Queued:
         return ended
 
     def run(self) -> None:
-        """Carries it out; ``wait`` raises what it raises."""
+        """Runs the job; ``wait`` raises its error."""
         if self._job is not None:
             try:
                 self._result = self._job()
@@ -70,7 +70,12 @@ class Queued:
 
 @attrs.frozen(eq=False)
 class Performed:
-    """A job that has ended."""
+    """A job that has already run.
+
+    Attributes:
+        result: its result or error.
+        ended: when it ended.
+    """
 
     result: Tensor | Exception
     ended: float
@@ -88,10 +93,10 @@ class Performed:
 
 @attrs.define(eq=False)
 class Posted:
-    """A message that the caller's thread has posted.
+    """A message that was posted on the caller's thread.
 
-    Gloo has no way to ask whether a message has ended except to wait. So ``poll`` makes the worker wait for it. Dropping the
-    record does so, too, since Gloo drops messages whose works are not held.
+    Gloo cannot tell whether a message has ended except by waiting for it, so ``poll`` makes the worker wait. So does deleting
+    the record, since Gloo drops messages whose work objects are deleted.
     """
 
     worker: "Worker"
@@ -136,14 +141,14 @@ class Posted:
 
 
 class Worker:
-    """Runs a group's jobs in order on a thread of its own.
+    """Runs a group's jobs in order on a separate thread.
 
-    Posting a message can block for milliseconds on Gloo's lock, and the second round of an all-reduce starts when the first one
+    Posting a message can block for milliseconds on Gloo's lock, and the second round of an all-reduce starts when the first
     ends. On a separate thread neither delays the caller.
 
     Attributes:
-        posted: the messages that the caller's thread has posted and not waited for.
-        closed: whether there is no thread any more; a job is then run by who submits it.
+        posted: messages that the caller's thread has posted and not waited for.
+        closed: whether the thread has ended or is about to; ``submit`` then runs jobs on the caller's thread.
     """
 
     def __init__(self, group: Group) -> None:
@@ -158,16 +163,16 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether all jobs are done."""
+        """Whether all jobs have ended."""
         return not self._under_way
 
     @property
     def under_way(self) -> list[str]:
-        """The calls whose jobs are not done, as text."""
+        """The calls whose jobs have not ended, as text."""
         return [f"{shown()} on {self._group.name!r}" for shown in [*self._under_way.values()]]
 
     def submit(self, job: Callable[[], Any], shown: Callable[[], str]) -> Queued:
-        """Queues a job, which is part of the call that ``shown`` gives as text."""
+        """Queues a job; ``shown`` gives its call as text."""
         queued = Queued(self, job)
         with self._lock:
             self._under_way[queued] = shown
@@ -181,7 +186,7 @@ class Worker:
         return queued
 
     def forget(self, queued: Queued) -> None:
-        """Takes a job that has ended off the list of those under way."""
+        """Removes a job that has ended from ``under_way``."""
         del self._under_way[queued]
 
     def perform(self, job: Callable[[], Tensor]) -> Performed:
@@ -193,7 +198,7 @@ class Worker:
         return Performed(result, perf_counter())
 
     def close(self) -> None:
-        """Lets the thread end after the jobs so far and all messages that are posted."""
+        """Lets the thread end after the queued jobs and posted messages."""
         for reference in [*self.posted.values()]:
             posted = reference()
             if posted is not None:
@@ -203,19 +208,19 @@ class Worker:
             self._jobs.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Waits up to ``timeout`` seconds for the thread of a closed worker; returns whether it has ended."""
+        """Waits up to ``timeout`` seconds for a closed worker's thread; returns whether it has ended."""
         thread = self._thread
         if thread is not None and thread is not current_thread():
             thread.join(max(0.0, timeout))
         return self._thread is None
 
     def disown(self, error: CommError) -> None:
-        """Closes the worker of a forked process, which has no such thread: waits raise the error from now on."""
+        """Closes the worker in a forked process, where its thread does not exist: later waits raise the error."""
         self.closed, self._disowned = True, error
         self.posted.clear()
 
     def check(self) -> None:
-        """Raises the error of a worker that a forked process has from its parent."""
+        """Raises the error given to ``disown``, if any."""
         if self._disowned is not None:
             raise self._disowned
 
