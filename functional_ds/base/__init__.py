@@ -1,1 +1,1 @@
-"""Pytrees, marks on leaves, weighted sums, random keys, batches, files, and private names of torch."""
+"""Pytrees, marks on leaves, weighted sums, random keys, batches, devices, and private names of torch."""

@@ -1,4 +1,4 @@
-"""Rows of a batch, along dim 0 of its leaves, and micro-batches, which are some of them."""
+"""Splits batches into micro-batches, along dim 0 of their leaves."""
 
 from itertools import accumulate
 from typing import Any
@@ -10,20 +10,20 @@ __all__ = ["micro_rows", "split"]
 
 
 def micro_rows(batch: Any, k: int) -> list[int]:
-    """How many rows each of k micro-batches has; the first ones may have one more."""
+    """The number of rows of each of k micro-batches; the first ones may have one more."""
     rows = rows_of(batch)
     return [rows // k + (i < rows % k) for i in range(k)]
 
 
 def split(batch: Any, k: int, *, uneven: bool = False) -> list[Any]:
-    """A batch as k batches of equally many rows; ``uneven``: the first ones may have one more.
+    """Splits a batch into k micro-batches of equally many rows; with ``uneven`` the first ones may have one more.
 
-    Leaves may have different numbers of rows, several for each of another leaf's; they are cut in proportion. A leaf with one
-    row, and one without rows (a number, a tensor without dims), goes with every batch.
+    Leaves may have different numbers of rows, in a fixed ratio; they are split in proportion. A leaf with one row, or without
+    rows (a number, a scalar tensor), is part of every micro-batch.
 
     Raises:
-        ValueError: no leaf has rows, or one has none, or too few, or its rows do not divide by k, or not as those of the other
-            leaves do.
+        ValueError: no leaf has rows; a leaf has too few rows, rows that are not a multiple of k, or rows that cannot be split
+            in proportion to the others.
 
     >>> import torch
     >>> [part.tolist() for part in split(torch.arange(5), 2, uneven=True)]

@@ -1,4 +1,4 @@
-"""Which tensors lie in the same memory."""
+"""Finds tensors that share memory."""
 
 from collections.abc import Iterable, Iterator
 
@@ -14,20 +14,20 @@ _KINDS = (Tensor, nn.Parameter)
 
 
 def begin_together(one: Tensor, other: Tensor) -> bool:
-    """Whether the first elements of two tensors are one; addresses would not tell of tensors without values."""
+    """Whether two tensors start at the same element of a storage; works without addresses, as for fake tensors."""
     return storage_id(one) == storage_id(other) and one.storage_offset() == other.storage_offset()
 
 
 @attrs.frozen
 class ByteRange:
-    """Where a tensor lies.
+    """The memory of a tensor.
 
     Attributes:
-        name: the tensor's.
-        tensor: which lies there.
-        space: 0 for addresses; else a storage that has none.
-        start: its first byte.
-        end: the byte after its last.
+        name: the tensor's name.
+        tensor: the tensor.
+        space: 0 for addresses; else the id of a storage without an address.
+        start: the first byte.
+        end: the byte after the last.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ByteRange:
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> "ByteRange | None":
-        """Where it lies; None for one without elements or strides, or of another class."""
+        """The memory of a tensor; None for empty tensors, other layouts and other classes."""
         if not (type(tensor) in _KINDS or is_fake(tensor)) or tensor.layout != torch.strided or not tensor.numel():
             return None
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -47,7 +47,7 @@ class ByteRange:
         return ByteRange(name, tensor, 0 if address else storage_id(tensor), start, start + extent * tensor.element_size())
 
     def meets(self, other: "ByteRange") -> bool:
-        """Whether the two, which begin in this order and lie in one another's range, share an element."""
+        """Whether two tensors with overlapping ranges, the first of which starts first, share an element."""
         one, two, size = self.tensor, other.tensor, self.tensor.element_size()
         dense = all(each.end - each.start == each.tensor.nbytes for each in (self, other))
         if dense or one.element_size() != two.element_size() or (other.start - self.start) % size:
@@ -58,7 +58,7 @@ class ByteRange:
 
 
 def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[ByteRange, ByteRange]]:
-    """The pairs of tensors that share an element, with their names."""
+    """The pairs of tensors that share an element."""
     found = [extent for name, tensor in named if (extent := ByteRange.of(name, tensor)) is not None]
     found.sort(key=lambda each: (each.space, each.start))
     for index, one in enumerate(found):

@@ -1,4 +1,4 @@
-"""Containers that a batch may be and optree does not know: they become pytrees when they are met."""
+"""Registers containers that optree does not know as pytrees, when they occur in a batch."""
 
 import dataclasses
 import threading
@@ -14,16 +14,16 @@ from .torch_private import pytree_node_of
 
 __all__ = ["register_containers"]
 
-Flat = tuple[tuple[Any, ...], Any, tuple[str, ...]]  # children, what rebuilds beside them, names of the children
+Flat = tuple[tuple[Any, ...], Any, tuple[str, ...]]  # children, the context to rebuild from, names of the children
 
 _LOCK = threading.Lock()
 
 
 def register_containers(value: Any) -> None:
-    """Makes pytrees of the types of containers in ``value``: of the classes, for the process.
+    """Registers the types of the containers in ``value`` as pytrees, for the process.
 
-    Those are types that ``torch.utils._pytree`` knows; dataclasses and attrs classes, by their fields; and mappings whose class
-    makes one from a dict, as ``transformers.BatchEncoding`` does. Any other type stays a leaf.
+    These are types that are registered with ``torch.utils._pytree``; dataclasses and attrs classes, by their fields; and
+    mappings whose class can be made from a dict, such as ``transformers.BatchEncoding``. Other types stay leaves.
 
     >>> from collections import UserDict
     >>> batch = UserDict(x=1, y=2)
@@ -68,7 +68,7 @@ def _functions(kind: type, value: Any) -> tuple[Callable[[Any], Flat], Callable[
 
 @attrs.frozen
 class _Context:
-    """What torch's pytrees keep of a value's structure, which need not have a hash, as optree wants it."""
+    """The context of torch's pytrees, made hashable for optree."""
 
     value: Any = attrs.field(hash=False)
 
@@ -79,7 +79,7 @@ def _items(whole: Mapping[Any, Any]) -> Flat:
 
 
 def _rebuilds(kind: Callable[[Any], Any], value: Mapping[Any, Any]) -> bool:
-    """Whether the class makes the same mapping from a dict."""
+    """Whether the class makes an equal mapping from a dict."""
     try:
         made = kind(dict(value))
         return type(made) is kind and list(made) == list(value) and all(made[key] is value[key] for key in value)
@@ -94,7 +94,7 @@ def _fields(whole: Any) -> Flat:
 
 
 def _made(kind: type, names: tuple[str, ...], found: Any) -> Any:
-    """Without ``__init__``, which may check or compute: leaves may be anything."""
+    """Makes an instance without ``__init__``, which may check or compute, since leaves may be anything."""
     made: Any = object.__new__(kind)
     for name, value in zip(names, found, strict=True):
         object.__setattr__(made, name, value)

@@ -1,6 +1,6 @@
-"""Devices that compute beside the host: their pinned memory, peaks and random generators.
+"""Accelerators: synchronization, pinned memory, memory statistics and random generators.
 
-Each asks torch's module for the kind of device (``torch.cuda``, ``torch.xpu``, ...). On the CPU and on meta tensors all work is
+The functions use torch's module for the device type (``torch.cuda``, ``torch.xpu``, ...). On CPU and meta devices all work is
 complete when a call returns.
 """
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether the device computes and copies beside the host, on streams.
+    """Whether the device runs asynchronously to the host, on streams.
 
     >>> overlaps(torch.device("cpu")), overlaps(torch.device("cuda"))
     (False, True)
@@ -42,14 +42,14 @@ def overlaps(device: torch.device) -> bool:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """The host waits for all work of the devices, each once."""
+    """Waits for all work of the devices."""
     for device in set(devices):
         if overlaps(device):
             torch.get_device_module(device).synchronize(device)
 
 
 def seconds_of(run: Callable[[], Any], devices: Iterable[torch.device]) -> float:
-    """How long a call takes, with the work that it gives to devices."""
+    """The time of a call in seconds, including the work that it queues on devices."""
     devices = set(devices)
     synchronize(devices)
     start = perf_counter()
@@ -59,7 +59,7 @@ def seconds_of(run: Callable[[], Any], devices: Iterable[torch.device]) -> float
 
 
 def in_use() -> torch.device | None:
-    """The accelerator that this process computes on; None where it has initialised none."""
+    """The accelerator that this process uses; None if it has initialized none."""
     found = torch.accelerator.current_accelerator()
     if found is None:
         return None
@@ -68,7 +68,7 @@ def in_use() -> torch.device | None:
 
 
 def generator_states() -> list[Tensor]:
-    """The states of torch's default generators, the host's and the accelerator's in use."""
+    """The states of torch's default generators, of the CPU and of the accelerator in use."""
     device = in_use()
     return [torch.get_rng_state(), *([] if device is None else [rng_state(device)])]
 
@@ -85,14 +85,14 @@ def set_rng_state(device: torch.device, state: Tensor) -> None:
 
 
 def forked_rng() -> AbstractContextManager[None]:
-    """Draws within the block leave the default generators of the CPU and of the device in use as they were."""
+    """Restores the default generators of the CPU and of the accelerator in use after the block."""
     device = in_use()
     return torch.random.fork_rng([]) if device is None else torch.random.fork_rng([device], device_type=device.type)
 
 
 @contextmanager
 def redrawn(device: torch.device, state: Tensor) -> Iterator[None]:
-    """Within the block the device draws from this state on; afterwards its generator is as it was."""
+    """Sets the device's generator to a state inside the block, and restores it afterwards."""
     before = rng_state(device)
     set_rng_state(device, state)
     try:
@@ -102,23 +102,23 @@ def redrawn(device: torch.device, state: Tensor) -> Iterator[None]:
 
 
 def arriving(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor in the host's memory on the device; the host does not wait for it."""
+    """Copies a CPU tensor to the device, asynchronously."""
     return host.pin_memory().to(device, non_blocking=True) if overlaps(device) else host.to(device)
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Whether the tensor lies in pinned memory; does not initialise a device."""
+    """Whether the tensor is in pinned memory; does not initialize a device."""
     return tensor.device.type == "cpu" and in_use() is not None and tensor.is_pinned()
 
 
 def peak_bytes() -> int | None:
-    """The most bytes that torch's allocator has had on the device in use; None where there is none."""
+    """The peak of bytes allocated by torch on the accelerator in use; None without one."""
     device = in_use()
     return None if device is None else int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def held_bytes() -> tuple[int, int] | None:
-    """The bytes of tensors on the device in use, and those that torch's allocator has reserved; None where there is none."""
+    """The bytes allocated, and those reserved, by torch on the accelerator in use; None without one."""
     device = in_use()
     if device is None:
         return None
@@ -127,5 +127,5 @@ def held_bytes() -> tuple[int, int] | None:
 
 
 def resident_peak_bytes() -> int:
-    """The most bytes of the host's memory that this process has had."""
+    """The peak of this process's resident host memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

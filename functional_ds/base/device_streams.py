@@ -1,13 +1,13 @@
-"""Streams of a device, and the one rule for tensors that pass between them.
+"""Device streams, and the rule for tensors that pass between them.
 
-A stream runs its work in the order of the launches, beside the host and beside other streams. The allocator gives a tensor's
-memory to later work of the stream that it was allocated on, without a wait. So before another stream uses a tensor, it waits
-for the work that makes it, and the allocator learns of the use (``record_stream``): ``_take``. The host never waits. On the
-CPU all work is complete when a call returns, and none of this does anything.
+A stream runs its work in order, asynchronously to the host and to other streams. The allocator reuses a tensor's memory for
+later work of the stream that it was allocated on, without waiting for others. So before another stream uses a tensor, it must
+wait for the work that computes it, and the use must be recorded (``record_stream``); ``_take`` does both. The host does not
+wait. On a CPU all of this does nothing.
 
-Copies to and from the host run on a ``CopyStream``, chains of collectives on a ``SideStream``. A collective of NCCL's runs on
-a stream of its communicator's: torch orders it after the stream that starts it, and the stream that waits after it. Of its
-payload the allocator must learn here, where another stream waits than has started it: ``LentToTransport``.
+Copies to and from the host run on a ``CopyStream``, chains of collectives on a ``SideStream``. NCCL's collectives run on
+streams of their communicators, which torch orders after the stream that starts them and before the stream that waits. If these
+two differ, the use of the payload must be recorded: ``LentToTransport``.
 """
 
 import threading
@@ -26,12 +26,12 @@ __all__ = ["Arrival", "CopyStream", "LentToTransport", "SideStream", "Streams", 
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that gets the device's work on this thread."""
+    """The device's current stream in this thread."""
     return torch.get_device_module(device).current_stream(device)
 
 
 def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
-    """Within the block the stream is the device's current one."""
+    """Makes the stream the device's current one inside the block."""
     block: AbstractContextManager[Any] = torch.get_device_module(device).stream(stream)
     return block
 
@@ -42,7 +42,7 @@ def _tell_allocator(tensors: Iterable[Tensor], stream: Any) -> None:
 
 
 def _take(tensors: Iterable[Tensor], made: Any) -> None:
-    """The rule: their devices' current streams may use the tensors, which another stream has made at an event."""
+    """Lets the current streams use tensors that another stream has computed before the event ``made``."""
     for tensor in tensors:
         current = current_stream(tensor.device)
         current.wait_event(made)
@@ -51,12 +51,12 @@ def _take(tensors: Iterable[Tensor], made: Any) -> None:
 
 @attrs.define(eq=False)
 class Streams:
-    """Streams by device and purpose, the same at each call: the allocator pools memory by stream."""
+    """Streams by device and purpose, which are reused, since the allocator pools memory by stream."""
 
     _made: dict[tuple[torch.device, Hashable], Any] = attrs.field(factory=dict)
 
     def of(self, device: torch.device, purpose: Hashable) -> Any:
-        """The stream for a purpose; made when first asked for."""
+        """The stream for a purpose, created on first use."""
         kind = torch.get_device_module(device).Stream
         if type(self._made.get((device, purpose))) is not kind:
             self._made[device, purpose] = kind(device)
@@ -64,7 +64,7 @@ class Streams:
 
 
 class _StreamsOfThread(threading.local):
-    """For copies, which follow and hold up the thread's current streams."""
+    """A thread's streams for copies, which are ordered relative to its current streams."""
 
     def __init__(self) -> None:
         self.copies = Streams()
@@ -79,14 +79,14 @@ class Arrival:
 
     Attributes:
         tensor: the copy, which must not be used before ``wait``.
-        copied: the device's event after the copy; None where the copy is complete.
+        copied: the device's event after the copy; None if the copy is complete.
     """
 
     tensor: Tensor
     copied: Any = None
 
     def wait(self) -> Tensor:
-        """Lets the device's current stream wait for the copy, and returns the tensor."""
+        """Makes the device's current stream wait for the copy; returns the tensor."""
         if self.copied is not None:
             _take([self.tensor], self.copied)
         return self.tensor
@@ -94,14 +94,14 @@ class Arrival:
 
 @attrs.define(eq=False)
 class CopyStream:
-    """A stream of copies from and to one device.
+    """A stream for copies between the host and a device.
 
-    Where the device has streams, the copies run on one of their own, from and to pinned memory, in the order of the calls. On
-    a CPU each copy is complete when the call returns, and the methods that order streams do nothing.
+    Copies use pinned memory and run in the order of the calls. On a CPU copies are complete when the call returns, and the
+    methods that order streams do nothing.
 
     Attributes:
-        device: beside the host.
-        purpose: copies for one purpose share one stream of a thread, whichever record they are made with.
+        device: the device.
+        purpose: in each thread, copies for the same purpose share a stream.
 
     >>> stream = CopyStream(torch.device("cpu"))
     >>> stream.to_device(stream.to_host(torch.arange(3))).wait()
@@ -113,7 +113,7 @@ class CopyStream:
 
     @property
     def overlaps(self) -> bool:
-        """Whether copies run beside the device's computation."""
+        """Whether copies run asynchronously to the device's computation."""
         return overlaps(self.device)
 
     @property
@@ -121,17 +121,17 @@ class CopyStream:
         return _THREAD.copies.of(self.device, self.purpose)
 
     def wait_for_device(self) -> None:
-        """Orders the copies that follow after the work that the device's current stream has queued."""
+        """Orders later copies after the work queued so far on the device's current stream."""
         if self.overlaps:
             self._stream.wait_stream(current_stream(self.device))
 
     def wait_for(self, other: "CopyStream") -> None:
-        """Orders the copies that follow after the other stream's copies so far."""
+        """Orders later copies after the other stream's copies so far."""
         if self.overlaps:
             self._stream.wait_stream(other._stream)
 
     def hold_device(self) -> None:
-        """Orders the work that the device's current stream queues from now on after the copies so far."""
+        """Orders later work of the device's current stream after the copies so far."""
         if self.overlaps:
             current_stream(self.device).wait_stream(self._stream)
 
@@ -143,7 +143,7 @@ class CopyStream:
             after: an event of the device that the copies wait for.
 
         Returns:
-            The device's event after the copies; None where they are complete.
+            The device's event after the copies; None if they are complete.
         """
         if not self.overlaps:
             for target, source in pairs:
@@ -157,9 +157,9 @@ class CopyStream:
             return self._stream.record_event()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in the host's memory; with streams it is complete when the copies that follow on this stream begin.
+        """Copies a tensor to the host; with streams, the copy is complete when later copies on this stream start.
 
-        There the tensor must not be written into until ``hold_device`` was called.
+        With streams, the tensor must not be written to before ``hold_device`` is called.
         """
         if not self.overlaps:
             return tensor.to("cpu", copy=True)
@@ -170,7 +170,7 @@ class CopyStream:
         return host
 
     def to_device(self, host: Tensor) -> Arrival:
-        """Starts to copy a tensor of the host's to the device; a CPU device gets the tensor itself."""
+        """Starts copying a CPU tensor to the device; for a CPU device, the tensor itself."""
         if not self.overlaps:
             return Arrival(host.to(self.device))
         with _on(self._stream, self.device):
@@ -179,11 +179,11 @@ class CopyStream:
 
 @attrs.frozen(eq=False)
 class SideStream:
-    """Steps that were launched on a side stream: the computation goes on meanwhile, and waits for their result alone.
+    """Steps that run on a side stream, concurrently with the computation.
 
     Attributes:
-        value: of the last step.
-        done: the event after it.
+        value: the last step's value.
+        done: the event after the last step.
     """
 
     value: Any
@@ -191,7 +191,7 @@ class SideStream:
 
     @staticmethod
     def run(steps: Callable[[], Iterator[Any]], stream: Any) -> "SideStream":
-        """Launches the steps; they follow what the current stream has queued, which goes on meanwhile."""
+        """Launches the steps after the work queued so far on the current stream, which does not wait for them."""
         value = None
         stream.wait_stream(current_stream(stream.device))
         with _on(stream, stream.device):
@@ -200,29 +200,29 @@ class SideStream:
             return SideStream(value, stream.record_event())
 
     def wait(self) -> Any:
-        """Lets the current stream wait for the last step; returns its value."""
+        """Makes the current stream wait for the last step; returns its value."""
         _take(_on_device(self.value), self.done)
         return self.value
 
     def poll(self, timeout: float) -> bool:
-        """True: the host never waits."""
+        """Always True, since the host does not wait."""
         return True
 
 
 @attrs.frozen(eq=False)
 class LentToTransport:
-    """A tensor that a transport reads, allocated for the stream that was current at the start."""
+    """A tensor that a back end reads, allocated on the stream that was current at the start."""
 
     tensor: Tensor
     stream: Any
 
     @staticmethod
     def of(tensor: Tensor) -> "LentToTransport | None":
-        """None for tensors of the host's."""
+        """The record of a CUDA tensor; None for others."""
         return LentToTransport(tensor, current_stream(tensor.device)) if tensor.is_cuda else None
 
     def arrived(self) -> None:
-        """Says that the current stream has waited for the transport: if it is another one, the allocator must know."""
+        """Records the use of the tensor if the stream that has waited is not the one that started."""
         current = current_stream(self.tensor.device)
         if current != self.stream:
             _tell_allocator([self.tensor], current)

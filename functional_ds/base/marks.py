@@ -1,4 +1,4 @@
-"""What leaves are marked with: whether the optimizer moves them, in which dtype they are stored, to what they belong."""
+"""Marks on leaves: whether they are trained, their storage dtype, their part of the model, slices and sharers."""
 
 import re
 import sys
@@ -34,27 +34,27 @@ __all__ = [
 
 
 def is_trainable(leaf: Tensor) -> bool:
-    """Floating and complex leaves are trained, but for an ``nn.Parameter`` that does not require grad."""
+    """Whether a leaf is trained: floating or complex, and not an ``nn.Parameter`` that does not require grad."""
     if not (leaf.is_floating_point() or leaf.is_complex()):
         return False
     return type(leaf) is Tensor or leaf.requires_grad or not isinstance(leaf, nn.Parameter)  # the cheapest first
 
 
 def is_dtensor(leaf: Tensor) -> bool:
-    """Whether a tensor is a DTensor, which torch lays over a mesh of its own."""
+    """Whether a tensor is a DTensor."""
     if type(leaf) in (Tensor, nn.Parameter):
         return False
-    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and imported where there is a DTensor
+    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and already imported if there is a DTensor
     return tensors is not None and isinstance(leaf, tensors.DTensor)
 
 
 def trainable(params: Any) -> list[Tensor]:
-    """The trained leaves of a tree, in order; gradients are lists like this."""
+    """The trained leaves of a pytree, in order; gradients are lists like this."""
     return [leaf for leaf in tree.leaves(params) if is_trainable(leaf)]
 
 
 def like_marked(value: Tensor, model: Tensor) -> Tensor:
-    """``value``, marked as ``model`` is."""
+    """``value`` with the marks of ``model``."""
     frozen = isinstance(model, nn.Parameter) and not model.requires_grad
     marked = nn.Parameter(value, requires_grad=False) if frozen else value
     if not frozen and not vars(model):  # the usual case: no marks
@@ -65,67 +65,67 @@ def like_marked(value: Tensor, model: Tensor) -> Tensor:
 
 
 def without_values(held: Any) -> Any:
-    """The tree on the meta device, its marks kept."""
+    """The pytree on the meta device, with its marks."""
     return tree.map(lambda x: like_marked(torch.empty_like(x, device="meta"), x) if isinstance(x, Tensor) else x, held)
 
 
 def mark_stored(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The leaf's values in a new tensor, marked to be stored in ``dtype``; None takes the mark away.
+    """A new tensor of the leaf's values, marked to be stored in ``dtype``; None removes the mark.
 
-    Leaves that differ in it lie in segments of their own, as trained and frozen ones do.
+    Leaves with different marks are in different segments, like trained and frozen ones.
     """
     return _marked(like_marked(leaf.detach(), leaf), {_STORED_IN: dtype})
 
 
 def stored_in(leaf: Tensor) -> torch.dtype | None:
-    """The dtype that a leaf is marked to be stored in."""
+    """The storage dtype that a leaf is marked with; None without a mark."""
     return getattr(leaf, _STORED_IN, None)
 
 
 def mark_part(leaf: Tensor, part: str | None) -> Tensor:
-    """The leaf's values in a new tensor, marked to belong to a part of the model; no unit holds leaves of two parts."""
+    """A new tensor of the leaf's values, marked with a part of the model; leaves of two parts are in different units."""
     return _marked(like_marked(leaf.detach(), leaf), {_PART: part})
 
 
 def part_of(leaf: Tensor) -> str | None:
-    """The part of the model that a leaf is marked to belong to."""
+    """The part of the model that a leaf is marked with; None without a mark."""
     return getattr(leaf, _PART, None)
 
 
 def mark_slices(leaf: Tensor, slices: tuple[Any, ...]) -> Tensor:
-    """The leaf's values in a new tensor, marked to be a slice of a whole leaf, along one dim or several."""
+    """A new tensor of the leaf's values, marked as a slice of a whole leaf, along one dim or several."""
     return _marked(like_marked(leaf.detach(), leaf), {_SLICES: slices})
 
 
 def slices_of(leaf: Tensor) -> tuple[Any, ...]:
-    """The slices (``LeafSlice``) that a leaf is marked to be, one for each dim that is cut."""
+    """The slices (``LeafSlice``) that a leaf is marked with, one for each split dim."""
     return getattr(leaf, _SLICES, ())
 
 
 def mark_sharers(leaf: Tensor, blocks: tuple[tuple[int, ...], ...] | None) -> Tensor:
-    """The leaf's values in a new tensor, marked to be the same on some of the data-parallel ranks alone, as experts are.
+    """A new tensor of the leaf's values, marked as shared by some of the data-parallel ranks only, as experts are.
 
     Args:
-        leaf: this rank's.
-        blocks: the data-parallel ranks, as ranks of the world, those that hold the same leaf in one block; the blocks are of
-            one size. None takes the mark away.
+        leaf: this rank's leaf.
+        blocks: the data-parallel ranks, as ranks of the world, in blocks of equal size that hold the same leaf. None removes
+            the mark.
     """
     return _marked(like_marked(leaf.detach(), leaf), {_SHARERS: blocks})
 
 
 def sharers_of(leaf: Tensor) -> tuple[tuple[int, ...], ...] | None:
-    """The blocks of data-parallel ranks that hold the same leaf; None where all do."""
+    """The blocks of data-parallel ranks that hold the same leaf; None if all do."""
     return getattr(leaf, _SHARERS, None)
 
 
 class ModuleRef:
-    """A weak reference to a module as a function: a mark that neither copies nor saves the module with its params."""
+    """A weak reference to a module's function, so that params can be copied and saved without the module."""
 
     def __init__(self, module: Any = None) -> None:
         self._ref = None if module is None else weakref.ref(module)
 
     def get(self) -> Any:
-        """The module's function; None if it is gone, or the params come from another process."""
+        """The module's function; None if it was deleted, or the params come from another process."""
         return None if self._ref is None else self._ref()
 
     def __deepcopy__(self, memo: Any) -> "ModuleRef":
@@ -136,35 +136,35 @@ class ModuleRef:
 
 
 def mark_module(leaf: Tensor, module: ModuleRef, name: str) -> Tensor:
-    """The leaf, which must be the caller's own, marked to be the parameter ``name`` of a module."""
+    """Marks a leaf, in place, as the parameter ``name`` of a module."""
     leaf.__dict__[_MODULE] = (module, name)
     return leaf
 
 
 def module_of(leaf: Tensor) -> tuple[Any, str] | None:
-    """The module's function that a leaf is a parameter of, and its name there."""
+    """The function of the module that a leaf is a parameter of, and its name there; None without a mark."""
     found = getattr(leaf, _MODULE, None)
     if found is None or found[0].get() is None:
         return None
     return found[0].get(), found[1]
 
 
-# Marks are attributes of a tensor's own, as pytrees have no place for them.
+# Marks are attributes of tensors, as pytrees have no place for them.
 _STORED_IN, _PART, _SLICES, _MODULE = "_fds_stored_in", "_fds_part", "_fds_slices", "_fds_module"
 _SHARERS = "_fds_sharers"
-ORIGIN = "_fds_origin"  # what ``sharding.sources`` marks leaves with that have no values yet
+ORIGIN = "_fds_origin"  # the mark of deferred leaves (``sharding.sources``)
 
 
 def _marked(leaf: Tensor, marks: dict[str, Any]) -> Tensor:
     frozen = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
-    tracked = leaf.requires_grad or in_dual_level() or is_transformed(leaf)  # a differentiable step's
+    tracked = leaf.requires_grad or in_dual_level() or is_transformed(leaf)  # in a differentiable step
     marked = nn.Parameter(leaf.detach(), requires_grad=False) if frozen else leaf.view_as(leaf) if tracked else leaf.detach()
     marked.__dict__.update({**leaf.__dict__, **marks})
     return marked
 
 
 def freeze(params: Any, pattern: str = "") -> Any:
-    """Marks the leaves whose path matches the regular expression as frozen: they get no gradient and no optimizer state.
+    """Freezes the leaves whose path matches a regular expression: they get no gradients and no optimizer state.
 
     Raises:
         ValueError: no path matches.

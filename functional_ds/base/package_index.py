@@ -1,4 +1,4 @@
-"""The indexes of packages: names that are imported when they are first used, folders that an installation may leave out."""
+"""Lazy imports: names of packages that are imported on first use, and folders that an installation may omit."""
 
 import ast
 import sys
@@ -14,7 +14,7 @@ __all__ = ["lazy_index", "optional"]
 
 
 class _Index(ModuleType):
-    """A package with a lazy index: its names are attributes, although some are submodules' names, too."""
+    """A package with a lazy index, whose names take precedence over submodules of the same name."""
 
     _index: dict[str, tuple[str, str]]
 
@@ -26,13 +26,13 @@ class _Index(ModuleType):
             value = import_module(f"{module}.{name}") if module == self.__name__ else _imported(module, attribute)
         except ModuleNotFoundError as error:
             if not isinstance(sys.modules.get(str(error.name).rpartition(".")[0]), _Index):
-                raise  # an error inside of a folder that is there
+                raise  # an error inside an installed folder
             raise AttributeError(f"{self.__name__}.{name} needs {error.name}, which this installation leaves out") from error
         self.__dict__[name] = value
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """The import system binds a submodule here; a function of the same name that the index lists goes before it."""
+        """Ignores the import system's binding of a submodule if the index lists another object of that name."""
         if not (isinstance(value, ModuleType) and self._index.get(name, (self.__name__, name)) != (self.__name__, name)):
             super().__setattr__(name, value)
 
@@ -41,9 +41,9 @@ class _Index(ModuleType):
 
 
 def lazy_index(package: str) -> None:
-    """Makes the imports under ``if TYPE_CHECKING:`` in a package's ``__init__.py`` its index, whose names load when first used.
+    """Makes the imports under ``if TYPE_CHECKING:`` in a package's ``__init__.py`` lazy: names are imported on first use.
 
-    Type checkers and editors read the same lines. ``__all__`` stands beside them.
+    Type checkers and editors read the same imports; ``__all__`` must list the names.
     """
     module = sys.modules[package]
     tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
@@ -65,7 +65,7 @@ def _imported(module: str, attribute: str) -> Any:
 
 @contextmanager
 def optional(*modules: str) -> Iterator[None]:
-    """Ignores that the imports in its body fail, if one of these modules is not installed."""
+    """Ignores ImportError inside the block if one of these modules is not installed."""
     try:
         yield
     except ImportError:

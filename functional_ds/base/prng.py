@@ -1,4 +1,4 @@
-"""Random draws that depend on where an element stands in the global batch, not on how many ranks share it."""
+"""Random numbers that depend on an element's position in the global batch, and not on the number of ranks."""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from .torch_private import constant_when_compiled
 
 __all__ = ["Key", "Places"]
 
-# For a dim: the global indices of the elements that are here, and the dim's global size; None for a dim that is whole.
+# By dim: the global indices of the local elements, and the dim's global size; None for a dim that is whole.
 Places = Mapping[int, tuple[Tensor | range, int] | None]
 
 # Multipliers and shifts of splitmix64's finalizer (Steele, Lea, Flood 2014), as signed 64-bit integers.
@@ -28,36 +28,36 @@ def _mix(x: Tensor) -> Tensor:
 
 @constant_when_compiled
 def _salt(name: str) -> int:
-    """What keeps the draws of this name apart from others."""
+    """A hash of the name, which makes draws of different names independent."""
     return zlib.crc32(name.encode())
 
 
 def _beside(number: Tensor, device: torch.device) -> Tensor:
-    """A number to compute with on a device. One on the host goes with each kernel by value; a copy would stop the host."""
+    """A scalar for computation on a device. CPU scalars are passed to kernels by value; a copy would block the host."""
     return number if number.device.type == "cpu" else number.to(device)
 
 
 @tree.record
 class Key:
-    """Where random numbers come from: a seed, the step, and the global index of the batch's first row.
+    """A counter-based random key (compare ``jax.random.key``): a seed, the step, and the global index of the first row.
 
-    A draw is a hash of (seed, step, name, global row, position in the row), so it is the same on any number of ranks and
-    micro-batches (law 29), and the same again when an activation is recomputed. ``name`` keeps draws apart: give each
-    dropout of a model its own.
+    A random number is a hash of (seed, step, name, global row, position in the row), so it does not depend on the number of
+    ranks and micro-batches, and is the same when activations are recomputed. Draws with different names are independent: use a
+    different name for each dropout of a model.
 
-    A rank that has a slice of a tensor says with ``places`` which one: for a dim, the global indices of its elements and the
-    dim's global size. Then it draws what a single device draws for these elements (law 49), be they features, positions of a
-    sequence or experts, contiguous or not. A key may carry places: ``T.sequence`` gives the loss one that knows the positions
-    that this rank has along dim 1.
+    For a slice of a tensor, pass ``places``: for each split dim, the global indices of the slice's elements and the dim's
+    global size. The draws are then those of a single device for these elements, which may be features, sequence positions or
+    experts, contiguous or not. A key may carry places: ``T.sequence`` passes the loss a key with this rank's positions along
+    dim 1.
 
-    A loss function that has a parameter ``key`` gets it from the step.
+    A loss function with a parameter ``key`` gets a key from the step.
 
     Attributes:
-        seed: of the run.
-        step: how many updates were made.
+        seed: the seed of the run.
+        step: the number of updates so far.
         row: the global index of the first row.
-        places: what every draw is sliced by, unless its own ``places`` say otherwise.
-        watch: sees each value that is drawn for without ``places``, with the draw's name; a transform's, which checks them.
+        places: the slice of all draws, unless a draw passes ``places``.
+        watch: called with each value that is drawn for without ``places``, and the draw's name; transforms use it for checks.
     """
 
     seed: Tensor
@@ -68,36 +68,35 @@ class Key:
 
     @staticmethod
     def of(seed: int | Tensor) -> "Key":
-        """The key of a fresh run."""
+        """The key of a new run."""
         zero = torch.zeros((), dtype=torch.int64)
         return Key(torch.as_tensor(seed, dtype=torch.int64), zero, zero)
 
     def at(self, *, step: Tensor | None = None, rows: Tensor | int = 0, places: Places | None = None) -> "Key":
-        """The key of a step, of the rows that begin ``rows`` further on, and of these places beside those that it carries."""
+        """The key for a step, for rows from ``rows`` on, and with ``places`` added to those that it carries."""
         own, watch = (self.places, self.watch) if places is None else ({**self.places, **places}, None)
         return Key(self.seed, self.step if step is None else step, self.row + rows, own, watch)
 
     def uniform(self, like: Tensor, name: str, *, places: Places | None = None) -> Tensor:
-        """Uniform fp32 numbers in [0, 1) of ``like``'s shape; its dim 0 counts the batch's rows.
+        """Uniform fp32 random numbers in [0, 1), in the shape of ``like``, whose dim 0 is the batch's rows.
 
-        Law 49: the draws for ``x[:, at]`` with ``places={1: (at, x.shape[1])}`` are those for ``x``, at ``at``.
+        Law: the draws for ``x[:, at]`` with ``places={1: (at, x.shape[1])}`` are those for ``x``, at ``at``.
 
         Args:
-            like: what to draw for.
-            name: keeps draws of a step apart.
-            places: for each dim of which ``like`` has a part: the global indices as a ``range`` or as integers [n] on
-                ``like``'s device, or [rows, n] where rows differ, and the dim's global size. Those of dim 0 are rows of the
-                global batch, in place of those that the key counts. None says that a dim is whole although the key
-                carries places for it, as of a tensor without a sequence.
+            like: a tensor of the shape and device to draw for.
+            name: draws with different names are independent.
+            places: for each split dim of ``like``: the global indices, as a ``range`` or as integers [n] on ``like``'s device
+                ([rows, n] if rows differ), and the dim's global size. For dim 0 they are rows of the global batch, and replace
+                the key's. None marks a dim as whole although the key carries places for it.
 
         Raises:
-            ValueError: places for a dim that ``like`` lacks, on another device, or more or fewer than the dim has.
+            ValueError: ``places`` are for a dim that ``like`` lacks, on another device, or not as many as the dim's elements.
 
         >>> key, whole, heads = Key.of(0), torch.empty(2, 4, 3), torch.tensor([3, 0])
         >>> torch.equal(key.uniform(whole[:, heads], "a", places={1: (heads, 4)}), key.uniform(whole, "a")[:, heads])
         True
         """
-        if like.requires_grad:  # else it may be memory without values, of the right shape
+        if like.requires_grad:  # otherwise it may be uninitialized memory of the right shape
             self._show(like, name, places)
         return self._drawn(like, name, places)
 
@@ -120,13 +119,16 @@ class Key:
         return ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24).view(like.shape)
 
     def dropout(self, x: Tensor, p: float, name: str, *, places: Places | None = None) -> Tensor:
-        """``x`` with each element zeroed with probability ``p`` and the rest scaled by 1 / (1 - p).
+        """Dropout: zeroes each element of ``x`` with probability ``p`` and scales the rest by 1 / (1 - p).
 
         Args:
-            x: its dim 0 counts the batch's rows.
-            p: in [0, 1).
-            name: keeps draws of a step apart.
-            places: as in ``uniform``, where ``x`` is a slice.
+            x: a tensor whose dim 0 is the batch's rows.
+            p: a probability in [0, 1).
+            name: draws with different names are independent.
+            places: as in ``uniform``, if ``x`` is a slice.
+
+        Raises:
+            ValueError: ``p`` is out of range, or as for ``uniform``.
 
         >>> key, x = Key.of(0), torch.ones(4, 3)
         >>> whole = key.dropout(x, 0.5, "mlp")
@@ -143,7 +145,7 @@ class Key:
 
 
 def _checked(places: Places, like: Tensor, name: str) -> dict[int, tuple[Tensor, int]]:
-    """The places of the dims that are cut, their indices as tensors."""
+    """The places of the split dims, with their indices as tensors."""
     found: dict[int, tuple[Tensor, int]] = {}
     shape = list(like.shape)
     for dim, place in places.items():
@@ -170,7 +172,7 @@ def _checked(places: Places, like: Tensor, name: str) -> dict[int, tuple[Tensor,
 
 
 def _columns(like: Tensor, places: Mapping[int, tuple[Tensor, int]]) -> Tensor:
-    """The global positions in the row: [columns], or [rows, columns] where rows differ."""
+    """The global positions in the row: [columns], or [rows, columns] if rows differ."""
     found, stride = torch.zeros((), dtype=torch.int64, device=like.device), 1
     for dim in reversed(range(1, like.dim())):
         size = like.shape[dim]

@@ -1,4 +1,4 @@
-"""Private parts of torch that a block replaces: for the simulated device, and to see backward passes that recompute."""
+"""Context managers that replace private functions of torch, for the simulated device and for backward passes that recompute."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,13 +21,13 @@ __all__ = [
 
 
 def cuda_without_a_driver() -> AbstractContextManager[Any]:
-    """Within the block ``device="cuda"`` reaches dispatch modes, on builds of torch without CUDA, too."""
+    """Inside the block, operations on ``device="cuda"`` reach dispatch modes, even on builds of torch without CUDA."""
     return mock.patch.multiple(torch.cuda, _lazy_init=mock.DEFAULT, _initialized=True)
 
 
 @contextmanager
 def lift_on_the_host() -> Iterator[None]:
-    """Within the block this thread's ``torch.tensor`` copies to a device where dispatch modes see it, as in FakeTensorMode."""
+    """Inside the block, dispatch modes see the copy to a device in this thread's ``torch.tensor``, as in FakeTensorMode."""
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
@@ -48,14 +48,14 @@ class _Engine:
 
 
 def instead_of_engine(wrapper: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Within the block every backward pass is ``wrapper(run_backward, ...)``. torch leaves function modes before a pass."""
+    """Inside the block, backward passes run as ``wrapper(run_backward, ...)``, as torch exits function modes before a pass."""
     return mock.patch.object(
         torch.autograd.Variable, "_execution_engine", _Engine(torch.autograd.Variable._execution_engine, wrapper)
     )
 
 
 def instead_of_grouping(change: Callable[[dict[Any, Any]], dict[Any, Any]]) -> AbstractContextManager[Any]:
-    """Within the block the groups of tensors, by device and dtype, in which torch's optimizers compute, are changed so."""
+    """Inside the block, ``change`` is applied to the groups of tensors, by device and dtype, of torch's optimizers."""
     original = torch._C._group_tensors_by_device_and_dtype
     return mock.patch.object(
         torch._C, "_group_tensors_by_device_and_dtype", lambda *args, **kwargs: change(original(*args, **kwargs))
@@ -63,7 +63,7 @@ def instead_of_grouping(change: Callable[[dict[Any, Any]], dict[Any, Any]]) -> A
 
 
 def instead_of_make_wrapper_subclass(wrapper: Callable[..., Tensor]) -> AbstractContextManager[Any]:
-    """Within the block tensors without memory are made by ``wrapper(make, ...)``."""
+    """Inside the block, tensors without memory are made by ``wrapper(make, ...)``."""
     original = Tensor._make_wrapper_subclass
     return mock.patch.object(
         Tensor, "_make_wrapper_subclass", staticmethod(lambda *args, **kwargs: wrapper(original, *args, **kwargs))
@@ -72,9 +72,9 @@ def instead_of_make_wrapper_subclass(wrapper: Callable[..., Tensor]) -> Abstract
 
 @contextmanager
 def fake_tensors_as_if_on(host: torch.device) -> Iterator[None]:
-    """Within the block autograd takes new fake tensors for the host's, whatever device they say they are on.
+    """Inside the block, autograd treats new fake tensors as being on the host, on any device that they report.
 
-    Autograd ends the process for a device that this build of torch does not have.
+    Autograd would abort the process for a device that this build of torch does not support.
     """
     original, dispatch, ask = Tensor._make_subclass, FakeTensor.__torch_dispatch__, torch.ops.prim.device.default
     handle = _DISPATCH_META_HANDLERS[ask]
@@ -101,7 +101,7 @@ def fake_tensors_as_if_on(host: torch.device) -> Iterator[None]:
 
 
 def later_work(wait: Callable[[Any], bool]) -> Any:
-    """A ``torch.distributed.Work`` as operators return it, whose ``wait`` is the function, which gets the time-out."""
-    from torch._C._distributed_c10d import PythonCallbackWork  # which builds of torch without torch.distributed lack
+    """A ``torch.distributed.Work`` as operators return it, whose ``wait`` calls the function with the timeout."""
+    from torch._C._distributed_c10d import PythonCallbackWork  # missing in builds without torch.distributed
 
     return PythonCallbackWork(wait).boxed()

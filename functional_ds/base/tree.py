@@ -1,4 +1,4 @@
-"""Pytrees: thin names over optree, in the project's one namespace."""
+"""Pytrees: thin wrappers of optree, in the library's namespace."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform
@@ -28,7 +28,7 @@ __all__ = [
     "unflatten",
 ]
 
-NAMESPACE = "functional_ds"  # of optree, in which the library's records are registered
+NAMESPACE = "functional_ds"  # optree's namespace of the library's records
 
 _SUMMARY = 100  # characters of a field that a record prints
 
@@ -42,15 +42,15 @@ def replace(record: R, **changes: Any) -> R:
 
 
 def static(*, default: Any = attrs.NOTHING) -> Any:
-    """A record's field that belongs to the structure, not to the leaves."""
+    """A static field of a record: part of the pytree's structure, not a child."""
     return optree.integrations.attrs.field(pytree_node=False, default=default)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(attrs.field, static))
 def record(cls: C) -> C:
-    """A frozen attrs class that is a pytree: its fields are children, those made by ``static`` are structure.
+    """Makes a class a frozen attrs class and a pytree, whose fields are children, except those made by ``static``.
 
-    It prints in one line, with dtypes and shapes or counts in place of tensors.
+    It prints on one line, with dtypes and shapes instead of tensors.
 
     >>> @record
     ... class Point:
@@ -68,7 +68,7 @@ def _summarised(cls: type, fields: list[Any]) -> list[Any]:
 
 
 def summary(value: Any) -> str:
-    """A value in few words, without the elements of its tensors.
+    """A short text for a value, without the elements of its tensors.
 
     >>> summary(torch.ones(2, 3)), summary([torch.ones(2, 3), torch.ones(1)]), summary(0.5)
     ('float32[2, 3]', '<2 tensors, 7 elements>', '0.5')
@@ -85,12 +85,12 @@ def summary(value: Any) -> str:
 
 
 def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """The tree of ``function`` of the leaves; the rest have the same structure."""
+    """Applies ``function`` to the leaves of one or several trees of the same structure (``jax.tree.map``)."""
     return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves and what puts them back together."""
+    """The leaves and the structure of a tree."""
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
@@ -105,12 +105,12 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value is no tree but a leaf."""
+    """Whether a value is a leaf."""
     return bool(optree.tree_is_leaf(value, namespace=NAMESPACE))
 
 
 def structure(tree: Any) -> optree.PyTreeSpec:
-    """The tree without its leaves; two trees of one structure compare equal."""
+    """The structure of a tree."""
     return optree.tree_structure(tree, namespace=NAMESPACE)
 
 
@@ -121,10 +121,10 @@ def named(tree: Any) -> list[tuple[str, Any]]:
 
 
 def check_paths(tree: Any, what: str) -> None:
-    """Refuses a tree of which two leaves have one path; ``what`` names the argument in the error.
+    """Checks that the leaves of a tree have different paths; ``what`` is the argument's name in the error.
 
     Raises:
-        ValueError: names the path and the keys of both leaves.
+        ValueError: two leaves have the same path; names the path and the keys of both.
 
     >>> check_paths({"a.b": 1, "a": {"b": 2}}, "params")
     Traceback (most recent call last):
@@ -144,7 +144,7 @@ def check_paths(tree: Any, what: str) -> None:
 
 
 def as_written(tree: Any) -> list[str]:
-    """The leaves' paths in the order in which dicts were filled; flattening sorts their keys.
+    """The leaves' paths in the insertion order of dicts; flattening sorts their keys.
 
     >>> as_written({"b": 1, "a": 2}), [path for path, _ in named({"b": 1, "a": 2})]
     (['b', 'a'], ['a', 'b'])
@@ -154,7 +154,7 @@ def as_written(tree: Any) -> list[str]:
 
 
 def tensors(tree: Any, what: str) -> list[Tensor]:
-    """The leaves, all of which must be tensors; ``what`` names the argument in the error."""
+    """The leaves of a tree of tensors; raises TypeError for others. ``what`` is the argument's name in the error."""
     for path, leaf in named(tree):
         if not isinstance(leaf, Tensor):
             raise TypeError(
@@ -165,11 +165,11 @@ def tensors(tree: Any, what: str) -> list[Tensor]:
 
 
 def rows_of(batch: Any) -> int:
-    """How many rows a batch has: those of its leaf with the fewest, more than one; what has one goes with every row."""
+    """The number of rows of a batch: the smallest among its leaves that is greater than 1, if any."""
     counts = [leaf.shape[0] for leaf in leaves(batch) if has_rows(leaf)]
     return min((count for count in counts if count > 1), default=min(counts, default=1))
 
 
 def has_rows(leaf: Any) -> bool:
-    """Whether a leaf of a batch is a tensor with dims, the first of which counts rows."""
+    """Whether a leaf of a batch is a tensor with at least one dim."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0

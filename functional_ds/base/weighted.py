@@ -1,4 +1,4 @@
-"""Sums that remember what they are to be divided by."""
+"""Weighted sums, for means over batches of different sizes."""
 
 from typing import Any
 
@@ -13,22 +13,22 @@ __all__ = ["Weighted", "check_constant", "weigh", "weight_dtype"]
 
 @tree.record
 class Weighted:
-    """A sum and its weight; the value meant is ``sum / weight``.
+    """A weighted mean as a sum and its weight: the value is ``sum / weight``.
 
-    A loss function returns ``Weighted(sum over tokens, number of tokens)`` where batches differ in tokens. Gradients and
-    metrics travel like this through micro-batches and ranks and are divided once, at the end, so that every token weighs
-    the same (law 22: ``∇L(B) = Σ wᵢ ∇L(Bᵢ)``, ``wᵢ = tokensᵢ / Σ tokens``). So a loss's weight is a constant: one that requires
-    grad is refused.
+    If batches have different numbers of tokens, a loss function returns ``Weighted(sum over tokens, number of tokens)``.
+    Gradients and metrics are summed in this form over micro-batches and ranks, and divided once at the end, so that every
+    token has the same weight: ``∇L(B) = Σ wᵢ ∇L(Bᵢ)`` with ``wᵢ = tokensᵢ / Σ tokens``. The weight of a loss is a constant; one
+    that requires grad raises an error.
 
     >>> a, b = Weighted(torch.tensor(6.0), torch.tensor(2.0)), Weighted(torch.tensor(1.0), torch.tensor(1.0))
     >>> tree.map(torch.add, a, b).mean()
     tensor(2.3333)
 
     Attributes:
-        sum: a tensor, or a tree of them.
-        weight: what it is to be divided by, a scalar.
-        skip: where an optimizer is given gradients: a bool scalar, whether to move nothing; None for never.
-        unused: where an optimizer is given gradients: the leaves that the loss did not use, an ``Unused``; None for none.
+        sum: a tensor, or a pytree of tensors.
+        weight: the divisor, a scalar.
+        skip: for gradients given to an optimizer: a bool scalar, whether to skip the update; None for never.
+        unused: for gradients given to an optimizer: the leaves that the loss did not use, an ``Unused``; None for none.
     """
 
     sum: Any
@@ -42,12 +42,12 @@ class Weighted:
 
 
 def weigh(value: Any, what: str, *, constant: bool = False) -> Weighted:
-    """A scalar as a mean of weight one, a Weighted with its weight as a constant; anything else is refused.
+    """Converts a scalar to a Weighted of weight 1, and checks a Weighted.
 
     Args:
         value: the scalar or Weighted.
         what: its name in errors.
-        constant: refuses a weight that requires grad, which would get none.
+        constant: raises an error for a weight that requires grad.
     """
     found = value if isinstance(value, Weighted) else Weighted(value, 1.0)
     for name, part in (("sum", found.sum), ("weight", found.weight)):
@@ -60,7 +60,7 @@ def weigh(value: Any, what: str, *, constant: bool = False) -> Weighted:
     total = found.sum.reshape(())
     whole = not (total.is_floating_point() or total.is_complex())
     if total.dtype == torch.bool or (whole and found is not value):
-        total = total.to(torch.get_default_dtype())  # sums of bools are bools; means are weighed, on other ranks if not here
+        total = total.to(torch.get_default_dtype())  # sums of bools are bools, and means are weighted on some rank
     dtype = weight_dtype(total.dtype)
     if isinstance(found.weight, Tensor):
         if constant:
@@ -70,10 +70,10 @@ def weigh(value: Any, what: str, *, constant: bool = False) -> Weighted:
 
 
 def check_constant(weight: Any, what: str) -> None:
-    """Refuses a weight that would get no gradient, although it requires one.
+    """Checks that a weight does not require grad, since it would get no gradient.
 
     Raises:
-        ValueError: it is such a weight.
+        ValueError: it requires grad.
     """
     if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
@@ -93,7 +93,7 @@ def weight_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _number(weight: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The weight on a device. From the host it goes with a kernel by value; a copy would stop the host."""
+    """The weight on a device. A CPU scalar is passed to a kernel by value, since a copy would block the host."""
     if weight.device.type == "cpu" and overlaps(device):
         return torch.zeros((), dtype=dtype, device=device).add_(weight)
     return weight.to(device, dtype)

@@ -1,1 +1,1 @@
-"""Optimizers as pairs of functions on lists of tensors; param groups; optimizers per parameter and per matrix."""
+"""Optimizers as pairs of pure functions on lists of tensors; param groups; per-parameter and per-matrix optimizers."""

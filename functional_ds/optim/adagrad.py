@@ -18,7 +18,7 @@ __all__ = ["AdagradState", "adagrad"]
 
 @tree.record
 class AdagradState:
-    """Adagrad's state: how many updates each tensor has seen, and the sums of squares."""
+    """Adagrad's state: each tensor's number of updates, and the sums of squared gradients."""
 
     steps: list[Tensor]
     sums: list[Tensor]
@@ -32,24 +32,29 @@ def adagrad(
     weight_decay: Hyper = 0.0,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
-    """Adagrad (Duchi, Hazan, Singer 2011), by torch's fused kernel.
+    """Adagrad (Duchi, Hazan, Singer 2011), as ``torch.optim.Adagrad``, with torch's fused kernel.
+
+    ```
+    g ← g + weight_decay · p
+    s ← s + g²,   p ← p - lr · g / (√s + eps)
+    ```
 
     Args:
         lr: the learning rate.
-        initial: the value that the sums of squares start from.
-        eps: added to their roots.
-        weight_decay: this many times the parameter is added to its gradient.
-        decay: a regular expression or a function of a path: which leaves decay; None for all.
+        initial: the initial value of the sums of squares.
+        eps: added to their square roots.
+        weight_decay: L2 penalty.
+        decay: a regular expression or a function of a path that selects the leaves with weight decay; None for all.
 
     Raises:
-        ValueError: a negative number.
+        ValueError: a hyperparameter is negative.
 
     >>> import functional_ds as fds
     >>> import torch
     >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), adagrad(0.5))
     >>> state = step.init({"w": torch.ones(1)})
     >>> for _ in range(2):
-    ...     state, _ = step(state, torch.ones(1))  # by lr, then by lr / √2
+    ...     state, _ = step(state, torch.ones(1))  # moves by lr, then by lr / √2
     >>> round(step.params(state)["w"].item(), 4)
     0.1464
     """
@@ -61,7 +66,7 @@ def adagrad(
         return AdagradState(counts(params), [total.fill_(initial) for total in zeros(params)])
 
     def update(params: list[Tensor], grads: Weighted, state: AdagradState, rate: Rate) -> tuple[list[Tensor], AdagradState]:
-        if params and params[0].is_meta:  # no values, and no kernel of torch's
+        if params and params[0].is_meta:  # torch's kernel does not support meta tensors
             return params, state
         kernel = functools.partial(
             torch_adagrad, fused=True, weight_decay=float(weight_decay), lr_decay=0.0, eps=float(eps), maximize=False

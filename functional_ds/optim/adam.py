@@ -1,4 +1,4 @@
-"""Adam and AdamW: one kernel, which differs in how weights decay."""
+"""Adam and AdamW."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ from .param_groups import PathFilter, by_decay
 
 __all__ = ["AdamState", "adam", "adam_optimizer", "adamw"]
 
-_MANY = 2.0**60  # updates, after which betaᵗ is 0 in fp32 and fp64
+_MANY = 2.0**60  # a number of updates t for which betaᵗ is 0 in fp32 and fp64
 
 
 @tree.record
 class AdamState:
-    """Adam's state: how many updates each tensor has seen, and the two running moments."""
+    """Adam's state: each tensor's number of updates, and the running means of gradients and squared gradients."""
 
     steps: list[Tensor]
     exp_avg: list[Tensor]
@@ -42,20 +42,31 @@ def adamw(
     bias_correction: bool = True,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
-    """AdamW (Loshchilov and Hutter 2019), by torch's fused kernel, which also divides by the gradients' weight.
+    """AdamW (Loshchilov and Hutter 2019), as ``torch.optim.AdamW``, with torch's fused kernel.
+
+    ```
+    m ← β₁ m + (1 - β₁) g,   v ← β₂ v + (1 - β₂) g²
+    p ← (1 - lr · weight_decay) p - lr · m̂ / (√v̂ + eps)        m̂ = m / (1 - β₁ᵗ),  v̂ = v / (1 - β₂ᵗ)
+    ```
 
     Complex tensors are treated as pairs of reals.
 
     Args:
         lr: the learning rate.
-        betas: the decay rates of the two running means.
-        eps: added to the root.
-        weight_decay: decoupled from the gradient.
-        bias_correction: whether the means are divided by 1 - betaᵗ, as they start from zero.
-        decay: a regular expression or a function of a path: which leaves decay; None for all.
+        betas: β₁ and β₂.
+        eps: added to the square root.
+        weight_decay: decoupled weight decay.
+        bias_correction: whether m and v are corrected for their initial value of zero.
+        decay: a regular expression or a function of a path that selects the leaves with weight decay; None for all.
 
     Raises:
-        ValueError: a negative number, or betas outside [0, 1).
+        ValueError: a hyperparameter is negative, or a beta is outside [0, 1).
+
+    >>> import functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), adamw(0.5, weight_decay=0.1))
+    >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, -2.0]))
+    >>> step.params(state)["w"].round(decimals=3).tolist()  # decays by 0.05, then moves by lr
+    [0.45, 1.45]
     """
     if decay is not None:
         return by_decay(adamw, lr, weight_decay, decay, betas=betas, eps=eps, bias_correction=bias_correction)
@@ -73,23 +84,25 @@ def adam(
     bias_correction: bool = True,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
-    """Adam (Kingma and Ba 2015), by torch's fused kernel.
+    """Adam (Kingma and Ba 2015), as ``torch.optim.Adam``, with torch's fused kernel.
+
+    As ``adamw``, except that weight decay is an L2 penalty: ``weight_decay · p`` is added to the gradient.
 
     Args:
         lr: the learning rate.
         betas: the decay rates of the two running means.
-        eps: added to the root.
-        weight_decay: this many times the parameter is added to its gradient, as ``torch.optim.Adam`` does.
-        bias_correction: whether the means are divided by 1 - betaᵗ, as they start from zero.
-        decay: a regular expression or a function of a path: which leaves decay; None for all.
+        eps: added to the square root.
+        weight_decay: L2 penalty.
+        bias_correction: whether the means are corrected for their initial value of zero.
+        decay: a regular expression or a function of a path that selects the leaves with weight decay; None for all.
 
     Raises:
-        ValueError: a negative number, or betas outside [0, 1).
+        ValueError: a hyperparameter is negative, or a beta is outside [0, 1).
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), adam(0.5))
     >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, -2.0]))
-    >>> step.params(state)["w"].round(decimals=3).tolist()  # at first by lr, whatever the gradient's size
+    >>> step.params(state)["w"].round(decimals=3).tolist()  # the first update moves by lr
     [0.5, 1.5]
     """
     if decay is not None:
@@ -102,10 +115,7 @@ def adam(
 def adam_optimizer(
     name: str, lr: Hyper, *, betas: tuple[Hyper, Hyper], eps: Hyper, weight_decay: Hyper, decoupled: bool, corrects: bool = True
 ) -> Optimizer:
-    """Either of them: ``decoupled`` says whether weights decay by themselves (AdamW) or through the gradient (Adam).
-
-    Without ``corrects`` the kernel is told of so many updates that 1 - betaᵗ is 1.
-    """
+    """AdamW (``decoupled``) or Adam; without ``corrects`` the kernel gets a step count for which 1 - betaᵗ is 1."""
     check(lr=lr, eps=eps, weight_decay=weight_decay)
     check_betas(betas)
 

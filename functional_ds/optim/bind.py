@@ -1,4 +1,4 @@
-"""Binds an optimizer to the tensors that it gets, and refuses one that a trial shows to be wrong for such tensors."""
+"""Binds an optimizer to the tensors of a step, after checking that it is correct for them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ __all__ = ["BoundOptimizer"]
 
 @attrs.define(eq=False)
 class BoundOptimizer:
-    """An optimizer bound to the tensors of a step. The trial runs once; a ``PerParameter`` makes its pair once per leaf map."""
+    """An optimizer bound to the tensors of a step. The trial runs once; a ``PerParameter`` makes an optimizer per leaf map."""
 
     rule: Optimizer | PerParameter
     _trial: Trial | None = None
@@ -31,7 +31,7 @@ class BoundOptimizer:
         """The optimizer for tensors with this leaf map; ``leaf_map`` is not called for an elementwise optimizer.
 
         Raises:
-            ValueError: as the trial shows, the optimizer is not correct for these tensors.
+            ValueError: the trial has shown that the optimizer is not correct for these tensors.
         """
         if isinstance(self.rule, Optimizer):
             _refuse_tensors(self.rule)
@@ -46,20 +46,20 @@ class BoundOptimizer:
     def update(
         self, params: list[Tensor], grads: Weighted, state: Any, *, rate: Rate, leaf_map: Callable[[], LeafMap]
     ) -> tuple[list[Tensor], Any]:
-        """The optimizer's update; it leaves alone what ``grads.skip`` and ``grads.unused`` say.
+        """Performs an update, except where ``grads.skip`` and ``grads.unused`` exclude it.
 
-        Leaves that were used in equally many updates are updated together, as views of the tensors. The optimizer gets its
-        counts of updates less those that left these leaves alone, so each leaf moves as it would by itself.
+        Leaves that have skipped the same number of updates are updated together, as views of the tensors. The optimizer's step
+        counts are reduced by that number, so each leaf is updated as if it were the only one.
 
         Args:
-            params: the trained tensors, which are written into.
+            params: the trained tensors, which are updated in place.
             grads: their gradients.
-            state: the optimizer's.
-            rate: what multiplies the learning rate.
-            leaf_map: gives the leaf map of the tensors.
+            state: the optimizer's state.
+            rate: multiplies the learning rate.
+            leaf_map: returns the leaf map of the tensors.
 
         Raises:
-            IndivisibleStateError: leaves are unused, and the state cannot be taken apart by leaves; nothing has changed.
+            IndivisibleStateError: leaves are unused, and the state cannot be split by leaves; nothing has changed.
         """
         pair, unused = self.at(leaf_map), grads.unused
         if unused is None or pair.skips_unused:
@@ -77,7 +77,7 @@ class BoundOptimizer:
             return guarded(pair, params, grads, state, rate)
         found, moved = leaf_map(), [*params]
         dense = tree.replace(grads, sum=[grad.contiguous() if found.flat else grad for grad in grads.sum], unused=None)
-        together: dict[int, list[int]] = {}  # by how many updates left them alone
+        together: dict[int, list[int]] = {}  # by the number of skipped updates
         for place, leaf in enumerate(found.leaves):
             if leaf.path not in unused.paths:
                 together.setdefault(unused.idle.get(leaf.path, 0) if counts else 0, []).append(place)
@@ -92,10 +92,10 @@ class BoundOptimizer:
         return moved, parts.joined(counts, 1 if grads.skip is None else grads.skip.logical_not())
 
     def _counting(self, parts: StateParts) -> frozenset[str]:
-        """The roles of the state's numbers that count updates, as an update of an example shows.
+        """The roles of the state's numbers that count updates, determined by an update of an example.
 
         Raises:
-            IndivisibleStateError: a number of the state neither stays nor counts.
+            IndivisibleStateError: a number of the state is neither constant nor a count of updates.
         """
         if not parts.numbers():  # there may be some in the state of other leaves
             return frozenset()

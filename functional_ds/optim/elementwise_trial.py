@@ -1,4 +1,4 @@
-"""A trial of an optimizer: whether it moves each element by itself, and which numbers of its state count updates."""
+"""Tests an optimizer on an example: whether it is elementwise, and which numbers of its state count updates."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,18 +20,18 @@ _SCALES = (
     0.1,
     1.0,
 )  # of the gradients of the trial's three updates; a large one triggers clipping by norm, small ones show it
-_CUT = 7  # where the trial's 17 elements are cut, within the first leaf
-_RTOL, _ATOL = 1e-3, 1e-5  # _ATOL is relative to the largest move of an element; the trial computes in fp64
+_CUT = 7  # where the trial's 17 elements are split, within the first leaf
+_RTOL, _ATOL = 1e-3, 1e-5  # _ATOL is relative to the largest change of an element; the trial computes in fp64
 
 
 @attrs.frozen
 class Trial:
-    """The result of a trial: in which forms an optimizer moves the example's leaves as it moves them in their own shapes.
+    """The result of a trial: the forms in which an optimizer updates two leaves as it does in their own shapes.
 
     Attributes:
         joined: as one flat tensor of both leaves.
-        alone: each leaf in a call by itself.
-        cut: as two shards of the flat tensor, each in a call by itself.
+        alone: each leaf in a separate call.
+        cut: as two shards of the flat tensor, each in a separate call.
     """
 
     joined: bool = True
@@ -43,7 +43,7 @@ ELEMENTWISE = Trial()
 
 
 def unfit_form(leaf_map: LeafMap, trial: Trial) -> str | None:
-    """The form of these tensors for which the trial showed the optimizer to be wrong; None if there is none."""
+    """The form of these tensors for which the trial has shown the optimizer to be wrong; None if there is none."""
     if not trial.cut and any(leaf.region.ranges for leaf in leaf_map.leaves):
         return "slices of leaves"
     if not trial.cut and leaf_map.group is not None and leaf_map.group.size > 1:
@@ -56,11 +56,11 @@ def unfit_form(leaf_map: LeafMap, trial: Trial) -> str | None:
 
 
 def tried(rule: Optimizer) -> Trial:
-    """Runs three updates of a matrix and a vector in each form of ``Trial``, on the CPU in fp64, and compares the moves.
+    """Compares three updates of a matrix and a vector in each form of ``Trial``, on the CPU in fp64.
 
-    A difference proves that the optimizer is not elementwise. Agreement proves nothing: the trial does not see what depends on
-    other shapes, on other gradients or on later updates. An optimizer that fails on the example, draws random numbers,
-    communicates, or gives different results for equal arguments counts as elementwise.
+    A difference proves that the optimizer is not elementwise; agreement proves nothing, as other shapes, gradients or later
+    updates may differ. An optimizer that fails on the example, draws random numbers, communicates, or is not deterministic
+    counts as elementwise.
     """
     if rule.elementwise:
         return ELEMENTWISE
@@ -91,7 +91,7 @@ def _as_leaves(flat: Tensor) -> list[Tensor]:
 
 
 def _moved(rule: Optimizer, start: Tensor, grads: Sequence[Tensor], as_tensors: Callable[[Tensor], list[Tensor]]) -> Tensor:
-    """How far each element is from its start after each update: [updates, elements]."""
+    """The change of each element since the start after each update: [updates, elements]."""
     params, found = [p.clone() for p in as_tensors(start)], []
     state = rule.init([p.clone() for p in params])
     for grad in grads:

@@ -1,4 +1,4 @@
-"""Updates in new tensors, which can be differentiated and batched: the second form of each optimizer."""
+"""Out-of-place updates of optimizers, which can be differentiated and batched."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +18,10 @@ __all__ = ["formula", "out_of_place", "root", "tensors"]
 
 
 def formula(rule: Callable[..., tuple[Tensor, ...]], lr: float | Tensor) -> Callable[..., tuple[list[Tensor], Any]]:
-    """An optimizer's update in new tensors, which autograd and ``torch.func`` can differentiate and batch.
+    """An optimizer's out-of-place update, which autograd and ``torch.func`` can differentiate and batch.
 
     Args:
-        rule: ``p, g, lr, *state -> p, *state`` for one tensor, its mean gradient and its entries of the state's lists.
+        rule: ``p, g, lr, *state -> p, *state`` for a tensor, its mean gradient and its entries of the state's lists.
         lr: the learning rate, which is multiplied by the step's ``rate``.
     """
 
@@ -42,23 +42,23 @@ def formula(rule: Callable[..., tuple[Tensor, ...]], lr: float | Tensor) -> Call
 
 
 def root(square: Tensor) -> Tensor:
-    """The root of a mean of squares, with slope 0 at 0: where all gradients so far were 0, what it divides is 0, too."""
+    """The square root of a mean of squares, with derivative 0 at 0, where what it divides is 0, too."""
     known = square > 0
     return torch.where(known, torch.where(known, square, 1.0).sqrt(), 0.0)
 
 
 def tensors(**numbers: float | Tensor) -> tuple[str, ...]:
-    """The names of hyperparameters that only ``formula`` can use: tensors, but for a learning rate that needs no gradient."""
+    """The names of hyperparameters that only ``formula`` supports: tensors, except a learning rate without gradient."""
     return tuple(
         name for name, x in numbers.items() if isinstance(x, Tensor) and (name != "lr" or x.requires_grad or is_transformed(x))
     )
 
 
 def out_of_place(rule: Optimizer | PerParameter) -> Optimizer | PerParameter:
-    """The optimizer that writes into nothing: ``fds.differentiable``'s.
+    """The optimizer with an out-of-place update, for ``fds.differentiable``.
 
     Raises:
-        ValueError: it looks at whole leaves, and has no formula.
+        ValueError: it is a ``PerParameter`` without a formula.
     """
     if isinstance(rule, Optimizer):
         update = rule.update

@@ -1,4 +1,4 @@
-"""What the optimizers share: tensors as torch's kernels need them, skipped updates, and checks of numbers."""
+"""Helpers of the optimizers: arguments of torch's kernels, skipped updates, and checks of hyperparameters."""
 
 import functools
 import math
@@ -30,16 +30,16 @@ __all__ = [
 ]
 
 
-_COPIED = 2**22  # elements of gradients that are copied at a time, in another dtype or layout
+_COPIED = 2**22  # elements of gradients that are converted at a time
 
 
 def reals(tensors: list[Tensor]) -> list[Tensor]:
-    """Complex tensors as views of pairs of reals, others as they are."""
+    """Views complex tensors as pairs of reals; others are unchanged."""
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
 def gradients(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
-    """The sums of gradients, laid out like the parameters and in their dtype, as the fused kernels need them."""
+    """The sums of gradients, contiguous and in the parameters' dtype, as the fused kernels require."""
     pairs = zip(grads.sum, params, strict=True)
     return reals([g if _fits(g, p) else g.to(p.dtype).contiguous() for g, p in pairs])
 
@@ -49,7 +49,7 @@ def _fits(grad: Tensor, param: Tensor) -> bool:
 
 
 def _chunks(grads: Sequence[Tensor], params: Sequence[Tensor]) -> Iterator[list[int]]:
-    """The places of all tensors, in chunks: one, but for gradients that must be copied."""
+    """The indices of all tensors, in chunks that limit the elements of gradients to convert at a time."""
     chunk, copied = list[int](), 0
     for place, (grad, param) in enumerate(zip(grads, params, strict=True)):
         more = 0 if _fits(grad, param) else grad.numel()
@@ -62,14 +62,15 @@ def _chunks(grads: Sequence[Tensor], params: Sequence[Tensor]) -> Iterator[list[
 
 
 def run_fused(kernel: Callable[..., None], params: list[Tensor], grads: Weighted, *states: Any, lr: float | Tensor) -> None:
-    """A fused kernel of torch on params, gradients and lists of states, as reals, which it writes into.
+    """Runs a fused kernel of torch on params, gradients and lists of states, as reals, in place.
 
-    These kernels divide gradients by a weight in fp32, and on a GPU multiply by a rate in fp32. So fp64 params are a call by
-    themselves: of gradients that are divided before, and, with a rate on a GPU, at rate 1, which then scales their move.
+    These kernels divide gradients by a weight in fp32, and on a GPU multiply by the learning rate in fp32. So fp64 params get a
+    separate call, with gradients that are already divided and, if ``lr`` is on a GPU, with lr=1, after which the change is
+    scaled.
 
     Args:
-        kernel: gets these lists, ``grad_scale``, ``found_inf`` and ``lr``; what it moves params by is linear in ``lr``.
-        params: the tensors that are changed.
+        kernel: gets these lists, ``grad_scale``, ``found_inf`` and ``lr``; its change of params must be linear in ``lr``.
+        params: the tensors to update.
         grads: their gradients.
         states: lists like the params.
         lr: the learning rate of this update.
@@ -107,7 +108,7 @@ def _run_wide(kernel: Callable[..., None], params: list[Tensor], grads: Weighted
 def divided(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
     """The gradients divided by their weight, in the parameters' dtype.
 
-    The division is done in fp32 at least, because the weight may be larger than half precision holds.
+    The division is in at least fp32, because the weight may be out of range in half precision.
     """
     wides = [torch.promote_types(p.dtype, torch.float32) for p in params]
     rows = zip(grads.sum, wides, params, strict=True)
@@ -120,9 +121,9 @@ def means(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
 
 
 def widened(kernel: Callable[..., None], *rows: Sequence[Tensor | None], **numbers: Any) -> None:
-    """``kernel(*rows, **numbers)``, which writes into the tensors; half precision on a CPU is copied to fp32 and back.
+    """Runs ``kernel(*rows, **numbers)`` in place; half precision on a CPU is converted to fp32 and back.
 
-    Torch's fused SGD leaves whole vectors of half precision numbers unchanged on a CPU.
+    On a CPU, torch's fused SGD leaves vectors in half precision unchanged.
     """
     wide = [[t.float() if t is not None and _half_on_cpu(t) else t for t in row] for row in rows]
     kernel(*wide, **numbers)
@@ -137,22 +138,22 @@ def _half_on_cpu(tensor: Tensor) -> bool:
 
 
 def widest(params: Sequence[Tensor]) -> torch.dtype:
-    """The dtype of numbers that all params are moved by: fp64 where one of them is, else fp32."""
+    """The dtype for scalars that are used with all params: fp64 if one of them is fp64, else fp32."""
     return functools.reduce(torch.promote_types, (weight_dtype(p.dtype) for p in params), torch.float32)
 
 
 def zeros(params: list[Tensor]) -> list[Tensor]:
-    """Zeros shaped like each parameter; for complex parameters, pairs of reals."""
+    """Zeros in the shape of each parameter; for complex parameters, pairs of reals."""
     return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in reals(params)]
 
 
 def counts(params: list[Tensor]) -> list[Tensor]:
-    """A count of updates for each parameter: an fp32 scalar on its device, as torch's kernels need it."""
+    """A step count for each parameter: an fp32 scalar on its device, as torch's kernels require."""
     return [torch.zeros((), dtype=torch.float32, device=p.device) for p in params]
 
 
 def check(**numbers: float | Tensor) -> None:
-    """Refuses negative numbers, infinity, NaN and tensors that are no scalars. Values within ``torch.func`` cannot be read."""
+    """Raises ValueError for negative or non-finite numbers and for tensors that are not scalars; not inside ``torch.func``."""
     for name, value in numbers.items():
         if isinstance(value, Tensor) and value.dim():
             raise ValueError(
@@ -164,28 +165,28 @@ def check(**numbers: float | Tensor) -> None:
 
 
 def check_counts(**numbers: int) -> None:
-    """Refuses counts below 1."""
+    """Raises ValueError for counts below 1."""
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
 
 
 def check_betas(betas: tuple[float | Tensor, float | Tensor]) -> None:
-    """Refuses decay rates of running means outside [0, 1)."""
+    """Raises ValueError for betas outside [0, 1)."""
     if not all((isinstance(beta, Tensor) and is_transformed(beta)) or 0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas={betas} must lie in [0, 1)")
 
 
 def found_inf(grads: Weighted) -> Tensor | None:
-    """``grads.skip`` as torch's fused kernels take it: where it is 1.0 they change nothing."""
+    """``grads.skip`` as ``found_inf`` of torch's fused kernels, which do nothing if it is 1.0."""
     return None if grads.skip is None else grads.skip.float()
 
 
 def guarded(rule: Any, params: list[Tensor], grads: Weighted, state: Any, rate: float | Tensor) -> tuple[list[Tensor], Any]:
-    """``rule.update``; params and state stay the same, bit for bit, where ``grads.skip`` is true.
+    """``rule.update``, which leaves params and state bitwise unchanged if ``grads.skip`` is true.
 
-    The host does not wait for the device. An optimizer with ``skips`` skips by itself; for any other the params and the state
-    are copied before the update, and the old or the new values are selected after it.
+    The host does not wait for the device: unless the optimizer has ``skips``, params and state are copied before the update,
+    and the old or new values are selected after it.
     """
     if grads.skip is None or getattr(rule, "skips", False):
         return rule.update(params, grads, state, rate)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step in each leaf is scaled to the leaf's norm."""
+"""LAMB."""
 
 from math import inf
 from typing import Literal
@@ -27,35 +27,37 @@ def lamb(
     correction: Literal["moments", "rate"] | None = "moments",
     decay: PathFilter | None = None,
 ) -> PerParameter:
-    """LAMB (You et al. 2020, arXiv:1904.00962).
+    """LAMB (You et al. 2020, arXiv:1904.00962): Adam with the update of each layer scaled to its norm.
 
     ```
     u = m̂ / (√v̂ + eps) + weight_decay · w          m̂, v̂ as in Adam
     w ← w - lr · clamp(‖w‖ / ‖u‖, *trust) · u       for each leaf; the ratio is 1 where either norm is 0
     ```
 
-    With ``correction="rate"`` m and v stay as they are, and the rate is multiplied by √(1 - β₂ᵗ) / (1 - β₁ᵗ) instead; so do
-    DeepSpeed's kernels, with other steps while t is small, as the ratio then sees longer changes.
+    With ``correction="rate"``, m and v are not corrected, and the learning rate is multiplied by √(1 - β₂ᵗ) / (1 - β₁ᵗ), as in
+    DeepSpeed's kernels. Since the trust ratio sees uncorrected updates, early steps differ.
 
-    Law 19 holds in every stage. In stages 1 to 3 an update sums 2 numbers a leaf over the group, in one all-reduce: each rank
-    sends 16 L (n-1)/n bytes for L leaves. In stage 0, and on one device, nothing is sent.
+    Equals the single-device optimizer in every ZeRO stage.
+
+    Cost: in stages 1 to 3 an all-reduce of 2 numbers per leaf: each rank sends 16 L (n-1)/n bytes for L leaves in fp32. In
+    stage 0 nothing is sent.
 
     Args:
         lr: the learning rate.
         betas: the decay rates of the running means.
-        eps: added to the root.
-        weight_decay: decoupled, but a part of ``u``.
-        trust: bounds of the ratio; DeepSpeed's are (0.01, 10).
-        correction: of the moments' bias: in the moments, in the rate, or None for none.
-        decay: a regular expression or a function of a path: which leaves decay; None for all.
+        eps: added to the square root.
+        weight_decay: decoupled, but part of ``u``.
+        trust: bounds of the trust ratio; DeepSpeed's are (0.01, 10).
+        correction: bias correction of the "moments" or of the learning "rate"; None for neither.
+        decay: a regular expression or a function of a path that selects the leaves with weight decay; None for all.
 
     Raises:
-        ValueError: a number out of range; at ``init``: a leaf is cut by ``tensor_parallel``.
+        ValueError: a hyperparameter is out of range; at ``init``: a leaf is sharded by ``tensor_parallel``.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), lamb(0.5))
     >>> state, _ = step(step.init({"w": torch.full((4,), 2.0)}), torch.ones(4))
-    >>> step.params(state)["w"].round(decimals=3).tolist()  # by half its norm
+    >>> step.params(state)["w"].round(decimals=3).tolist()  # moves by half its norm
     [1.0, 1.0, 1.0, 1.0]
     """
     check(lr=lr, eps=eps, weight_decay=weight_decay)
@@ -101,7 +103,7 @@ def lamb(
 
 
 def _shaped(change: Tensor, p: Tensor) -> Tensor:
-    """The parameter's shape and dtype; a scalar of half precision was promoted by the count."""
+    """A change in the parameter's shape and dtype; a scalar in half precision was promoted by the count."""
     return torch.view_as_complex(change) if p.is_complex() else change.to(p.dtype).view_as(p)
 
 

@@ -27,7 +27,7 @@ def lion(
     weight_decay: Hyper = 0.0,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
-    """Lion (Chen et al. 2023, arXiv:2302.06675): the sign of a running mean, with half of Adam's state.
+    """Lion (Chen et al. 2023, arXiv:2302.06675): sign updates with momentum, and half of Adam's state.
 
     ```
     p ← p - lr (sign(β₁ m + (1 - β₁) g) + weight_decay p)
@@ -36,12 +36,12 @@ def lion(
 
     Args:
         lr: the learning rate.
-        betas: β₁ and β₂ above.
-        weight_decay: decoupled from the gradient.
-        decay: a regular expression or a function of a path: which leaves decay; None for all.
+        betas: β₁ and β₂.
+        weight_decay: decoupled weight decay.
+        decay: a regular expression or a function of a path that selects the leaves with weight decay; None for all.
 
     Raises:
-        ValueError: a negative number, or betas outside [0, 1).
+        ValueError: a hyperparameter is negative, or a beta is outside [0, 1).
 
     >>> import functional_ds as fds
     >>> import torch

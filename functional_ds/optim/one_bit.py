@@ -1,4 +1,4 @@
-"""1-bit and 0/1 Adam: local gradients, compressed momentum, error feedback."""
+"""1-bit Adam and 0/1 Adam: compressed momentum with error feedback."""
 
 import sys
 from typing import Any, ClassVar
@@ -23,10 +23,10 @@ __all__ = ["ALWAYS", "LocalSteps", "OneBitState", "UpdateIntervals", "one_bit_ad
 
 @attrs.frozen
 class UpdateIntervals:
-    """Some of the updates 0, 1, 2, ..., as ranges of equal intervals.
+    """A set of update numbers, as ranges.
 
     Attributes:
-        ranges: one after the other, none overlapping the next.
+        ranges: ascending, without overlaps.
 
     >>> chosen = UpdateIntervals((range(3), range(3, 9, 2)))
     >>> [t for t in range(12) if t in chosen], chosen.before(4)
@@ -39,12 +39,12 @@ class UpdateIntervals:
         return any(update in each for each in self.ranges)
 
     def before(self, update: int) -> int:
-        """How many of them come before an update."""
+        """The number of them before an update."""
         return sum(len(range(r.start, min(update, r.stop), r.step)) for r in self.ranges)
 
     @staticmethod
     def doubling(each: int, stop: int) -> "UpdateIntervals":
-        """``each`` updates at interval 1, then as many at interval 2, at 4, and so on, before ``stop``.
+        """``each`` updates at interval 1, then ``each`` at interval 2, at 4, and so on, before ``stop``.
 
         >>> UpdateIntervals.doubling(2, 12).ranges
         (range(0, 2), range(2, 6, 2), range(6, 12, 4))
@@ -58,7 +58,7 @@ class UpdateIntervals:
 
     @staticmethod
     def local_steps(start: int, each: int, longest: int) -> "UpdateIntervals":
-        """All up to ``start``; then the last of every one, two, four, ... up to ``longest``, for ``each`` updates of these.
+        """All updates before ``start + each``; then, for ``each`` updates per interval, the last of every 2, 4, ... of them.
 
         >>> UpdateIntervals.local_steps(3, 4, 4).ranges[:3]
         (range(0, 7), range(8, 11, 2), range(14, 9223372036854775807, 4))
@@ -75,12 +75,12 @@ ALWAYS = UpdateIntervals((range(sys.maxsize),))
 
 @tree.record
 class LocalSteps:
-    """What a rank did by itself since the ranks last synchronised.
+    """A rank's local steps since the last synchronization.
 
     Attributes:
-        synced: the parameters as of then, the same on all ranks.
-        moved: the sum of the momenta since, each times its rate.
-        rates: the sum of those rates.
+        synced: the parameters at the last synchronization, the same on all ranks.
+        moved: the sum of the momenta since then, each times its rate.
+        rates: the sum of these rates.
     """
 
     synced: list[Tensor]
@@ -93,11 +93,11 @@ class OneBitState:
     """The state of 1-bit Adam and 0/1 Adam.
 
     Attributes:
-        count: how many updates were made; on the host, which decides by it what is sent.
-        exp_avg: the momentum, the same on all ranks after each synchronisation.
+        count: the number of updates; on the host, which decides what to send.
+        exp_avg: the momentum, the same on all ranks after each synchronization.
         exp_avg_sq: the variance, the same on all ranks.
-        residual: this rank's compression error, which is added to what it sends next; None without compression.
-        local: the steps since the last synchronisation; None where ranks synchronise in every update.
+        residual: this rank's compression error, which is added to the next message; None without compression.
+        local: the steps since the last synchronization; None if ranks synchronize in every update.
     """
 
     count: Tensor
@@ -119,34 +119,33 @@ def one_bit_adam(
     codec: comm.codecs.Codec | None = comm.codecs.OneBit(2048),  # noqa: B008  # frozen
     decay: PathFilter | None = None,
 ) -> PerParameter:
-    """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): Adam, then momentum in one bit an element over a frozen variance.
+    """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): Adam during a warm-up, then 1-bit momentum with a frozen variance.
 
     ```
     t < warmup:  g = Σ gᵢ / n, all-reduced;  Adam (decoupled decay) moves m, v and w
     t ≥ warmup:  m = EF(Σ (β₁ m + (1 - β₁) gᵢ) / n);  w ← w - lr m̂ / (√v̂ + eps)        v stays
     ```
 
-    The optimizer itself sums the gradients: use it with ``T.local_gradients(group)``, which leaves them on each rank.
-    EF is error feedback in both directions (``comm.codecs.ErrorFeedback``), so no error is lost for good (law 38). On one rank
-    nothing is sent, and without a codec values are sent exactly. All ranks keep the same bits. m̂ and v̂ are corrected for
-    their bias as Adam does. An element that had no gradient in the whole warm-up has no variance to divide by, and does not
-    move from then on.
+    The optimizer reduces the gradients itself: use it with ``T.local_gradients(group)``, which does not reduce them.
+    EF is error feedback in both phases of the sum (``comm.codecs.ErrorFeedback``). Params are bitwise equal on all ranks. m̂ and
+    v̂ are bias-corrected as in Adam. Elements without gradients in the whole warm-up have zero variance, and are not updated
+    afterwards.
 
-    Bytes that each rank sends: during the warm-up, those of an all-reduce in fp32; then ``2 (n - 1) b`` for each leaf, b being
-    the codec's bytes for ``m = ⌈numel / n⌉`` values: ``⌈m / 8⌉ + 4 ⌈m / 2048⌉``, so about 1/32 of the all-reduce.
-    With a loss scale the host waits for each step's verdict.
+    Cost: during the warm-up, an all-reduce of the gradients in the params' dtype; then each rank sends ``2 (n - 1) b`` bytes
+    per leaf, where b is the codec's size for ``m = ⌈numel / n⌉`` values: ``⌈m / 8⌉ + 4 ⌈m / 2048⌉``, about 1/32 of an
+    all-reduce in fp32. With a loss scale the host waits in each step to learn whether it is skipped.
 
     Args:
         lr: the learning rate.
-        warmup: how many updates are Adam's; 15 to 25% of all, the paper says, until the variance is steady.
+        warmup: the number of Adam updates; the paper recommends 15 to 25% of all, until the variance is stable.
         betas: the decay rates of the running means.
-        eps: added to the root.
-        weight_decay: decoupled.
-        codec: compresses the momenta; None sends them uncompressed.
-        decay: a regular expression or a function of a path: which leaves decay; None for all.
+        eps: added to the square root.
+        weight_decay: decoupled weight decay.
+        codec: compresses the momentum; None sends it uncompressed.
+        decay: a regular expression or a function of a path that selects the leaves with weight decay; None for all.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a hyperparameter is out of range.
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
@@ -181,37 +180,37 @@ def zero_one_adam(
     codec: comm.codecs.Codec | None = comm.codecs.OneBit(2048),  # noqa: B008  # frozen
     decay: PathFilter | None = None,
 ) -> PerParameter:
-    """0/1 Adam (Lu et al. 2022, arXiv:2202.06009): one bit an element from the start, later not in every step.
+    """0/1 Adam (Lu et al. 2022, arXiv:2202.06009): 1-bit communication from the start, later skipped in some steps.
 
     ```
-    mᵢ = β₁ m + (1 - β₁) gᵢ;   wᵢ ← wᵢ - lr m̂ᵢ / (√v̂ + eps);   uᵢ ← uᵢ + ratₑ m̂ᵢ           each rank by itself
-    t in the synchronising updates:  u = EF(Σ uᵢ / n);  w = w_sync - lr u / (√v̂ + eps);  m = u / Σ ratₑ;  uᵢ ← 0
-    t in the updates of v:           exactly Adam's update, with all-reduced gradients
+    mᵢ = β₁ m + (1 - β₁) gᵢ;   wᵢ ← wᵢ - lr m̂ᵢ / (√v̂ + eps);   uᵢ ← uᵢ + rate · m̂ᵢ          on each rank
+    t in the synchronizing updates:  u = EF(Σ uᵢ / n);  w = w_sync - lr u / (√v̂ + eps);  m = u / Σ rate;  uᵢ ← 0
+    t in the updates of v:           Adam's update, with all-reduced gradients
     ```
 
-    Which updates these are is data (``UpdateIntervals``). The variance is updated ``each`` times in a row, then as often in
-    every second update, in every fourth, ... until it is frozen. From then on, with ``local``, ranks synchronise in every
-    update for ``local`` updates, then in every second one for ``local`` updates, ... at last in every ``longest``-th.
+    The variance v is updated ``each`` times in a row, then ``each`` times in every second update, in every fourth, ... until it
+    is frozen. Afterwards, with ``local``, ranks synchronize in every update for ``local`` updates, then in every second one for
+    ``local`` updates, ... and finally in every ``longest``-th.
 
-    Everything else is as in ``one_bit_adam``. With ``local`` ranks hold different params between synchronisations, also in
-    ``step.params`` and ``evaluate``, and the same bits after each. ``local`` takes memory for two further tensors a leaf.
-    Where a schedule's rate is exactly 0, the momentum restarts from zero.
+    Otherwise it is like ``one_bit_adam``. With ``local``, params differ between ranks until the next synchronization, also in
+    ``step.params`` and ``evaluate``, and two more tensors per leaf are stored. If a schedule's rate is exactly 0, the momentum
+    restarts from zero.
 
     Args:
         lr: the learning rate.
         freeze: the number of updates after which the variance is frozen.
-        each: how many updates of the variance use one interval before it doubles.
-        local: for how many updates one interval between synchronisations is used before it doubles, a multiple of
-            ``longest``; None to synchronise in every update.
-        longest: the largest interval between synchronisations, a power of two.
+        each: how many updates of the variance use an interval before it doubles.
+        local: how many updates use an interval between synchronizations before it doubles, a multiple of ``longest``; None
+            to synchronize in every update.
+        longest: the largest interval between synchronizations, a power of two.
         betas: the decay rates of the running means.
-        eps: added to the root.
-        weight_decay: decoupled.
+        eps: added to the square root.
+        weight_decay: decoupled weight decay.
         codec: compresses what is sent; None sends it uncompressed.
-        decay: a regular expression or a function of a path: which leaves decay; None for all.
+        decay: a regular expression or a function of a path that selects the leaves with weight decay; None for all.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a hyperparameter is out of range.
 
     >>> str(zero_one_adam(0.1, freeze=100, local=32))
     'zero_one_adam(lr=0.1, freeze=100, each=16, local=32, longest=16, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0)'
@@ -230,17 +229,17 @@ def zero_one_adam(
 
 @attrs.frozen
 class _Rule:
-    """Either optimizer.
+    """The update rule of both optimizers.
 
     Attributes:
         lr: the learning rate.
-        betas: of the averages of gradients and of their squares.
-        eps: added to the root of the latter.
-        weight_decay: decoupled.
-        codec: compresses what is sent; None sends fp32.
+        betas: the decay rates of the means of gradients and of squared gradients.
+        eps: added to the square root of the latter.
+        weight_decay: decoupled weight decay.
+        codec: compresses what is sent; None sends it uncompressed.
         exact: the updates that update the variance, with all-reduced gradients.
         syncs: the other updates after which all ranks are equal.
-        weighs: whether momentum is multiplied by its rate before it is compressed, as in 0/1 Adam.
+        weighs: whether the momentum is multiplied by its rate before it is compressed, as in 0/1 Adam.
     """
 
     lr: float
@@ -280,7 +279,7 @@ class _At:
     group: comm.Group
 
     def optimizer(self, name: str) -> Optimizer:
-        """The pair of ``init`` and ``update``."""
+        """The optimizer."""
         return Optimizer(self.init, self.update, name, skips=True)
 
     def init(self, params: list[Tensor]) -> OneBitState:
@@ -292,7 +291,7 @@ class _At:
         return OneBitState(torch.zeros((), dtype=torch.int64), zeros(params), zeros(params), residual, local)
 
     def update(self, params: list[Tensor], grads: Weighted, state: OneBitState, rate: Rate) -> tuple[list[Tensor], OneBitState]:
-        """One update. A skipped one computes and sends nothing, on any rank."""
+        """An update; a skipped one does not compute or send anything."""
         if grads.skip is not None and bool(grads.skip):
             return params, state
         done = int(state.count)
@@ -326,7 +325,7 @@ class _At:
     def _compressed(self, params: list[Tensor], grads: Weighted, state: OneBitState, rate: Rate, done: int) -> OneBitState:
         rule, own = self.rule, reals(params)
         share, gain = self.group.size / grads.weight, self._gain(rate, done)
-        local_grads = comm.varying(gradients(grads, params), self.group)  # each rank's momentum is of its own gradients
+        local_grads = comm.varying(gradients(grads, params), self.group)  # ranks have different momenta
         for mean, grad in zip(state.exp_avg, local_grads, strict=True):
             mean.lerp_(grad * share.to(grad.dtype), 1 - rule.betas[0])
         roots = self._roots(state.exp_avg_sq, rule.exact.before(done))
@@ -352,14 +351,14 @@ class _At:
     def _sync(
         self, own: list[Tensor], since: list[Tensor], moved: list[Tensor], roots: list[Tensor], state: OneBitState, gain: Any
     ) -> OneBitState:
-        """Moves all ranks from ``since``, where they were last equal, by the mean over ranks of ``moved``.
+        """Updates the params of all ranks to those at ``since``, where they were last equal, moved by the mean of ``moved``.
 
-        ``gain`` is the sum of the rates that ``moved`` was multiplied by.
+        ``gain`` is the sum of the rates by which ``moved`` was multiplied.
         """
         rule = self.rule
         total, residual = self._mean(moved, state.residual)
         dtype, device = widest(own), own[0].device
-        scale = gain if isinstance(gain, Tensor) else torch.full((), gain, dtype=dtype, device=device)  # no copy stops the host
+        scale = gain if isinstance(gain, Tensor) else torch.full((), gain, dtype=dtype, device=device)  # does not block
         scale = scale.to(dtype)
         step = rule.lr if rule.weighs else rule.lr * scale
         for p, synced, mean, travelled, root in zip(own, since, state.exp_avg, total, roots, strict=True):
@@ -380,7 +379,7 @@ class _At:
         return found
 
     def _gain(self, rate: Rate, done: int) -> Any:
-        """The rate, corrected for the momentum's bias."""
+        """The rate, with the momentum's bias correction."""
         return rate / (1 - self.rule.betas[0] ** (done + 1))
 
     def _decay(self, params: list[Tensor], rate: Rate) -> None:
@@ -389,7 +388,7 @@ class _At:
                 p.mul_(1 - self.rule.lr * self.rule.weight_decay * rate)
 
     def _roots(self, squares: list[Tensor], count: int, grads: list[Tensor] | None = None) -> list[Tensor]:
-        """The divisors of the momenta, after the variance has taken in ``grads``; inf where no gradient ever was."""
+        """The divisors of the momenta, after the variance is updated with ``grads``; inf where the variance is zero."""
         decay = self.rule.betas[1]
         for square, grad in zip(squares, grads or [], strict=False):
             square.mul_(decay).addcmul_(grad, grad, value=1 - decay)

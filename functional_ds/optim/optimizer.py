@@ -1,4 +1,4 @@
-"""What an optimizer is: a pure pair over lists of tensors, or a function from a ``LeafMap`` to such a pair."""
+"""The optimizer records: an ``init``/``update`` pair on lists of tensors, or a function from a ``LeafMap`` to one."""
 
 import inspect
 from collections.abc import Callable
@@ -17,30 +17,28 @@ __all__ = ["Hyper", "Optimizer", "PerParameter", "Rate", "as_optimizer"]
 
 Rate = float | Tensor
 Hyper = float | Tensor
-_OF_TORCH = {"AdamW", "Adam", "SGD", "Adagrad"}  # that are here by their names in small letters
+_OF_TORCH = {"AdamW", "Adam", "SGD", "Adagrad"}  # those with equivalents here, in lower case
 
 
 @attrs.frozen
 class Optimizer:
-    """An ``init``/``update`` pair that need not know which leaf an element belongs to.
+    """An optimizer as an ``init``/``update`` pair, in the style of optax, that does not depend on the boundaries of leaves.
 
     Attributes:
         init: from the trained tensors to the optimizer's state.
-        update: ``(params, grads, state, rate) -> (params, state)``. It owns its arguments and may write into them. The
-            gradients are a ``Weighted`` list: the mean gradient is ``grads.sum / grads.weight``. ``rate`` multiplies the
-            learning rate.
+        update: ``(params, grads, state, rate) -> (params, state)``; may modify its arguments in place. The gradients are a
+            ``Weighted`` list: the mean gradient is ``grads.sum / grads.weight``. ``rate`` multiplies the learning rate.
         name: for printing.
-        skips: whether ``update`` itself leaves everything as it is where ``grads.skip`` is true. For an optimizer that does
-            not, the library copies params and state before each update that may be skipped.
-        elementwise: whether each element moves as its own gradients say, whatever the other elements' are. Where this is
-            unknown (None), a small example is tried before the optimizer first gets tensors that ZeRO has flattened or cut,
-            and an optimizer that moves the example's pieces otherwise than the whole is refused. ``True`` turns the trial off.
-        skips_unused: whether ``update`` itself leaves alone the leaves that ``grads.unused`` names. For an optimizer that does
-            not, the library calls it with views of the other leaves. Its state must then consist of lists like that of the
-            params and of numbers that stay or count updates.
-        formula: ``update`` in new tensors, for ``fds.differentiable``. An optimizer without one gets copies there, so its
-            ``update`` must consist of operations of torch that have derivatives.
-        tensors: the names of hyperparameters that are tensors, which ``formula`` alone can use.
+        skips: whether ``update`` does nothing if ``grads.skip`` is true. Otherwise the library copies params and state before
+            each update that may be skipped.
+        elementwise: whether the update of an element depends on its own gradients only. If unknown (None), the optimizer is
+            tested on an example before it gets tensors that ZeRO has flattened or sharded, and raises an error if it is found
+            not to be elementwise. ``True`` disables the test.
+        skips_unused: whether ``update`` skips the leaves in ``grads.unused``. Otherwise the library calls it with views of the
+            other leaves, and its state must consist of lists like the params, constants and counts of updates.
+        formula: ``update`` out of place, for ``fds.differentiable``. Without it, ``update`` is called there with copies, and
+            must consist of differentiable operations.
+        tensors: the names of hyperparameters that are tensors and that only ``formula`` supports.
     """
 
     init: Callable[[list[Tensor]], Any]
@@ -58,12 +56,12 @@ class Optimizer:
 
 @attrs.frozen
 class PerParameter:
-    """An optimizer that must know which elements belong to which parameter.
+    """An optimizer that depends on which elements belong to which parameter, such as LAMB.
 
     Attributes:
-        make: from a ``LeafMap`` to the optimizer for tensors in which the leaves lie as it says.
+        make: from a ``LeafMap`` to the optimizer for tensors with this layout of leaves.
         name: for printing.
-        formula: as ``make``, to an optimizer that updates in new tensors, for ``fds.differentiable``.
+        formula: like ``make``, for an out-of-place optimizer, for ``fds.differentiable``.
     """
 
     make: Callable[[LeafMap], Optimizer]
@@ -75,12 +73,12 @@ class PerParameter:
 
 
 def as_optimizer(rule: Any) -> Optimizer | PerParameter:
-    """An optimizer as it is; an optax-shaped pair (``init(params)``, ``update(grads, state, params=...)``) adapted.
+    """Adapts an optax-style optimizer (``init(params)``, ``update(grads, state, params=...)``); others are returned unchanged.
 
-    Such a pair returns additive updates. ``rate`` scales them, which for a learning rate that enters linearly (optax's and
-    TorchOpt's do) is the same as scaling the learning rate. Under ZeRO it gets flat tensors with many leaves in each, and in
-    stages 1 to 3 shards of those, so only elementwise pairs are correct there; others are refused as far as the trial of
-    ``Optimizer.elementwise`` can tell. Clip with ``T.clip``, and write what needs leaves as a ``PerParameter``.
+    The updates that it returns are added to the params, scaled by ``rate``; this equals scaling the learning rate if the update
+    is linear in it, as in optax and TorchOpt. Under ZeRO it gets flat tensors of many leaves, in stages 1 to 3 shards of them,
+    so only elementwise optimizers are correct there; the test of ``Optimizer.elementwise`` detects many others. Clip with
+    ``T.clip``, and write optimizers that need leaves as ``PerParameter``.
 
     Raises:
         TypeError: it is neither.

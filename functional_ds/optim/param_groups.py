@@ -1,4 +1,4 @@
-"""Param groups: other optimizers, or another weight decay, for other leaves."""
+"""Param groups: different optimizers, or weight decays, for different leaves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,8 +25,8 @@ class GroupStates:
     """The optimizer states of several param groups.
 
     Attributes:
-        states: those of the groups that have leaves.
-        rules: the number of each group's rule.
+        states: the states of the groups that have leaves.
+        rules: the index of each group's rule.
         leaves: the paths of each group's leaves.
     """
 
@@ -36,16 +36,16 @@ class GroupStates:
 
 
 def param_groups(rules: Mapping[PathFilter, Any], others: Any) -> PerParameter:
-    """Each leaf is moved by the first rule whose key matches its path, and by ``others`` if none does.
+    """Uses different optimizers for different leaves: the first rule that matches a leaf's path, else ``others``.
 
-    Law: each leaf moves as it would if its optimizer had all leaves. Nothing is sent but what the rules themselves send.
+    Law: each leaf is updated as if its optimizer had all leaves. No communication is added to that of the optimizers.
 
     Args:
         rules: from a regular expression, or a function of a path, to an optimizer.
-        others: the optimizer of the leaves that no rule matches.
+        others: the optimizer of the leaves that match no rule.
 
     Raises:
-        TypeError: a value is no optimizer.
+        TypeError: a value is not an optimizer.
         ValueError: at ``init``: a regular expression matches no trained leaf.
 
     >>> import functional_ds as fds
@@ -69,14 +69,14 @@ def param_groups(rules: Mapping[PathFilter, Any], others: Any) -> PerParameter:
 def by_decay(
     rule: Callable[..., Optimizer | PerParameter], lr: Hyper, weight_decay: Hyper, decay: PathFilter, **options: Any
 ) -> PerParameter:
-    """``rule(lr, weight_decay=weight_decay, **options)`` for leaves that ``decay`` matches, without decay for the others.
+    """``rule(lr, weight_decay=weight_decay, **options)`` for leaves that match ``decay``, without weight decay for the others.
 
     Args:
         rule: the optimizer.
-        lr: of both.
-        weight_decay: of the leaves that match.
-        decay: which do.
-        options: of both.
+        lr: the learning rate of both.
+        weight_decay: the weight decay of matching leaves.
+        decay: a regular expression or a function of a path.
+        options: further arguments of both.
     """
     rules = [rule(lr, weight_decay=part, **options) for part in (weight_decay, 0.0)]
 
@@ -88,10 +88,10 @@ def by_decay(
 
 
 def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequence[Optimizer | PerParameter]) -> PerParameter:
-    """Optimizer ``rules[choose(leaf_map)[leaf]]`` for each leaf. Rules without leaves are left out of the state.
+    """Optimizer ``rules[choose(leaf_map)[leaf]]`` for each leaf; rules without leaves have no state.
 
-    Each rule gets views of the stored tensors that are as long as the order of the leaves allows, so its kernels run over
-    few large tensors. Nothing is sent but what the rules themselves send.
+    Each rule gets views of the stored tensors that are as long as the order of the leaves allows, so its kernels run on few
+    large tensors.
     """
 
     def groups_of(leaf_map: LeafMap, rules: Sequence[Optimizer | PerParameter]) -> _Groups:
@@ -99,9 +99,9 @@ def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequen
         groups, found = list[_RuleLeaves](), []
         for index, rule in enumerate(rules):
             extents, inner = leaf_map.select(leaf for leaf, which in enumerate(chosen) if which == index)
-            if inner.leaves:  # else there is nothing for it on any rank
+            if inner.leaves:  # otherwise no rank has leaves for it
                 groups.append(_RuleLeaves(extents, inner, BoundOptimizer(rule)))
-                groups[-1].rule.at(groups[-1].found)  # refuses what is not correct for such tensors
+                groups[-1].rule.at(groups[-1].found)  # raises if the rule is not correct for such tensors
                 found.append((index, tuple(leaf.path for leaf in inner.leaves)))
         return _Groups(tuple(groups), tuple(index for index, _ in found), tuple(paths for _, paths in found))
 
@@ -117,7 +117,7 @@ def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequen
 
 
 def shown_filter(where: PathFilter) -> str:
-    """A filter in a name or an error."""
+    """A filter's text, for names and errors."""
     return getattr(where, "__name__", repr(where))
 
 
@@ -146,7 +146,7 @@ class _Groups:
         return GroupStates(states, self.rules, self.leaves)
 
     def update(self, params: list[Tensor], grads: Weighted, state: GroupStates, rate: Rate) -> tuple[list[Tensor], GroupStates]:
-        """Each rule updates its own views. Results that it returns in other memory are copied into them."""
+        """Updates each rule's views; results in other memory are copied to them."""
         found, after = self._updated(params, grads, state, rate)
         for group, moved in zip(self.groups, found, strict=True):
             for view, other in zip(group.views(params), moved, strict=True):
@@ -155,7 +155,7 @@ class _Groups:
         return params, after
 
     def moved(self, params: list[Tensor], grads: Weighted, state: GroupStates, rate: Rate) -> tuple[list[Tensor], GroupStates]:
-        """``update`` in new tensors, of params each of which is one leaf."""
+        """``update`` out of place, for params each of which is a leaf."""
         found, after = self._updated(params, grads, state, rate)
         places = (extent.tensor for group in self.groups for extent in group.extents)
         new = dict(zip(places, (one for moved in found for one in moved), strict=True))

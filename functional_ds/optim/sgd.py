@@ -18,7 +18,7 @@ __all__ = ["SGDState", "sgd"]
 
 @tree.record
 class SGDState:
-    """SGD's state: momentum buffers, none without momentum."""
+    """SGD's state: the momentum buffers; empty without momentum."""
 
     momentum: list[Tensor]
 
@@ -31,17 +31,31 @@ def sgd(
     weight_decay: Hyper = 0.0,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
-    """Stochastic gradient descent with momentum, by torch's fused kernel.
+    """Stochastic gradient descent with momentum, as ``torch.optim.SGD``, with torch's fused kernel.
+
+    ```
+    g ← g + weight_decay · p,   b ← momentum · b + g
+    p ← p - lr · b              with nesterov: p - lr (g + momentum · b)
+    ```
 
     Args:
         lr: the learning rate.
-        momentum: the factor of the momentum buffer, as ``torch.optim.SGD`` has it; 0 keeps no buffer.
-        nesterov: whether the momentum is Nesterov's.
-        weight_decay: this many times the parameter is added to its gradient.
-        decay: a regular expression or a function of a path: which leaves decay; None for all.
+        momentum: the momentum factor; 0 stores no buffer.
+        nesterov: whether to use Nesterov momentum.
+        weight_decay: L2 penalty.
+        decay: a regular expression or a function of a path that selects the leaves with weight decay; None for all.
 
     Raises:
-        ValueError: a negative number, or nesterov without momentum.
+        ValueError: a hyperparameter is negative, or ``nesterov`` is set without momentum.
+
+    >>> import functional_ds as fds
+    >>> import torch
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), sgd(0.5, momentum=0.5))
+    >>> state = step.init({"w": torch.zeros(1)})
+    >>> for _ in range(2):
+    ...     state, _ = step(state, torch.ones(1))  # moves by 0.5, then by 0.75
+    >>> step.params(state)["w"].tolist()
+    [-1.25]
     """
     check(lr=lr, momentum=momentum, weight_decay=weight_decay)
     keeps = isinstance(momentum, Tensor) or bool(momentum)
@@ -54,7 +68,7 @@ def sgd(
         return SGDState(zeros(params) if keeps else [])
 
     def update(params: list[Tensor], grads: Weighted, state: SGDState, rate: Rate) -> tuple[list[Tensor], SGDState]:
-        if params and params[0].is_meta:  # no values, and no kernel of torch's
+        if params and params[0].is_meta:  # torch's kernel does not support meta tensors
             return params, state
         kernel = functools.partial(
             torch_sgd,

@@ -1,1 +1,1 @@
-"""Layouts: leaves grouped into FSDP units and flattened into shards; leaf maps; sources of deferred leaves."""
+"""Sharding of params: FSDP-style units and flat shards, maps of leaves to shards, and deferred leaves."""

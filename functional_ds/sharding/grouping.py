@@ -1,4 +1,4 @@
-"""Policies that group leaves into units, as FSDP's wrap policies do: a unit is gathered and reduced as one."""
+"""Policies that group leaves into units, as FSDP's wrap policies: each unit is gathered and reduced as one."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -25,10 +25,10 @@ __all__ = [
 
 @runtime_checkable
 class UnitPolicy(Protocol):
-    """A policy that looks at all leaves at once."""
+    """A policy that groups all leaves at once."""
 
     def units(self, leaves: Mapping[str, Tensor]) -> Mapping[str, str]:
-        """From each leaf's path to its unit's name. ``leaves`` are in the order in which the tree names them."""
+        """Maps each leaf's path to its unit's name; ``leaves`` are in the order of the tree."""
         ...
 
 
@@ -36,11 +36,11 @@ UnitOf = Callable[[str], str] | UnitPolicy
 
 
 def unit_names(unit_of: UnitOf | None, leaves: Mapping[str, Tensor]) -> dict[str, str]:
-    """The unit of each path; None means ``by_block``.
+    """The name of each path's unit; None means ``by_block``.
 
     Raises:
-        TypeError: a name is no string, or ``unit_of`` is neither a function nor a policy.
-        ValueError: a pattern matches nothing.
+        TypeError: a name is not a string, or ``unit_of`` is neither a function nor a policy.
+        ValueError: a pattern matches no path.
     """
     if isinstance(unit_of, UnitPolicy):
         found = dict(unit_of.units(leaves))
@@ -55,7 +55,7 @@ def unit_names(unit_of: UnitOf | None, leaves: Mapping[str, Tensor]) -> dict[str
 
 
 def by_block(path: str) -> str:
-    """A unit for each repeated block: the path up to its first number, or "rest" where there is none.
+    """A unit for each repeated block: the path up to its first number, or "rest" if it has none.
 
     >>> by_block("transformer.h.3.attn.weight"), by_block("wte.weight")
     ('transformer.h.3', 'rest')
@@ -68,7 +68,7 @@ def by_block(path: str) -> str:
 
 
 def by_leaf(path: str) -> str:
-    """A unit for every leaf."""
+    """A unit for each leaf."""
     return path
 
 
@@ -84,7 +84,7 @@ class ByBytes:
     limit: int
 
     def units(self, leaves: Mapping[str, Tensor]) -> Mapping[str, str]:
-        """Adds neighbours to a unit until the next one would exceed the limit."""
+        """Adds consecutive leaves to a unit until the next one would exceed the limit."""
         found: dict[str, str] = {}
         first, size = "", self.limit + 1
         for path, leaf in leaves.items():
@@ -97,9 +97,9 @@ class ByBytes:
 
 
 def by_bytes(limit: int) -> ByBytes:
-    """Units of neighbouring leaves, at most ``limit`` bytes each. A larger leaf is a unit by itself.
+    """Units of consecutive leaves, of at most ``limit`` bytes each; a larger leaf is a unit by itself.
 
-    Bytes are those of the params that are given to ``init``: of fp32, where mixed precision stores less.
+    Bytes are counted in the dtypes of the params given to ``init``, usually fp32, also under mixed precision.
 
     Raises:
         ValueError: the limit is not positive.
@@ -122,7 +122,7 @@ class ByPath:
     others: UnitOf
 
     def units(self, leaves: Mapping[str, Tensor]) -> Mapping[str, str]:
-        """The name from the first rule that matches."""
+        """Names each unit by the first rule that matches."""
         found: dict[str, str] = {}
         used: set[str] = set()
         for path in leaves:
@@ -138,14 +138,14 @@ class ByPath:
 
 
 def by_path(rules: Mapping[str, str], *, others: UnitOf = by_block) -> ByPath:
-    """Units by regular expressions, which are searched for in paths. The first that matches names the unit.
+    """Units by regular expressions, which are searched in the paths; the first match names the unit.
 
     Args:
         rules: from an expression to a unit's name, which may refer to the expression's groups.
-        others: names the units of the leaves that no expression matches.
+        others: names the units of the leaves that match no expression.
 
     Raises:
-        ValueError: no regular expression; one that matches no path, when the tree is known (the message names the nearest).
+        ValueError: an expression is invalid; later, when the tree is known: one matches no path (names the nearest path).
 
     >>> import torch
     >>> leaves = dict.fromkeys(["wte", "h.0.a", "h.1.a", "h.2.a"], torch.ones(1))

@@ -1,11 +1,11 @@
-"""The layout of a tree of tensors in equal shards: data and index arithmetic, no communication.
+"""Layouts of pytrees in equal shards: index arithmetic, without communication.
 
 Leaves are grouped into *units*, which are gathered as one (FSDP's units), and within a unit into *segments*. A segment is one
-flat tensor (FSDP's flat parameter): it holds leaves of one dtype with equal marks, so all are trained or all are frozen. It is
-padded to a multiple of n and cut into n contiguous shards.
+flat tensor (FSDP's flat parameter) of leaves of one dtype with equal marks, so all are trained or all are frozen. It is padded
+to a multiple of n and split into n contiguous shards.
 
-Leaves that are the same on some of the ranks alone, as experts are, lie in units of their own. Their segments are cut into as
-many shards as ranks hold the same leaf.
+Leaves that are shared by some of the ranks only, such as experts, form separate units, whose segments are split into as many
+shards as ranks share them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,16 +34,16 @@ from .sources import Origin, Source, deferred, home, piece
 
 __all__ = ["Layout", "shard", "unshard"]
 
-_ALIGNMENT = 16  # bytes; every leaf of a flat tensor starts at a multiple of this, as vector loads want it
+_ALIGNMENT = 16  # bytes; leaves of a flat tensor start at multiples of this, for vector loads
 
 
 @attrs.frozen
 class Layout:
-    """A tree's units and segments for shards of n ranks.
+    """How a pytree is divided into units, segments and n shards.
 
     Attributes:
         n: the number of shards.
-        units: in the order in which the tree first names them.
+        units: in the order of their first leaves in the tree.
         segments: the segments of all units; lists of shards or flat tensors are in this order.
         paths: the leaves' paths.
         spec: the tree's structure.
@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def has_sharers(self) -> bool:
-        """Whether some leaves are the same on a block of the ranks alone."""
+        """Whether some leaves are shared by blocks of the ranks only."""
         return any(segment.sharers is not None for segment in self.segments)
 
     @staticmethod
@@ -77,19 +77,19 @@ class Layout:
         owned: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> "Layout":
-        """The layout of a tree. Leaves that are marked as different parts of the model lie in different units.
+        """Makes the layout of a pytree. Leaves that are marked as different parts of the model get different units.
 
         Args:
             params: the tree.
             n: the number of shards.
             unit_of: names the unit of a path, by default its block (``fds.units.by_block``).
-            persistent: tells which leaves stay whole; they get segments of their own.
-            owned: gives each whole unit to one rank: the largest unit first, each to the rank that owns least so far.
-            ranks: which rank of the world has which shard, for leaves that are marked with their sharers; None for 0 to n - 1.
+            persistent: whether a leaf stays whole; such leaves get separate segments.
+            owned: assigns each whole unit to one rank: the largest unit first, each to the rank that owns least so far.
+            ranks: the rank of the world of each shard, for leaves that are marked with their sharers; None for 0 to n - 1.
 
         Raises:
-            TypeError: a leaf is no tensor, or a DTensor.
-            ValueError: two leaves have one path; the sharers of a leaf are not these ranks.
+            TypeError: a leaf is not a tensor, or is a DTensor.
+            ValueError: two leaves have the same path; the sharers of a leaf are not these ranks.
         """
         leaves = tree.tensors(params, "params")
         tree.check_paths(params, "params")
@@ -127,7 +127,7 @@ class Layout:
         """The layout of some of the leaves, as a dict by path, and the indices of their segments.
 
         Raises:
-            ValueError: a segment holds both some of these leaves and others.
+            ValueError: a segment contains some of these leaves and others.
 
         >>> layout = Layout.of({"0.w": torch.ones(4), "1.w": torch.ones(6)}, 2)
         >>> part, places = layout.restrict(["1.w"])
@@ -154,7 +154,7 @@ class Layout:
         return Layout(self.n, tuple(units), tuple(segments), tuple(names), spec), tuple(chosen)
 
     def flatten(self, params: Any) -> list[Tensor]:
-        """The tree as a list of flat tensors, one for each segment; padding is zero."""
+        """The tree as a list of flat tensors, one per segment, padded with zeros."""
         leaves = tree.leaves(params)
         return [self.stretch(leaves, index, 0, segment.size) for index, segment in enumerate(self.segments)]
 
@@ -168,7 +168,7 @@ class Layout:
             index: the segment.
             start: the first element.
             stop: the element after the last.
-            bring: is called on each leaf of the segment first, also on those outside the stretch, so it may communicate.
+            bring: is applied to each leaf of the segment first, also outside the range, so it may communicate.
         """
         segment = self.segments[index]
         like = leaves[segment.slots[0].leaf]
@@ -181,7 +181,7 @@ class Layout:
         return _marked(flat, like)
 
     def deferred(self, leaves: Sequence[Tensor], index: int, size: int, source: Source) -> Tensor:
-        """``size`` elements of a segment as a deferred leaf, which the source has under the segment's number."""
+        """``size`` elements of a segment as a deferred leaf, whose path in the source is the segment's number."""
         like = leaves[self.segments[index].slots[0].leaf]
         bare = torch.empty(size, dtype=self.segments[index].dtype, device="meta")
         return deferred(_marked(bare, like), Origin(source, str(index), home(like)))
@@ -196,12 +196,12 @@ class Layout:
         return tree.unflatten(self.spec, leaves)
 
     def own(self, flats: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """Rank ``rank``'s shards, as views of the flat tensors."""
+        """The shards of a rank, as views of the flat tensors."""
         return [segment.own(flat, rank) for segment, flat in zip(self.segments, flats, strict=True)]
 
 
 def _marked(flat: Tensor, like: Tensor) -> Tensor:
-    """Part of a segment, marked as its leaves are."""
+    """A part of a segment, with the marks of its leaves."""
     flat = like_marked(flat, like)
     return mark_slices(flat, ()) if slices_of(like) else flat  # its slots have the slices
 
@@ -221,10 +221,10 @@ def _slots(dtype: torch.dtype, members: list[tuple[int, Tensor]]) -> tuple[tuple
 
 
 def _sharers(path: str, leaf: Tensor, shards: Mapping[int, int]) -> Blocks | None:
-    """A leaf's blocks of sharers, by their shards.
+    """A leaf's blocks of sharers, as indices of shards.
 
     Raises:
-        ValueError: they are not the ranks that have the shards.
+        ValueError: they are not the ranks of the shards.
     """
     blocks = sharers_of(leaf)
     if blocks is None:
@@ -240,7 +240,7 @@ def _sharers(path: str, leaf: Tensor, shards: Mapping[int, int]) -> Blocks | Non
 
 
 def _owners(sizes: Sequence[tuple[int, Blocks | None]], n: int) -> list[int]:
-    """An owner for each size, or its place in each block of sharers: the largest size first, each to who owns least so far."""
+    """Owners (or their index in each block of sharers): largest size first, each to the rank that owns least so far."""
     load, owners = [0] * n, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i][0]):
         size, blocks = sizes[index]
@@ -253,14 +253,17 @@ def _owners(sizes: Sequence[tuple[int, Blocks | None]], n: int) -> list[int]:
 
 
 def shard(params: Any, layout: Layout, rank: int) -> list[Tensor]:
-    """Rank ``rank``'s shard of each segment.
+    """Splits a pytree; returns the shard of each segment of one rank.
 
     Law: ``unshard([shard(t, layout, r) for r in range(n)], layout) = t``, bitwise.
 
     Args:
-        params: a tree of tensors.
-        layout: how its leaves are divided, as ``Layout.of(params, n)`` gives it.
-        rank: which of the n shards.
+        params: a pytree of tensors.
+        layout: its layout, ``Layout.of(params, n)``.
+        rank: the index of the shard.
+
+    Raises:
+        ValueError: ``rank`` is not in 0..n - 1.
 
     >>> params = {"w": torch.arange(5.0)}
     >>> layout = Layout.of(params, 2)
@@ -274,7 +277,13 @@ def shard(params: Any, layout: Layout, rank: int) -> list[Tensor]:
 
 
 def unshard(shards: Sequence[Sequence[Tensor]], layout: Layout) -> Any:
-    """The tree, from all ranks' shards in rank order; the inverse of ``shard``. Leaves with sharers are the first block's."""
+    """Joins all ranks' shards, in rank order, to the pytree: the inverse of ``shard``.
+
+    Leaves that are shared by blocks of ranks are taken from the first block.
+
+    Raises:
+        ValueError: the number of ranks is not that of the layout.
+    """
     if len(shards) != layout.n:
         raise ValueError(f"shards: {len(shards)} ranks' shards for a layout of {layout.n}")
     flats = []

@@ -1,7 +1,7 @@
-"""Which leaf's elements lie where in the tensors that an optimizer gets, as data; and sums over the elements of each leaf.
+"""Maps leaves to the tensors that an optimizer gets, and sums over the elements of each leaf.
 
-Under ZeRO an optimizer gets flat tensors, or shards of them, with many leaves in each. An elementwise optimizer need not know
-this. One that looks at whole leaves, or treats leaves differently, is a function of ``LeafMap`` (``fds.PerParameter``).
+Under ZeRO an optimizer gets flat tensors, or shards of them, that contain many leaves. Elementwise optimizers do not depend on
+that. Optimizers that use whole leaves, or treat leaves differently, get a ``LeafMap`` (``fds.PerParameter``).
 """
 
 import functools
@@ -30,16 +30,16 @@ _SHOWN_RANKS = 32
 
 @attrs.frozen
 class LeafSpec:
-    """A trained leaf of the user's tree, of the dtype that the user gave it.
+    """A trained leaf of the user's tree.
 
     Attributes:
         path: its path.
-        shape: of what this rank has of it, a slice or the whole leaf.
-        numel: the elements of this shape.
-        dtype: its dtype.
-        slices: what this rank has of the whole leaf, one for each dim that tensor or expert parallelism has cut.
-        sharers: of shards: the blocks of ranks that share a slice, as ``Segment.sharers`` has them; None where all ranks do.
-        stack: for a matrix out of a stack: the path of the leaf.
+        shape: the shape of this rank's slice, or of the whole leaf.
+        numel: the number of elements of that shape.
+        dtype: the dtype that the user gave it.
+        slices: this rank's slice of the whole leaf, one for each dim that tensor or expert parallelism has split.
+        sharers: for shards: the blocks of ranks that share a slice, as in ``Segment.sharers``; None if all ranks do.
+        stack: for a matrix of a stack: the path of the leaf.
     """
 
     path: str
@@ -52,7 +52,7 @@ class LeafSpec:
 
     @property
     def region(self) -> LeafRegion:
-        """Which of the whole leaf's elements these are; the whole leaf where a dim is cut over one rank."""
+        """The region of the whole leaf that this rank has."""
         return LeafRegion.of(self.shape, self.slices)
 
 
@@ -62,10 +62,10 @@ class LeafShard:
 
     Attributes:
         leaf: the index of the leaf.
-        offset: where the part begins in the flattened leaf.
-        tensor: the index of the tensor that holds it.
-        start: where it begins in that flattened tensor.
-        numel: how many elements it has.
+        offset: its first element in the flattened leaf.
+        tensor: the index of the tensor that contains it.
+        start: its first element in that flattened tensor.
+        numel: its number of elements.
     """
 
     leaf: int
@@ -84,24 +84,23 @@ class TensorRange:
     stop: int
 
     def view(self, tensors: Sequence[Tensor]) -> Tensor:
-        """These elements, as a flat view."""
+        """The elements as a flat view."""
         return tensors[self.tensor].view(-1)[self.start : self.stop]
 
 
 @attrs.frozen
 class LeafMap:
-    """All trained leaves, and every rank's shards of them.
+    """All trained leaves, and all ranks' shards of them.
 
     Attributes:
-        leaves: in the order in which the user's tree is flattened, with every strategy and on all ranks.
-        shards_by_rank: each rank's shards. Those in one tensor are in the order of their starts.
-        group: the ranks over which leaves are cut; None where this rank has every leaf whole.
+        leaves: in the order of the user's tree, with every strategy and on all ranks.
+        shards_by_rank: each rank's shards; those in one tensor are in ascending order.
+        group: the ranks over which leaves are sharded; None if this rank has all leaves whole.
         rank: this rank's index in the group.
-        reduce_group: the ranks over which the optimizer itself must sum the gradients; None where they are summed already.
-        other_paths: paths of trained leaves that this optimizer does not get: those of other param groups, and those that only
-            other pipeline stages have.
-        flat: whether the tensors are flat, so that their shapes are not those of the leaves.
-        partial: whether the optimizer is called several times in an update, with some of the tensors or parts of them each.
+        reduce_group: the ranks over which the optimizer must sum the gradients; None if they are already summed.
+        other_paths: paths of trained leaves that this optimizer does not get, of other param groups and pipeline stages.
+        flat: whether the tensors are flat, instead of having the leaves' shapes.
+        partial: whether the optimizer is called several times per update, each time with some of the tensors or parts of them.
     """
 
     leaves: tuple[LeafSpec, ...]
@@ -136,7 +135,7 @@ class LeafMap:
 
     @staticmethod
     def of(params: Any) -> "LeafMap":
-        """The leaf map of a tree each of whose tensors is a leaf.
+        """The leaf map of a pytree of whole leaves.
 
         >>> LeafMap.of({"w": torch.ones(2, 3)}).shards
         (LeafShard(leaf=0, offset=0, tensor=0, start=0, numel=6),)
@@ -147,7 +146,7 @@ class LeafMap:
 
     @staticmethod
     def of_layout(layout: Layout, group: comm.Group | None) -> "LeafMap":
-        """The leaf map of a layout's flat tensors; with a group, of each rank's shards of them.
+        """The leaf map of a layout's flat tensors or, with a group, of each rank's shards of them.
 
         >>> layout = Layout.of({"a": torch.ones(5), "b": torch.ones(2)}, 2)
         >>> LeafMap.of_layout(layout, None).shards
@@ -178,7 +177,7 @@ class LeafMap:
         return LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank, flat=True).ordered(layout.paths)
 
     def ordered(self, paths: Sequence[str]) -> "LeafMap":
-        """The same leaf map with its leaves in the order of these paths, which may be more; tensors and shards stay.
+        """The leaf map with its leaves in the order of these paths, which may include others; tensors are unchanged.
 
         >>> found = LeafMap.of({"a": torch.ones(2), "b": torch.ones(3)}).ordered(["b", "a"])
         >>> [leaf.path for leaf in found.leaves], [(shard.leaf, shard.tensor) for shard in found.shards]
@@ -196,10 +195,7 @@ class LeafMap:
         return attrs.evolve(self, leaves=tuple(self.leaves[leaf] for leaf in order), shards_by_rank=tuple(ranks))
 
     def without_padding(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The elements of the tensors that belong to leaves: flat tensors end in padding, and have some between leaves.
-
-        A copy is made of those that have padding between leaves alone.
-        """
+        """The tensors without the padding of flat tensors; copied only if there is padding between leaves."""
         if not self.flat:
             return list(tensors)
         runs: list[list[list[int]]] = [[] for _ in tensors]
@@ -216,11 +212,11 @@ class LeafMap:
         ]
 
     def placed(self, whole: Any, like: Sequence[Tensor]) -> list[Tensor]:
-        """Whole leaves as the optimizer has them: new tensors like these, zero where no leaf lies.
+        """Copies whole leaves to new tensors in the optimizer's layout, with zeros in the padding.
 
         Args:
-            whole: a tree whose paths are those of the leaves, or a dict from paths to tensors.
-            like: the trained tensors; others' shapes and dtypes are theirs.
+            whole: a tree with the leaves' paths, or a dict from paths to tensors.
+            like: the trained tensors, which give shapes and dtypes.
 
         Raises:
             ValueError: a leaf is missing, or has another number of elements.
@@ -239,16 +235,16 @@ class LeafMap:
         return found
 
     def sums(self, function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> Tensor:
-        """A sum over the elements of each leaf, such as one of squares: a row for each leaf, on all ranks.
+        """Sums over the elements of each leaf, such as squared norms: a row for each leaf, on all ranks.
 
-        Law: for ``function`` with f(x and y) = f(x) + f(y) it is f of the whole leaf, in every stage.
+        Law: if ``function`` is additive, f(x and y) = f(x) + f(y), the row is f of the whole leaf, in every ZeRO stage.
 
         Args:
-            function: from a part of a leaf, a flat tensor of each list in fp32 at least, to a scalar, or to a tensor of several
-                sums. It is called once on tensors without elements, whose sums are zero.
+            function: from flat tensors, a part of a leaf from each list in at least fp32, to a scalar or to a tensor of several
+                sums. It is also called on empty tensors, whose sums are zero.
             lists: tensors like those that the optimizer gets.
 
-        Cost: one all-reduce of all rows where leaves are cut; else nothing is sent.
+        Cost: one all-reduce of all rows if leaves are sharded; else nothing is sent.
 
         >>> LeafMap.of({"a": torch.ones(3), "b": torch.ones(2)}).sums(torch.sum, [torch.ones(3), 2 * torch.ones(2)])
         tensor([3., 4.])
@@ -263,7 +259,7 @@ class LeafMap:
         return self.total(torch.stack(rows) if rows else zero.new_zeros(0, *zero.shape))
 
     def total(self, rows: Tensor) -> Tensor:
-        """Sums over this rank's parts, a row a leaf, as sums over whole leaves; collective where leaves are cut."""
+        """Reduces sums over this rank's parts, a row per leaf, to sums over whole leaves; collective if leaves are sharded."""
         found: Tensor = rows if self.group is None else comm.all_reduce(rows, self.group)
         return found
 
@@ -273,7 +269,7 @@ class LeafMap:
         *,
         instead: str = "give such leaves to an elementwise optimizer such as fds.adamw with fds.param_groups",
     ) -> None:
-        """Refuses slices, for ``what`` needs whole leaves.
+        """Checks that no leaf is a slice, since ``what`` needs whole leaves.
 
         Raises:
             ValueError: a leaf is a slice.
@@ -292,9 +288,9 @@ class LeafMap:
         return [tensors[s.tensor].view(-1)[s.start : s.start + s.numel] for s in self.shards]
 
     def select(self, leaves: Iterable[int]) -> tuple[tuple[TensorRange, ...], "LeafMap"]:
-        """The extents of this rank's tensors that hold some of the leaves, and the leaf map of these extents.
+        """The ranges of this rank's tensors that contain the given leaves, and the leaf map of these ranges.
 
-        Selected neighbours, and the padding between them, are one extent.
+        Adjacent selected leaves, and the padding between them, form one range.
         """
         chosen = sorted(set(leaves))
         number = {leaf: i for i, leaf in enumerate(chosen)}
@@ -311,12 +307,12 @@ class LeafMap:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Half precision as fp32; other tensors as they are."""
+    """Casts half precision to fp32; other tensors are unchanged."""
     return x.float() if x.is_floating_point() and x.element_size() < 4 else x
 
 
 def _extents(shards: Sequence[LeafShard], number: dict[int, int]) -> tuple[tuple[TensorRange, ...], tuple[LeafShard, ...]]:
-    """The extents that hold the numbered leaves, and these leaves' shards in them."""
+    """The ranges that contain the numbered leaves, and these leaves' shards in them."""
     extents: list[TensorRange] = []
     inside: list[LeafShard] = []
     before: LeafShard | None = None
@@ -338,11 +334,11 @@ def match_leaves(leaf_map: LeafMap, where: str | Callable[[str], bool], what: st
 
     Args:
         leaf_map: the leaves.
-        where: the regular expression, which is searched for in the paths, or the function.
+        where: the regular expression, which is searched in the paths, or the function.
         what: the name of the argument, for errors.
 
     Raises:
-        ValueError: it is no regular expression, or matches no path; the message names the nearest path.
+        ValueError: the expression is invalid, or matches no path; names the nearest path.
     """
     if callable(where):
         return {i for i, leaf in enumerate(leaf_map.leaves) if where(leaf.path)}

@@ -1,4 +1,4 @@
-"""The parts of leaves that a rank has, and functions of them that ask for sums over whole leaves."""
+"""A rank's parts of leaves, and update rules on them that use sums over whole leaves."""
 
 import functools
 from collections.abc import Generator, Sequence
@@ -15,19 +15,19 @@ __all__ = ["LeafParts"]
 
 @attrs.frozen
 class LeafParts:
-    """This rank's parts of all leaves; of leaves that other ranks have, parts without elements."""
+    """This rank's parts of all leaves; for leaves that it does not have, empty parts."""
 
     leaf_map: LeafMap
     leaves: tuple[int, ...]
 
     @staticmethod
     def of(leaf_map: LeafMap) -> "LeafParts":
-        """Those of the leaves of a leaf map."""
+        """The parts of a leaf map."""
         here = [shard.leaf for shard in leaf_map.shards]
         return LeafParts(leaf_map, (*here, *(i for i in range(len(leaf_map.leaves)) if i not in here)))
 
     def views(self, params: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The parts of tensors like the params; of complex ones, and pairs of reals, pairs of reals."""
+        """The parts of tensors with the params' layout; complex tensors as pairs of reals."""
         pairs = zip(params, tensors, strict=True)
         alike = [torch.view_as_complex(x) if p.is_complex() and not x.is_complex() else x for p, x in pairs]
         found, group = self.leaf_map.views(alike), self.leaf_map.group
@@ -36,7 +36,7 @@ class LeafParts:
         return _reals([*found, *(torch.empty(0, dtype=dtype, device=device) for dtype in dtypes)])
 
     def finished(self, runs: Sequence[Any], what: str) -> list[Any]:
-        """What rules return; the sums that they yield are added up over the parts of their leaves, one collective a turn."""
+        """Runs rules to their results; the sums that they yield are reduced over their leaves' parts, one collective each."""
         results = [*runs]
         told: dict[int, Any] = {place: None for place, run in enumerate(runs) if isinstance(run, Generator)}
         while told:
@@ -65,7 +65,7 @@ class LeafParts:
 
 
 def _count(sums: Any) -> int:
-    """How many sums a rule has asked for at once."""
+    """How many sums a rule has yielded at once."""
     return len(sums) if isinstance(sums, tuple) else -1
 
 

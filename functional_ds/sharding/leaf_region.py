@@ -1,7 +1,7 @@
-"""Regions: what slices leave of a whole leaf, and the boxes that neighbouring elements of it make; index arithmetic alone.
+"""Regions of leaves that slices cover, and the boxes that ranges of their elements form: index arithmetic only.
 
-A rank has a range of the flattened slice. In the whole leaf these elements are neighbours only where no dim but the first is
-cut. But they always make a few boxes, as any range of a flattened tensor does: rows, and a part of a row before and after.
+A rank has a range of the flattened slice. In the whole leaf its elements are contiguous only if the slice is along the first
+dim, but they always form a few boxes: whole rows, and parts of the rows before and after.
 """
 
 import itertools
@@ -16,18 +16,18 @@ from .leaf_slice import LeafSlice, Ranges, whole_shape
 
 __all__ = ["Box", "LeafRegion", "fault", "grouped", "stretches"]
 
-_CELLS = 1 << 24  # more than any plan of slices makes, and less than fills a host
+_CELLS = 1 << 24  # more than any practical slicing has, and small enough for memory
 
 
 @attrs.frozen
 class Box:
-    """Neighbouring positions along every dim of a tensor, and where their elements lie in a flat one.
+    """A box of a tensor (a range along every dim), and its position in a flat tensor.
 
     Attributes:
         start: its first position along each dim.
-        shape: how many positions it has along each dim.
-        place: where its first element lies in the flat tensor.
-        strides: how far neighbours along each dim lie from each other there.
+        shape: its size along each dim.
+        place: the index of its first element in the flat tensor.
+        strides: its strides in the flat tensor.
     """
 
     start: tuple[int, ...]
@@ -42,39 +42,39 @@ class Box:
 
     @property
     def dense(self) -> bool:
-        """Whether its elements are neighbours in the flat tensor, in their order."""
+        """Whether its elements are contiguous in the flat tensor."""
         return self.numel == self.extent
 
     @property
     def extent(self) -> int:
-        """The elements of the flat tensor from its first to its last."""
+        """The number of elements of the flat tensor from its first to its last."""
         return _extent(self.shape, self.strides)
 
     def view(self, flat: Tensor, first: int = 0) -> Tensor:
-        """The box's elements, as a view of a flat tensor that begins with element ``first``."""
+        """The box as a view of a flat tensor that starts at element ``first``."""
         return flat.as_strided(self.shape, self.strides, int(flat.storage_offset()) + self.place - first)
 
     def part(self, low: Sequence[int], size: Sequence[int]) -> "Box":
-        """The positions from ``low`` on, counted from the box's first, ``size`` along each dim."""
+        """The sub-box of size ``size`` that starts at ``low``, relative to the box."""
         start = tuple(a + b for a, b in zip(self.start, low, strict=True))
         place = self.place + sum(a * b for a, b in zip(low, self.strides, strict=True))
         return Box(start, tuple(size), place, self.strides)
 
     def in_whole(self, shape: Sequence[int]) -> "Box":
-        """The same positions, with their places in the flattened whole tensor of this shape."""
+        """The same box, with its position in the flattened whole tensor of this shape."""
         strides = _strides(shape)
         return Box(self.start, self.shape, sum(a * b for a, b in zip(self.start, strides, strict=True)), strides)
 
 
 @attrs.frozen
 class LeafRegion:
-    """What ranks with one slice have of a whole leaf: ranges along some dims, and all of the others.
+    """The region of a whole leaf that a slice covers: ranges along some dims, and all of the others.
 
-    Its elements are numbered as in the slice, flattened. Equal slices give equal regions, whoever has them.
+    Its elements are numbered as in the flattened slice. Equal slices have equal regions.
 
     Attributes:
-        shape: of the whole leaf.
-        ranges: the dims that are cut, in order, with starts and stops along each; none for the whole leaf.
+        shape: the shape of the whole leaf.
+        ranges: the split dims, in order, with (start, stop) ranges along each; empty for the whole leaf.
     """
 
     shape: tuple[int, ...]
@@ -85,8 +85,8 @@ class LeafRegion:
         """The region of a rank's leaf.
 
         Args:
-            shape: of the slice.
-            slices: what it is of the whole leaf.
+            shape: the shape of the slice.
+            slices: the slice along each split dim.
 
         >>> LeafRegion.of((2, 3), [LeafSlice.even(1, 6, 2, 1)])
         LeafRegion(shape=(2, 6), ranges=((1, ((3, 6),)),))
@@ -97,7 +97,7 @@ class LeafRegion:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dims that are cut."""
+        """The split dims."""
         return tuple(dim for dim, _ in self.ranges)
 
     @property
@@ -107,7 +107,7 @@ class LeafRegion:
         return math.prod(cut.get(dim, size) for dim, size in enumerate(self.shape))
 
     def with_pairs(self) -> "LeafRegion":
-        """The same of a tensor that has two numbers for each of these elements, along one more dim."""
+        """The region with a last dim of size 2 appended, for pairs of numbers."""
         return LeafRegion((*self.shape, 2), self.ranges)
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class LeafRegion:
         return f"[{', '.join(shown)}]"
 
     def check(self) -> None:
-        """Raises ValueError unless the ranges lie in the leaf, each dim once and in order, and no range meets another."""
+        """Raises ValueError unless dims are distinct and in order, and their ranges are within the leaf and disjoint."""
         if any(dim >= len(self.shape) for dim in self.dims) or list(self.dims) != sorted(set(self.dims)):
             raise ValueError(f"the dims {self.dims} of a slice are not dims of {list(self.shape)}, in order")
         for dim, ranges in self.ranges:
@@ -126,12 +126,12 @@ class LeafRegion:
                 raise ValueError(f"{list(ranges)} are no ranges of the {self.shape[dim]} positions along dim {dim}")
 
     def boxes(self, start: int, stop: int, dims: Sequence[int]) -> Iterator[Box]:
-        """The boxes that elements ``start`` to ``stop`` make, with their places among the region's elements.
+        """The boxes that elements ``start`` to ``stop`` form, with their positions among the region's elements.
 
         Args:
             start: the first element.
             stop: the element after the last.
-            dims: the dims that count, those that are cut among them. Between them dims are taken together, see ``grouped``.
+            dims: the dims to distinguish, which include the split ones; the others are merged, see ``grouped``.
 
         >>> region = LeafRegion((4, 6), ((1, ((3, 6),)),))
         >>> [(box.start, box.shape, box.place) for box in region.boxes(1, 12, (1,))]
@@ -151,7 +151,7 @@ class LeafRegion:
                 yield Box(tuple(there for _, there, _ in corner), tuple(n for _, _, n in corner), place, strides)
 
     def bounds(self, start: int, stop: int, dims: Sequence[int]) -> list[tuple[int, int]]:
-        """Between which positions along each dim these elements lie; quicker than the boxes, and at times too wide."""
+        """Bounds of these elements along each dim; faster than the boxes, and sometimes too wide."""
         if not dims:
             return [(start, stop) if stop > start else (0, 0)]
         ranges = self._grouped_ranges(dims)
@@ -169,7 +169,7 @@ class LeafRegion:
 
 
 def grouped(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
-    """The shape with dims taken together: each that counts with those after it, and those before the first that counts.
+    """The shape with dims merged: each of ``dims`` with the dims after it, and the dims before the first.
 
     >>> grouped((2, 3, 4, 5), (1,)), grouped((2, 3, 4, 5), ())
     ((2, 60), (120,))
@@ -178,7 +178,7 @@ def grouped(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def fault(shape: Sequence[int], regions: Iterable[LeafRegion]) -> str | None:
-    """What is wrong where regions are to be a whole leaf, each element once; None if they are.
+    """Checks that regions cover a whole leaf, each element once; returns the error, or None.
 
     >>> left, right = (LeafRegion((2, 6), ((1, (each,)),)) for each in ((0, 3), (3, 6)))
     >>> fault((2, 6), [left, right]), fault((2, 6), [left])
@@ -208,12 +208,12 @@ def fault(shape: Sequence[int], regions: Iterable[LeafRegion]) -> str | None:
 
 
 def stretches(box: Box, *, gap: int, most: int) -> Iterator[Box]:
-    """The box in parts that lie close together in the flat tensor, so that one read of all between brings a part.
+    """Splits a box into parts that are nearly contiguous in the flat tensor, so that each can be read at once.
 
     Args:
         box: any box.
-        gap: how many elements that are not of the box may lie between two that are.
-        most: how many elements lie from a part's first to its last, at most.
+        gap: how many other elements may be between two elements of a part.
+        most: the largest extent of a part.
 
     >>> box = Box((0, 0), (4, 2), 0, (6, 1))
     >>> [part.shape for part in stretches(box, gap=4, most=9)], [part.shape for part in stretches(box, gap=3, most=9)]
@@ -257,7 +257,7 @@ def _groups(shape: Sequence[int], dims: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _merged(ranges: Ranges) -> Ranges:
-    """The ranges, with those that continue another joined to it."""
+    """The ranges, with adjacent ones joined."""
     found: list[tuple[int, int]] = []
     for start, stop in ranges:
         if start == stop:
@@ -270,7 +270,7 @@ def _merged(ranges: Ranges) -> Ranges:
 
 
 def _blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[_Part]:
-    """The boxes that elements ``start`` to ``stop`` of a tensor of this shape make, in order: first positions and sizes."""
+    """The boxes, as (first position, size), that elements ``start`` to ``stop`` of a tensor of this shape form, in order."""
     if stop <= start:
         return
     if len(shape) == 1:
@@ -290,7 +290,7 @@ def _blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[_Part]:
 
 
 def _pieces(ranges: Ranges, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """(position in the slice, position in the whole, how many) of the slice's positions ``low`` to ``high``."""
+    """(position in the slice, position in the whole, count) for the slice's positions ``low`` to ``high``."""
     done = 0
     for start, stop in ranges:
         first, last = max(low, done), min(high, done + stop - start)

@@ -1,4 +1,4 @@
-"""Some of the leaves in the tensors that an optimizer gets: views of params, gradients and states, and the way back."""
+"""Selects leaves in an optimizer's tensors: views of params, gradients and states, and writing them back."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = ["IndivisibleStateError", "LeafSelection", "StateParts", "Unused"]
 
 
 class IndivisibleStateError(ValueError):
-    """An optimizer's state cannot be taken apart by leaves."""
+    """An optimizer's state cannot be split by leaves."""
 
 
 @attrs.frozen(eq=False)
@@ -25,8 +25,8 @@ class Unused:
     """The trained leaves that no rank's loss has used.
 
     Attributes:
-        paths: in this step.
-        idle: how many updates before this one left a leaf alone, by path; a leaf that is not there was always used.
+        paths: those of this step.
+        idle: how many earlier updates skipped a leaf, by path; 0 for other leaves.
     """
 
     paths: frozenset[str]
@@ -35,12 +35,12 @@ class Unused:
 
 @attrs.frozen(eq=False)
 class LeafSelection:
-    """Some leaves of a leaf map.
+    """Selected leaves of a leaf map.
 
     Attributes:
-        extents: where they lie in this rank's tensors; None where each tensor is one leaf, which then keeps its shape.
+        extents: their ranges in this rank's tensors; None if each tensor is a leaf, which keeps its shape.
         tensors: the indices of their tensors, one for each view.
-        leaf_map: of the views alone.
+        leaf_map: the leaf map of the views.
     """
 
     extents: tuple[TensorRange, ...] | None
@@ -64,13 +64,13 @@ class LeafSelection:
         return LeafSelection(None, tensors, attrs.evolve(inner, shards_by_rank=tuple(renumbered), flat=False))
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Views of the leaves, in lists of tensors like those of the params; pairs of reals stay pairs."""
+        """Views of the leaves in a list of tensors with the params' layout."""
         if self.extents is None:
             return [tensors[place] for place in self.tensors]
         return [tensors[extent.tensor][extent.start : extent.stop] for extent in self.extents]
 
     def put(self, tensors: list[Tensor], views: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
-        """Puts what became of the views into the tensors."""
+        """Writes the new values of the views to the tensors."""
         for place, view, new in zip(self.tensors, views, moved, strict=True):
             if self.extents is None:
                 tensors[place] = new
@@ -80,13 +80,13 @@ class LeafSelection:
 
 @attrs.define(eq=False)
 class StateParts:
-    """An optimizer's state as lists like that of the params, with a tensor or a number for each, and single numbers.
+    """An optimizer's state as lists with a tensor or number for each param, and single numbers.
 
     Attributes:
         nodes: the lists and the single numbers.
-        roles: the path of each, without places in lists.
-        spec: puts them together.
-        params: what the lists are like.
+        roles: the path of each, without list indices.
+        spec: the structure of the state.
+        params: the params.
     """
 
     nodes: list[Any]
@@ -99,7 +99,7 @@ class StateParts:
         """The parts of the state of an optimizer of these params.
 
         Raises:
-            IndivisibleStateError: something is in no such list and no number.
+            IndivisibleStateError: the state contains something else.
         """
 
         def is_list(node: Any) -> bool:
@@ -120,7 +120,7 @@ class StateParts:
         return [(role, child) for role, child in flat if _is_number(child)]
 
     def select(self, selection: LeafSelection, counts: Collection[str], idle: int) -> Any:
-        """The state of some leaves: views of tensors, and numbers; those whose roles are in ``counts`` less ``idle``."""
+        """The state of the selected leaves: views of tensors, and numbers; ``idle`` is subtracted from those in ``counts``."""
         nodes: list[Any] = []
         for role, node in zip(self.roles, self.nodes, strict=True):
             if role in counts:
@@ -132,7 +132,7 @@ class StateParts:
         return tree.unflatten(self.spec, nodes)
 
     def put(self, selection: LeafSelection, before: Any, after: Any, counts: Collection[str]) -> None:
-        """Puts what became of the tensors in the state of some leaves into this one; numbers stay."""
+        """Writes the new tensors in the state of the selected leaves to this one; numbers are unchanged."""
         views: list[Any] = self.spec.flatten_up_to(before)
         moved: list[Any] = self.spec.flatten_up_to(after)
         for role, node, old, new in zip(self.roles, self.nodes, views, moved, strict=True):
@@ -154,7 +154,7 @@ class StateParts:
 
 
 def _belongs(child: Any, param: Tensor) -> bool:
-    """Whether it is a number, or has a value, or a pair of them, for each element of the param."""
+    """Whether it is a number, or has a value, or a pair of values, for each element of the param."""
     return isinstance(child, Tensor) and (not child.dim() or child.shape in (param.shape, (*param.shape, 2)))
 
 

@@ -1,4 +1,4 @@
-"""Slices of leaves, for tensor and expert parallelism: which positions along a dim each rank holds; index arithmetic alone."""
+"""Slices of leaves in tensor and expert parallelism: which positions along a dim each rank holds; index arithmetic only."""
 
 import itertools
 import math
@@ -17,15 +17,15 @@ Ranges = tuple[tuple[int, int], ...]
 
 @attrs.frozen
 class LeafSlice:
-    """The positions along one dim of a leaf that each rank of a group holds, and which rank this is.
+    """The positions along one dim of a leaf that each rank of a group holds.
 
-    Every rank's slice is the concatenation of its ranges. Ranks may hold the same range, as they hold a key-value head where
-    there are fewer heads than ranks; then their gradients must be summed, and norms count it once.
+    A rank's slice is the concatenation of its ranges. Ranks may hold the same ranges, such as a key-value head if there are
+    fewer heads than ranks; then their gradients must be summed, and norms must count them once.
 
     Attributes:
-        dim: of the leaf.
-        size: of the whole leaf along the dim.
-        ranges_by_rank: starts and stops, for each rank.
+        dim: the dim of the leaf.
+        size: the size of the whole leaf along the dim.
+        ranges_by_rank: each rank's (start, stop) ranges.
         rank: this rank's index in the group.
     """
 
@@ -36,16 +36,16 @@ class LeafSlice:
 
     @staticmethod
     def even(dim: int, sizes: int | Sequence[int], n: int, rank: int) -> "LeafSlice":
-        """Equal slices; of several sizes, of each of several blocks that lie side by side, as packed projections do.
+        """Equal slices of a leaf or, given several sizes, of each of its blocks, as in packed projections.
 
         Args:
-            dim: of the leaf.
-            sizes: of the whole leaf along the dim, or of the blocks in it, in order.
-            n: how many ranks there are.
+            dim: the dim of the leaf.
+            sizes: the size of the whole leaf along the dim, or the sizes of the blocks in it, in order.
+            n: the number of ranks.
             rank: this rank's index.
 
         Raises:
-            ValueError: a size does not divide by n.
+            ValueError: a size is not a multiple of n.
 
         >>> LeafSlice.even(0, [4, 2], 2, 1).ranges
         ((2, 4), (5, 6))
@@ -60,17 +60,17 @@ class LeafSlice:
 
     @staticmethod
     def heads(dim: int, count: int, width: int, n: int, rank: int) -> "LeafSlice":
-        """Whole heads: ``count / n`` a rank, or one head on each of ``n / count`` neighbouring ranks.
+        """Slices of whole heads: ``count / n`` heads per rank, or each head on ``n / count`` consecutive ranks.
 
         Args:
-            dim: of the leaf.
+            dim: the dim of the leaf.
             count: the number of heads.
-            width: of a head along the dim.
-            n: how many ranks there are.
+            width: the size of a head along the dim.
+            n: the number of ranks.
             rank: this rank's index.
 
         Raises:
-            ValueError: neither number divides by the other.
+            ValueError: neither number is a multiple of the other.
 
         >>> LeafSlice.heads(0, 2, 8, 4, 3).ranges_by_rank
         (((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),))
@@ -84,29 +84,29 @@ class LeafSlice:
 
     @property
     def ranges(self) -> Ranges:
-        """This rank's."""
+        """This rank's ranges."""
         return self.ranges_by_rank[self.rank]
 
     @property
     def sharers(self) -> tuple[int, ...]:
-        """The ranks that hold the same slice as this one, this one among them."""
+        """The ranks that hold the same slice as this rank, including it."""
         return tuple(r for r, ranges in enumerate(self.ranges_by_rank) if ranges == self.ranges)
 
     @property
     def first_holders(self) -> tuple[int, ...]:
-        """The first rank of each set of sharers; their slices make up the whole leaf."""
+        """The first rank of each set of sharers; their slices form the whole leaf."""
         first: dict[Ranges, int] = {}
         for rank, ranges in enumerate(self.ranges_by_rank):
             first.setdefault(ranges, rank)
         return tuple(first.values())
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's slice of a whole leaf, in new memory if it is more than one range."""
+        """This rank's slice of a whole leaf; a copy if it has several ranges, else a view."""
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def whole(self, slices: Sequence[Tensor]) -> Tensor:
-        """The whole leaf of all ranks' slices, in rank order."""
+        """The whole leaf, from all ranks' slices in rank order."""
         found = [
             (start, piece)
             for rank in self.first_holders
@@ -120,10 +120,10 @@ class LeafSlice:
 
 
 def mark_slice(leaf: Tensor, cut: LeafSlice) -> Tensor:
-    """The leaf's values in a new tensor, marked to be a slice of a whole leaf along one more dim.
+    """A new tensor of the leaf's values, marked as a slice of a whole leaf along a further dim.
 
     Raises:
-        ValueError: it is a slice along this dim already.
+        ValueError: it is already a slice along this dim.
     """
     before: tuple[LeafSlice, ...] = slices_of(leaf)
     if any(each.dim == cut.dim for each in before):
@@ -132,22 +132,22 @@ def mark_slice(leaf: Tensor, cut: LeafSlice) -> Tensor:
 
 
 def whole_shape(shape: Sequence[int], slices: Sequence[LeafSlice]) -> tuple[int, ...]:
-    """The shape of the whole leaf, from that of a slice."""
+    """The shape of the whole leaf, from the shape of a slice."""
     sizes = {cut.dim: cut.size for cut in slices}
     return tuple(sizes.get(dim, size) for dim, size in enumerate(shape))
 
 
 def runs(shape: Sequence[int], slices: Sequence[LeafSlice], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Where elements ``start`` to ``stop`` of a flattened slice lie in the flattened whole leaf.
+    """The contiguous runs that elements ``start`` to ``stop`` of a flattened slice form in the flattened whole leaf.
 
     Args:
-        shape: of the slice.
-        slices: what it is of the whole leaf.
+        shape: the shape of the slice.
+        slices: the slice along each split dim.
         start: the first element.
         stop: the element after the last.
 
     Yields:
-        (place in the flattened slice, place in the flattened whole leaf, number of neighbouring elements).
+        (index in the flattened slice, index in the flattened whole leaf, number of elements).
 
     >>> list(runs((2, 2), [LeafSlice.even(1, 4, 2, 1)], 1, 4))
     [(1, 3, 1), (2, 6, 2)]
@@ -158,7 +158,7 @@ def runs(shape: Sequence[int], slices: Sequence[LeafSlice], start: int, stop: in
         return
     positions = {cut.dim: [p for first, last in cut.ranges for p in range(first, last)] for cut in slices}
     whole, last = whole_shape(shape, slices), max(positions)
-    block = math.prod(shape[last + 1 :])  # neighbours in both: the dims after the last that is cut
+    block = math.prod(shape[last + 1 :])  # contiguous in both: the dims after the last split one
     stretches = _stretches(next(cut for cut in slices if cut.dim == last).ranges, block)
     row = shape[last] * block
     strides = [math.prod(whole[dim + 1 :]) for dim in range(last)]
@@ -174,7 +174,7 @@ def runs(shape: Sequence[int], slices: Sequence[LeafSlice], start: int, stop: in
 
 
 def _stretches(ranges: Ranges, block: int) -> list[tuple[int, int, int]]:
-    """(place in a row of the slice, place in a row of the whole leaf, number of elements) of each range."""
+    """(index in a row of the slice, index in a row of the whole leaf, number of elements) of each range."""
     lengths = [(stop - start) * block for start, stop in ranges]
     places = itertools.accumulate(lengths, initial=0)
     return [(place, start * block, length) for place, (start, _), length in zip(places, ranges, lengths, strict=False)]

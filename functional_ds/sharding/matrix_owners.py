@@ -1,4 +1,4 @@
-"""Parameter owners: each leaf is gathered whole on one rank, and the result for it is scattered to the leaf's shards."""
+"""Gathers each leaf on a rank that owns it, and scatters the owner's result to the leaf's shards."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,17 +15,16 @@ __all__ = ["MatrixOwners"]
 
 @attrs.frozen
 class MatrixOwners:
-    """Which rank owns which leaf.
+    """The owner of each leaf.
 
     Law: ``scatter ∘ gather = id``.
 
-    ``gather`` and ``scatter`` are one all-to-all each, in which a rank sends only elements that it has and the receiver lacks:
-    over all ranks, Σ over leaves of (numel - the owner's shard) elements each way. Leaves that lie whole on one rank are not
-    sent. If no leaf is cut, there is no call.
+    Cost: ``gather`` and ``scatter`` are one all-to-all each, which sends Σ over leaves of (numel - the owner's shard) elements
+    over all ranks. If each leaf is whole on one rank, nothing is sent.
 
     Attributes:
-        leaf_map: which elements are where.
-        owner: each leaf's owner: the rank with most of its elements; of several such, the one that owns least so far.
+        leaf_map: the leaves and shards.
+        owner: each leaf's owner: the rank with most of its elements; of several, the one that owns least so far.
     """
 
     leaf_map: LeafMap
@@ -33,7 +32,7 @@ class MatrixOwners:
 
     @staticmethod
     def choose(leaf_map: LeafMap) -> "MatrixOwners":
-        """The owners, the same on every rank.
+        """Chooses the owners, the same on all ranks.
 
         >>> from functional_ds import Layout
         >>> layout = Layout.of({"a": torch.ones(8), "b": torch.ones(8)}, 2)
@@ -53,7 +52,7 @@ class MatrixOwners:
         return MatrixOwners(leaf_map, tuple(owners))
 
     def select(self, leaf_map: LeafMap) -> "MatrixOwners":
-        """The same owners of some of the leaves; ``leaf_map`` is that of the tensors which hold these alone."""
+        """The owners of some of the leaves; ``leaf_map`` is their leaf map."""
         owners = {leaf.path: owner for leaf, owner in zip(self.leaf_map.leaves, self.owner, strict=True)}
         return MatrixOwners(leaf_map, tuple(owners[leaf.path] for leaf in leaf_map.leaves))
 
@@ -63,7 +62,7 @@ class MatrixOwners:
         return [leaf for leaf, owner in enumerate(self.owner) if owner == self.leaf_map.rank]
 
     def gather(self, shards: Sequence[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
-        """From this rank's shards, all of ``dtype``, to the leaves that it owns, in their shapes and in memory of their own."""
+        """Gathers the leaves that this rank owns, as new tensors by leaf, from all ranks' shards; all of ``dtype``."""
         order, arriving = self._by_owner(), self._arriving()
         blocks = [shards[i] for i in order]
         flat = self._exchange(blocks, self._outward(), [_total(block) for block in arriving], dtype)
@@ -75,7 +74,7 @@ class MatrixOwners:
         return {i: flat.view(leaves[i].shape) for i, flat in found.items()}
 
     def scatter(self, leaves: Mapping[int, Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """From the leaves that this rank owns, all of ``dtype``, to its shards, flat."""
+        """Scatters the leaves that the ranks own; returns this rank's flat shards; all of ``dtype``."""
         order, leaving = self._by_owner(), self._arriving()
         flats = {leaf: value.reshape(-1) for leaf, value in leaves.items()}
         blocks = [flats[s.leaf][s.offset : s.offset + s.numel] for block in leaving for s in block]
@@ -84,13 +83,13 @@ class MatrixOwners:
         return [part for _, part in sorted(found, key=lambda pair: pair[0])]
 
     def apply(self, function: Callable[..., Tensor], *rows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """This rank's shards of ``function(leaf, *matrices)``, which each leaf's owner computes.
+        """Computes ``function(leaf, *matrices)`` on each leaf's owner; returns this rank's shards of the results.
 
         Args:
-            function: gets the leaf's number, and the leaf whole from each row; returns a tensor of the leaf's shape. It is not
-                called for leaves without elements.
+            function: gets the leaf's index, and the whole leaf of each row; returns a tensor of the leaf's shape. It is not
+                called for empty leaves.
             rows: this rank's shards of the same leaves, as flat tensors; each row costs a ``gather``.
-            dtype: in which all of this travels.
+            dtype: the dtype in which they are sent.
         """
         wholes = [self.gather([shard.to(dtype) for shard in row], dtype) for row in rows]
         found = {i: [whole[i] for whole in wholes] for i in self.owned}

@@ -1,4 +1,4 @@
-"""What is wrong with the patterns and names that users give: no regular expression, or none that is known."""
+"""Checks regular expressions and names that users give, and suggests the nearest known name."""
 
 import difflib
 import re
@@ -8,10 +8,10 @@ __all__ = ["check_expression", "nearest"]
 
 
 def check_expression(what: str, expression: str) -> None:
-    """Refuses what is no regular expression; ``what`` says which argument it is in.
+    """Checks a regular expression; ``what`` begins the error message.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is invalid.
     """
     try:
         re.compile(expression)
@@ -20,7 +20,7 @@ def check_expression(what: str, expression: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Which of the known names is meant, perhaps.
+    """Names the known name that is nearest to ``name``, for error messages.
 
     >>> nearest("h.0.q", ["h.0.q_proj", "wte"]), nearest("h", [])
     ("the nearest is 'h.0.q_proj'", 'there is none')

@@ -1,4 +1,4 @@
-"""Where the leaves of a unit lie: flat tensors, and the place of each leaf in its own."""
+"""Units, their flat tensors (segments), and the position of each leaf in them (slots)."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,14 +20,14 @@ Blocks = tuple[tuple[int, ...], ...]
 
 @attrs.frozen
 class Slot:
-    """The place of a leaf in its segment.
+    """The position of a leaf in its segment.
 
     Attributes:
         leaf: the leaf's index in the tree.
-        offset: where it begins in the flat tensor.
+        offset: its first element in the flat tensor.
         shape: its shape.
         numel: its number of elements.
-        slices: what this rank's leaf is of a whole one; ranks that share the layout may have other slices.
+        slices: this rank's slice of the whole leaf; ranks with the same layout may have other slices.
     """
 
     leaf: int
@@ -39,19 +39,19 @@ class Slot:
 
 @attrs.frozen
 class Segment:
-    """Leaves of one unit and dtype, with equal marks, in one flat tensor.
+    """A flat tensor of leaves of one unit and dtype, with equal marks.
 
     Attributes:
         unit: the index of the unit.
         dtype: the leaves' dtype.
         trainable: whether they are trained.
-        slots: their places.
-        shard: the elements of a rank's shard; if one rank owns the segment, of that rank's.
-        size: the elements of the flat tensor: ``n * shard``, or ``shard`` if one rank owns the segment.
-        owner: the rank that has the whole segment, or its place in each block; None if every rank has a shard.
-        persistent: whether its params stay whole on every rank in stage 3, which gathers others at first touch.
-        sharers: where the leaves are the same on some of the n ranks alone: all ranks in blocks, those of a block share a
-            segment and have its shards in their order. None where all ranks share it.
+        slots: the positions of the leaves.
+        shard: the number of elements of a rank's shard, or of the owner's.
+        size: the number of elements of the flat tensor: n shards, or ``shard`` if a rank owns the segment.
+        owner: the rank that has the whole segment, or its index in each block; None if all ranks have a shard.
+        persistent: whether the params stay whole on all ranks in stage 3, which gathers others on first use.
+        sharers: blocks of ranks, if leaves are shared within blocks only; the ranks of a block have the segment's shards, in
+            order. None if all ranks share it.
     """
 
     unit: int
@@ -66,19 +66,19 @@ class Segment:
 
     @property
     def alone(self) -> bool:
-        """Whether no two ranks share it, so that there is nothing to gather or to reduce."""
+        """Whether no two ranks share it, so that it is neither gathered nor reduced."""
         return self.sharers is not None and len(self.sharers[0]) == 1
 
     def place(self, rank: int) -> int:
-        """Which of the shards rank ``rank`` has."""
+        """The index of a rank's shard."""
         return rank if self.sharers is None else next(block.index(rank) for block in self.sharers if rank in block)
 
     def holders(self, place: int) -> tuple[int, ...]:
-        """The ranks that have this shard: one in each block."""
+        """The ranks that have a shard, one in each block."""
         return (place,) if self.sharers is None else tuple(block[place] for block in self.sharers)
 
     def cut(self, rank: int) -> tuple[int, int]:
-        """The start and stop of rank ``rank``'s shard in the flat tensor."""
+        """The start and stop of a rank's shard in the flat tensor."""
         return self.bounds(self.place(rank))
 
     def bounds(self, place: int) -> tuple[int, int]:
@@ -88,7 +88,7 @@ class Segment:
         return (0, self.size) if place == self.owner else (0, 0)
 
     def own(self, flat: Tensor, rank: int) -> Tensor:
-        """Rank ``rank``'s shard, as a view of the flat tensor."""
+        """A rank's shard, as a view of the flat tensor."""
         start, stop = self.cut(rank)
         return like_marked(flat.detach()[start:stop], flat)
 
@@ -96,13 +96,13 @@ class Segment:
         """The leaves, as views of the flat tensor."""
         if type(flat) is not Tensor or not flat.is_contiguous():
             return [flat[s.offset : s.offset + s.numel].view(s.shape) for s in self.slots]
-        start = flat.storage_offset()  # one operation a leaf, where a slice and a view take two
+        start = flat.storage_offset()  # one operation per leaf; a slice and a view would take two
         return [torch.as_strided(flat, shape, strides, start + offset) for shape, strides, offset in self._strided]
 
     def packed(
         self, leaves: Sequence[Tensor], dtype: torch.dtype, device: torch.device, pool: Pool | None = None
     ) -> Tensor | None:
-        """The inverse of ``views``: leaves in a new flat tensor, perhaps the pool's, zero between them, by one operation.
+        """The inverse of ``views``: copies leaves to a new flat tensor, from the pool if given, with zeros as padding.
 
         None unless these are all of the segment's leaves, contiguous, of the dtype and on the device.
         """
@@ -126,7 +126,7 @@ class Segment:
 
     @cached_property
     def gaps(self) -> tuple[int, ...]:
-        """How many elements of the flat tensor after each leaf are none's."""
+        """The number of padding elements after each leaf."""
         starts = chain((slot.offset for slot in self.slots), (self.size,))
         return tuple(stop - start - slot.numel for slot, (start, stop) in zip(self.slots, pairwise(starts), strict=True))
 
@@ -136,9 +136,9 @@ class Unit:
     """Leaves that are gathered as one.
 
     Attributes:
-        name: of the unit.
+        name: its name.
         segments: the indices of its segments.
-        trained_segments: which of these get gradients.
+        trained_segments: the indices of those that get gradients.
         trained_leaves: the leaves of these segments.
     """
 
@@ -149,7 +149,7 @@ class Unit:
 
     @staticmethod
     def of(name: str, segments: Sequence[Segment], first: int) -> "Unit":
-        """The unit of some segments, the first of which has the index ``first``."""
+        """The unit of consecutive segments, the first of which has the index ``first``."""
         trained = [(index, segment) for index, segment in enumerate(segments, first) if segment.trainable]
         leaves = tuple(slot.leaf for _, segment in trained for slot in segment.slots)
         return Unit(name, tuple(range(first, first + len(segments))), tuple(index for index, _ in trained), leaves)

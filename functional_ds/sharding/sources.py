@@ -1,8 +1,8 @@
-"""Deferred leaves: their values are read from a source when the state is made, each rank reading only its own part.
+"""Deferred (meta-device) initialization: values are read from a source when the state is made, each rank only its part.
 
-A leaf on the meta device that is marked with an origin is *deferred*. ``step.init`` reads deferred leaves into the memory that
-will store them: under ``zero`` each rank reads its own shards, unit by unit, and nothing is broadcast. Sources have whole
-leaves; of a leaf that is a slice, what lies in the slice is read.
+A leaf on the meta device that is marked with an origin is *deferred*. ``step.init`` reads deferred leaves directly into their
+storage: under ``zero`` each rank reads its shards, unit by unit, and nothing is broadcast. Sources have whole leaves; for a
+slice, only its elements are used.
 """
 
 import math
@@ -21,15 +21,14 @@ from .leaf_slice import LeafSlice, mark_slice
 
 __all__ = ["Origin", "Source", "Whole", "deferred", "from_source", "home", "is_deferred", "piece", "sliced", "values_of"]
 
-_GAP = 1 << 20  # bytes between two stretches of a slice that are read rather than asked for apart
+_GAP = 1 << 20  # bytes; ranges of a slice with a smaller gap between them are read at once
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Gives the values of leaves, the same on every rank.
+    """A source of leaves' values, the same on all ranks.
 
-    A source whose every ``read`` makes the whole leaf says so by an attribute ``at_once = True``. It is asked once for all that
-    a rank needs of a slice, whatever lies between.
+    A source whose ``read`` always makes the whole leaf sets an attribute ``at_once = True``; it is then read once per slice.
     """
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
@@ -39,7 +38,7 @@ class Source(Protocol):
 
 @attrs.frozen
 class Whole:
-    """A source made from a function from a path to the whole tensor."""
+    """A source from a function that maps a path to the whole tensor."""
 
     values: Callable[[str], Tensor]
 
@@ -56,7 +55,7 @@ class Origin:
 
     Attributes:
         source: has the values.
-        path: names the leaf in the source.
+        path: the leaf's path in the source.
         device: the device that will hold the values.
     """
 
@@ -66,19 +65,19 @@ class Origin:
 
 
 def from_source(params: Any, source: Source | Callable[[str], Tensor], *, device: str | torch.device = "cpu") -> Any:
-    """The tree with every leaf deferred: each has a shape and a dtype, and is read from the source under its path.
+    """Deferred initialization: a pytree of meta tensors whose values ``step.init`` reads from a source.
 
-    ``params`` may be on the meta device, for example from a module that was built there; their values are not used. Each rank
-    reads what it stores, at most one leaf at a time, so every rank must be able to read the source. The source has whole
-    leaves, also where ``params`` has slices of them.
+    ``params`` may be on the meta device, as from a module that was built there; their values are not used. Each rank reads only
+    what it stores, at most one leaf at a time, so all ranks must be able to read the source. The source has whole leaves, even
+    if ``params`` has slices.
 
     Args:
-        params: give the shapes and dtypes, and which leaves are frozen.
-        source: has ``read(path, start, stop)``, or is a function from a path to the whole tensor.
-        device: the device that will hold the values.
+        params: a pytree that gives shapes, dtypes, and which leaves are frozen.
+        source: an object with ``read(path, start, stop)``, or a function from a path to the whole tensor.
+        device: the device for the values.
 
     Raises:
-        TypeError: ``source`` is no source. The tensors that it gives are checked when they are read.
+        TypeError: ``source`` is neither. Its tensors are checked when they are read.
 
     >>> import functional_ds as fds
     >>> params = {"w": torch.empty(2, 3, device="meta")}
@@ -100,7 +99,7 @@ def from_source(params: Any, source: Source | Callable[[str], Tensor], *, device
 
 
 def deferred(leaf: Tensor, origin: Origin) -> Tensor:
-    """A leaf of the same shape, dtype and marks, whose values are read from the origin."""
+    """A deferred leaf of the same shape, dtype and marks, whose values are read from the origin."""
     bare = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     frozen = isinstance(leaf, nn.Parameter) and not is_trainable(leaf)
     marked = nn.Parameter(bare, requires_grad=False) if frozen else bare
@@ -113,7 +112,7 @@ def _origin(leaf: Tensor) -> Origin | None:
 
 
 def is_deferred(leaf: Tensor) -> bool:
-    """Whether the leaf's values must still be read."""
+    """Whether the leaf is deferred."""
     return _origin(leaf) is not None
 
 
@@ -124,10 +123,10 @@ def home(leaf: Tensor) -> torch.device:
 
 
 def piece(leaf: Tensor, start: int, stop: int) -> Tensor:
-    """Elements ``start`` to ``stop`` of a flattened leaf, or slice: read if the leaf is deferred, else a view if possible.
+    """Elements ``start`` to ``stop`` of a flattened leaf or slice: read if the leaf is deferred, else a view if possible.
 
     Raises:
-        ValueError: the source gives another number of elements, or no tensor.
+        ValueError: the source returns another number of elements, or something that is not a tensor.
     """
     origin = _origin(leaf)
     if origin is None:
@@ -155,7 +154,7 @@ def _read(origin: Origin, start: int, stop: int, region: LeafRegion) -> Tensor:
 
 
 def _reads(region: LeafRegion, start: int, stop: int, gap: int) -> Iterator[tuple[int, int, list[tuple[Box, Box]]]]:
-    """What to read of a whole leaf for a range of a slice: from where to where, and boxes in the slice and in the leaf."""
+    """The ranges of a whole leaf to read for a range of a slice, with pairs of boxes in the slice and in the leaf."""
     shape, total = grouped(region.shape, region.dims), math.prod(region.shape)
     pairs = []
     for box in region.boxes(start, stop, region.dims):
@@ -175,10 +174,10 @@ def _reads(region: LeafRegion, start: int, stop: int, gap: int) -> Iterator[tupl
 
 
 def sliced(leaf: Tensor, cut: LeafSlice) -> Tensor:
-    """A rank's slice of a leaf, in new memory and marked as one; of a deferred leaf a deferred one, whose slice alone is read.
+    """A copy of a rank's slice of a leaf, marked as such; the slice of a deferred leaf is deferred.
 
     Raises:
-        ValueError: the leaf is a slice along this dim already.
+        ValueError: the leaf is already a slice along this dim.
     """
     part = cut.of(leaf.detach())
     own = part if leaf.is_meta else part.clone(memory_format=torch.contiguous_format)
@@ -186,7 +185,7 @@ def sliced(leaf: Tensor, cut: LeafSlice) -> Tensor:
 
 
 def values_of(leaf: Tensor) -> Tensor:
-    """The leaf's values in new memory: read if the leaf is deferred, else copied."""
+    """A new tensor of the leaf's values, which are read if the leaf is deferred, else copied."""
     if not is_deferred(leaf):
         return leaf.detach().clone(memory_format=torch.contiguous_format)
     found = piece(leaf, 0, leaf.numel()).reshape(leaf.shape)

@@ -1,4 +1,4 @@
-"""Stacks of matrices, such as the experts of a mixture: leaves of three dims whose places along dim 0 are matrices."""
+"""Stacks of matrices, such as the experts of a mixture: leaves [E, a, b], treated as E matrices."""
 
 import math
 from collections.abc import Collection
@@ -11,13 +11,13 @@ __all__ = ["unstacked"]
 
 
 def unstacked(leaf_map: LeafMap, stacks: Collection[int]) -> LeafMap:
-    """The leaf map in which every matrix of some leaves is a leaf ``path[number]``; the same tensors hold them.
+    """The leaf map in which each matrix of a stack is a leaf ``path[number]``; the tensors are the same.
 
-    Numbers count the experts of all ranks, so that a matrix has one name wherever it lies.
+    Numbers count the experts of all ranks, so a matrix has the same name on any rank.
 
     Args:
         leaf_map: the leaves.
-        stacks: the indices of those that are stacks, ``[E, a, b]``.
+        stacks: the indices of the leaves that are stacks.
 
     >>> import torch
     >>> found = unstacked(LeafMap.of({"w": torch.ones(2, 3, 4)}), [0])
@@ -43,7 +43,7 @@ def unstacked(leaf_map: LeafMap, stacks: Collection[int]) -> LeafMap:
 
 
 def _own(leaf: LeafSpec) -> int:
-    """Which slice along dim 0 this rank has."""
+    """The index of this rank's slice along dim 0."""
     return next((cut.rank for cut in leaf.slices if cut.dim == 0), 0)
 
 
@@ -55,7 +55,7 @@ def _matrix(leaf: LeafSpec, number: int) -> LeafSpec:
 def _parts(
     leaf_map: LeafMap, shard: LeafShard, rank: int, first: dict[tuple[int, int], int], is_stack: bool
 ) -> list[LeafShard]:
-    """A shard, cut where matrices begin."""
+    """A shard, split at the boundaries of matrices."""
     leaf = leaf_map.leaves[shard.leaf]
     if not is_stack:
         return [attrs.evolve(shard, leaf=first[shard.leaf, 0])]

@@ -1,4 +1,4 @@
-"""Tools for tests: laws for your own transforms and optimizers, Hypothesis strategies, a simulated CUDA device.
+"""Testing tools: property tests for custom transforms and optimizers, Hypothesis strategies, a simulated CUDA device.
 
 The strategies need Hypothesis (the extra ``test``).
 """

@@ -1,4 +1,4 @@
-"""``difference``: where two states, or any two trees, differ."""
+"""Differences between two states, or any two pytrees."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ class LeafDifference:
     """Two leaves that differ.
 
     Attributes:
-        path: where they are.
+        path: their path.
         what: how they differ, as text.
-        elements: how many elements differ, of tensors of one shape and dtype.
-        largest: the largest absolute difference of two elements; NaN where one of the two is NaN.
+        elements: how many elements differ, if shapes and dtypes are equal.
+        largest: the largest absolute difference between elements; NaN if one of the two is NaN.
     """
 
     path: str
@@ -33,11 +33,11 @@ class LeafDifference:
 
 @attrs.frozen
 class Difference:
-    """The leaves that differ; printed, it is a table. It is false where there are none.
+    """The leaves that differ, which print as a table; false if there are none.
 
     Attributes:
-        leaves: in the order of the trees.
-        equal: how many leaves have equal bits.
+        leaves: the differences, in the order of the trees.
+        equal: how many leaves are equal.
     """
 
     leaves: tuple[LeafDifference, ...]
@@ -55,11 +55,11 @@ class Difference:
 
 
 def difference(a: Any, b: Any) -> Difference:
-    """The leaves of two pytrees, such as two states, that have not the same bits.
+    """Compares two pytrees, such as two training states, bitwise.
 
-    Law: it is empty if and only if the trees have the same paths, and equal dtypes, shapes and bits there.
+    Law: the result is empty iff the trees have the same paths, with equal dtypes, shapes and bits.
 
-    On shards it compares what this rank holds; compare ``step.params(state)`` for whole tensors.
+    For sharded states it compares this rank's shards; to compare whole tensors, pass ``step.params(state)``.
 
     >>> a = {"w": torch.tensor([1.0, 2.0]), "b": torch.zeros(3), "step": torch.tensor(1)}
     >>> print(difference(a, {"w": torch.tensor([1.0, 2.5]), "b": torch.zeros(2), "step": torch.tensor(1)}))

@@ -1,4 +1,4 @@
-"""``holds``: a transform or an optimizer against all laws, as a table."""
+"""Checks a transform or an optimizer against all laws."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,15 +21,15 @@ _LIBRARY = "functional_ds."
 
 @attrs.frozen
 class LawResult:
-    """One row of the table.
+    """The result of a law.
 
     Attributes:
         law: its name.
         says: what must hold.
-        outcome: "ok", "refused", "wrong" or "not applicable".
-        words: how the law fails, the refusal's sentence, or why it does not apply.
-        program: where it fails, a program that shows it.
-        seconds: that it took.
+        outcome: "ok", "refused" (an error was raised), "wrong" or "not applicable".
+        words: how the law fails, the error message, or why it does not apply.
+        program: if it fails, a program that reproduces it.
+        seconds: the time that it took.
     """
 
     law: str
@@ -45,11 +45,11 @@ class LawResult:
 
 @attrs.frozen(repr=False)
 class LawTable:
-    """What ``holds`` has found: a row for each law.
+    """The results of ``holds``, which print as a table with a row for each law.
 
     Attributes:
-        title: the method and its place in ``compose``.
-        rows: in the order of the laws.
+        title: the method and its position in ``compose``.
+        rows: the results, in the order of the laws.
     """
 
     title: str
@@ -63,13 +63,13 @@ class LawTable:
         return {row.law: row.outcome for row in self.rows}
 
     def check(self, *, refusals: bool = True) -> "LawTable":
-        """This table, if no law is broken.
+        """Returns this table if all laws hold.
 
         Args:
-            refusals: whether a composition for which the library or the method raises an error counts as right.
+            refusals: whether a law may be "refused", that is, a composition raises an error.
 
         Raises:
-            AssertionError: a law is broken; shows the table and a program for the first broken law.
+            AssertionError: a law fails; shows the table and a program for the first such law.
         """
         bad = [row for row in self.rows if row.outcome == "wrong" or (row.outcome == "refused" and not refusals)]
         if bad:
@@ -88,7 +88,7 @@ class LawTable:
 
 @attrs.define(eq=False)
 class _Plan:
-    """A method that is placed when the first law is checked."""
+    """A method whose position in ``compose`` is determined when the first law is checked."""
 
     recipe: Recipe
     options: Mapping[str, Any]
@@ -100,12 +100,12 @@ class _Plan:
 
 @attrs.frozen(eq=False)
 class BoundLaw:
-    """One law for one method, for ``pytest.mark.parametrize``; ``law.check()`` raises where it is broken.
+    """A law for a method, for ``pytest.mark.parametrize``; ``law.check()`` raises if it does not hold.
 
     Attributes:
-        law: which one.
+        law: the law.
         plan: the method.
-        excuse: why the law does not apply; empty where it does.
+        excuse: why the law does not apply; empty if it does.
     """
 
     law: Law
@@ -117,17 +117,17 @@ class BoundLaw:
         return self.law.name.replace(" ", "-")
 
     def result(self) -> LawResult:
-        """The law's row.
+        """Checks the law; returns its result.
 
         Raises:
-            ValueError: the method cannot be placed, or its arguments are wrong.
+            ValueError: the method does not run in any position, or its arguments are wrong.
         """
         method, begin = self.plan.method, time.perf_counter()
         outcome, words, program = self._outcome(method)
         return LawResult(self.law.name, self.law.says, outcome, words, program, time.perf_counter() - begin)
 
     def check(self) -> None:
-        """Raises AssertionError if the law is broken."""
+        """Raises AssertionError if the law does not hold."""
         LawTable(_title(self.plan.method), [self.result()]).check()
 
     def _outcome(self, method: Method) -> tuple[str, str, str]:
@@ -154,7 +154,7 @@ def _title(method: Method) -> str:
 
 
 def _program(method: Method, law: Law, error: Exception) -> str:
-    """A program that shows that a law is broken; comments name what no program can import."""
+    """A program that reproduces the failure of a law; comments stand for objects that cannot be imported."""
     recipe = method.recipe
     rule = "fds.sgd(0.1, momentum=0.5)" if recipe.optimizer is None else imported("optimizer", recipe.optimizer)
     lines = ["import torch", "import functional_ds as fds", "from functional_ds import comm, testing, transforms as T"]
@@ -186,23 +186,21 @@ def _program(method: Method, law: Law, error: Exception) -> str:
 
 
 def holds(transform: Any, **options: Any) -> LawTable:
-    """Checks a transform or an optimizer against the laws: a table with a row for each.
+    """Checks a transform or an optimizer against the laws; returns a table of results.
 
-    A row is *ok*, *refused* (by the library or the method, with the sentence), *wrong* (by how much, in the smallest
-    composition that was tried, with a program that shows it) or *not applicable* (with the reason). Most laws compare simulated
-    ranks with one device: for any method, it must be the same everywhere. An ``oracle`` says which one it should be.
-
-    It takes some ten seconds of CPU time.
+    A law is *ok*, *refused* (a composition raised an error: the message), *wrong* (the difference in the smallest failing
+    composition, and a program that reproduces it) or *not applicable* (the reason). Most laws compare simulated ranks with
+    single-device training; an ``oracle`` also checks what is computed on a single device. Takes some ten seconds of CPU time.
 
     Args:
         transform: a transform, an optimizer, or better a function without arguments that makes one, such as
-            ``partial(T.ema, 0.9)``: if it is a module's, it is run in new processes, too, and programs in the table import it.
+            ``partial(T.ema, 0.9)``: if it can be imported, it is also run in new processes, and printed programs import it.
         options: as for ``laws``.
 
     Raises:
-        TypeError: ``transform`` is none.
-        ValueError: the method runs neither before nor after ``T.zero``, as an optimizer that must be elementwise and is not;
-            the oracle gives something else than params; there is no law of a name.
+        TypeError: ``transform`` is neither a transform, nor an optimizer, nor a function that makes one.
+        ValueError: the method runs neither before nor after ``T.zero``, as an optimizer that is declared elementwise and is
+            not; the oracle's result does not match the params; a law's name is unknown.
 
     >>> from functional_ds import transforms as T
     >>> table = holds(T.clip(0.1), only=["stages", "donation"])
@@ -228,24 +226,24 @@ def laws(
     excused: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
 ) -> list[BoundLaw]:
-    """The laws as tests: ``@pytest.mark.parametrize("law", laws(my_transform))``, and ``law.check()`` in the test's body.
+    """The laws as pytest parameters: ``@pytest.mark.parametrize("law", laws(my_transform))``; tests call ``law.check()``.
 
     Nothing runs before the first ``check``.
 
     Args:
         transform: as for ``holds``.
-        optimizer: a function that makes the optimizer that a transform changes; by default sgd with momentum.
-        problem: what is trained; by default a regression by two layers.
-        order: "after" or "before" what is data-parallel in ``compose``; by default the first in which the method is right.
-        oracle: ``(params, batches) -> params``: what the method must compute of whole batches, in plain PyTorch.
-        sends: ``(stage, ranks) -> bytes``: what a rank sends in a step beyond what ``T.zero(stage)`` sends.
-        within: the part of the way that a parameter has come from its start by which it may differ, in addition to rounding.
-        excused: laws that do not apply to the method, and why.
+        optimizer: a function that makes the optimizer to combine with a transform; by default SGD with momentum.
+        problem: the training problem; by default a regression with two layers.
+        order: the position in ``compose``, "after" or "before" the data-parallel transform; by default the first that works.
+        oracle: ``(params, batches) -> params``: the expected result on whole batches, in plain PyTorch.
+        sends: ``(stage, ranks) -> bytes``: the bytes that a rank sends in a step in addition to those of ``T.zero(stage)``.
+        within: the tolerance, relative to a parameter's total change since its initial value, in addition to rounding.
+        excused: laws that do not apply to the method, with the reasons.
         only: the laws to check; by default all.
 
     Raises:
         TypeError: ``transform`` is neither a transform, nor an optimizer, nor a function that makes one.
-        ValueError: there is no law of a name.
+        ValueError: a law's name is unknown.
     """
     excuses, chosen = dict(excused or {}), None if only is None else list(only)
     names = [law.name for law in LAWS]

@@ -1,4 +1,4 @@
-"""The laws that ``holds`` holds a method to: one row each."""
+"""The laws that ``holds`` checks."""
 
 import pickle
 import tempfile
@@ -33,12 +33,12 @@ _SKIPPED = 1  # the step that overflows
 
 @attrs.frozen
 class Law:
-    """One row of the table.
+    """A law.
 
     Attributes:
-        name: for ``only=`` and ``excused=``.
+        name: its name, for ``only=`` and ``excused=``.
         says: what must hold.
-        check: raises WrongError or NotApplicableError; what it returns is shown beside ok.
+        check: raises WrongError or NotApplicableError; may return a remark on "ok".
     """
 
     name: str
@@ -117,7 +117,7 @@ def _half(policy: str) -> Callable[[Method], None]:
 
 
 def _saving(recipe: Recipe, setup: Setup, first: int, path: str, until: int, save: bool) -> tuple[Any, dict[str, Tensor]]:
-    """Goes on from step ``first`` to ``until``: params and the state's tensors."""
+    """Trains from step ``first`` to ``until``; returns params and the state's tensors."""
     from functional_ds.checkpointing.load import load
     from functional_ds.checkpointing.save import save as save_state
 
@@ -137,7 +137,7 @@ def _tensors(state: State) -> dict[str, Tensor]:
 
 
 def _moves(method: Method) -> list[tuple[Setup, Setup]]:
-    """From one stage, world and mesh to another."""
+    """Pairs of setups with different stages, world sizes and meshes."""
     pairs = [((2, _ZERO[0]), (3, _ZERO[3])), ((2, _ZERO[3]), (3, _ZERO[1])), ((4, _HYBRID), (2, _ZERO[0]))]
     found = [(method.on(a, one), method.on(b, other)) for (a, one), (b, other) in pairs]
     return list(dict.fromkeys((one, other) for one, other in found))
@@ -178,7 +178,7 @@ def _donation(method: Method) -> None:
 
 
 def _skipping(recipe: Recipe, setup: Setup) -> tuple[bool, list[str], list[str]]:
-    """Whether the step was skipped, what it has changed, and what is not finite at the end."""
+    """Whether the step was skipped, which leaves it changed, and which are not finite at the end."""
     step, state = started(recipe, setup)
     before: dict[str, Tensor] = {}
     after: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""``Method``: a transform or optimizer under test, where it is composed, and what its runs are compared with."""
+"""A transform or optimizer under test: its position in ``compose``, its runs, and their comparison."""
 
 import linecache
 import traceback
@@ -19,7 +19,7 @@ from .recipe import STEPS, Recipe, Setup, name_of, train
 __all__ = ["BF16", "NEAR", "Method", "NotApplicableError", "WrongError", "apart", "refuses"]
 
 BF16 = "T.mixed_precision('bf16')"
-NEAR = 0.2  # of a leaf's way: half precision rounds each gradient by 2**-8 or more, and methods divide by gradients
+NEAR = 0.2  # of a leaf's change: half precision rounds each gradient by 2**-8 or more, and methods divide by gradients
 _PARALLEL = ("T.zero", "T.replicated")
 _ROUNDING = 64  # units in the last place of a leaf's largest element, for sums in other orders
 
@@ -28,9 +28,9 @@ class WrongError(Exception):
     """A law does not hold.
 
     Attributes:
-        setup: the smallest composition that shows it; None where it takes more than one.
-        wanted: the composition on one device that it is compared with.
-        amount: by how much a parameter differs; 0 where something else does.
+        setup: the smallest composition that shows it; None if it takes several.
+        wanted: the single-device composition that it is compared with.
+        amount: by how much a parameter differs; 0 if something else differs.
     """
 
     def __init__(self, words: str, setup: Setup | None = None, wanted: Setup | None = None, amount: float = 0.0) -> None:
@@ -39,11 +39,11 @@ class WrongError(Exception):
 
 
 class NotApplicableError(Exception):
-    """A law says nothing about this method; the text says why."""
+    """A law does not apply to the method; the message gives the reason."""
 
 
 def refuses(error: Exception) -> bool:
-    """Whether a ``raise`` statement of the library or the method says what is wrong; errors of torch and of ranks do not."""
+    """Whether an error was raised on purpose by the library or the method, rather than by torch or between ranks."""
     if isinstance(error, CommError) or not isinstance(error, TypeError | ValueError | RuntimeError):
         return False
     *_, (frame, number) = traceback.walk_tb(error.__traceback__)
@@ -52,15 +52,15 @@ def refuses(error: Exception) -> bool:
 
 
 def apart(found: Any, wanted: Any, start: Any, within: float) -> tuple[float, str] | None:
-    """How far two trees of tensors differ, and at which leaf; None where they agree.
+    """The largest difference between two trees of tensors, and its leaf; None if they are close.
 
-    A leaf may differ by ``within`` times the way that it has come from its start, and by rounding.
+    A leaf may differ by ``within`` times its largest change since ``start``, and by rounding.
 
     Args:
         found: a tree.
         wanted: a tree of the same structure.
-        start: where the leaves have started; None for zeros.
-        within: the part of a leaf's way by which it may differ.
+        start: the initial values of the leaves; None for zeros.
+        within: the relative tolerance.
     """
     if tree.structure(found) != tree.structure(wanted):
         return float("inf"), f"the structure is {tree.structure(found)}, not {tree.structure(wanted)}"
@@ -77,22 +77,22 @@ def apart(found: Any, wanted: Any, start: Any, within: float) -> tuple[float, st
         largest = other.abs().amax().item() if other.numel() else 0.0
         allowed = within * (way.abs().amax().item() if way.numel() else 0.0) + _ROUNDING * unit * largest
         difference = (one - other).abs().amax().item() if other.numel() else 0.0
-        if not difference <= allowed and (worst is None or not difference <= worst[0]):  # also where it is no number
+        if not difference <= allowed and (worst is None or not difference <= worst[0]):  # also if it is NaN
             worst = difference, f"{path or 'the value'} differs by {difference:.1e}, where {allowed:.0e} is rounding"
     return worst
 
 
 @attrs.frozen(eq=False)
 class Method:
-    """What is tested, and how it is composed.
+    """A transform or optimizer under test.
 
     Attributes:
         recipe: makes its steps.
-        order: "after" what is data-parallel in ``compose``, "before" it, or "alone" where it reduces gradients itself.
-        within: the part of a leaf's way by which results may differ from those on one device.
-        oracle: ``(params, batches) -> params``, what it must compute; None if unknown.
-        sends: ``(stage, ranks) -> bytes``, what a rank sends in a step beyond what ``T.zero(stage)`` sends; None as above.
-        elsewhere: what the other order of composition gave, for the table.
+        order: "after" or "before" the data-parallel transform in ``compose``, or "alone" if it reduces gradients itself.
+        within: the relative tolerance of comparisons with a single device, as in ``apart``.
+        oracle: ``(params, batches) -> params``, the expected result; None if unknown.
+        sends: ``(stage, ranks) -> bytes``, the bytes that a rank sends in addition to ``T.zero(stage)``; None if unknown.
+        elsewhere: the error in the other order of composition, for the table.
     """
 
     recipe: Recipe
@@ -105,22 +105,22 @@ class Method:
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Its name in the table."""
         return name_of(self.recipe.make)
 
     def listed(self, *parallel: str, first: str = "", last: str = "") -> tuple[str, ...]:
-        """The method in its place among transforms of data parallelism and precision; ``first`` and ``last`` around all."""
+        """The method in its position among the ``parallel`` transforms; ``first`` and ``last`` come around all."""
         if self.order == "alone":
             parallel = tuple(text for text in parallel if not text.startswith(_PARALLEL))
         core = ("method", *parallel) if self.order == "before" else (*parallel, "method")
         return tuple(filter(None, (first, *core, last)))
 
     def on(self, ranks: int, *parallel: str, loss: str = "loss", steps: int = STEPS, first: str = "", last: str = "") -> Setup:
-        """``listed`` on so many ranks."""
+        """The setup of ``listed`` on a number of ranks."""
         return Setup(self.listed(*parallel, first=first, last=last), ranks, steps, loss)
 
     def run(self, setup: Setup) -> list[Any]:
-        """Each rank's params and losses; run once."""
+        """Each rank's params and losses; cached."""
         if setup not in self._runs:
             seed = setup.ranks + len(self._runs)
             results = comm.simulate(train, self.recipe, setup, world_size=setup.ranks, seed=seed)
@@ -128,7 +128,7 @@ class Method:
         return self._runs[setup]
 
     def differs(self, setup: Setup, wanted: Setup, within: float) -> tuple[float, str]:
-        """By how much params are not those of a run on one device, and what differs; (0, "") where nothing does."""
+        """By how much the params differ from those of a single-device run, and what differs; (0, "") if nothing does."""
         [(params, losses)] = self.run(wanted)
         first = tree.leaves(self.run(setup)[0][0])
         for rank, (own, own_losses) in enumerate(self.run(setup)):
@@ -141,10 +141,10 @@ class Method:
         return 0.0, ""
 
     def equal(self, setups: Iterable[Setup], wanted: Setup, within: float | None = None) -> None:
-        """Each setup is ``wanted`` on one device, except for rounding; the smallest first.
+        """Checks that each setup equals ``wanted``, a single-device run, up to rounding.
 
         Raises:
-            WrongError: one is not; with the fewest steps that show it.
+            WrongError: one does not; with the fewest steps that show it.
         """
         bound = self.within if within is None else within
         for setup in dict.fromkeys(setups):
@@ -158,15 +158,15 @@ class Method:
 
     @staticmethod
     def of(recipe: Recipe, *, order: str | None, **options: Any) -> "Method":
-        """The method, in the first order of composition in which it is right, or else runs.
+        """The method in the first order of composition in which it is right, or else runs.
 
         Args:
             recipe: makes its steps.
-            order: "after" or "before" what is data-parallel, or None: both are tried.
+            order: "after" or "before" the data-parallel transform; None tries both.
             options: further attributes.
 
         Raises:
-            ValueError: it runs in neither place, or not on one device; ``oracle`` gives something else than params.
+            ValueError: it runs in neither order, or not on a single device; the result of ``oracle`` does not match params.
         """
         method = Method(recipe, **options)
         if order not in (None, "after", "before"):
@@ -190,9 +190,9 @@ class Method:
         return attrs.evolve(places[best], elsewhere=trials[0][1] if best else "")
 
     def trial(self) -> tuple[int, str]:
-        """How right it is in this order, and what is wrong.
+        """A score of this order of composition, and the error.
 
-        0: refused beside ``T.zero(1)``; 1: wrong there; 2: wrong with the policy bf16; 3: right.
+        0: raises an error with ``T.zero(1)``; 1: wrong with it; 2: wrong with the bf16 policy; 3: right.
         """
         wanted = self.on(1, steps=2)
         for score, parallel, within in ((1, ("T.zero(1)",), self.within), (2, (BF16, "T.zero(1)"), NEAR)):
@@ -217,7 +217,7 @@ class Method:
                 raise ValueError(f"oracle: its {path!r} is {getattr(x, 'shape', x)}, and the parameter is {y.shape}")
 
     def oracle_params(self) -> Any:
-        """What the oracle makes of the params and the whole batches."""
+        """The oracle's result for the params and the whole batches."""
         problem = self.recipe.problem
         batches = [problem.batches[index % len(problem.batches)] for index in range(STEPS)]
         oracle = self.oracle or (lambda params, batches: params)

@@ -1,4 +1,4 @@
-"""``mutants``: bugs planted into a method, one at a time, to see whether the laws notice."""
+"""Mutation testing: plants bugs in a method, one at a time, and checks whether the laws detect them."""
 
 import ast
 import copy
@@ -19,7 +19,7 @@ __all__ = ["Mutant", "MutantTable", "mutants"]
 
 _SLOW = ("processes", "interleavings", "jit", "variance", "bytes")
 
-# What stands in the code, as a pattern with names of one letter for any expression; and the bug.
+# (pattern, bug, description): one-letter names in a pattern match any expression.
 _BUGS = (
     ("step.norm(a, b)", "torch.stack([x.norm() for x in b]).norm()", "this rank's norm"),
     ("step.sum_over_ranks(a, b)", "b", "this rank's part of a sum"),
@@ -44,14 +44,14 @@ _BUGS = (
 
 @attrs.frozen
 class Mutant:
-    """One planted bug.
+    """A planted bug.
 
     Attributes:
-        line: of the file.
-        old: the code.
-        new: the code instead.
-        words: what is wrong.
-        caught: the law that noticed; empty if it survives.
+        line: its line in the file.
+        old: the original code.
+        new: the code with the bug.
+        words: a description of the bug.
+        caught: the law that detected it; empty if none did.
     """
 
     line: int
@@ -66,14 +66,14 @@ class Mutant:
 
 @attrs.frozen(repr=False)
 class MutantTable:
-    """Which bugs the laws notice."""
+    """The planted bugs, and the laws that detected them."""
 
     title: str
     rows: Sequence[Mutant]
 
     @property
     def survivors(self) -> list[Mutant]:
-        """The bugs that no law notices."""
+        """The bugs that no law detected."""
         return [row for row in self.rows if not row.caught]
 
     def __str__(self) -> str:
@@ -83,21 +83,21 @@ class MutantTable:
 
 
 def mutants(transform: Callable[..., Any], *, most: int = 20, seed: int = 0, **options: Any) -> MutantTable:
-    """Plants bugs into the function that makes a transform, one at a time, and says which of them no law notices.
+    """Mutation testing: plants bugs in the function that makes a transform, and lists those that no law detects.
 
-    The laws are those that the method itself passes, without those that take longest. A bug that makes it another method, which
-    is the same on any ranks, survives unless an ``oracle`` is given.
+    The laws are those that the method passes, except the slowest ones. A bug that gives another method, with equal results on
+    any number of ranks, is detected only with an ``oracle``.
 
     Args:
-        transform: a Python function without arguments, or a ``partial`` of one, that makes the transform. Bugs are planted into
-            its body, the functions inside of it included.
-        most: how many bugs, chosen by ``seed`` if there are more.
-        seed: of the choice.
+        transform: a Python function without arguments, or a ``partial`` of one, that makes the transform. Bugs are planted in
+            its body, including nested functions.
+        most: the maximal number of bugs; if there are more, ``seed`` selects them.
+        seed: selects the bugs.
         options: as for ``laws``.
 
     Raises:
-        ValueError: its source cannot be read; the method itself passes no law.
-        TypeError: it is no function that makes a transform.
+        ValueError: the source cannot be read; the method passes no law.
+        TypeError: ``transform`` is not a function that makes a transform.
     """
     make = factory_of(transform)
     inner = make.func if isinstance(make, partial) else make
@@ -129,7 +129,7 @@ def _caught(bound: Sequence[BoundLaw]) -> str:
     for law in bound:
         try:
             outcome = law.result().outcome
-        except Exception as error:  # it does not run at all
+        except Exception as error:  # the method does not run
             return f"{type(error).__name__}"
         if outcome in ("wrong", "refused"):
             return law.law.name
@@ -137,7 +137,7 @@ def _caught(bound: Sequence[BoundLaw]) -> str:
 
 
 def _planted(module: ast.Module) -> Iterator[tuple[Mutant, ast.Module]]:
-    """Each bug, and the tree that has it."""
+    """Each bug, and the syntax tree with it."""
     patterns = [(ast.parse(old, mode="eval").body, ast.parse(new, mode="eval").body, words) for old, new, words in _BUGS]
     places = [node for statement in _body(module) for node in ast.walk(statement) if isinstance(node, ast.expr)]
     for index, node in enumerate(places):
@@ -168,7 +168,7 @@ def _fits(pattern: Any, node: Any, bound: dict[str, ast.expr]) -> bool:
 
 
 class _Filled(ast.NodeTransformer):
-    """Puts what a pattern's names stood for into the bug."""
+    """Replaces the names of a pattern by the expressions that they matched."""
 
     def __init__(self, bound: dict[str, ast.expr]) -> None:
         self.bound = bound
@@ -178,7 +178,7 @@ class _Filled(ast.NodeTransformer):
 
 
 class _Replaced(ast.NodeTransformer):
-    """Puts the bug into its place."""
+    """Replaces an expression by the bug."""
 
     def __init__(self, spot: ast.expr, bug: ast.expr) -> None:
         self.spot, self.bug = spot, bug
@@ -188,7 +188,7 @@ class _Replaced(ast.NodeTransformer):
 
 
 def _compiled(function: FunctionType, module: ast.Module) -> FunctionType:
-    """The function with another tree: its globals, defaults and closure are the same."""
+    """Compiles a changed tree to a function with the globals, defaults and closure of ``function``."""
     free = function.__code__.co_freevars
     outer = ast.parse(f"def outer({', '.join(free)}): pass")
     outer.body[0].body = module.body  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``Problem``: what a method under test trains on."""
+"""The training problem for methods under test."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from functional_ds.base.tree import rows_of
 
 __all__ = ["DIVISOR", "Problem"]
 
-DIVISOR = 12  # laws divide a batch among 1, 2, 3 or 4 ranks, and into two micro-batches
+DIVISOR = 12  # laws divide a batch among up to 4 ranks, and into two micro-batches
 
 
 def _first(params: Any, x: Tensor) -> Tensor:
@@ -43,21 +43,21 @@ def _normal(seed: int, *shape: int) -> Tensor:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Problem:
-    """Params, a loss and batches: small, since laws run hundreds of steps.
+    """A training problem: params, a loss and batches; it should be small, since laws run hundreds of steps.
 
-    Without arguments it is a regression by two layers: params are a list of two dicts, a batch is one tensor [24, 5].
+    The default is a regression with two layers: params are a list of two dicts, and a batch is a tensor [24, 5].
 
     Attributes:
-        params: a tree of tensors.
+        params: a pytree of tensors.
         loss: as for ``fds.train_step``.
-        batches: whole batches, of which each rank gets its rows; a multiple of 12 rows each.
-        unused: the same loss without the use of some leaves; None where there is none.
-        layers: functions ``f(params, x) -> x`` as ``pipelining.stages`` takes them, one for each entry of ``params``; None if
-            the model is not cut into pipeline stages.
+        batches: whole batches, of which each rank gets its rows; the number of rows is a multiple of 12.
+        unused: a loss that does not use some of the leaves; None to skip the law "unused leaves".
+        layers: functions ``f(params, x) -> x`` as for ``pipelining.stages``, one for each entry of ``params``; None to skip the
+            law "pipelines".
         error: the loss of the last layer's output, ``error(y, batch)``.
 
     Raises:
-        ValueError: a batch has another number of rows, or there is none.
+        ValueError: the rows of a batch are not a multiple of 12, or there are no batches.
 
     >>> Problem().rows(0).shape
     torch.Size([24, 5])
@@ -93,6 +93,6 @@ class Problem:
             raise ValueError(f"batches: laws divide a batch among up to 4 ranks; give multiples of {DIVISOR} rows, not {wrong}")
 
     def rows(self, index: int) -> Any:
-        """The rows of this rank in a batch."""
+        """This rank's rows of a batch."""
         here = comm.world()
         return tree.map(lambda leaf: leaf.chunk(here.size)[here.rank], self.batches[index % len(self.batches)])

@@ -1,4 +1,4 @@
-"""Runs of a method in a composition that is written as text, so that it can be printed, sent to processes and run again."""
+"""Runs a method in compositions that are written as text, so that they can be printed and sent to processes."""
 
 import inspect
 import sys
@@ -41,12 +41,12 @@ STEPS = 3
 
 
 def mean_over_ranks(grads: Any, memory: Any, group: comm.Group) -> Any:
-    """``T.replicated(reduce=mean_over_ranks)`` is plain data parallelism."""
+    """Averages gradients: ``T.replicated(reduce=mean_over_ranks)`` is plain data parallelism."""
     return comm.all_reduce(grads, group, op="avg"), memory
 
 
 def overflow(at: int) -> Transform:
-    """In step ``at`` the last rank's gradients overflow in half precision."""
+    """A transform that makes the last rank's gradients overflow half precision in step ``at``."""
 
     def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> Any:
         found, metrics = inner(step, state, params, batch)
@@ -59,13 +59,13 @@ def overflow(at: int) -> Transform:
 
 @attrs.frozen
 class Setup:
-    """A composition, and where it runs.
+    """A composition, and how it is run.
 
     Attributes:
-        transforms: what ``compose`` gets, as a program writes it: ``("T.zero(3)", "method")``. ``method`` is what is tested.
-        ranks: simulated ranks.
-        steps: updates.
-        loss: which function of the problem is trained: "loss", "unused", or "layers", whose ``stages`` a pipeline runs.
+        transforms: the arguments of ``compose`` as source text: ``("T.zero(3)", "method")``, where ``method`` is under test.
+        ranks: the number of simulated ranks.
+        steps: the number of updates.
+        loss: the loss of the problem: "loss", "unused", or "layers", whose ``stages`` a pipeline runs.
     """
 
     transforms: tuple[str, ...] = ()
@@ -80,12 +80,12 @@ class Setup:
 
 @attrs.frozen(eq=False)
 class Recipe:
-    """What a program on any rank needs to make steps: functions that can be pickled, if the user's can.
+    """Makes steps on any rank; can be pickled if the user's functions can.
 
     Attributes:
-        make: gives the transform, or the optimizer, that is tested.
-        optimizer: gives the optimizer that the transform changes; None for sgd with momentum.
-        problem: what is trained.
+        make: makes the transform or optimizer under test.
+        optimizer: makes the optimizer to combine with a transform; None for SGD with momentum.
+        problem: the training problem.
         standard: whether that is ``Problem()``.
     """
 
@@ -96,7 +96,7 @@ class Recipe:
 
     @property
     def is_optimizer(self) -> bool:
-        """Whether an optimizer is tested."""
+        """Whether an optimizer is under test."""
         return is_optimizer(self.make())
 
     def parts(self) -> tuple[Transform, Any]:
@@ -123,13 +123,13 @@ class Recipe:
         return compose(*chosen)(train_step(loss, optimizer))  # type: ignore[arg-type]
 
     def rows(self, setup: Setup, index: int) -> Any:
-        """What this rank trains on in a step: a pipeline's ranks get the whole batch."""
+        """This rank's rows of a step's batch; the ranks of a pipeline get the whole batch."""
         whole = self.problem.batches[index % len(self.problem.batches)]
         return whole if setup.loss == "layers" else self.problem.rows(index)
 
 
 def started(recipe: Recipe, setup: Setup) -> tuple[Step, State]:
-    """The step and its first state."""
+    """The step and its initial state."""
     step = recipe.step(setup)
     return step, step.init(recipe.problem.params)
 
@@ -143,10 +143,10 @@ def train(
         recipe: makes the step.
         setup: the composition.
         changed: is applied to the composed step.
-        keep: whether steps leave the old state as it is; checked.
+        keep: runs steps with ``donate=False``, and checks that they do not change the old state.
 
     Raises:
-        AssertionError: with ``keep``, a step has changed the state that it was given.
+        AssertionError: with ``keep``, a step has changed its input state.
     """
     step = changed(recipe.step(setup))
     state, losses, sent = step.init(recipe.problem.params), [], 0
@@ -164,10 +164,10 @@ def train(
 
 
 def factory_of(transform: Any) -> Callable[[], Any]:
-    """A function without arguments that gives the transform: itself if it is one, as ``partial(T.clip, 1.0)`` is.
+    """A function without arguments that makes the transform: ``transform`` itself if it is one, as ``partial(T.clip, 1.0)``.
 
     Raises:
-        TypeError: it is neither a transform, nor an optimizer, nor a function that makes one.
+        TypeError: ``transform`` is neither a transform, nor an optimizer, nor a function that makes one.
     """
     if is_optimizer(transform):
         return partial(_itself, transform)
@@ -179,7 +179,7 @@ def factory_of(transform: Any) -> Callable[[], Any]:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether it is an optimizer: one of the library's, or an optax-shaped pair of ``init`` and ``update``."""
+    """Whether a value is an optimizer: one of the library, or an object with ``init`` and ``update`` as in optax."""
     pair = all(callable(getattr(value, name, None)) for name in ("init", "update"))
     return isinstance(value, Optimizer | PerParameter) or (pair and not callable(value))
 
@@ -189,7 +189,7 @@ def _itself(value: Any) -> Any:
 
 
 def name_of(make: Callable[[], Any]) -> str:
-    """What the table calls the method: as its maker is called, or as it calls itself."""
+    """The name of a method in the table: that of its maker, or its own."""
     inner: Any = make.func if isinstance(make, partial) else make
     if inner is _itself or inner.__name__ == "<lambda>":
         made = make()
@@ -199,7 +199,7 @@ def name_of(make: Callable[[], Any]) -> str:
 
 
 def imported(name: str, make: Callable[[], Any]) -> str:
-    """Lines of a program that make what ``make`` makes; a comment where no program can import it."""
+    """Source lines that make the object of ``make``; a comment if it cannot be imported."""
     inner: Any = make.func if isinstance(make, partial) else make
     importable = getattr(sys.modules.get(inner.__module__), inner.__name__, None) == inner
     if not importable or inner is _itself or inner.__module__ == "__main__":

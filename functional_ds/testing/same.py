@@ -1,4 +1,4 @@
-"""Comparisons of trees and of whole programs."""
+"""Assertions that pytrees, or programs, are equal."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +15,12 @@ __all__ = ["assert_like_one_rank", "assert_same", "same_bits"]
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape have equal bits."""
+    """Whether two tensors of one dtype and shape are bitwise equal."""
     return torch.equal(raw_bytes(x), raw_bytes(y))
 
 
 def assert_same(actual: Any, expected: Any, *, bits: bool = True) -> None:
-    """Raises AssertionError unless two trees agree: structure, dtypes, shapes and bits (or values: then 0 is -0).
+    """Asserts that two pytrees have equal structure, dtypes, shapes and bits; with ``bits=False``, equal values.
 
     >>> assert_same([torch.tensor(0.0)], [torch.tensor(-0.0)], bits=False)
     >>> assert_same([torch.tensor(0.0)], [torch.tensor(-0.0)])
@@ -50,23 +50,23 @@ def assert_like_one_rank(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Raises unless ``program(*args)`` returns on every one of ``world_size`` ranks what it returns on one rank alone.
+    """Asserts that ``program(*args)`` returns the same on each of ``world_size`` simulated ranks as on a single rank.
 
-    Law 51: what is declared with ``comm.replicated``, ``invariant``, ``varying`` and ``partial`` is checked on the way, in
-    ``comm.simulate(..., variance=True)``. A constant factor contradicts no declaration, so the results are compared, too: a
-    program returns losses, gradients and params as on one device.
+    Declarations (``comm.replicated``, ``invariant``, ``varying``, ``partial``) are checked with
+    ``comm.simulate(..., variance=True)``. That does not detect wrong constant factors; the comparison of results does, so let
+    the program return losses, gradients or params.
 
     Args:
-        program: what each rank runs; it returns a pytree of tensors and numbers.
-        args: what each rank passes to it.
-        world_size: how many ranks.
+        program: what each rank runs; returns a pytree of tensors and numbers.
+        args: its arguments.
+        world_size: the number of ranks.
         seed: picks the interleaving.
         rtol: relative tolerance; by default torch's for the dtype.
         atol: absolute tolerance; by default torch's for the dtype.
 
     Raises:
-        VarianceError: a rank's value is not what it is declared to be.
-        AssertionError: a rank's result differs from that of one rank; names the rank and the leaf.
+        VarianceError: a value contradicts its declaration.
+        AssertionError: a rank's result differs from that of a single rank; names the rank and the leaf.
 
     >>> def mean(divide_by):
     ...     x = torch.arange(4.0).chunk(comm.world().size)[comm.world().rank]

@@ -1,6 +1,6 @@
-"""Hypothesis strategies for programs that run on many ranks.
+"""Hypothesis strategies for programs on many ranks.
 
-Values are small integers, held in any dtype, so that sums are exact and laws hold bit for bit.
+Values are small integers in any dtype, so that sums are exact and laws hold bitwise.
 
 >>> from hypothesis import given
 >>> from functional_ds import comm
@@ -58,13 +58,13 @@ _MEMORY: tuple[Memory, ...] = ("dense", "transposed", "strided", "expanded")
 
 @attrs.frozen
 class Leaf:
-    """A tensor without its values.
+    """The shape, dtype and memory layout of a tensor.
 
     Attributes:
-        shape: its sizes.
-        dtype: its element type.
-        memory: its layout in memory: dense; with its axes in reverse order; each second element of a larger tensor; or, as
-            ``expand`` leaves it, with a first axis along which all elements are one.
+        shape: its shape.
+        dtype: its dtype.
+        memory: "dense"; "transposed": dims in reverse order; "strided": every second element of a larger tensor; "expanded":
+            stride 0 along the first dim.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Leaf:
     memory: Memory = "dense"
 
     def fill(self, seed: int, *, bound: int = 3) -> Tensor:
-        """The tensor with integers of at most ``bound`` in absolute value, the same ones for one seed.
+        """A tensor of random integers of at most ``bound`` in absolute value, determined by the seed.
 
         >>> Leaf((2, 3), torch.int64).fill(0).shape
         torch.Size([2, 3])
@@ -98,13 +98,13 @@ class Leaf:
 
 @attrs.frozen
 class Inputs:
-    """What the ranks of a world pass to a program: trees of one structure, each rank's with its own values.
+    """The inputs of a program on all ranks: pytrees of one structure, with different values on each rank.
 
     Attributes:
-        size: how many ranks.
+        size: the number of ranks.
         leaves: a pytree of ``Leaf``.
-        seed: picks the values and the simulator's interleaving.
-        dim: where the strategy was asked for it, an axis that every leaf has, of a size that ``size`` divides.
+        seed: determines the values and the simulator's interleaving.
+        dim: with ``inputs(cut=True)``, a dim of all leaves whose size is a multiple of ``size``.
     """
 
     size: int
@@ -113,17 +113,17 @@ class Inputs:
     dim: int = 0
 
     def of(self, rank: int, *, name: str = "x", bound: int = 3) -> Any:
-        """The rank's tree; another ``name`` gives other values."""
+        """The rank's pytree; different names give different values."""
         found, spec = tree.flatten(self.leaves)
         seeds = [zlib.crc32(f"{self.seed} {name} {rank} {place}".encode()) for place in range(len(found))]
         return tree.unflatten(spec, [leaf.fill(seed, bound=bound) for leaf, seed in zip(found, seeds, strict=True)])
 
     def all(self, *, name: str = "x", bound: int = 3) -> list[Any]:
-        """Every rank's tree."""
+        """The pytrees of all ranks."""
         return [self.of(rank, name=name, bound=bound) for rank in range(self.size)]
 
     def simulate(self, program: Callable[[Any], Any]) -> list[Any]:
-        """The results of ``program(tree)`` on simulated ranks.
+        """Runs ``program(tree)`` on simulated ranks; returns their results.
 
         >>> Inputs(2, [Leaf((1,))], seed=0).simulate(lambda x: (comm.world().rank, x[0].shape))
         [(0, torch.Size([1])), (1, torch.Size([1]))]
@@ -132,29 +132,29 @@ class Inputs:
 
 
 def world_sizes(most: int = 5) -> st.SearchStrategy[int]:
-    """How many ranks: 1 to ``most``."""
+    """World sizes from 1 to ``most``."""
     return st.integers(1, most)
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Seeds for generators and interleavings."""
+    """Seeds of random generators and interleavings."""
     return st.integers(0, 2**31 - 1)
 
 
 def shapes(*, min_dims: int = 0, max_dims: int = 3, max_side: int = 4) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes, scalars and empty tensors included."""
+    """Shapes, including those of scalars and empty tensors."""
     return st.lists(st.integers(0, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
 
 
 def leaves(
     dtypes: Sequence[torch.dtype] = DTYPES, *, shape: st.SearchStrategy[tuple[int, ...]] | None = None
 ) -> st.SearchStrategy[Leaf]:
-    """Tensors of all shapes and dtypes, dense or not."""
+    """Leaves of any shape, dtype and memory layout."""
     return st.builds(Leaf, shapes() if shape is None else shape, st.sampled_from(list(dtypes)), st.sampled_from(_MEMORY))
 
 
 def trees(leaf: st.SearchStrategy[Any], *, max_leaves: int = 4) -> st.SearchStrategy[Any]:
-    """Pytrees: leaves in tuples, lists and dicts, nested, perhaps without any leaf."""
+    """Pytrees of nested tuples, lists and dicts, possibly without leaves."""
 
     def grow(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         several = st.lists(inner, max_size=3)
@@ -172,7 +172,7 @@ def inputs(
     cut: bool = False,
     max_leaves: int = 4,
 ) -> Inputs:
-    """Worlds and what their ranks pass; ``cut`` asks for an axis ``dim`` of all leaves whose size the ranks divide."""
+    """Worlds and their ranks' inputs; with ``cut``, all leaves can be split along ``dim`` among the ranks."""
     size = draw(world_sizes() if sizes is None else sizes)
     dim = draw(st.integers(0, 2)) if cut else 0
     shape = shapes(min_dims=dim + 1, max_dims=3, max_side=3) if cut else shapes()
@@ -184,7 +184,7 @@ def inputs(
 
 @st.composite
 def schedules(draw: st.DrawFn, *, ranks: int = 3, stages: int = 5, microbatches: int = 4, training: bool = True) -> "Schedule":
-    """Pipeline schedules with any placement, any order in which data flows, and any backwards split; up to these sizes."""
+    """Valid pipeline schedules up to these sizes, with any placement, any order, and whole or split backward passes."""
     from functional_ds.pipelining.schedules.action import Action, Kind
     from functional_ds.pipelining.schedules.schedule import Schedule
 
@@ -194,7 +194,7 @@ def schedules(draw: st.DrawFn, *, ranks: int = 3, stages: int = 5, microbatches:
     m, chooser = draw(st.integers(1, microbatches)), random.Random(draw(seeds()))
     rows: list[list[Action]] = [[] for _ in range(count)]
     ready = [Action(Kind.F, 0, j) for j in range(m)]
-    while ready:  # one action after another, each on its rank: so nobody waits for what comes later
+    while ready:  # one action after another, each on its rank, so no rank waits for a later one
         kind, stage, j = action = ready.pop(chooser.randrange(len(ready)))
         rows[placement[stage]].append(action)
         backward = chooser.choice((Kind.B, Kind.I))

@@ -1,1 +1,1 @@
-"""Files that survive a crash, reads of bounded size, and reads and writes past the page cache."""
+"""Crash-safe files, locks, reads of bounded size, and direct I/O."""

@@ -1,4 +1,4 @@
-"""Reads and writes past the page cache (``O_DIRECT``), for files that are too large to be worth caching."""
+"""Direct I/O (``O_DIRECT``), which bypasses the page cache, for large files."""
 
 import errno
 import fcntl
@@ -14,12 +14,12 @@ from .files import open_regular
 
 __all__ = ["PAGE", "DirectFile", "aligned", "padded"]
 
-PAGE = 4096  # bytes; direct reads and writes need addresses, offsets and sizes that are multiples of it
+PAGE = 4096  # bytes; addresses, offsets and sizes of direct I/O must be multiples of it
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def padded(nbytes: int) -> int:
-    """The number of bytes in whole pages.
+    """Rounds up to whole pages.
 
     >>> padded(1), padded(4096)
     (4096, 4096)
@@ -28,7 +28,7 @@ def padded(nbytes: int) -> int:
 
 
 def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
-    """Uninitialised memory for direct reads and writes: ``uint8[padded(nbytes)]``, at the address of a page."""
+    """Uninitialized page-aligned memory for direct I/O, ``uint8[padded(nbytes)]``."""
     memory = torch.empty(padded(nbytes) + PAGE, dtype=torch.uint8, pin_memory=pinned)
     start = -memory.data_ptr() % PAGE
     return memory[start : start + padded(nbytes)]
@@ -36,11 +36,11 @@ def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
 
 @attrs.define(eq=False)
 class DirectFile:
-    """An open file whose reads and writes bypass the page cache where they can.
+    """An open file whose reads and writes bypass the page cache if possible.
 
-    Large files that are not read again soon gain nothing from the cache: it costs one more copy, and takes memory from others.
-    Whole pages from page-aligned memory go directly to the disk. Other accesses, such as that to the last bytes of a file, go
-    through the cache, and so do all accesses after them. File systems without direct access always use the cache.
+    For large files that are not read again soon, the cache only costs a copy and memory. Whole pages from page-aligned memory
+    are transferred directly. Other accesses, such as to the last bytes of a file, use the cache, as do all accesses after them,
+    and all accesses on file systems without direct I/O.
     """
 
     descriptor: int
@@ -52,11 +52,11 @@ class DirectFile:
 
         Args:
             path: the file.
-            flags: those of ``os.open``.
-            direct: whether to bypass the page cache where possible.
+            flags: the flags of ``os.open``.
+            direct: whether to bypass the page cache if possible.
 
         Raises:
-            OSError: it cannot be opened, or is no regular file.
+            OSError: it cannot be opened, or is not a regular file.
         """
         descriptor = open_regular(path, flags)
         if not (direct and _DIRECT):
@@ -68,7 +68,7 @@ class DirectFile:
         return DirectFile(descriptor, direct=True)
 
     def write(self, data: memoryview, *, position: int) -> None:
-        """Writes all of the data at a byte of the file."""
+        """Writes all of the data at a position of the file."""
         done = 0
         while done < len(data):
             pages = (len(data) - done) // PAGE * PAGE
@@ -78,12 +78,12 @@ class DirectFile:
             done += self._transfer(os.pwritev, part, position + done)
 
     def read(self, into: memoryview, *, position: int, nbytes: int | None = None) -> int:
-        """Reads from a byte of the file on, and returns how many bytes there were.
+        """Reads from a position of the file; returns the number of bytes read.
 
         Args:
             into: memory, in whole pages for a direct read.
             position: the first byte.
-            nbytes: how many are needed; None for as many as ``into`` takes. Fewer come only at the end of the file.
+            nbytes: how many bytes are needed; None to fill ``into``. Fewer are read only at the end of the file.
         """
         done, needed = 0, len(into) if nbytes is None else nbytes
         while done < needed:
@@ -94,7 +94,7 @@ class DirectFile:
         return done
 
     def read_into(self, parts: Sequence[memoryview], *, position: int) -> int:
-        """Reads from a byte of the file on into these parts, one after the other, and returns how many bytes there were.
+        """Reads from a position of the file into several parts, one after another; returns the number of bytes read.
 
         Args:
             parts: at most 1,000; memory and sizes in whole pages for a direct read.
@@ -113,7 +113,7 @@ class DirectFile:
         return done
 
     def sync(self) -> None:
-        """Returns once the disk has everything that was written."""
+        """Waits until all writes are on the disk."""
         os.fsync(self.descriptor)
 
     @property
@@ -132,7 +132,7 @@ class DirectFile:
         self.close()
 
     def _transfer(self, call: Callable[[int, list[memoryview], int], int], data: memoryview, position: int) -> int:
-        """One system call, made again through the cache where a direct one is refused."""
+        """One system call, repeated through the cache if direct I/O fails."""
         direct = self.direct
         try:
             return call(self.descriptor, [data], position)

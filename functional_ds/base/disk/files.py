@@ -1,4 +1,4 @@
-"""Files that survive a crash, locks between processes, and reads of bounded size and depth."""
+"""Crash-safe files, locks between processes, and reads of bounded size and depth."""
 
 import contextlib
 import errno
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a small file. After a crash the path holds all of the data, or what it held before.
+    """Writes a small file atomically: after a crash the path has all of the data, or its previous content.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def written_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, of any size, which takes the path's place at the end of the block; an error leaves what was there."""
+    """Opens a temporary file, which replaces the path at the end of the block; after an error the path is unchanged."""
     temporary = path.with_name(f".{path.name}.new")
     with _synced(temporary) as file:
         yield file
@@ -61,9 +61,9 @@ def written_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a small file and returns once the disk has it; a write that fails leaves no file.
+    """Writes a small file and waits until it is on the disk; a write that fails leaves no file.
 
-    The file is a new one: what had the name, perhaps a link to a file elsewhere, is taken away and not written into.
+    An existing file or link of that name is removed first, instead of written to.
     """
     with _synced(path) as file:
         file.write(data)
@@ -83,14 +83,14 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """The descriptor of a file that holds bytes. Neither this call nor a read waits for a writer, as with a pipe.
+    """Opens a regular file; returns its descriptor. Never blocks, as opening a pipe would.
 
     Args:
         path: the file.
-        flags: those of ``os.open``.
+        flags: the flags of ``os.open``.
 
     Raises:
-        OSError: it cannot be opened; or is a pipe, a socket, a device or a folder.
+        OSError: it cannot be opened, or is a pipe, socket, device or folder.
     """
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     mode = os.fstat(descriptor).st_mode
@@ -104,36 +104,34 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_regular(path: Path, *, limit: int) -> bytes:
-    """The content of a file of at most ``limit`` bytes, as ``open_regular`` opens it.
-
-    A file can say that it has more bytes than any memory or disk, so its size is looked at first.
+    """The content of a regular file of at most ``limit`` bytes; the size is checked before reading.
 
     Raises:
-        OSError: it cannot be opened, as ``open_regular`` says; has more bytes.
+        OSError: it has more bytes, or cannot be opened, as in ``open_regular``.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         return read_open(file, path, limit=limit)
 
 
 def read_open(file: BinaryIO, path: Path, *, limit: int) -> bytes:
-    """The same of a file that is open."""
+    """``read_regular`` for an open file."""
     size = os.fstat(file.fileno()).st_size
-    data = file.read(size or limit + 1) if size <= limit else b""  # files of the kernel say that they have 0 bytes
+    data = file.read(size or limit + 1) if size <= limit else b""  # files of the kernel report 0 bytes
     if max(size, len(data)) > limit:
         raise OSError(errno.EFBIG, f"it has {max(size, len(data)):,} bytes, and at most {limit:,} are read", str(path))
     return data
 
 
 def checked_path(path: str | os.PathLike[str], *, name: str = "path") -> Path:
-    """The path, if a file may be called so.
+    """Checks that a path can be the name of a file.
 
     Args:
-        path: of a file or folder.
-        name: of the argument, for the error.
+        path: the path of a file or folder.
+        name: the argument's name in the error.
 
     Raises:
-        TypeError: it is no path.
-        ValueError: it has a NUL character, or one that file systems cannot write.
+        TypeError: it is not a path.
+        ValueError: it has a NUL character, or one that file systems cannot encode.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name}={path!r}: pass the path of a file or folder")
@@ -148,7 +146,7 @@ def checked_path(path: str | os.PathLike[str], *, name: str = "path") -> Path:
 
 
 def sync_folder(path: Path) -> None:
-    """Returns once the disk has the folder's entries. Does nothing on systems that cannot sync folders."""
+    """Waits until the folder's entries are on the disk; does nothing on systems that cannot sync folders."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -158,12 +156,12 @@ def sync_folder(path: Path) -> None:
 
 
 def write_at(descriptor: int, data: memoryview, *, position: int) -> None:
-    """Writes all of the data at a byte of an open file.
+    """Writes all of the data at a position of an open file.
 
     Args:
-        descriptor: of the file.
+        descriptor: the file's descriptor.
         data: the bytes.
-        position: the first byte's place in the file.
+        position: the first byte in the file.
     """
     done = 0
     while done < len(data):
@@ -171,12 +169,12 @@ def write_at(descriptor: int, data: memoryview, *, position: int) -> None:
 
 
 def reserve(descriptor: int, nbytes: int, *, position: int = 0) -> None:
-    """Sets disk space aside, so that a full disk fails here and not during later writes.
+    """Reserves disk space, so that a full disk raises here and not during later writes.
 
     Args:
-        descriptor: of an open file.
-        nbytes: how much.
-        position: the first byte's place in the file.
+        descriptor: the descriptor of an open file.
+        nbytes: the number of bytes.
+        position: the first byte in the file.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, position, nbytes)
@@ -188,7 +186,7 @@ def reserve(descriptor: int, nbytes: int, *, position: int = 0) -> None:
 
 
 def process_note() -> dict[str, Any]:
-    """This process's host and number, as a lock file states them."""
+    """This process's host and pid, as written to lock files."""
     return {"host": socket.gethostname(), "pid": os.getpid()}
 
 
@@ -197,17 +195,17 @@ _NOTE = 1 << 12  # bytes of a process's note
 
 @attrs.define(eq=False)
 class FileLock:
-    """An exclusive lock on a file, which states its owner. The kernel releases it when the process ends."""
+    """An exclusive lock on a file, which names its owner. The kernel releases it when the process ends."""
 
     path: Path
     descriptor: int
 
     @staticmethod
     def take(path: Path) -> "FileLock | None":
-        """The lock, on a file that is created if missing; None if another process has it.
+        """Takes the lock on a file, which is created if missing; None if another process has it.
 
         Raises:
-            OSError: the file cannot be opened for writing; or is a link, whose target the lock would overwrite.
+            OSError: the file cannot be opened for writing, or is a link, whose target the lock would overwrite.
         """
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         if os.fstat(descriptor).st_nlink > 1:
@@ -220,14 +218,14 @@ class FileLock:
             if isinstance(error, BlockingIOError):
                 return None
             raise
-        with contextlib.suppress(OSError):  # the note is for people; the next write reports a full disk
+        with contextlib.suppress(OSError):  # the note is informative only; the next write reports a full disk
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(process_note()).encode(), 0)
         return FileLock(path, descriptor)
 
     @staticmethod
     def owner(path: Path) -> dict[str, Any] | None:
-        """The ``process_note`` of the process that has or last had the lock; None if the file does not say."""
+        """The ``process_note`` of the process that has or last had the lock; None if the file has none."""
         try:
             found = json.loads(read_regular(path, limit=_NOTE))
             return {"host": found["host"], "pid": found["pid"]}
@@ -236,14 +234,14 @@ class FileLock:
 
     @property
     def lost(self) -> bool:
-        """Whether the path is no longer this file, so that others may lock what is there now."""
+        """Whether the path is now another file, which others may lock."""
         try:
             return not os.path.samestat(os.fstat(self.descriptor), os.lstat(self.path))
         except OSError:
             return True
 
     def release(self) -> None:
-        """Lets others take the lock."""
+        """Releases the lock."""
         if self.descriptor >= 0:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.descriptor, 0)
@@ -254,7 +252,7 @@ class FileLock:
 
 @contextlib.contextmanager
 def lock_folder(path: Path) -> Iterator[None]:
-    """Waits for an exclusive lock on a folder itself, and holds it for the block."""
+    """Holds an exclusive lock on a folder inside the block, waiting for it if necessary."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -266,28 +264,28 @@ def lock_folder(path: Path) -> Iterator[None]:
 # -- text ------------------------------------------------------------------------------------------------------------------
 
 MAX_TEXT = 64 << 20  # bytes of a config, a job or an index
-MAX_DEPTH = 64  # of blocks within blocks
+MAX_DEPTH = 64  # of nested blocks
 
 
 def read_text(path: Path, *, limit: int = MAX_TEXT) -> str:
-    """The content of a text file in UTF-8. It never waits for a writer, and reads at most ``limit`` bytes.
+    """The content of a UTF-8 text file of at most ``limit`` bytes.
 
     Raises:
-        OSError: it cannot be read; is a pipe, a socket, a device or a folder; has more bytes.
+        OSError: it cannot be read, is not a regular file, or has more bytes.
         UnicodeDecodeError: it is not UTF-8.
     """
     return read_regular(path, limit=limit).decode("utf-8")
 
 
 def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value of a JSON text whose blocks are nested at most 64 deep, and whose strings can be written as UTF-8.
+    """Parses JSON, nested at most 64 deep, with strings that can be encoded as UTF-8.
 
     Args:
         text: the JSON.
         pairs: ``object_pairs_hook`` of ``json.loads``.
 
     Raises:
-        json.JSONDecodeError: it is no such text.
+        json.JSONDecodeError: the text is invalid, or nested deeper, or a string cannot be encoded.
 
     >>> parse_json("[" * 100_000)
     Traceback (most recent call last):
@@ -299,7 +297,7 @@ def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | Non
     except (RecursionError, ValueError) as error:
         if _depth(text) > MAX_DEPTH:
             raise json.JSONDecodeError(_TOO_DEEP, text, 0) from None
-        if type(error) is not ValueError:  # as of a number with thousands of digits
+        if type(error) is not ValueError:  # ValueError: a number with thousands of digits
             raise
         raise json.JSONDecodeError(str(error), text, 0) from None
     try:
@@ -310,9 +308,7 @@ def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | Non
 
 
 def _depth(text: str) -> int:
-    """How deep a text opens blocks. A damaged text ends the parser by its damage or by the recursion limit, whichever comes
-    first, and any library may raise that limit.
-    """
+    """The nesting depth of a text, whether it is valid or not. The parser's recursion limit may be changed by any library."""
     depths = accumulate((found[0] in "[{") - (found[0] in "]}") for found in _BLOCK.finditer(text))
     return max(depths, default=0)
 
@@ -322,10 +318,10 @@ _TOO_DEEP = f"its blocks are nested deeper than {MAX_DEPTH}"
 
 
 def check_plain(data: Any) -> None:
-    """Checks that plain data can be walked by recursion, printed and written.
+    """Checks that plain data can be traversed recursively and encoded as UTF-8.
 
     Raises:
-        ValueError: blocks are nested deeper than 64; a string has half of a surrogate pair, which UTF-8 does not have.
+        ValueError: it is nested deeper than 64; a string has half of a surrogate pair.
 
     >>> check_plain({"name": chr(0xD800)})
     Traceback (most recent call last):

@@ -1,1 +1,1 @@
-"""Optimizers of whole matrices: Muon, and rules of your own by matrix or by leaf."""
+"""Matrix optimizers: Muon, and custom update rules per matrix or per leaf."""

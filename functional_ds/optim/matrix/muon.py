@@ -1,4 +1,4 @@
-"""Muon: each matrix moves by its orthogonalised momentum."""
+"""Muon: updates of matrices by orthogonalized momentum."""
 
 from typing import Any, Literal
 
@@ -40,37 +40,38 @@ def muon(
     stacks: PathFilter | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> PerParameter:
-    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for matrices, another optimizer for all else.
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for matrices, and another optimizer for all other leaves.
 
     ```
     m ← momentum · m + (1 - momentum) g,   u = g + momentum (m - g) with nesterov, else m
     W ← (1 - lr · weight_decay) W - lr · factor(W) · orthogonalize(u)
     ```
 
-    Law 19 holds in every stage: each matrix is orthogonalised whole, by its owner, the rank with most of its elements. The
-    other ranks send it their parts of ``u``, and it sends back theirs of the result, both in ``dtype`` (which changes no bit:
-    the iteration computes in it). Bytes that all ranks together send in an update of stage 1, 2 or 3: 2 · 2 · Σ over matrices
-    of (numel - the owner's shard), which is at most 4Ψ(n-1)/n; gathering all of ``u`` on all ranks would be 2Ψ(n-1). Each rank
-    computes about 1/n. In stage 0 every rank computes everything and sends nothing. The momentum lies in shards as Adam's does.
+    Equals the single-device optimizer in every ZeRO stage. In stages 1 to 3 each matrix is orthogonalized by its owner, the
+    rank with most of its elements: the other ranks send it their parts of ``u`` and receive their parts of the result, both in
+    ``dtype``. So each rank computes about 1/n, and the momentum is sharded like Adam's. In stage 0 each rank computes all.
+
+    Cost: in stages 1 to 3, for bf16, 4 · Σ over matrices of (numel - the owner's shard) ≤ 4Ψ(n-1)/n bytes over all ranks
+    (gathering ``u`` on all ranks would send 2Ψ(n-1)). In stage 0 nothing is sent.
 
     Args:
         lr: the learning rate of the matrices.
-        others: the optimizer of all leaves that are no matrices: ``fds.adamw(3e-4)``, say.
+        others: the optimizer of all other leaves, such as ``fds.adamw(3e-4)``.
         momentum: the decay rate of the running mean.
-        nesterov: whether ``u`` looks ahead.
-        weight_decay: decoupled, for matrices.
-        steps: of the Newton-Schulz iteration.
-        adjust: ``"original"`` is factor(W) = √max(1, rows / columns); ``"match_rms_adamw"`` is 0.2 √max(rows, columns) (Liu
-            et al. 2025, arXiv:2502.16982), with which learning rates and decays tuned for AdamW will do.
-        matrices: a regular expression or a function of a path: which of the real two-dimensional leaves; None for all.
-            Embeddings and output layers are usually left to ``others``, and so are vectors that it names.
-        stacks: likewise: which of the real three-dimensional leaves are stacks of matrices along dim 0, as experts are; None
+        nesterov: whether to use Nesterov momentum.
+        weight_decay: decoupled weight decay of the matrices.
+        steps: the number of Newton-Schulz iterations.
+        adjust: ``"original"``: factor(W) = √max(1, rows / columns); ``"match_rms_adamw"``: 0.2 √max(rows, columns) (Liu et al.
+            2025, arXiv:2502.16982), for learning rates and weight decays that were tuned for AdamW.
+        matrices: a regular expression or a function of a path that selects from the real two-dimensional leaves; None for all.
+            Leave embeddings and output layers to ``others``. Vectors that it matches are left to ``others``.
+        stacks: likewise, selects real three-dimensional leaves that are stacks of matrices along dim 0, such as experts; None
             for none.
-        dtype: in which the iteration computes.
+        dtype: the dtype of the iteration.
 
     Raises:
-        ValueError: a number out of range, an unknown ``adjust``; at ``init``: ``matrices`` or ``stacks`` names no matrix, a
-            complex one, or a leaf of more dims, or a matrix is cut by ``tensor_parallel``.
+        ValueError: a hyperparameter is out of range; at ``init``: ``matrices`` or ``stacks`` matches no matrix, a complex one
+            or a leaf of more dims, or a matrix is sharded by ``tensor_parallel``.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (x @ params["w"] + params["b"]).sum(), muon(0.1, fds.sgd(0.1)))
@@ -109,9 +110,9 @@ def _averaged(grad: Tensor, mean: Tensor, momentum: float, nesterov: bool) -> Te
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
-    """U S' Vᵀ for a matrix U S Vᵀ, with singular values near 1, by a quintic Newton-Schulz iteration in its dtype.
+    """Orthogonalizes a matrix approximately by a quintic Newton-Schulz iteration, in its dtype.
 
-    The coefficients are those of Jordan et al. 2024, which are steepest at zero: values end up within 0.7 to 1.2 or so.
+    Law: U S Vᵀ becomes U S' Vᵀ with singular values S' of about 0.7 to 1.2, with the coefficients of Jordan et al. 2024.
 
     >>> values = torch.linalg.svdvals(orthogonalize(torch.tensor([[3.0, 1.0], [0.0, 2.0], [1.0, 1.0]])))
     >>> bool((values > 0.6).all() and (values < 1.3).all())

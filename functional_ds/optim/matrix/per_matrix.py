@@ -1,4 +1,4 @@
-"""Optimizers that are written as a rule for one whole matrix, or for one leaf, at a time."""
+"""Optimizers from an update rule for a whole matrix, or for a leaf."""
 
 import functools
 import inspect
@@ -30,8 +30,8 @@ class MatrixStates:
     """The state of a ``per_matrix`` optimizer on one rank.
 
     Attributes:
-        count: how many updates were made: int64, on the host.
-        whole: what the rule keeps for each matrix that this rank owns, by the matrix's path.
+        count: the number of updates: int64, on the host.
+        whole: the rule's state for each matrix that this rank owns, by the matrix's path.
     """
 
     count: Tensor
@@ -50,42 +50,43 @@ def per_matrix(
     dtype: torch.dtype | None = None,
     name: str | None = None,
 ) -> PerParameter:
-    """An optimizer from a rule for one whole matrix: GaLore, Shampoo, SOAP and the like, correct in every ZeRO stage.
+    """Makes an optimizer from an update rule for a whole matrix, as in Shampoo, SOAP or GaLore, for every ZeRO stage.
 
     ```
     u, s ← rule(g, s, step)                          g = ∂L/∂W, the mean over the whole batch
     W ← (1 - lr · weight_decay) W - lr · u           lr is multiplied by the schedule's rate
     ```
 
-    Law 19 holds in every stage: under ZeRO 1 to 3 each matrix has an owner, the rank with most of its elements. The others
-    send it their parts of the gradient; the owner runs the rule on the whole matrix and sends back their parts of ``u``. The
-    rule's state lies on the owner alone. In stage 0 every rank runs the rule for every matrix, and nothing is sent.
+    Equals the single-device optimizer in every ZeRO stage. In stages 1 to 3 each matrix has an owner, the rank with most of its
+    elements: it receives the other ranks' parts of the gradient, runs the rule on the whole matrix, and sends back their parts
+    of ``u``. Only the owner has the rule's state. In stage 0 each rank runs the rule for all matrices.
 
-    Bytes that all ranks together send in an update of stage 1, 2 or 3: 2 · itemsize · M with M = Σ over matrices of (numel -
-    the owner's shard) ≤ Ψ(n-1)/n, and 3 · itemsize · M if the rule takes ``param``. ``init`` sends itemsize · M once.
+    Cost: in stages 1 to 3, 2 · itemsize · M bytes over all ranks, with M = Σ over matrices of (numel - the owner's shard) ≤
+    Ψ(n-1)/n, and 3 · itemsize · M if the rule takes ``param``. ``init`` sends itemsize · M once. In stage 0 nothing is sent.
 
-    Checkpoints hold the rule's state by the matrix's path, so it is loaded into any stage and number of ranks. A dynamic loss
-    scale makes the host wait for each step's verdict. Not for ``T.offload``, which refuses it.
+    Checkpoints store the rule's state by the matrix's path, so it can be loaded in any stage and on any number of ranks. With a
+    dynamic loss scale the host waits in each step to learn whether it is skipped. ``T.offload`` does not support it.
 
     Args:
-        init: from a matrix to the rule's first state for it: any tree of tensors.
+        init: from a matrix to the rule's initial state for it, a pytree of tensors.
         rule: from gradient, state and ``step`` (an int, 1 in the first update) to ``u``, of the matrix's shape, and the new
-            state. It owns its arguments and may write into them. If it has a parameter ``param``, it gets the matrix there.
-            It must be deterministic, and must not depend on the other matrices.
+            state; may modify its arguments in place. A parameter ``param`` gets the matrix. It must be deterministic, and
+            independent of the other matrices.
         lr: the learning rate of the matrices.
-        others: the optimizer of all leaves that are no matrices: ``fds.adamw(3e-4)``, say.
-        weight_decay: decoupled, for matrices.
-        matrices: a regular expression or a function of a path: which of the real two-dimensional leaves; None for all. Vectors
-            that it names are left to ``others``.
-        stacks: likewise: which of the real three-dimensional leaves are stacks of matrices along dim 0, as experts are; None
+        others: the optimizer of all other leaves, such as ``fds.adamw(3e-4)``.
+        weight_decay: decoupled weight decay of the matrices.
+        matrices: a regular expression or a function of a path that selects from the real two-dimensional leaves; None for all.
+            Vectors that it matches are left to ``others``.
+        stacks: likewise, selects real three-dimensional leaves that are stacks of matrices along dim 0, such as experts; None
             for none. Those of ``T.experts`` have owners among the ranks that hold the same experts.
-        dtype: in which matrices, gradients and ``u`` travel and the rule gets them; None for fp32, or fp64 where a leaf is.
-        name: for printing and errors; the rule's by default.
+        dtype: the dtype of the matrices, gradients and ``u`` for the rule and in messages; None for fp32, or fp64 if a leaf is.
+        name: for printing and errors; by default the rule's.
 
     Raises:
         TypeError: ``init`` or ``rule`` is not callable.
-        ValueError: a negative number; at ``init``: ``matrices`` or ``stacks`` names no matrix, a complex one, or a leaf of more
-            dims, or a matrix is cut by ``tensor_parallel``; in an update: ``u`` has another shape than the matrix.
+        ValueError: a hyperparameter is negative; at ``init``: ``matrices`` or ``stacks`` matches no matrix, a complex one or a
+            leaf of more dims, or a matrix is sharded by ``tensor_parallel``; in an update: ``u`` has another shape than the
+            matrix.
 
     >>> import functional_ds as fds
     >>> def rule(grad, momentum, step):  # momentum, scaled to a norm of 1
@@ -145,7 +146,7 @@ def per_matrix(
 
 
 def _described(optimizer: str, init: Any, rule: Any, name: str | None) -> tuple[str, bool]:
-    """A rule's name for printing, and whether it has a parameter ``param``.
+    """A rule's name, and whether it has a parameter ``param``.
 
     Raises:
         TypeError: ``init`` or ``rule`` is not callable.
@@ -156,7 +157,7 @@ def _described(optimizer: str, init: Any, rule: Any, name: str | None) -> tuple[
     return str(name or getattr(rule, "__name__", type(rule).__name__)), "param" in inspect.signature(rule).parameters
 
 
-# -- rules for leaves of which a rank may have a part -------------------------------------------------------------------------
+# -- rules for leaves that may be sharded -------------------------------------------------------------------------------------
 
 Rule = Callable[..., tuple[Tensor, Any] | Generator[Any, Any, tuple[Tensor, Any]]]
 
@@ -166,8 +167,8 @@ class LeafStates:
     """The state of a ``per_leaf`` optimizer.
 
     Attributes:
-        count: how many updates were made: int64.
-        kept: what the rule keeps: lists like that of the params.
+        count: the number of updates: int64.
+        kept: the rule's state: lists like the params.
     """
 
     count: Tensor
@@ -177,33 +178,33 @@ class LeafStates:
 def per_leaf(
     init: Callable[[Tensor], Any], rule: Rule, *, lr: float, weight_decay: float = 0.0, name: str | None = None
 ) -> PerParameter:
-    """An optimizer from an elementwise rule that may ask for sums over its whole leaf: LARS, LAMB and the like.
+    """Makes an optimizer from an elementwise rule that may use sums over its whole leaf, as in LARS or LAMB.
 
     ```
     u, s ← rule(g, s, step)                          g = ∂L/∂W, the mean over the whole batch
     W ← (1 - lr · weight_decay) W - lr · u           lr is multiplied by the schedule's rate
     ```
 
-    The rule gets the part of a leaf that this rank has, flat. ``total = yield part_sum`` gives it the sum over the whole leaf;
-    a tuple of sums gives a tuple. The rules of all leaves take turns, so each ``yield`` is one collective for all of them.
-    What the rule keeps lies in shards as Adam's moments do. Law 19 holds in every stage.
+    The rule gets this rank's part of a leaf, flattened. ``total = yield part_sum`` returns the sum over the whole leaf; a tuple
+    of sums returns a tuple. The rules of all leaves run in lockstep, so each ``yield`` is one collective for all of them. The
+    state is sharded like Adam's. Equals the single-device optimizer in every ZeRO stage.
 
     Cost: in stages 1 to 3 an all-reduce of L k numbers for each ``yield`` of k sums, with L leaves. Else nothing is sent.
 
     Args:
-        init: from a part to what the rule keeps at first: a tree of tensors of its shape, such as ``torch.zeros_like`` makes.
+        init: from a tensor, which under ZeRO contains several leaves, to the rule's initial state: a pytree of tensors of the
+            same shape, such as ``torch.zeros_like``.
         rule: from gradient, state and ``step`` (an int64 scalar, 1 in the first update) to ``u`` and the new state, both of the
-            part's shape. If it has a parameter ``param``, it gets the part there. Parts are in fp32 at least, and complex ones
-            pairs of reals. It writes into none of them, and it must yield equally often for all leaves, for parts without
-            elements, too.
+            part's shape. A parameter ``param`` gets the part. Parts are in at least fp32; complex ones are pairs of reals. The
+            rule must not modify them, and must yield equally often for all leaves, also for empty parts.
         lr: the learning rate.
-        weight_decay: decoupled.
-        name: for printing and errors; the rule's by default.
+        weight_decay: decoupled weight decay.
+        name: for printing and errors; by default the rule's.
 
     Raises:
         TypeError: ``init`` or ``rule`` is not callable.
-        ValueError: a negative number; at ``init``: a leaf is cut by ``tensor_parallel``, or the state has other shapes than the
-            part; in an update: rules yield unequally often, or return another shape.
+        ValueError: a hyperparameter is negative; at ``init``: a leaf is sharded by ``tensor_parallel``, or the state has other
+            shapes than the tensor; in an update: rules yield unequally often, or return another shape.
 
     >>> import functional_ds as fds
     >>> def normalized(grad, state, step):
@@ -271,15 +272,15 @@ def on_matrices(
     kind: str,
     name: str,
 ) -> PerParameter:
-    """``make``'s optimizer for real matrices, ``others`` for all else.
+    """Uses the optimizer of ``make`` for real matrices, and ``others`` for all other leaves.
 
     Args:
         make: from the owners of the matrices to their optimizer.
         others: the optimizer of all other leaves.
-        matrices: which of the matrices; None for all.
-        stacks: which of the leaves of three dims are stacks of matrices; None for none.
+        matrices: selects the matrices; None for all.
+        stacks: selects the three-dimensional leaves that are stacks of matrices; None for none.
         kind: the optimizer's name in errors.
-        name: for printing, with ``{others}`` where that optimizer's name goes.
+        name: for printing, with ``{others}`` for the name of that optimizer.
     """
     rest = as_optimizer(others)
 
@@ -306,11 +307,11 @@ def on_matrices(
 
 
 def _chosen(leaf_map: LeafMap, where: PathFilter, what: str, kind: str, *, dims: int, known: Collection[int] = ()) -> set[int]:
-    """The real leaves of ``dims`` dims that an argument names. Vectors and scalars among what it names are the others'.
+    """The real leaves of ``dims`` dims that match an argument; matching vectors and scalars are left to ``others``.
 
     Raises:
-        ValueError: it names complex matrices, or leaves of more dims that are not ``known``; it is an expression that names no
-            leaf of ``dims`` dims, here or in other param groups and pipeline stages.
+        ValueError: it matches complex matrices, or leaves of more dims that are not ``known``; it is an expression that matches
+            no leaf of ``dims`` dims, here or in other param groups and pipeline stages.
     """
     leaves, shown = leaf_map.leaves, f"{kind}: {what}={shown_filter(where)}"
     named = match_leaves(leaf_map, where, what)
@@ -349,11 +350,11 @@ def descend(
     """``W ← (1 - lr · weight_decay) W - lr · factor(*W.shape) · change`` in place, on this rank's shards of the matrices.
 
     Args:
-        leaf_map: where the matrices lie in ``params``.
-        params: the tensors that are changed.
+        leaf_map: the layout of the matrices in ``params``.
+        params: the tensors to update.
         changes: one flat tensor for each of this rank's shards.
         lr: the learning rate of this update.
-        weight_decay: decoupled.
+        weight_decay: decoupled weight decay.
         factor: from a matrix's rows and columns to the factor of its change.
     """
     for p in params:
