@@ -147,7 +147,7 @@ def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[
         # A lost connection is the consequence of another rank's error, which may be reported a little later.
         found = wait(list(open_pipes), _GRACE if errors else None)
         for ready in found:
-            rank = open_pipes.pop(ready)  # type: ignore[call-overload]  # wait returns what it was given
+            rank = open_pipes.pop(ready)  # type: ignore[call-overload]  # wait returns its arguments
             try:
                 kind, value, when = pickle.loads(pipes[rank].recv_bytes())  # monotonic time is one for all processes
             except EOFError:

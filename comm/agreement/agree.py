@@ -21,7 +21,7 @@ _LONGEST = 400  # characters of what a rank has, in a message
 
 
 def agree(value: Any, *groups: Group, what: str, differ: str, mend: str) -> list[int]:
-    """Checks that ``value`` is the same on all ranks, and raises on all of them if not; returns the ranks of the world.
+    """Checks that ``value`` is the same on all ranks, or raises on all of them; returns these ranks, as ranks of the world.
 
     The CRC-32 of ``repr(value)`` is compared, so equal values must have equal reprs on all ranks.
 

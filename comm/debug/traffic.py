@@ -22,9 +22,9 @@ _LABELLED = 16  # with more ranks than this, a cell has no room for its number
 def traffic(ledgers: Sequence[Ledger]) -> dict[str, Tensor]:
     """Bytes sent between ranks, by axis: ``traffic(ledgers)["tp"][i, j]`` from rank i to rank j, in float64.
 
-    An axis is the name of a group without its channels. Messages, and the rows of an all_to_all with splits, count for their
-    receiver. Other collectives count as equal parts to all other ranks of the group, or, if hierarchical, as they are sent;
-    NCCL may route them differently.
+    An axis is the name of a group without its channels. Messages, permutations, reduce, gather and the rows of an all_to_all
+    with splits count for their receivers, other collectives as equal parts to all other ranks of the group or, if hierarchical,
+    as they are sent. NCCL may route them differently.
 
     Law: summed over all axes, row i adds up to the bytes of rank i's ledger.
 

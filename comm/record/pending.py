@@ -147,6 +147,6 @@ def _state(tensor: Tensor) -> tuple[int | None, int]:
     if tensor.device.type != "cpu":
         return version, 0
     plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if plain.stride(0) != 1:  # also a single element, which torch calls contiguous whatever its stride
+    if plain.stride(0) != 1:  # also a single element, which torch calls contiguous with any stride
         plain = plain.clone(memory_format=torch.contiguous_format)
     return version, zlib.crc32(plain.view(torch.uint8).numpy().data) if plain.numel() else 0

@@ -107,7 +107,7 @@ class Simulator:
         self.running: int | None = None
         self.abandoned = False
 
-    # -- what a rank calls while it holds the baton --------------------------------------------------------------------
+    # -- methods that a rank calls while it holds the baton ------------------------------------------------------------
 
     def arrive(self, key: tuple[Any, ...], rank: int, slot: GroupCall, arrival: RankCall) -> GroupCall:
         """Adds a call to its collective; raises MismatchError if it differs from the first member's."""
@@ -228,7 +228,7 @@ class Simulator:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
         self.abandoned = not self.over.wait(_PATIENCE)
 
-    # -- beside the programs -------------------------------------------------------------------------------------------
+    # -- background work -----------------------------------------------------------------------------------------------
 
     def add_lane(self, rank: int, name: str, work: Callable[[int], None]) -> int:
         """Starts a thread for background work of a rank, which runs whenever it has the baton; returns its actor number."""

@@ -28,7 +28,7 @@ def _gather(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
 def _pack_scattered(leaf: Tensor, here: Here) -> Tensor:
     if here.rank == here["src"]:
         return pack_cut(leaf, here)  # [n, m]
-    return nothing(leaf, [leaf.numel() // here.n])  # [m], to say what arrives
+    return nothing(leaf, [leaf.numel() // here.n])  # [m], the shape of the result
 
 
 def _check_scatter(leaf: Tensor, here: Here) -> None:

@@ -150,7 +150,7 @@ class OpTrace(TorchDispatchMode):
         event = self._event("draw" if draws else "operator", name.strip("_"), inputs, operands=operands)
         self._define(event, [*written, *made], writes=len(written))
 
-    # -- what is not an operation --------------------------------------------------------------------------------------
+    # -- collectives and declarations ----------------------------------------------------------------------------------
 
     def call(self, call: Call, leaves: Sequence[Tensor], group: Group, transposed: str | None) -> TracedEvent:
         """Records the start of a collective; ``give`` records its results."""

@@ -1,1 +1,1 @@
-"""Worlds of processes over Gloo or NCCL, of ranks on shapes only, and of one rank that stands for all."""
+"""Worlds of processes over Gloo or NCCL, of ranks on shapes only, and of one rank that represents all."""

@@ -113,7 +113,7 @@ class ProcessWorld(World):
 
     @cached_property
     def failed_steps(self) -> FailedSteps:
-        """Tells the other ranks when a step fails between its collectives."""
+        """Tells the other ranks of steps that fail after some of their collectives."""
         return FailedSteps(self.rank, self.store, self._abandon)
 
     def step(self) -> AbstractContextManager[None]:

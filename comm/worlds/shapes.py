@@ -66,8 +66,8 @@ class _SharedLog:
                     raise MismatchError(self._difference(order, first, mine, other, theirs))
         for (order, _), found in self.private.items():
             members = self.members[order]
-            if all(rank in found for rank in members):  # a loop that ran once has logged its first iteration alone
-                found[members[0]].merged([found[rank].private() for rank in members])  # raises where they contradict each other
+            if all(rank in found for rank in members):  # a loop logs private options of its first iteration only
+                found[members[0]].merged([found[rank].private() for rank in members])  # raises if they contradict each other
 
     def _difference(self, order: Order, first: int, mine: "array[int]", other: int, theirs: "array[int]") -> str:
         turn = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))

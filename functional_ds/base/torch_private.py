@@ -99,7 +99,7 @@ UNDECLARED_VIEWS = (  # they return views of their inputs, and their schemas do 
     torch.ops.aten.lift_fresh.default,
 )
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
-READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # what ``.item()`` is
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # the operator of ``.item()``
 
 # Re-exported names, and what they are used for:
 # - FakeTensor, FakeTensorMode: to build, trace and estimate models without memory.

@@ -300,7 +300,7 @@ def on_matrices(
             attrs.evolve(leaf, slices=tuple(cut for cut in leaf.slices if cut.dim)) if i in stacked else leaf
             for i, leaf in enumerate(leaves)
         ]
-        attrs.evolve(leaf_map, leaves=tuple(beyond)).refuse_slices(kind)  # matrices of a stack may lie on other ranks
+        attrs.evolve(leaf_map, leaves=tuple(beyond)).refuse_slices(kind)  # matrices of a stack may be on other ranks
         return make(MatrixOwners.choose(unstacked(leaf_map, stacked)))
 
     return grouped(name.replace("{others}", str(rest)), choose, (PerParameter(made, kind), rest))
