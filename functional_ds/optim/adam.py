@@ -63,10 +63,10 @@ def adamw(
         ValueError: a hyperparameter is negative, or a beta is outside [0, 1).
 
     >>> import functional_ds as fds
-    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), adamw(0.5, weight_decay=0.1))
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), adamw(0.5, weight_decay=0.5))
     >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, -2.0]))
-    >>> step.params(state)["w"].round(decimals=3).tolist()  # decays by 0.05, then moves by lr
-    [0.45, 1.45]
+    >>> step.params(state)["w"].round(decimals=3).tolist()  # decays by 0.25, then moves by lr
+    [0.25, 1.25]
     """
     if decay is not None:
         return by_decay(adamw, lr, weight_decay, decay, betas=betas, eps=eps, bias_correction=bias_correction)
