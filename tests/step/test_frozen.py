@@ -11,6 +11,7 @@ from torch import Tensor
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
+from functional_ds.testing import assert_same
 from tests.planting import Bug, planted
 
 
@@ -69,27 +70,40 @@ def test_a_function_of_all_params_trains_none_that_is_frozen(stage: int | None, 
             assert torch.equal(found[path], leaf), path
 
 
+def written_in_place(stage: int) -> list[float]:
+    """A frozen leaf after two updates within zero, each of which adds one to what the rank has of all leaves."""
+
+    def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        state, metrics = inner(step, state, grads)
+        for leaf in fds.tree.leaves(state.params):
+            leaf.detach().add_(1.0)
+        return state, metrics
+
+    params = {"a": torch.ones(8), "fixed": torch.nn.Parameter(torch.arange(8.0), requires_grad=False)}
+    plain = fds.train_step(lambda params, x: (params["a"] * params["fixed"] * x).sum(), fds.sgd(0.1))
+    step = T.zero(stage)(fds.wrap("writes", update=update)(plain))
+    state = step.init(params)
+    for _ in range(2):
+        state, _ = step(state, torch.ones(8))
+    return step.params(state)["fixed"].tolist()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_a_frozen_leaf_that_is_written_in_place_is_written_on_all_ranks(stage: int) -> None:
-    """In an update within zero, which has a shard of it."""
+    assert comm.simulate(written_in_place, stage, world_size=2) == [[2.0 + i for i in range(8)]] * 2
 
-    def program() -> list[float]:
-        def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
-            state, metrics = inner(step, state, grads)
-            for leaf in fds.tree.leaves(state.params):
-                leaf.detach().add_(1.0)
-            return state, metrics
 
-        params = {"a": torch.ones(8), "fixed": torch.nn.Parameter(torch.arange(8.0), requires_grad=False)}
-        plain = fds.train_step(lambda params, x: (params["a"] * params["fixed"] * x).sum(), fds.sgd(0.1))
-        step = T.zero(stage)(fds.wrap("writes", update=update)(plain))
-        state = step.init(params)
-        for _ in range(2):
-            state, _ = step(state, torch.ones(8))
-        return step.params(state)["fixed"].tolist()  # type: ignore[no-any-return]
+def on_processes() -> list[tuple[dict[str, Tensor], list[float]]]:
+    return [(trained((stage,)), written_in_place(stage)) for stage in (1, 3)]
 
-    expected = [2.0 + i for i in range(8)]
-    assert comm.simulate(program, world_size=2) == [expected, expected]
+
+def test_on_processes() -> None:
+    """On two processes frozen params are what they are on simulated ranks."""
+    for rank in comm.spawn(on_processes, world_size=2):
+        for found, written in rank:
+            assert not found["fixed"].requires_grad
+            assert_same(found, plain())
+            assert written == [2.0 + i for i in range(8)]
 
 
 def test_new_values_of_frozen_params_pass_the_codec() -> None:

@@ -105,6 +105,14 @@ def test_each_model_has_its_own_counts_and_buffers(n: int, what: str, tmp_path: 
         torch.testing.assert_close(found, list(whole[model][1:]))
 
 
+def test_models_of_processes_go_on_as_simulated_ones(tmp_path: Path) -> None:
+    """Two processes save their counts of unused leaves amid a run; simulated ranks go on from there, in another stage."""
+    whole = comm.simulate(own_run, tmp_path, 0, range(4), "unused", world_size=2)
+    comm.spawn(own_run, tmp_path, 1, range(2), "unused", world_size=2)
+    for model, *found in comm.simulate(own_run, tmp_path, 3, range(2, 4), "unused", world_size=4):
+        torch.testing.assert_close(found, list(whole[model][1:]))
+
+
 BUG = Bug("all models have one name", "step.state.slots:Apart.named", '"".join(models) + leaf', "leaf")
 
 
