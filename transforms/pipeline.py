@@ -202,7 +202,10 @@ class _Pipeline:
 
     def parts(self, step: Step, state: State) -> GradientParts:
         """This rank's leaves; those of which an earlier rank of the pipeline has a copy count there."""
-        return GradientParts(dict.fromkeys(_placement(state).copies(step.leaf_map(state), self.ranks().rank), 0))
+        placement = _placement(state)
+        return GradientParts(
+            dict.fromkeys(placement.copies(step.leaf_map(state), self.ranks().rank), 0), dtype=placement.widest
+        )
 
 
 def _placement(state: State) -> Placement:

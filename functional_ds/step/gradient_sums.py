@@ -11,9 +11,9 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.torch_private import unscale_
-from functional_ds.optim.kernels import reals
+from functional_ds.optim.kernels import reals, widest
 
-from .mesh_axes import Axis, AxisRole, Divided, GradientParts, axes_of
+from .mesh_axes import Axis, Divided, GradientParts, axes_of
 from .state.state import State
 
 __all__ = ["GRADIENT_SUMS"]
@@ -26,9 +26,10 @@ def norm(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
         ValueError: the optimizer sums the gradients.
     """
     (grads,), dividing = _parts_of(step, state, grads)
+    wide = _dtype(dividing, grads)
     if not dividing:
-        return _norm(state, grads)
-    return _total(dividing, (grads,), lambda parts: _norm(state, parts) ** 2).sqrt()
+        return _norm(state, grads, wide)
+    return _total(dividing, (grads,), lambda parts: _norm(state, parts, wide) ** 2).sqrt()
 
 
 def dot(step: Divided, state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
@@ -41,7 +42,8 @@ def dot(step: Divided, state: State, one: list[Tensor], other: list[Tensor]) -> 
     if sizes[0] != sizes[1]:
         raise ValueError(f"step.dot: the lists have tensors of {sizes[0]} and {sizes[1]} elements; pass two that line up")
     rows, dividing = _parts_of(step, state, one, other)
-    return _total(dividing, rows, lambda a, b: _dot(state, a, b))
+    wide = _dtype(dividing, [*one, *other])
+    return _total(dividing, rows, lambda a, b: _dot(state, a, b, wide))
 
 
 def per_leaf(step: Divided, state: State, function: Callable[..., Tensor], *lists: list[Tensor]) -> dict[str, Tensor]:
@@ -80,9 +82,9 @@ def _total(
         return function(*rows)
     *inner, (axis, parts) = dividing
     sums = {count: _total(inner, [parts.only(row, count) for row in rows], function) for count in parts.counts}
-    if axis.role is AxisRole.STAGES:  # these may differ in their widest dtype
+    if parts.dtype is not None:
         total: Tensor = comm.all_reduce(sums[1].double(), axis.ranks())
-        return total.to(sums[1].dtype)
+        return total.to(parts.dtype)
     whole = [part for count, part in sums.items() if count is None]
     divided = [part / count if count > 1 else part for count, part in sums.items() if count is not None]
     if divided:
@@ -90,27 +92,24 @@ def _total(
     return functools.reduce(operator.add, whole)
 
 
-def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    """fp32, or fp64 where a tensor is."""
-    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+def _dtype(dividing: Sequence[tuple[Axis, GradientParts]], tensors: Sequence[Tensor]) -> torch.dtype:
+    """Of their norm on all ranks: fp32, or fp64 where one of them is."""
+    return next((parts.dtype for _, parts in dividing if parts.dtype is not None), widest(tensors))
 
 
-def _norm(state: State, grads: list[Tensor]) -> Tensor:
-    """In fp32, or in fp64 where a gradient is."""
+def _norm(state: State, grads: list[Tensor], wide: torch.dtype) -> Tensor:
     parts = reals(grads)
     if not parts:
-        return state.step.new_zeros((), dtype=torch.float32)
+        return state.step.new_zeros((), dtype=wide)
     norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in parts]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(_widest(parts)) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]))
     return total
 
 
-def _dot(state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
-    """In fp32, or in fp64 where a tensor is."""
+def _dot(state: State, one: list[Tensor], other: list[Tensor], wide: torch.dtype) -> Tensor:
     left, right = reals(one), reals(other)
     if not left:
-        return state.step.new_zeros((), dtype=torch.float32)
-    wide = _widest([*left, *right])
+        return state.step.new_zeros((), dtype=wide)
     return torch.stack(
         [torch.dot(a.reshape(-1).to(wide), b.reshape(-1).to(wide)) for a, b in zip(left, right, strict=True)]
     ).sum()

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import attrs
+import torch
 from torch import Tensor
 
 from functional_ds import comm
@@ -39,11 +40,13 @@ class GradientParts:
             it.
         others: the same of all other tensors; None where they are whole on all ranks.
         counts: which such numbers there are beside 0, on all ranks of the step alike.
+        dtype: of sums over the axis, if the ranks' own tensors differ in theirs, as those of a pipeline's stages do.
     """
 
     holders: Mapping[int, int] = attrs.field(factory=dict)
     others: int | None = 1
     counts: Sequence[int | None] = (1,)
+    dtype: torch.dtype | None = None
 
     def only(self, grads: Sequence[Tensor], count: int | None) -> list[Tensor]:
         """The gradients of which so many ranks have the same part; others are emptied."""

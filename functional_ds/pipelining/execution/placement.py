@@ -13,6 +13,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import freeze, is_trainable, like_marked, mark_part
+from functional_ds.optim.kernels import widest
 from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.lower import receives_early
 from functional_ds.pipelining.schedules.schedule import Schedule
@@ -84,6 +85,7 @@ class Placement:
         paths: all its leaves, in order.
         trained: those of them that are trained.
         parts: the leaves by the stages that use them; every stage has a part of its own, which may be empty.
+        widest: the dtype of norms and factors, fp64 where a trained leaf of any stage is.
         cache: what is found once.
     """
 
@@ -91,6 +93,7 @@ class Placement:
     paths: tuple[str, ...] = tree.static()
     trained: tuple[str, ...] = tree.static()
     parts: tuple[StageParams, ...] = tree.static()
+    widest: torch.dtype = tree.static()
     cache: PipelineCache = tree.static()
 
     @staticmethod
@@ -114,8 +117,9 @@ class Placement:
             StageParams(_title(used), used, tuple(sorted({placement[stage] for stage in used})), tuple(held))
             for used, held in sorted(shared.items())
         ]
-        trained = tuple(path for path, leaf in tree.named(params) if is_trainable(leaf))
-        return Placement(tree.structure(params), paths, trained, tuple(parts), PipelineCache())
+        trained = {path: leaf for path, leaf in tree.named(params) if is_trainable(leaf)}
+        dtype = widest([*trained.values()])
+        return Placement(tree.structure(params), paths, tuple(trained), tuple(parts), dtype, PipelineCache())
 
     def parts_of(self, stage: int) -> list[StageParams]:
         """A stage's parts: its own first, then those that it shares."""

@@ -20,6 +20,7 @@ from tests.pipelining.execution.test_recorder import (
 )
 from tests.planting import Bug, planted
 from tests.transforms.pipeline.test_pipeline import alone, assert_same
+from tests.transforms.pipeline.test_pipeline_cases import test_a_norm_is_as_exact_as_the_widest_leaf_of_any_stage
 from tests.transforms.staged import on_mesh
 
 pytestmark = pytest.mark.timeout(60)
@@ -249,6 +250,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
             "with disable_dispatch_modes(), forked_rng(), for_shapes():\n    ...",
             "with forked_rng(), for_shapes():\n    ...",
         ),
+    ],
+    (test_a_norm_is_as_exact_as_the_widest_leaf_of_any_stage,): [
+        Bug("norms in fp32", "pipelining.execution.placement:Placement.of", "widest([*trained.values()])", "torch.float32"),
     ],
     (two_parts_are_the_whole,): [
         Bug(

@@ -84,6 +84,22 @@ def test_losses_and_metrics_of_any_dtype(dtype: torch.dtype) -> None:
     check(pp.stages([layer] * 2, params, loss=loss), params, rows(5, dtype), pp.one_f_one_b(2, 3))
 
 
+@pytest.mark.law(27)
+def test_a_norm_is_as_exact_as_the_widest_leaf_of_any_stage() -> None:
+    """To 1e-12 on all ranks, where the first stage is fp64, the second has no params, and the third is fp32."""
+    params = {"a": torch.eye(4, dtype=torch.float64) / 3, "b": torch.eye(4)}
+    pieces = [
+        pp.Piece(lambda a, x: torch.tanh(x @ a), uses="a"),
+        pp.Piece(lambda p, x: torch.sin(x), uses=()),
+        pp.Piece(lambda b, x: x @ b.double(), uses="b"),
+    ]
+    model, batch = pp.stages(pieces, params, loss=error), rows(3, torch.float64)
+    clip = [lambda mesh: transforms.clip(0.01)]
+    [((expected, *_), _)] = comm.simulate(lambda: run(model, params, batch, None, *clip), world_size=1)
+    for (found, *_), _ in comm.simulate(lambda: run(model, params, batch, pp.one_f_one_b(3, 1), *clip), world_size=3):
+        torch.testing.assert_close(found["grad_norm"], expected["grad_norm"], rtol=1e-12, atol=0)
+
+
 @pytest.mark.law(36)
 @pytest.mark.parametrize("stored", [None, "cpu", "disk"])
 def test_params_on_the_host_or_a_disk(tmp_path: Path, stored: str | None) -> None:
