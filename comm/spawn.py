@@ -214,6 +214,7 @@ def spawn(
 
     Raises:
         ValueError: other processes cannot import ``program``, since it is a lambda, a closure, or from a notebook or stdin.
+        TypeError: an argument cannot be pickled.
         Exception: the first error that a rank raised, with the rank and its traceback as a note; RankFailedError if it cannot
             be pickled. The other ranks are ended with SIGTERM and, after 5 s, SIGKILL.
         RuntimeError: in a new process: the script calls ``spawn`` when it is imported.
@@ -234,7 +235,12 @@ def spawn(
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_run, args=(sender, program, args, rank, setting), daemon=False)
-            process.start()
+            try:
+                process.start()
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                raise TypeError(
+                    f"spawn: an argument cannot be sent to a new process: {error}; make it in the program"
+                ) from error
             sender.close()
             pipes.append(receiver)
             processes.append(process)

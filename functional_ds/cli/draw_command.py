@@ -29,6 +29,7 @@ __all__ = ["draw"]
 
 _CONVENTIONS = {"16": SIXTEEN, "18": EIGHTEEN, "fp32": SINGLE}
 _MOST = 64  # ranks that are simulated for a picture of traffic
+_MOST_CELLS = 2**14  # micro-batches of all ranks in a picture of a schedule
 
 
 def draw(
@@ -86,6 +87,8 @@ def _schedule(name: str, ranks: int, microbatches: int, costs: str, width: int) 
             if not Path(name).is_file():
                 raise CommandError(f"OF: there is no file {name}")
             schedule = from_csv(name)
+        elif ranks * microbatches > _MOST_CELLS:
+            raise CommandError(f"--ranks {ranks} --microbatches {microbatches}: a picture has room for {_MOST_CELLS:,} of both")
         else:
             schedule = published(name, ranks, microbatches)
         found = timeline(schedule, Costs(forward=times[0], inputs=times[1], weights=times[2]))

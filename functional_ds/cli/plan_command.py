@@ -41,7 +41,7 @@ def plan(
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or several of them; bf16 for a model.")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows of a micro-batch on a rank.")] = None,
     accumulate: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batches of a step; 2 for each rank of a pipeline.")
+        int | None, typer.Option(min=1, max=4096, help="Micro-batches of a step; 2 for each rank of a pipeline.")
     ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the repeated blocks.")] = False,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of a row, for a Hugging Face model.")] = 1024,

@@ -156,6 +156,11 @@ class TrainingRun:
         self.state, metrics = step(self.state, batch)
         self.progress = attrs.evolve(self.progress, done=self.done + 1)
         if self.on_non_finite is not None:
+            if "loss" not in metrics:
+                raise ValueError(
+                    f"on_non_finite={self.on_non_finite!r} watches the metric 'loss', and the step has {sorted(metrics)}; pass "
+                    "on_non_finite=None"
+                )
             self.health = self.health.after(metrics["loss"])
         self.metrics.moved()
         return metrics

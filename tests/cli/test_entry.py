@@ -52,6 +52,8 @@ def test_the_commands_are_these(capsys: pytest.CaptureFixture[str]) -> None:
             "--microbatches': Input should be greater than or equal to 1",
         ),
         (["draw", "schedule", "--costs", "1,2"], "three numbers"),
+        (["draw", "schedule", "--ranks", "100000"], "a picture has room for 16,384 of both"),
+        (["plan", f"{__name__}:net", "--accumulate", "1000000"], "less than or equal to 4096"),
         (["draw", "memory", "-o", "x.txt"], "should end with"),
         (["draw", "trace", "none.json"], "there is no file none.json"),
         (["draw", "traffic"], "name a model"),

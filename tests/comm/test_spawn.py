@@ -115,6 +115,11 @@ def test_a_world_has_a_whole_number_of_ranks(size: Any) -> None:
         comm.spawn(adds, 1, 2, world_size=size)
 
 
+def test_an_argument_that_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(TypeError, match=r"spawn: an argument cannot be sent to a new process: .*lock.*make it in the program"):
+        comm.spawn(adds, threading.Lock(), 2, world_size=1)
+
+
 @pytest.mark.parametrize(("timeout", "error"), [(5, TypeError), (None, TypeError), (timedelta(0), ValueError)])
 def test_a_timeout_is_a_length_of_time(timeout: Any, error: type[Exception]) -> None:
     """Refused at once, by name; by ``init_distributed``, too."""

@@ -477,6 +477,19 @@ def test_what_is_no_state() -> None:
         fds.fit(step, state, models.batch, steps=1, timeout=60)  # type: ignore[arg-type]
 
 
+def test_a_step_without_the_metric_loss_is_not_watched() -> None:
+    def unnamed(inner: Any, step: Any, state: Any, batch: Any, carry: Any, last: bool) -> Any:
+        state, grads, metrics = inner(step, state, batch, carry, last)
+        return state, grads, {"error": metrics["loss"]}
+
+    step, state = models.build()
+    step = fds.wrap("unnamed", gradients=unnamed)(step)
+    with pytest.raises(ValueError, match=r"on_non_finite=Stop.* the step has \['error'.*\]; pass on_non_finite=None"):
+        fds.fit(step, state, models.batch, steps=1)
+    _, state = models.build()
+    assert fds.fit(step, state, models.batch, steps=1, on_non_finite=None).step == 1
+
+
 def test_what_is_no_data_and_no_path_is_refused() -> None:
     step, state = models.build()
     for program, complaint in (

@@ -63,7 +63,7 @@ def replicated(
 
     def combined(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
         state, grads = inner(step, state, grads)
-        return combine.combined(state, grads, slot, replicas.ranks())
+        return combine.combined(step, state, grads, slot, replicas.ranks())
 
     return wrap(
         title,

@@ -11,6 +11,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
+from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.optim.kernels import reals
 from functional_ds.sharding.sources import values_of
 from functional_ds.step.compose import wrap
@@ -32,7 +33,8 @@ class Combine:
     memory)`` it is the single-device step on the concatenated batch; with any function, all stages compute the same.
 
     ``reduce`` must return the same bits on all ranks, or params drift apart. It runs once a step. A step whose gradients are
-    not finite on any rank leaves the memory as it was.
+    not finite on any rank leaves the memory as it was. A leaf that no rank's loss uses is skipped by the optimizer, unless the
+    memory adds a gradient.
 
     Cost: what ``reduce`` sends, and 8 bytes for the weight and for whether all gradients are finite. Gradients are whole on
     every rank, in fp32, from the first micro-batch to the update, in stages 2 and 3, too.
@@ -62,7 +64,7 @@ class Combine:
         """The memory before the first step."""
         return () if self.init is None else self.init(reals(leaves), ranks)
 
-    def combined(self, state: State, grads: Weighted, slot: str, ranks: comm.Group) -> tuple[State, Weighted]:
+    def combined(self, step: Step, state: State, grads: Weighted, slot: str, ranks: comm.Group) -> tuple[State, Weighted]:
         """Sums of all ranks from this rank's sums, a tensor a leaf; the memory is in the slot."""
         before = state.slots[slot]
         comm.varying(grads.sum, ranks)  # ``reduce`` and the look for overflow may do to a rank's part what is not linear
@@ -76,7 +78,8 @@ class Combine:
         memory = tree.map(lambda new, old: torch.where(finite, new, old), memory, before)
         state = tree.replace(state, finite=finite if state.finite is None else finite & state.finite)
         shaped = [_like((mean * weight).view(-1), grad) for mean, grad in zip(means, grads.sum, strict=True)]
-        state = state if self.init is None else tree.replace(state, unused=frozenset())  # what is owed comes in any step
+        if self.init is not None:
+            state = tree.replace(state, unused=_unused(step, state, means))
         return state.put(**{slot: memory}), tree.replace(grads, sum=shaped)
 
 
@@ -99,7 +102,7 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
         views = [row for s, own, flat in rows for row in zip(s.slots, s.views(own), s.views(flat), strict=True)]
         views.sort(key=lambda row: row[0].leaf)
         own = tree.replace(grads, sum=[view for _, view, _ in views])
-        state, grads = combine.combined(state, own, "combine", groups.group)
+        state, grads = combine.combined(step, state, own, "combine", groups.group)
         for (_, _, view), total in zip(views, grads.sum, strict=True):
             view.copy_(total)
         if zero.stage:
@@ -114,6 +117,15 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
         init=init,
         reduce=reduce,
     )(step)
+
+
+def _unused(step: Step, state: State, means: Sequence[Tensor]) -> frozenset[str]:
+    """The leaves without a gradient from the loss or the memory; read on the host where the loss left some out."""
+    own = state.unused if step.skips_unused else None
+    if not own or state.step.is_meta or current_recorder() is not None:
+        return own or frozenset()
+    leaves = step.leaf_map(state).leaves
+    return frozenset(leaf.path for leaf, mean in zip(leaves, means, strict=True) if leaf.path in own and not mean.any())
 
 
 def _finite(tensors: Sequence[Tensor], model: Tensor) -> Tensor:

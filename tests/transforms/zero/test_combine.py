@@ -144,12 +144,59 @@ def test_what_it_cannot_be_is_refused(make: Any, words: str) -> None:
         make()
 
 
+def sometimes(params: Any, batch: tuple[Tensor, bool]) -> Tensor:
+    x, uses = batch
+    return (params["w"] * x).sum() + ((params["u"] * x).sum() if uses else 0.0)
+
+
+def decayed(strategy: Any, uses: list[bool]) -> tuple[list[float], dict[str, int]]:
+    """A leaf that some steps leave out, under decay."""
+    step = strategy(fds.train_step(sometimes, fds.sgd(1.0, weight_decay=0.5)))
+    state = step.init({"w": torch.zeros(4), "u": torch.ones(4)})
+    for used in uses:
+        state, _ = step(state, (torch.tensor([3.0, 2.0, 3.0, 2.0]), used))
+    return step.params(state)["u"].tolist(), {path: int(count) for path, count in state.idle.items()}
+
+
+def feedback(stage: int | None) -> Any:
+    """The larger half of each leaf, the rest in a later step; None for the transform that does this by itself."""
+    codec = comm.codecs.TopK(0.5)
+    if stage is None:
+        return T.compressed_gradients(codec)
+    sums = comm.codecs.ErrorFeedback(codec)
+    return T.zero(stage, aggregate=T.Combine(lambda *args: sums.all_reduce(*args, op="avg"), init=sums.init))
+
+
+@pytest.mark.law(14)
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_leaf_that_no_loss_uses_is_skipped_unless_something_is_owed(stage: int | None, n: int) -> None:
+    """One that was used comes with what is owed in the next step, and then stays as it is; one that never was does not move."""
+    never = comm.simulate(decayed, feedback(stage), [False] * 3, world_size=n)
+    assert never == [([1.0] * 4, {"u": 3})] * n
+    once = comm.simulate(decayed, feedback(stage), [True, False, False], world_size=n)
+    first = [1 - 3 - 0.5, 1 - 0.5]
+    assert once == [([first[0] * 0.5, first[1] * 0.5 - 2] * 2, {"u": 1})] * n
+
+
 BUGS = [
     Bug("micro-batches are combined apart", "transforms.zero.zero:Zero._reducer", "last and self.combine is None", "last"),
     Bug("leaves are in the segments' order", "transforms.zero.combine:combining.reduce", "row[0].leaf", "-row[0].leaf"),
     Bug("nothing is owed", "transforms.zero.combine:Combine.combined", "state.put(**{slot: memory})", "state"),
     Bug("sums are taken for means", "transforms.zero.combine:Combine.combined", "ranks.size / weight", "1 / weight"),
 ]
+
+
+SKIPS = [
+    Bug("leaves that nothing uses have gradients of zero", "transforms.zero.combine:_unused", "state.unused", "None"),
+    Bug("what is owed is lost", "transforms.zero.combine:_unused", "leaf.path in own and not mean.any()", "leaf.path in own"),
+]
+
+
+@pytest.mark.parametrize("bug", SKIPS, ids=[bug.name for bug in SKIPS])
+def test_a_planted_bug_of_skipped_leaves_is_found(bug: Bug) -> None:
+    with planted(bug), pytest.raises(AssertionError):
+        test_a_leaf_that_no_loss_uses_is_skipped_unless_something_is_owed(1, 2)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
