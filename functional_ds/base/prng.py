@@ -58,6 +58,7 @@ class Key:
         row: the global index of the first row.
         places: the slice of all draws, unless a draw passes ``places``.
         watch: called with each value that is drawn for without ``places``, and the draw's name; transforms use it for checks.
+        constant: whether all draws are 0.5 and dropout is off, in checks that move tokens.
     """
 
     seed: Tensor
@@ -65,6 +66,7 @@ class Key:
     row: Tensor
     places: Places = attrs.field(factory=dict)
     watch: Callable[[Tensor, str], None] | None = tree.static(default=None)
+    constant: bool = tree.static(default=False)
 
     @staticmethod
     def of(seed: int | Tensor) -> "Key":
@@ -75,7 +77,7 @@ class Key:
     def at(self, *, step: Tensor | None = None, rows: Tensor | int = 0, places: Places | None = None) -> "Key":
         """The key for a step, for rows from ``rows`` on, and with ``places`` added to those that it carries."""
         own, watch = (self.places, self.watch) if places is None else ({**self.places, **places}, None)
-        return Key(self.seed, self.step if step is None else step, self.row + rows, own, watch)
+        return Key(self.seed, self.step if step is None else step, self.row + rows, own, watch, self.constant)
 
     def uniform(self, like: Tensor, name: str, *, places: Places | None = None) -> Tensor:
         """Uniform fp32 random numbers in [0, 1), in the shape of ``like``, whose dim 0 is the batch's rows.
@@ -105,6 +107,8 @@ class Key:
             self.watch(x, name)
 
     def _drawn(self, like: Tensor, name: str, places: Places | None) -> Tensor:
+        if self.constant:
+            return torch.full(like.shape, 0.5, device=like.device)
         device, given = like.device, self.places if places is None else {**self.places, **places}
         found = _checked(given, like, name) if given else {}
         rows = like.shape[0] if like.dim() else 1
@@ -138,7 +142,7 @@ class Key:
         """
         if not 0 <= p < 1:
             raise ValueError(f"p={p} must be a probability in [0, 1)")
-        if p == 0:
+        if p == 0 or self.constant:
             return x
         self._show(x, name, places)
         return x * (self._drawn(x, name, places) >= p).to(x.dtype) / (1 - p)

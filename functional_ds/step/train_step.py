@@ -186,7 +186,8 @@ def _params(step: Step, state: State) -> Any:
 
 
 def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
-    loss, metrics = evaluated(step, state, lambda params: step.loss(tree.replace(state, key=None), params, batch))
+    key = state.key if state.key is not None and state.key.constant else None
+    loss, metrics = evaluated(step, state, lambda params: step.loss(tree.replace(state, key=key), params, batch))
     return {"loss": loss, **metrics}
 
 

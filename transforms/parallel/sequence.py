@@ -11,6 +11,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import generator_states
 from functional_ds.base.weighted import Weighted
+from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.comm.worlds.rng_state import RngState
 from functional_ds.parallel.sequence.axis import AXIS, IN_DOCUMENTS, SequenceAxis
 from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
@@ -28,6 +29,7 @@ from .order_check import in_halves, in_other_orders
 
 __all__ = ["sequence"]
 
+_ZEROS = "a matrix of zeros"  # the kind of a state, while a layer hides those before it
 _KINDS = 256  # of batches that are remembered: documents, which a layout knows, may differ in each
 
 
@@ -58,9 +60,9 @@ def sequence(
 
     Sends nothing in a step, but for a batch of a new shape or layout a small message, by which ranks compare layouts, lengths
     and batches (the host waits for that), and with ``whole=False`` the masks. The first step computes the loss five times more
-    without gradients, to see whether anything but attention depends on the order of a rank's tokens, and whether the loss is a
-    sum over tokens; not in pipelines, nor where attention is another than ``fds.seq``'s. A loss that takes a key, or that
-    reduces over the ranks itself, may be any function.
+    without gradients and with keys whose draws are constant, to see whether anything but attention depends on the order of a
+    rank's tokens, and whether the loss is a sum over tokens; the second, too, where a matrix was zeros at first. Not in
+    pipelines, nor where attention is another than ``fds.seq``'s. A loss that reduces over the ranks itself may be any function.
 
     Args:
         group: the ranks among which sequences are cut; None for the whole world.
@@ -245,15 +247,27 @@ class _SequenceParallel:
     def guard_gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """Refuses, in the first step, losses that see a sequence by more than attention, and such as are no sums over it."""
-        if state.batch is not None or carry is not None or self._has_no_sequences(batch):
+        """Refuses losses that see a sequence by more than attention, and such as are no sums over it.
+
+        In the first step, and in the second where a matrix began as zeros, behind which nothing shows.
+        """
+        if carry is not None or self._has_no_sequences(batch) or not self.is_due(state):
             return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
         piece, _, dims = self.cut(step, state, batch)
-        self.check_order(step, state, piece, dims)
-        self.check_sum(step, state, piece, dims)
+        if self.mesh_axis.compares and not (step.has(AxisRole.STAGES) or state.step.is_meta):
+            key = None if state.key is None else tree.replace(state.key, constant=True)
+            self.check_order(step, tree.replace(state, key=key), piece, dims)
+            self.check_sum(step, tree.replace(state, key=key), piece, dims)
         result = inner(step, state, batch, carry, last)
         self.check_stages(step, state, _device(piece))
         return result  # type: ignore[no-any-return]
+
+    def is_due(self, state: State) -> bool:
+        """Whether this step's loss is checked."""
+        graphs = state.graphs
+        if state.batch is None:
+            return graphs.is_new("first step over sequences")
+        return _ZEROS in graphs.kinds and current_recorder() is None and graphs.is_new("second step over sequences")
 
     def guard_forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """Refuses draws by torch's generator, a loss that is None, and one that asks for no ranks of its sequence.
@@ -298,32 +312,23 @@ class _SequenceParallel:
             )
         return total  # type: ignore[no-any-return]
 
-    def checks(self, step: Step, state: State) -> bool:
-        """Whether the first step computes more than one loss: the same on all ranks, whatever the lengths of their batches."""
-        return self.mesh_axis.compares and not (step.has(AxisRole.STAGES) or state.step.is_meta)
-
     def check_order(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
         """Refuses a loss to which the order of a rank's positions matters beside attention, by two passes without gradients.
 
         Raises:
             ValueError: on all ranks.
         """
-        if not self.checks(step, state) or not state.graphs.is_new("order of a sequence"):
-            return
         two = in_other_orders(piece, dims)
         before = RngState.now()
         try:
             one, other = (step.phases["measure"](step, state, each)["loss"] for each in two)
-        except (AttributeError, TypeError):
-            if step.draws:  # it may need its key, which is for training alone
-                return
-            raise
         finally:
             before.restore()
-        own = torch.stack(
-            [(one.sum - other.sum).abs(), one.sum.abs(), torch.as_tensor(one.weight, device=one.sum.device)]
-        ).double()
-        change, size, weight = step.sum_over_ranks(state, own).tolist()
+        weight, zeros = (torch.as_tensor(number, device=one.sum.device) for number in (one.weight, _has_zeros(step, state)))
+        own = torch.stack([(one.sum - other.sum).abs(), one.sum.abs(), weight, zeros]).double()
+        change, size, weight, zeros = step.sum_over_ranks(state, own).tolist()
+        if zeros:
+            state.graphs.is_new(_ZEROS)
         if IN_ORDER not in state.graphs.kinds and change > 1e-5 * size + 3e-7 * weight:
             raise ValueError(
                 f"{self}: where tokens change their places within a rank, each with its label and position, the loss changes "
@@ -341,8 +346,6 @@ class _SequenceParallel:
             ValueError: on all ranks.
         """
         group = self.mesh_axis.ranks()
-        if step.draws or not self.checks(step, state) or not state.graphs.is_new("sum over a sequence"):
-            return
         three = in_halves(piece, dims)
         before = RngState.now()
         try:
@@ -384,6 +387,13 @@ class _SequenceParallel:
             "fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']); for a loss without attention pass "
             "tokenwise=True"
         )
+
+
+def _has_zeros(step: Step, state: State) -> bool:
+    """Whether this rank's part of some matrix is zeros."""
+    leaf_map = step.leaf_map(state)
+    parts = zip(leaf_map.shards, leaf_map.views(step.trained(state)), strict=True)
+    return any(len(leaf_map.leaves[part.leaf].shape) > 1 and part.numel and not own.any() for part, own in parts)
 
 
 def _device(piece: CutBatch) -> torch.device:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.state_dict.fingerprint import fingerprints
 
 __all__ = [
+    "Compared",
     "check_batch",
     "check_draws",
     "check_loss",
@@ -105,14 +107,16 @@ def check_draws(drawn: Sequence[Drawn], group: comm.Group) -> set[str]:
     return {name for place, (name, _, _) in enumerate(drawn) if any(row[3 * place] for row in rows)}
 
 
-def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collection[str], group: comm.Group) -> None:
-    """Refuses gradients of leaves that are not cut and that differ over the group, in the first step.
+def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collection[str], group: comm.Group) -> "Compared":
+    """Refuses gradients of leaves that are not cut and that differ over the group.
 
     Raises:
         ValueError: on all ranks.
     """
     whole = {leaf.path for leaf in parts.leaves} - set(cut)
-    for path, rows in _gradients_told(parts, grads, whole, group):
+    told = list(_gradients_told(parts, grads, whole, group))
+    compared = Compared.of(told)
+    for path, rows in told if compared.finite else ():
         others = [group.ranks[rank] for rank, row in enumerate(rows) if not _alike(row, rows[0], 1e-3)]
         if others:
             raise ValueError(
@@ -120,23 +124,23 @@ def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collecti
                 f"{others} from those of rank {group.ranks[0]}: it is used on slices, so each rank has a part of them; say "
                 "'replicated_with_grad_allreduce' for it in the plan, or cut it as what it is used on"
             )
+    return compared
 
 
-def check_partial_gradients(parts: LeafMap, grads: Sequence[Tensor], cuts: Cuts, group: comm.Group) -> None:
-    """Refuses equal gradients of leaves whose gradients would be summed over the group by a word, in the first step.
+def check_partial_gradients(parts: LeafMap, grads: Sequence[Tensor], cuts: Cuts, group: comm.Group) -> "Compared":
+    """Refuses equal gradients of leaves whose gradients would be summed over the group by a word.
 
     Nothing is said where the gradients of all slices are equal, too, as of layers that begin with one number everywhere.
 
     Raises:
         ValueError: on all ranks.
     """
-    if not cuts.by_word:
-        return
-    told = list(_gradients_told(parts, grads, cuts.by_word | cuts.slices.keys(), group))
+    told = list(_gradients_told(parts, grads, cuts.by_word | cuts.slices.keys(), group)) if cuts.by_word else []
+    compared = Compared.of(told)
     equal = {path: all(_alike(row, rows[0], 1e-5) for row in rows) for path, rows in told}
     slices = cuts.slices.keys() & equal.keys()
     if slices and all(equal[path] for path in slices):
-        return
+        return compared
     for path, rows in told:
         if path in cuts.by_word and equal[path] and rows[0][0]:
             raise ValueError(
@@ -144,6 +148,27 @@ def check_partial_gradients(parts: LeafMap, grads: Sequence[Tensor], cuts: Cuts,
                 f"{group.name!r} have the same gradients of it: it is used on what is whole, and their sum would be "
                 f"{group.size} times too large; say 'replicated' for it, or leave it out of the plan"
             )
+    return compared
+
+
+@attrs.frozen
+class Compared:
+    """What a comparison of gradients has seen.
+
+    Attributes:
+        finite: whether all were finite; where a loss scale skips the step, nothing is known.
+        zeros: whether some leaf's were zeros on all ranks, as behind a layer that begins as zeros.
+    """
+
+    finite: bool
+    zeros: bool
+
+    @staticmethod
+    def of(told: Sequence[tuple[str, list[list[float]]]]) -> "Compared":
+        """Of what ranks have told of each leaf."""
+        rows = [rows for _, rows in told]
+        finite = all(math.isfinite(number) for of_leaf in rows for row in of_leaf for number in row)
+        return Compared(finite, any(not any(row[0] for row in of_leaf) for of_leaf in rows))
 
 
 def _gradients_told(

@@ -31,6 +31,7 @@ from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
 from .slice_checks import (
+    Compared,
     check_batch,
     check_draws,
     check_loss,
@@ -307,18 +308,26 @@ class _TensorParallel:
         return result
 
     def guard_reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        """Refuses gradients of whole leaves that differ over the group, or are to be summed and do not, in the first step.
+        """Refuses gradients of whole leaves that differ over the group, or are to be summed and do not, in the first steps.
 
         Raises:
             ValueError: on all ranks.
         """
         group = self.axis.ranks()
         if group.size > 1 and state.graphs.is_new("partial gradients over tp"):
-            check_partial_gradients(step.leaf_map(state), grads.sum, _cuts(state), group)
+            found = check_partial_gradients(step.leaf_map(state), grads.sum, _cuts(state), group)
+            _note(state, "partial gradients over tp", found)
         after, grads = inner(step, state, grads)
         if group.size > 1 and not step.has(AxisRole.STAGES) and state.graphs.is_new("gradients over tp"):
-            check_whole_gradients(step.leaf_map(after), grads.sum, _cuts(after).slices.keys(), group)
+            found = check_whole_gradients(step.leaf_map(after), grads.sum, _cuts(after).slices.keys(), group)
+            _note(state, "gradients over tp", found)
         return after, grads
+
+
+def _note(state: State, kind: str, compared: Compared) -> None:
+    """Has the next step compare again if this one has overflown, and one step more if a leaf's gradients were zeros."""
+    if not compared.finite or (compared.zeros and state.graphs.is_new(f"{kind}, zeros")):
+        state.graphs.kinds.discard(kind)
 
 
 def _cuts(state: State) -> Cuts:

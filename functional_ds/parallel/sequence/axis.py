@@ -14,7 +14,7 @@ from functional_ds.step.pass_scope import current_pass
 
 from .sequence_layout import SequenceLayout
 
-__all__ = ["AXIS", "IN_DOCUMENTS", "SequenceAxis", "documents_of", "resolve_axis", "sequence_axis"]
+__all__ = ["AXIS", "IN_DOCUMENTS", "SequenceAxis", "check_pieces", "documents_of", "resolve_axis", "sequence_axis"]
 
 AXIS = "sp"
 IN_DOCUMENTS = "sp, for attention within its documents"  # what the functions here ask for; ``axis("sp")`` says nothing of it
@@ -156,6 +156,29 @@ def resolve_axis(
             "and T.sequence(mesh['ring', 'heads'], layout=SequenceLayout(kind, inner=2)), where inner is the size of 'heads'"
         )
     return found.group, found.layout, found.documents
+
+
+def check_pieces(what: str, length: int, group: Group, window: int | None) -> None:
+    """Raises ValueError where an attention over these positions is not one over the sequence of the step.
+
+    Args:
+        what: the caller, for the error.
+        length: of all pieces on the ranks of ``group``.
+        group: the ranks that attend to each other.
+        window: the attention's. One of two parts neighbours that the step's check of orders moves apart.
+    """
+    if window == 2:
+        note_asked(IN_ORDER)
+    known = axes().get(AXIS)
+    if not isinstance(known, SequenceAxis) or known.group.size == 1:
+        return
+    if length > known.length or (length < known.length and group.ranks != known.group.ranks):
+        raise ValueError(
+            f"{what}: the pieces on the {group.size} ranks of {group.name!r} have {length} positions together, and the "
+            f"sequence of the step's T.sequence {known.length} on {known.group.size} ranks. Leave the group out; for Ulysses over "
+            "a ring pass two, fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']); and see that "
+            "T.sequence(dims=...) cuts all leaves that are sequences"
+        )
 
 
 def _of_the_step(known: Any, group: Group, layout: SequenceLayout | str | None) -> SequenceLayout | None:

@@ -11,7 +11,7 @@ from functional_ds.comm.agreement.alike import alike
 from functional_ds.comm.record.group import Group
 from functional_ds.step.axes import is_for_shapes
 
-from .axis import resolve_axis
+from .axis import check_pieces, resolve_axis
 from .blockwise import AttentionMask, checked_qkv, mask_of, resolved_scale, without_autocast
 from .sequence_layout import SequenceLayout
 
@@ -74,6 +74,7 @@ def cut_attention(
         ranks, how, numbers = resolve_axis(what, group, layout, documents=documents)
         q, k, v = checked_qkv(what, q, k, v)
         length = q.shape[2] * ranks.size
+        check_pieces(what, length, ranks, window)
         how.check(length, ranks.size)
         documents = numbers if documents is None else documents
         mask = mask_of(causal, window, documents, length=length, rows=q.shape[0], layout=how)

@@ -12,7 +12,7 @@ from functional_ds.comm.record.group import Group
 from functional_ds.step.axes import is_for_shapes
 from functional_ds.step.pass_scope import current_pass
 
-from .axis import INSIDE_ULYSSES, resolve_axis
+from .axis import INSIDE_ULYSSES, check_pieces, resolve_axis
 from .blockwise import attention as on_one_device
 from .blockwise import checked_qkv
 from .cut_attention import Attention, shape_of_attention
@@ -69,6 +69,8 @@ def ulysses(
         )
         q, k, v = checked_qkv("ulysses", q, k, v)
         length = q.shape[2] * ranks.size
+        if attention is None:
+            check_pieces("ulysses", length, ranks, kwargs.get("window"))
         runs = tuple(how.runs(length, ranks.size, rank) for rank in range(ranks.size))
         if attention is None:
             documents = how.documents if numbers is None else numbers

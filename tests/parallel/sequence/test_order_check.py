@@ -1,5 +1,6 @@
 """In a first step over sequences, what acts along a rank's piece beside attention is refused, and what is right passes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,23 +42,43 @@ def _here(at: Tensor) -> Tensor:
 
 
 def _run(
-    layer: Layer, *, shifts: bool = False, ranks: int = 2, length: int = 16, dtype: str | None = None, **options: Any
+    layer: Layer,
+    *,
+    shifts: bool = False,
+    ranks: int = 2,
+    length: int = 16,
+    dtype: str | None = None,
+    keyed: bool = False,
+    silent: bool = False,
+    **options: Any,
 ) -> None:
-    def loss(params: dict[str, Tensor], batch: dict[str, Tensor]) -> fds.Weighted:
+    """Two steps: of a loss that draws, if it is keyed, and where the head begins as zeros, if it is silent."""
+
+    def of(params: dict[str, Tensor], batch: dict[str, Tensor], key: Any = None) -> fds.Weighted:
         x = layer(params, params["words"][batch["input_ids"]], batch["position_ids"])
-        logits, labels = x @ params["words"].T, batch["shift_labels"]
+        x = x if key is None else key.dropout(x, 0.5, "x") + key.uniform(x, "noise")
+        logits, labels = x @ params["head"].T, batch["shift_labels"]
         if shifts:
             logits, labels = logits[:, :-1], batch["input_ids"][:, 1:]
         each = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
         return fds.Weighted(each, (labels != -100).sum())
 
+    def with_key(params: dict[str, Tensor], batch: dict[str, Tensor], key: Any) -> fds.Weighted:
+        return of(params, batch, key.at())  # there must be one
+
+    def without(params: dict[str, Tensor], batch: dict[str, Tensor]) -> fds.Weighted:
+        return of(params, batch)
+
     def program() -> None:
         torch.manual_seed(0)
         params = {"words": torch.randn(WORDS, WIDTH), "at": torch.randn(16, WIDTH), "qkv": torch.randn(WIDTH, 3 * WIDTH)}
         params["kernel"] = torch.randn(WIDTH, WIDTH, 2) / 9
+        params["head"] = torch.zeros(WORDS, WIDTH) if silent else params["words"].clone()
         strategy = [*([T.mixed_precision(dtype)] if dtype else []), T.zero(3), T.sequence(**options)]
-        step = fds.compose(*strategy)(fds.train_step(loss, fds.sgd(0.01)))
-        step(step.init(params), {"input_ids": TOKENS[:, :length], "labels": TOKENS[:, :length]})
+        step = fds.compose(*strategy)(fds.train_step(with_key if keyed else without, fds.sgd(0.01)))
+        state = step.init(params)
+        for _ in range(2):
+            state, _ = step(state, {"input_ids": TOKENS[:, :length], "labels": TOKENS[:, :length]})
 
     comm.simulate(program, world_size=ranks)
 
@@ -78,6 +99,8 @@ WRONG = {
     "two tokens on a rank": (_table(_here), {"length": 4}),
     "shifted labels": (_attention(), {"shifts": True}),
     "in half precision": (_convolution, {"dtype": "bf16", "layout": "zigzag"}),
+    "rotary positions and draws": (_attention(lambda x, at: _rotary(x, _here(at))), {"keyed": True}),
+    "behind a head of zeros": (_convolution, {"silent": True}),
 }
 
 
@@ -103,6 +126,10 @@ RIGHT = {
     "another attention": (_attention(None, seq.ulysses(lambda q, k, v, causal: v.cumsum(2))), {}),
     "groups of its own": (_attention(_rotary, lambda *qkv, causal: _within_groups()(*qkv, causal=causal)), {}),
     "a token on each rank": (_table(lambda at: at), {"length": 2}),
+    "draws": (_attention(_rotary), {"keyed": True, "layout": "zigzag"}),
+    "a head of zeros": (_attention(_rotary), {"silent": True}),
+    "a window of two": (_attention(_rotary, functools.partial(seq.ring(), window=2)), {}),
+    "a window of three": (_attention(_rotary, functools.partial(seq.gathered(), window=3)), {"layout": "zigzag"}),
 }
 
 
@@ -110,6 +137,61 @@ RIGHT = {
 def test_right_models_pass(name: str) -> None:
     layer, options = RIGHT[name]
     _run(layer, **options)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_mean_over_positions_is_refused_with_a_key_too(keyed: bool) -> None:
+    """A mean over positions is no sum over tokens."""
+
+    def of(params: dict[str, Tensor], batch: dict[str, Tensor], key: Any = None) -> fds.Weighted:
+        x = _attention()(params, params["words"][batch["input_ids"]], batch["position_ids"])
+        x = x if key is None else key.dropout(x, 0.1, "x")
+        return fds.Weighted(x.mean(1).square().sum(), torch.tensor(float(len(x))))
+
+    def plain(params: dict[str, Tensor], batch: dict[str, Tensor]) -> fds.Weighted:
+        return of(params, batch)
+
+    def program() -> None:
+        step = fds.compose(T.zero(0), T.sequence())(fds.train_step(of if keyed else plain, fds.sgd(0.01)))
+        torch.manual_seed(0)
+        params = {"words": torch.randn(WORDS, WIDTH), "qkv": torch.randn(WIDTH, 3 * WIDTH)}
+        step(step.init(params), {"input_ids": TOKENS, "labels": TOKENS})
+
+    with pytest.raises(ValueError, match="the loss is no sum over tokens"):
+        comm.simulate(program, world_size=2)
+
+
+GROUPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a ring of all ranks inside of Ulysses": (lambda mesh: seq.ulysses(seq.ring(), mesh["heads"]), lambda mesh: None),
+    "all gathered inside of Ulysses": (lambda mesh: seq.ulysses(seq.gathered(), mesh["heads"]), lambda mesh: None),
+    "the ring alone": (lambda mesh: seq.ring(mesh["ring"]), lambda mesh: None),
+    "Ulysses alone": (lambda mesh: seq.ulysses(None, mesh["heads"]), lambda mesh: None),
+    "leaves that stay whole": (lambda mesh: seq.gathered(), lambda mesh: {"extra": 1}),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_attention_to_another_sequence_than_the_steps_is_refused(name: str) -> None:
+    """With a key, so with a loss that may be any function; it attends to a part of the sequence, or to more than all of it."""
+    make, dims = GROUPS[name]
+
+    def program() -> None:
+        mesh = comm.mesh(ring=2, heads=2)
+        layer = _attention(None, make(mesh))
+
+        def loss(params: dict[str, Tensor], batch: dict[str, Tensor], key: Any) -> fds.Weighted:
+            x = key.dropout(layer(params, params["words"][batch["input_ids"]], batch["extra"]), 0.1, "x")
+            return fds.Weighted(x.square().sum(), torch.tensor(float(x.shape[1])))
+
+        layout = seq.SequenceLayout("contiguous", inner=2)
+        cut = T.sequence(mesh["ring", "heads"], layout=layout, dims=dims(mesh) or 1)
+        step = fds.compose(T.zero(0), cut)(fds.train_step(loss, fds.sgd(0.1)))
+        torch.manual_seed(0)
+        params = {"words": torch.randn(WORDS, WIDTH), "qkv": torch.randn(WIDTH, 3 * WIDTH)}
+        step(step.init(params), {"input_ids": TOKENS, "extra": TOKENS})
+
+    with pytest.raises(ValueError, match=r"have \d+ positions together, and the sequence of the step's T.sequence 16 on 4"):
+        comm.simulate(program, world_size=4)
 
 
 def test_torch_draws_are_refused() -> None:

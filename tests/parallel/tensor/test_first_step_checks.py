@@ -56,6 +56,48 @@ def test_whole_leaves_used_on_slices_are_named(stage: int | None) -> None:
         _run(_Scaled, PLAN, stage, _square)
 
 
+class _Silent(_Scaled):
+    """The last layer begins as zeros, so the first step's gradients of what is before it are zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+
+
+@pytest.mark.parametrize("stage", [None, 0, 2, 3])
+def test_leaves_behind_a_layer_of_zeros_are_named_in_the_second_step(stage: int | None) -> None:
+    with pytest.raises(ValueError, match=r"gradients of 'scale', which is not cut, differ.*replicated_with_grad_allreduce"):
+        _run(_Silent, PLAN, stage, lambda y: (y - 1).square().mean())
+
+
+def overflows(ranks: int) -> list[tuple[float, ...]]:
+    """Losses, skips and scales of a step whose first updates overflow."""
+    torch.manual_seed(0)
+    params = {"up": torch.randn(8, 4), "down": torch.randn(4, 8), "norm": torch.ones(4)}
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (fds.tp.row(fds.tp.column(x, p["up"]).tanh(), p["down"]) * p["norm"]).square().mean()
+
+    def program() -> list[tuple[float, ...]]:
+        plan = T.tensor_parallel({"up": "colwise", "down": "rowwise"})
+        step = fds.compose(T.mixed_precision("fp16"), plan)(fds.train_step(loss, fds.sgd(0.1)))
+        state, found = step.init(params), []
+        for _ in range(5):
+            state, metrics = step(state, torch.ones(3, 4))
+            found.append(tuple(metrics[name].item() for name in ("loss", "skipped", "loss_scale")))
+        return found
+
+    return comm.simulate(program, world_size=ranks)[0]
+
+
+def test_steps_that_a_loss_scale_skips_are_not_compared() -> None:
+    """Gradients that overflow differ on ranks; the scale goes down as on one device, and the first finite ones are compared."""
+    expected, found = torch.tensor(overflows(1)), torch.tensor(overflows(2))
+    assert expected[0, 1] == 1
+    assert expected[-1, 1] == 0
+    torch.testing.assert_close(found, expected, rtol=3e-3, atol=0)
+
+
 class _Outside(_Scaled):
     """The factor acts on what is whole."""
 
