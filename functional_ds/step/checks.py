@@ -109,13 +109,32 @@ def check_state(step: Strategy, state: Any, *args: Any) -> None:
         )
 
 
-def name_sum(step: Strategy, state: State, metrics: Mapping[str, Any]) -> Tensor | None:
-    """What ranks sum to see that their metrics have the same names; None where these were seen before.
+def name_sum(step: Strategy, state: State, metrics: Mapping[str, Any], call: str) -> Tensor | None:
+    """What ranks sum to see that their metrics have the same names; None after the first such call, whose names count.
 
     Sums over ranks match metrics by their places. The numbers are small, so their sum is exact in fp32 for 4,096 ranks.
+
+    Args:
+        step: whose metrics.
+        state: knows the names so far.
+        metrics: of this rank.
+        call: "step" or "measure", whose names may differ.
+
+    Raises:
+        ValueError: the names are others than before.
     """
-    names = ("metrics", *metrics)
-    if len(metrics) < 2 or not step.sums or state.step.is_meta or not state.graphs.is_new(names):
+    if not step.sums or state.step.is_meta:
+        return None
+    names, known = sorted(metrics), state.graphs.metrics.setdefault(step, {})
+    if call in known:
+        if known[call] != names:
+            raise ValueError(
+                f"the loss function returned the metrics {names}, and {known[call]} before; ranks add them up by their places: "
+                "return the same metrics in every step, fds.Weighted(torch.zeros(()), 0) where there is nothing to add"
+            )
+        return None
+    known[call] = names
+    if len(metrics) < 2:
         return None
     return torch.tensor([*_two_numbers(metrics), 1.0], device=state.step.device)
 

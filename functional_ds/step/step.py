@@ -204,7 +204,8 @@ class Step(Phases, FollowsFromAxes):
         register_containers(batch)
         with comm.world().world.step():
             found = self.phases["measure"](self, state, batch)
-            metrics, names = self.sum_over_ranks(state, (found, name_sum(self, state, found) if self.guarded else None))
+            names = name_sum(self, state, found, "measure") if self.guarded else None
+            metrics, names = self.sum_over_ranks(state, (found, names))
             refuse_other_names(metrics, names)
         return _means(metrics)
 
@@ -308,7 +309,7 @@ class Step(Phases, FollowsFromAxes):
         after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
         if after.skip is not None:
             after = kept_slots(state, after, [layer.slot for layer in self.layers if Trait.HEEDS_SKIPS not in layer.traits])
-        names = name_sum(self, state, metrics) if self.guarded else None
+        names = name_sum(self, state, metrics, "step") if self.guarded else None
         news = unagreed(after) if BUFFERS in after.slots else None
         weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, news, names))
         refuse_other_names(metrics, names)

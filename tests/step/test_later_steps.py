@@ -247,6 +247,23 @@ def test_metrics_with_other_names_on_another_rank_are_refused(evaluates: bool) -
         comm.simulate(program, world_size=2)
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_metrics_with_other_names_in_a_later_step_are_refused(evaluates: bool) -> None:
+    """Though this rank has returned them before, and each rank has returned both."""
+
+    def program() -> None:
+        step = T.zero(0)(fds.train_step(lambda params, x: (params["w"].sum(), {"ab"[int(x)]: x}), fds.sgd(0.1)))
+        state = step.init({"w": torch.ones(2)})
+        for turn in (0, 1, comm.world().rank):
+            batch = torch.tensor(float(turn))
+            state = state if evaluates and step.measure(state, batch) else step(state, batch)[0]
+
+    with pytest.raises(
+        ValueError, match=r"the metrics \['b', 'loss'\], and \['a', 'loss'\] before; .* the same metrics in every"
+    ):
+        comm.simulate(program, world_size=2)
+
+
 @pytest.mark.parametrize("alias", [lambda s: s.put(), fds.tree.replace, lambda s: __import__("copy").copy(s)])
 def test_aliases_of_a_donated_state_are_refused(alias: Callable[[Any], Any]) -> None:
     step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.1))

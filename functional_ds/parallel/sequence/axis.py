@@ -175,8 +175,8 @@ def check_pieces(what: str, length: int, group: Group, window: int | None) -> No
     if length > known.length or (length < known.length and group.ranks != known.group.ranks):
         raise ValueError(
             f"{what}: the pieces on the {group.size} ranks of {group.name!r} have {length} positions together, and the "
-            f"sequence of the step's T.sequence {known.length} on {known.group.size} ranks. Leave the group out; for Ulysses over "
-            "a ring pass two, fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']); and see that "
+            f"sequence of the step's T.sequence {known.length} on {known.group.size} ranks. Leave the group out; for Ulysses "
+            "over a ring pass two, fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']); and see that "
             "T.sequence(dims=...) cuts all leaves that are sequences"
         )
 

@@ -49,10 +49,12 @@ class SeenGraphs:
     Attributes:
         kinds: of each: how many nodes it has, or which leaves it leaves without a gradient.
         passes: those that loops of a user's own have opened.
+        metrics: the names that each step's loss has returned, in training and in evaluations.
     """
 
     kinds: set[Any] = attrs.field(factory=set)
     passes: "weakref.WeakSet[Any]" = attrs.field(factory=weakref.WeakSet, repr=False)
+    metrics: "weakref.WeakKeyDictionary[Any, dict[str, list[str]]]" = attrs.field(factory=weakref.WeakKeyDictionary, repr=False)
 
     def is_new(self, kind: Any) -> bool:
         """Whether no graph was of this kind so far; from now on one was."""
