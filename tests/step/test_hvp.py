@@ -211,7 +211,7 @@ BUGS = [
     Bug(
         "products count replicas",
         "step.gradient_sums:dot",
-        "_total(dividing, rows, lambda a, b: _dot(state, a, b))",
+        "_total(dividing, rows, lambda a, b: _dot(state, a, b, wide))",
         "_dot(state, *rows)",
     ),
     Bug("what a pass returns is a view of params", "step.pass_scope:evaluated", "x.clone() if lies_in_params(x) else x", "x"),
