@@ -1,4 +1,4 @@
-"""Norms and products of gradients over all ranks, each part counted once."""
+"""Norms and inner products of gradients over all ranks, each element counted once."""
 
 import functools
 import operator
@@ -48,7 +48,7 @@ def per_leaf(step: Divided, state: State, function: Callable[..., Tensor], *list
     """``LeafMap.sums`` by path.
 
     Raises:
-        ValueError: a leaf is cut by tensor or expert parallelism; the optimizer sums the gradients.
+        ValueError: a leaf is split by tensor or expert parallelism; the optimizer sums the gradients.
     """
     _refuse_partial(step)
     leaf_map = step.leaf_map(state)
@@ -63,7 +63,7 @@ def _refuse_partial(step: Divided) -> None:
 
 
 def _parts_of(step: Divided, state: State, *lists: list[Tensor]) -> tuple[list[list[Tensor]], list[tuple[Axis, GradientParts]]]:
-    """Lists of tensors like the trained ones, without padding where axes may divide them, and the axes that do."""
+    """Lists of tensors like the trained ones, without padding if axes divide them, and the axes that do."""
     _refuse_partial(step)
     axes = [axis for axis in axes_of(step) if axis.parts is not None]
     leaf_map = step.leaf_map(state) if axes else None
@@ -91,12 +91,12 @@ def _total(
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    """fp32, or fp64 where a tensor is."""
+    """fp64 if any tensor is fp64, else fp32."""
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
 def _norm(state: State, grads: list[Tensor]) -> Tensor:
-    """In fp32, or in fp64 where a gradient is."""
+    """In fp32, or in fp64 if a gradient is."""
     parts = reals(grads)
     if not parts:
         return state.step.new_zeros((), dtype=torch.float32)
@@ -106,7 +106,7 @@ def _norm(state: State, grads: list[Tensor]) -> Tensor:
 
 
 def _dot(state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
-    """In fp32, or in fp64 where a tensor is."""
+    """In fp32, or in fp64 if a tensor is."""
     left, right = reals(one), reals(other)
     if not left:
         return state.step.new_zeros((), dtype=torch.float32)
@@ -117,7 +117,7 @@ def _dot(state: State, one: list[Tensor], other: list[Tensor]) -> Tensor:
 
 
 def finite(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
-    """Finite on this rank, and on all ranks of the axes that divide gradients."""
+    """Whether the gradients are finite on this rank, and on all ranks of the axes that divide gradients."""
     axes = [axis for axis in axes_of(step) if axis.summed_in == "update" or (axis.parts and axis.parts(step, state))]
     for axis in axes:
         if axis.summed_in == "update":

@@ -237,7 +237,7 @@ class Experts:
     # -- guards --------------------------------------------------------------------------------------------------------
 
     def guard_view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
-        """Raises an error for a loss that reads experts outside the exchange.
+        """Refuses a loss that reads experts outside the exchange.
 
         Raises:
             ValueError: a gradient reaches experts without a collective over ``ep``.
@@ -263,7 +263,7 @@ class Experts:
         return attrs.evolve(view, guards=(*view.guards, inspect))
 
     def guard_forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
-        """Raises an error, in the first pass, for a module with experts whose loss sends nothing over ``ep``.
+        """Refuses, in the first pass, a module with experts whose loss sends nothing over ``ep``.
 
         Raises:
             ValueError: it is such a loss.

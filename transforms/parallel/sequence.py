@@ -245,7 +245,7 @@ class _SequenceParallel:
     def guard_gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """Raises an error, in the first step, for losses that see order outside attention, or are not sums over tokens."""
+        """Refuses, in the first step, losses that see order outside attention, or are not sums over tokens."""
         if state.batch is not None or carry is not None or self._has_no_sequences(batch):
             return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
         piece, _, dims = self.cut(step, state, batch)
@@ -256,7 +256,7 @@ class _SequenceParallel:
         return result  # type: ignore[no-any-return]
 
     def guard_forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """Raises an error for draws from torch's generator, a loss that is None, and a loss that does not ask for the axis.
+        """Refuses draws from torch's generator, a loss that is None, and a loss that does not ask for the axis.
 
         Raises:
             RuntimeError: the loss drew from torch's generator.
@@ -285,7 +285,7 @@ class _SequenceParallel:
         return result
 
     def guard_loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
-        """Raises an error for a plain mean over this rank's tokens.
+        """Refuses a plain mean over this rank's tokens.
 
         Raises:
             ValueError: the loss is one.

@@ -263,7 +263,7 @@ class _TensorParallel:
     # -- guards ------------------------------------------------------------------------------------------------------------
 
     def guard_forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """Raises an error for batches, draws and losses that differ over ranks, and slices not used as such.
+        """Refuses batches, draws and losses that differ over ranks, and slices not used as such.
 
         Raises:
             ValueError: the ranks' batches differ, or in the first pass their losses; a key draws for slices without ``places``;
@@ -305,7 +305,7 @@ class _TensorParallel:
         return result
 
     def guard_reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        """Raises an error, in the first step, if gradients of whole leaves differ over the group, or if those to sum do not.
+        """Refuses, in the first step, gradients of whole leaves that differ over the group, and partial ones that do not.
 
         Raises:
             ValueError: on all ranks.
