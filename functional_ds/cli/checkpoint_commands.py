@@ -154,7 +154,7 @@ def convert(
 
 
 def _unused(names: Iterable[str], used: Set[str]) -> list[str]:
-    """The names that are not used; a param whose more exact form is used is none of them."""
+    """The names that are not used, except params with a more precise form that is used."""
     forms = {place.partition("/")[2] for place in used if place.startswith(_FORMS)}
     rest = (name for name in names if name not in used)
     return [name for name in rest if not (name.startswith(_FORMS) and name.partition("/")[2] in forms)]
@@ -185,7 +185,7 @@ def _values(found: NamedTensors, wanted: dict[str, str], dtype: torch.dtype | No
 
 
 def _cast(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A param in the dtype; of an optimizer everything stays as exact as it was."""
+    """A param in the dtype; the optimizer's state keeps its precision."""
     floating = value.is_floating_point() and not name.startswith("optimizer.")
     return value.to(dtype) if dtype is not None and floating else value
 

@@ -1,4 +1,4 @@
-"""``functional-ds draw``: schedules, memory, traffic and traces, as text or as pictures."""
+"""``functional-ds draw``: schedules, memory, traffic and traces, as text or as plots."""
 
 from collections import defaultdict
 from collections.abc import Callable

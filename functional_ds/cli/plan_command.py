@@ -1,4 +1,4 @@
-"""``functional-ds plan``: what fits and what it sends, before anything is rented."""
+"""``functional-ds plan``: predicts what fits and what it sends, before any hardware is rented."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal

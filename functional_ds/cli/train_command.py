@@ -46,7 +46,7 @@ def train(
 
 
 def _changes(words: list[str]) -> dict[str, Any]:
-    """Values by path; what is no JSON is a string."""
+    """Values by path; what is not JSON is a string."""
     found: dict[str, Any] = {}
     for word in words:
         path, equals, text = word.partition("=")

@@ -1,4 +1,4 @@
-"""Machines by name: data sheets, files, and this one, whose rates short runs of single operations measure."""
+"""Machines by name: data sheets, files, and this one, measured by short runs of single operations."""
 
 import json
 import os

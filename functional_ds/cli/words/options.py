@@ -1,4 +1,4 @@
-"""Words of the command line as values: sizes of bytes, lists of numbers, meshes."""
+"""Options of the command line as values: sizes of bytes, lists of numbers, meshes."""
 
 import math
 from collections.abc import Collection
