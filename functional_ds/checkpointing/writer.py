@@ -197,7 +197,7 @@ class CheckpointWriter:
             self._written.set()
             if self.rank == 0:
                 self._publish(file)
-        except BaseException as error:  # the main thread raises it, whatever it is
+        except BaseException as error:  # any error: the main thread raises it
             self.error = error
             if not threading.main_thread().is_alive():  # no other code will
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))

@@ -26,7 +26,7 @@ def train(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
 ) -> int:
-    """Run a training job from one file; exit code 130 where it was interrupted.
+    """Run a training job from a file; exit code 130 if it was interrupted.
 
     \b
     Examples:

@@ -64,7 +64,7 @@ def tune(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Find the fastest strategy on this machine; exit code 1 where no run ended well.
+    """Find the fastest strategy on this machine; exit code 1 if no run succeeded.
 
     \b
     Examples:

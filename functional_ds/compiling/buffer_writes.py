@@ -79,7 +79,7 @@ def _targets(node: fx.Node) -> list[fx.Node]:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments, by name where the function says its names."""
+    """All arguments, by name if the function has names."""
     unnamed = {str(place): each for place, each in enumerate(node.args)} | node.kwargs
     if not node.kwargs.keys() & {"inplace", "out"} and isinstance(node.target, types.FunctionType):
         with suppress(TypeError):

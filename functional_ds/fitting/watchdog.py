@@ -185,7 +185,7 @@ class _Guard:
         for count in itertools.count():
             try:
                 self._round(count)
-            except Exception as error:  # whatever the store says when the process that holds it is gone
+            except Exception as error:  # any error of the store when its process is gone
                 self.lost = error
                 return
             self.heard = monotonic()

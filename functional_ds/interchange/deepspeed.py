@@ -96,7 +96,7 @@ def from_deepspeed(
 
 @attrs.frozen
 class _ShardSource:
-    """The source of a shard: a kind of a parameter's values, or, without a kind, its number of updates."""
+    """The source of a shard: a parameter's values of some ``kind``, or, without one, its number of updates."""
 
     param: Param
     kind: str | None

@@ -55,7 +55,7 @@ class Formula:
 
 @attrs.frozen
 class Convention:
-    """How many bytes of each kind a parameter takes.
+    """Bytes per parameter, by category.
 
     Attributes:
         name: for tables and pictures.
@@ -73,7 +73,7 @@ class Convention:
 
     @property
     def total(self) -> int:
-        """The sum over all kinds."""
+        """The sum over all categories."""
         return self.params + self.masters + self.optimizer + self.gradients
 
 
@@ -84,7 +84,7 @@ _FIRST = {"params": 3, "masters": 1, "optimizer": 1, "gradients": 2}  # the firs
 
 
 def by_stage(stage: int, convention: Convention = SIXTEEN) -> dict[str, Formula]:
-    """The formula of each kind in a stage; law 20 is about their sums.
+    """The formula of each category in a stage; law 20 is about their sums.
 
     >>> [str(sum(by_stage(stage).values(), Formula())) for stage in range(4)]
     ['16Ψ', '4Ψ + 12Ψ/n', '2Ψ + 14Ψ/n', '16Ψ/n']

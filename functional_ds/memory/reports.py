@@ -43,7 +43,7 @@ def zero_table(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXT
 
 
 def compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: Sequence[Memory]) -> str:
-    """A table of formulas against measured memory: for each kind its formula, the formula's bytes and each rank's bytes.
+    """A table of formulas against measured memory: for each category its formula, predicted bytes and each rank's bytes.
 
     Args:
         title: the first line.

@@ -77,7 +77,7 @@ class ModuleChanges:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._now = module, _Snapshot.of(module)
         self._made: list[_Change] = []
-        self._seen, self._edits = 0, 0  # how many of these the last ``notice`` knew, and how many matter beside modes
+        self._seen, self._edits = 0, 0  # how many of these the last ``notice`` knew, and how many matter besides modes
 
     @property
     def modes(self) -> tuple[int, ...]:

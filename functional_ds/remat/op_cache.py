@@ -170,7 +170,7 @@ class OpRecorder(TorchDispatchMode):
         Earlier operations' memory keeps its name.
         """
         if self._store is not None:
-            self._store.hold_device()  # whatever is written in there
+            self._store.hold_device()  # anything may be written in there
         before, self._known = self._known, {address_of(t) for t in known if _is_plain(t)}
         try:
             yield

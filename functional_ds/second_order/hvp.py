@@ -57,7 +57,7 @@ def hvp(
     paths = [leaf.path for leaf in step.leaf_map(state).leaves]
 
     def product(below: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
-        viewed = tree.map(lambda leaf: leaf.view_as(leaf), params)  # tensors, whatever stands for them in the tree
+        viewed = tree.map(lambda leaf: leaf.view_as(leaf), params)  # tensors, for any leaf types in the tree
         loss, _ = below(step, state, viewed, batch)
         leaves = dict(tree.named(viewed))
         trained = [leaves[path] for path in paths]

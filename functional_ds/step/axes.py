@@ -25,7 +25,7 @@ __all__ = [
 
 IN_ORDER = "the order of what a rank holds"  # what functions ask for that are known to depend on it: drops, other attentions
 _FOR_SHAPES = "results of the right shape will do"
-SUMS_EXPERTS = "tp sums experts"  # the slot of a pass that says: what calls an experts function sums its results over tp
+SUMS_EXPERTS = "tp sums experts"  # the slot of a pass that means: the caller of an experts function sums its results over tp
 
 
 def axis(name: str) -> Any:

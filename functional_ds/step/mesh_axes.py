@@ -106,7 +106,7 @@ class Axis:
 
 
 class Divided(Protocol):
-    """The part of a step that says how it is divided."""
+    """The part of a step that defines how it is divided."""
 
     @property
     def layers(self) -> Sequence[Any]: ...

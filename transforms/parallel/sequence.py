@@ -59,7 +59,8 @@ def sequence(
     Cost: one small message, on which the host waits, for each new shape or layout of batches, by which ranks compare them; with
     ``whole=False`` also the masks. The first step runs five more forward passes to check that only attention depends on the
     order of a rank's tokens, and that the loss is a sum over tokens; not in pipelines, nor with attention other than
-    ``fds.seq``'s. The checks skip a loss that takes a key, and the second one a loss that reduces over the ranks itself.
+    ``fds.seq``'s. The first check skips a loss that needs its key, the second one a loss that takes a key or reduces over the
+    ranks itself.
 
     Args:
         group: the ranks over which sequences are split; None for the whole world.
@@ -171,7 +172,7 @@ class _SequenceParallel:
 
     def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int, dict[str, int]]:
         """This rank's piece of the batch, the unpadded length of the whole sequence, and which leaves are split."""
-        step.batch_shard(state)  # refuses a step that sums nothing over the group
+        step.batch_shard(state)  # raises an error if the step sums nothing over the group
         group = self.mesh_axis.ranks()
         layout = self.layout if isinstance(self.layout, SequenceLayout) else self.layout(batch)
         if not isinstance(layout, SequenceLayout):

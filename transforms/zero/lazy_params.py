@@ -34,7 +34,7 @@ class _UnitNode(torch.autograd.Function):
     """An autograd node from the view's one differentiable leaf to a unit's trained leaves, whose gradients it passes on.
 
     It is made at the unit's first use. Autograd runs later nodes first, so it completes a unit before earlier ones. The first
-    output is a token among the roots of the backward pass, so the node runs exactly once on every rank, whatever the loss uses.
+    output is a token among the roots of the backward pass, so the node runs exactly once on every rank, for any loss.
 
     Each recomputation adds a node before the unit's leaves, because what a backward pass within it saves depends on which
     leaves have one: autograd skips the gradients of whole nodes, not of single outputs. It passes gradients on only if a custom

@@ -335,7 +335,7 @@ class Zero(ZeroConfig):
         state, grads = inner(step, state, grads)
         return state, tree.replace(grads, weight=grads.weight / self.gradient_predivide_factor)
 
-    # -- what lies where -----------------------------------------------------------------------------------------------
+    # -- what is where ------------------------------------------------------------------------------------------------
 
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """The leaves in this rank's shards, in stage 0 in whole segments."""

@@ -273,7 +273,7 @@ def line_of(job: Job, subject: Subject | None = None) -> str:
 
     Args:
         job: the candidate.
-        subject: the model, which says how sequences are cut, and which leaves are experts.
+        subject: the model, which defines how sequences are split, and which leaves are experts.
 
     >>> job = Job(model="a:B", steps=1, optimizer={"adamw": 1e-3}, strategy=[{"clip": 1.0}])
     >>> line_of(candidate(job, stage=0, accumulate=2, recompute=True))

@@ -211,8 +211,8 @@ def forecast(subject: Subject, job: Job, *, machine: Machine | None, limit: int,
         subject: its model, without values.
         job: the candidate.
         machine: for times.
-        limit: bytes of a rank; 0 for the machine's own, if it says.
-        device: the kind of device, where there is no machine.
+        limit: bytes of a rank; 0 for the machine's own, if known.
+        device: the device type, without a machine.
 
     Raises:
         CommandError: the strategy is unsupported, or the model's loss needs values.

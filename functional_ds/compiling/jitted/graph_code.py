@@ -137,7 +137,7 @@ class _DirectViews:
     """Rewrites a graph as the function that runs.
 
     Attributes:
-        plain: the nodes whose views are made as the graph says.
+        plain: the nodes whose views are made as in the graph.
     """
 
     plain: set[fx.Node]

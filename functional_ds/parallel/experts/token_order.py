@@ -96,7 +96,7 @@ class _CombineRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         order: TokenOrder = ctx.order
         by_row = spread(grad, order)
-        saved = ctx.saved_tensors  # once: torch.utils.checkpoint recomputes at the first access and refuses a second
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint recomputes at the first access and raises at a second
         if not saved:
             return by_row, None, None
         rows, weights = saved

@@ -17,7 +17,7 @@ from .sequence_layout import SequenceLayout
 __all__ = ["AXIS", "IN_DOCUMENTS", "SequenceAxis", "documents_of", "resolve_axis", "sequence_axis"]
 
 AXIS = "sp"
-IN_DOCUMENTS = "sp, for attention within its documents"  # what the functions here ask for; ``axis("sp")`` says nothing of it
+IN_DOCUMENTS = "sp, for attention within its documents"  # what the functions here ask for; ``axis("sp")`` does not reveal it
 
 
 def _whole(instance: "SequenceAxis", attribute: "attrs.Attribute[Tensor | None]", value: Tensor | None) -> None:

@@ -44,7 +44,7 @@ class EngineCounts:
     updates: int = 0
     backwards: int = 0
     micro_rows: int | None = None
-    _open: list[Any] = attrs.field(factory=list)  # what says of each update whether it was left out
+    _open: list[Any] = attrs.field(factory=list)  # tells of each update whether it was skipped
     _stepped: bool = False
 
     def updated(self, metrics: Metrics, rows: int, lr_kwargs: Mapping[str, Any] | None) -> None:

@@ -27,10 +27,10 @@ def tiled(function: Callable[..., Any], tiles: int, *, dim: int = 1, sums: bool 
     over tokens. Intermediates exist for one tile at a time: 1/tiles of the peak. The backward pass recomputes each tile, which
     costs one more forward pass. Gradients of params are accumulated over the tiles, in fp32 for half precision.
 
-    The first argument is passed to every tile: params and whatever all tokens share; ZeRO-3 gathers it once per pass, not per
-    tile. Every tensor in the further arguments is split along ``dim``, into parts whose sizes differ by at most one. A ``Key``
-    draws as for the whole tensors (law 49). Other values are passed to every tile. Torch's generators repeat their draws in the
-    backward pass, but draw differently from the function without tiles.
+    The first argument is passed to every tile: params and anything that all tokens share; ZeRO-3 gathers it once per pass, not
+    per tile. Every tensor in the further arguments is split along ``dim``, into parts whose sizes differ by at most one. A
+    ``Key`` draws as for the whole tensors (law 49). Other values are passed to every tile. Torch's generators repeat their
+    draws in the backward pass, but draw differently from the function without tiles.
 
     Args:
         function: ``(params, *args) -> a tree of tensors``. Tensors that need gradients must be among its arguments.
