@@ -158,7 +158,7 @@ def test_collectives_are_where_the_table_says() -> None:
     """docs/comm.md's table of calls names functions of ``comm``; those of its submodules by their whole names."""
     table = (DOCS / "comm.md").read_text(encoding="utf-8").split("| call | on every rank |")[1].split("\n\n")[0]
     names = re.findall(r"`(\w+)\(", table)
-    assert len(names) > 12
+    assert len(names) >= 12
     assert [name for name in names if not hasattr(comm, name)] == []
 
 
