@@ -120,6 +120,16 @@ def apart(group: comm.Group, *, slot: str = "outer") -> Transform:
     Raises:
         ValueError: the ranks' params differ in structure.
         TypeError: ``group`` is not a ``comm.Group``.
+
+    >>> import torch
+    >>> import functional_ds as fds
+    >>> def program():
+    ...     world = comm.world()
+    ...     step = apart(world)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0)))
+    ...     state, _ = step(step.init({"w": torch.zeros(1)}), torch.ones(1) * world.rank)
+    ...     return step.params(state)["w"].item()
+    >>> comm.simulate(program, world_size=2)
+    [0.0, -1.0]
     """
     axis = Axis(group, AxisRole.APART)
 

@@ -93,6 +93,16 @@ def load(
         NewerFormatError: a later version of this library wrote it.
         CheckpointError: the folder belongs to another library.
         ValueError: the tag is not a plain name; a pattern of ``only`` matches nothing in ``like``.
+
+    >>> import tempfile
+    >>> import torch
+    >>> import functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0))
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     _ = fds.save(step.init({"w": torch.ones(2)}), path)
+    ...     state = load(path, like=step.init({"w": torch.zeros(2)}))
+    >>> step.params(state)["w"].tolist()
+    [1.0, 1.0]
     """
     if not isinstance(like, State):
         raise TypeError(f"like={type(like).__name__}: load takes a state that a step made, as from step.init(params)")

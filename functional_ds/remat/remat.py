@@ -83,6 +83,15 @@ def checkpoint_name(value: Tensor, name: str) -> Tensor:
     Raises:
         ValueError: the policy keeps the value while it recomputes others, and no differentiated operation made the value, or
             one wrote into it since.
+
+    >>> import torch
+    >>> import functional_ds as fds
+    >>> block = fds.remat(lambda w, x: checkpoint_name(x @ w, "product").tanh(), policy="recompute,product=save")
+    >>> w = torch.ones(2, 2, requires_grad=True)
+    >>> with fds.remat_report() as report:
+    ...     block(w, torch.ones(1, 2)).sum().backward()
+    >>> [(row.what, row.keep.value) for row in report.rows]
+    [('inputs', 'save'), ('inside', 'recompute'), ('product', 'save')]
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"checkpoint_name: value={value!r} is no tensor; name tensors, one by one")

@@ -27,6 +27,12 @@ def gated_mlp(
         tp: the ranks over which every expert is split: ``gate_up`` by columns of both blocks (``LeafSlice.even(1, [I, I], n,
             rank)``), ``down`` by rows (``LeafSlice.even(2, I, n, rank)``). They have the same rows and results. Cost: one
             all-reduce of [R, M] forward, one backward. None: experts are whole.
+
+    >>> import torch
+    >>> from functional_ds.parallel.experts import RowGroups
+    >>> f = gated_mlp(torch.ones(2, 6, 4), torch.ones(2, 4, 3))
+    >>> f(torch.ones(5, 4), RowGroups.of([2, 3])).shape
+    torch.Size([5, 4])
     """
 
     def run(rows: Tensor, groups: RowGroups) -> Tensor:
@@ -45,6 +51,12 @@ def mlp(up: Tensor, down: Tensor, *, activation: Activation = F.gelu, tp: comm.G
         down: [experts, M, I].
         activation: between the two.
         tp: the ranks over which every expert is split, ``up`` along dim 1 and ``down`` along dim 2, as in ``gated_mlp``.
+
+    >>> import torch
+    >>> from functional_ds.parallel.experts import RowGroups
+    >>> f = mlp(torch.ones(2, 3, 4), torch.ones(2, 4, 3), activation=torch.relu)
+    >>> f(torch.ones(2, 4), RowGroups.of([1, 1])).tolist()
+    [[12.0, 12.0, 12.0, 12.0], [12.0, 12.0, 12.0, 12.0]]
     """
 
     def run(rows: Tensor, groups: RowGroups) -> Tensor:

@@ -141,6 +141,15 @@ def row(
 
     Raises:
         ValueError: there is no group; sizes do not match; ``chunks`` without ``sequence_dim``.
+
+    >>> import torch
+    >>> x, weight = torch.arange(8.0).view(2, 4), torch.eye(4)
+    >>> def program():
+    ...     world = comm.world()
+    ...     part, columns = x.chunk(2, -1)[world.rank], weight.chunk(2, -1)[world.rank]
+    ...     return row(part, columns, group=world)
+    >>> comm.simulate(program, world_size=2)[0].equal(x)
+    True
     """
     here = tensor_group(group, "tp.row")
     own = comm.scatter_to(x, here, dim=x.dim() - 1) if split_input else x
