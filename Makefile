@@ -88,10 +88,11 @@ bench-checkpoint: $(VENV)/.extra-train  ## measure checkpoints beside torch's an
 bench-offload: $(VENV)/.extra-train  ## measure optimizer states on a disk against dd
 	@$(BIN)/python benchmarks/offload.py $(ARGS)
 
+# -a writes all pages: after a build of some, the search would lack the keywords of the others.
 .PHONY: docs
 docs: $(VENV)/.extra-docs  ## draw the figures and build the site, into out/docs
 	@$(BIN)/python docs/figures/make.py
-	@$(BIN)/python -m sphinx -W --keep-going -q -d out/docs/.doctrees docs out/docs $(ARGS)
+	@$(BIN)/python -m sphinx -a -W --keep-going -q -d out/docs/.doctrees docs out/docs $(ARGS)
 
 .PHONY: docs-check
 docs-check: docs $(VENV)/.extra-test  ## open the built site in chromium: widths, search, formulas

@@ -43,7 +43,8 @@ def all_to_all(
         input_splits: rows to send to each rank, as in expert parallelism.
         output_splits: rows to receive from each rank. If omitted, they are exchanged first, which blocks the host.
 
-    Cost: each rank sends (n - 1) / n of its value; with splits, all rows for other ranks.
+    Cost: each rank sends (n - 1) / n of its value; with splits, all rows for other ranks, and 8 (n - 1) bytes to exchange
+    omitted ``output_splits``.
 
     Raises:
         ValueError: a size is not a multiple of n, splits do not add up to it, or a dim is out of range.

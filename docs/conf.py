@@ -32,11 +32,66 @@ python_maximum_signature_line_length = 100
 napoleon_use_ivar = True  # attrs classes list their fields under Attributes
 
 
+# What readers search for, and the page that they want first. Lower case, as the search compares.
+KEYWORDS = {
+    "index": "install, installation, getting started",
+    "quickstart-deepspeed": "deepspeed quickstart, deepspeed script",
+    "quickstart-llama": "lora, peft, fine-tuning, llama, hugging face, transformers",
+    "quickstart-optimizer": "tutorial, custom optimizer, custom transform",
+    "quickstart-schedule": "custom schedule, custom collective",
+    "which-strategy": "3d parallelism, 4d parallelism, 5d parallelism, combining parallelism, tuning, device mesh",
+    "migrating": "ddp, fsdp2, megatron, megatron-lm, torchtitan, jax, optax, comparison",
+    "zero": (
+        "zero, zero-1, zero-2, zero-3, fsdp, hsdp, zero++, mics, mixed precision, loss scaling, bf16, fp16, amp, "
+        "8-bit, int8, quantization"
+    ),
+    "remat": (
+        "gradient checkpointing, activation checkpointing, recomputation, offload, cpu offload, offloading, nvme, "
+        "nvme offload, zero-infinity"
+    ),
+    "optimizers": (
+        "optimizers, learning rate schedule, learning rate scheduler, warmup, ema, muon, shampoo, soap, galore, "
+        "adamw, weight decay, param groups"
+    ),
+    "cheat-sheet": "cheat sheet, glossary, gradient accumulation, gradient clipping",
+    "pipelines": "pipeline parallelism, 1f1b, zero bubble, interleaved, dualpipe, micro-batches",
+    "tensor-parallel": "tensor parallelism, tensor parallel",
+    "sequence-parallel": (
+        "context parallel, context parallelism, sequence parallel, sequence parallelism, ring attention, ulysses, long context"
+    ),
+    "experts": "moe, mixture of experts, expert parallelism, expert parallel",
+    "fitting": (
+        "training loop, resume, fault tolerance, elastic training, tensorboard, wandb, dataloader, data loader, gan, watchdog"
+    ),
+    "checkpoints": "checkpoint, checkpoints, resharding, checkpoint resharding, elastic, safetensors, export",
+    "jobs": "launcher, torchrun, slurm, kubernetes, ray, multi-node, job file",
+    "jit": "torch.compile, compile, compilation, inductor",
+    "profile": "profiler, profiling, mfu, flops, memory estimate, memory",
+    "troubleshooting": "faq, error messages, nan, hangs, out of memory",
+    "steps": "dropout, random seed, frozen parameters, batchnorm",
+    "phases": "custom transform, diloco, local sgd, powersgd, gradient compression",
+    "second-order": "hessian, hypergradient, meta-learning, maml",
+    "gallery": "sam, dp-sgd, sophia, research methods",
+    "comm": "collectives, all-reduce, all_reduce, reduce-scatter",
+    "simulator": "deadlock, debugging, simulation, race condition, notebooks",
+    "command-line": "command line, cli, functional-ds",
+    "deepspeed": "deepspeed, deepspeed engine",
+    "deepspeed-config": "deepspeed config, ds_config.json",
+    "refused": "limitations, unsupported",
+    "processes": "nccl, gloo",
+    "benchmarks": "benchmarks, performance, speed",
+    "security": "security, pickle",
+}
+
+
 def contents(app: Any, docname: str, source: list[str]) -> None:
     """Calls pages by their titles where a link has the name of a file; appends the table of contents to the index.
 
-    It is the rows of the index's own tables, a table a part, then the reference.
+    It is the rows of the index's own tables, a table a part, then the reference. Keywords go below a page's title.
     """
+    if docname in KEYWORDS:
+        entries = ", ".join(f"! {word}" for word in KEYWORDS[docname].split(", "))
+        source[0] = source[0].replace("\n", f"\n\n```{{index}} {entries}\n```\n", 1)
     titled = re.sub(r"\[([\w-]+)\.md\]\((\1\.md)\)", r"[](\2)", source[0])
     if docname != "index":
         source[0] = titled
@@ -95,6 +150,12 @@ def _table_row(text: str, indent: str, *, first: bool) -> list[str]:
     return opening + [f"{indent}   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(cells)]
 
 
+def names_of_module(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Lists a module's public names at the top of its page, each with a link."""
+    if what == "module":
+        lines += ["", " · ".join(f":py:obj:`~{name}.{each}`" for each in obj.__all__), ""]
+
+
 def mathml(self: Any, node: Any) -> None:
     """Writes a formula as MathML, which browsers draw themselves: a page loads nothing from elsewhere."""
     display = "block" if node.tagname == "math_block" else "inline"
@@ -106,4 +167,5 @@ def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))
     app.connect("autodoc-process-docstring", markdown_in_docstring, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", names_of_module)
     app.connect("source-read", contents)

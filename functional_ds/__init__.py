@@ -1,4 +1,4 @@
-"""Training steps as pure functions, and transforms that parallelise them."""
+"""Composable distributed training for PyTorch: training steps as pure functions, and transforms that parallelise them."""
 
 from importlib.metadata import version
 from typing import TYPE_CHECKING

@@ -1,6 +1,8 @@
 """The generated parts of docs/contributing.md, the contents, names and keys in pages, and the pins of what builds the site."""
 
+import ast
 import importlib.util
+import inspect
 import json
 import re
 import tomllib
@@ -13,7 +15,7 @@ import torch
 import torch._dynamo
 
 import functional_ds as fds
-from functional_ds import comm, fitting
+from functional_ds import checkpointing, comm, compiling, fitting, memory, moe, seq, testing
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.deepspeed.config.keys.config_key import Fate
@@ -85,7 +87,22 @@ def test_the_site_is_built_with_pinned_versions() -> None:
 # -- sentences that code can check ---------------------------------------------------------------------------------------
 
 README = TOP / "README.md"
-NAMESPACES: dict[str, Any] = {"fds": fds, "comm": comm, "T": T, "pp": pp, "fitting": fitting}
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+MODULES: dict[str, Any] = {
+    "checkpointing": checkpointing,
+    "compiling": compiling,
+    "memory": memory,
+    "moe": moe,
+    "seq": seq,
+    "testing": testing,
+}
+NAMESPACES: dict[str, Any] = {"fds": fds, "comm": comm, "T": T, "pp": pp, "fitting": fitting} | MODULES
+
+
+def _spans(page: Path) -> list[str]:
+    """The code in a page's sentences and tables, without that of blocks."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", prose)
 
 
 def _lacks(dotted: str) -> bool:
@@ -99,13 +116,91 @@ def _lacks(dotted: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_in_sentences_exist(page: Path) -> None:
-    """What a page's sentences and tables call ``fds.``, ``T.``, ``comm.``, ``pp.`` or ``fitting.`` something is there."""
-    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    spans = re.findall(r"`([^`\n]+)`", prose)
-    names = {name for span in spans for name in re.findall(rf"(?<![\w./])((?:{'|'.join(NAMESPACES)})(?:\.\w+)+)", span)}
+    """What a page's sentences and tables call ``fds.``, ``T.``, ``comm.``, ``memory.`` and so on something is there."""
+    theirs = MODULES if page.name.startswith("deepspeed") else {}  # DeepSpeed's modules have such names, too
+    pattern = rf"(?<![\w./])((?:{'|'.join(NAMESPACES.keys() - theirs.keys())})(?:\.\w+)+)"
+    names = {name for span in _spans(page) for name in re.findall(pattern, span)}
     assert [name for name in sorted(names) if _lacks(name)] == []
+
+
+def _misfits(span: str) -> list[str]:
+    """The keyword arguments in a span such as ``T.zero(3, prefetch=)`` that the function does not take."""
+    try:
+        tree = ast.parse(re.sub(r"=(?=\s*[,)])", "=0", span), mode="eval")
+    except SyntaxError:  # a sketch
+        return []
+    found = []
+    for call in ast.walk(tree):
+        dotted = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+        if re.fullmatch(rf"(?:{'|'.join(NAMESPACES)})(?:\.\w+)+", dotted) and not _lacks(dotted):
+            function = eval(dotted, NAMESPACES)
+            taken = inspect.signature(function).parameters.values()
+            if all(each.kind is not each.VAR_KEYWORD for each in taken):
+                words = [word.arg for word in call.keywords if word.arg is not None]
+                found += [f"{dotted}({word}=)" for word in words if word not in {each.name for each in taken}]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_arguments_in_sentences_exist(page: Path) -> None:
+    """The functions that a page's sentences and tables call take the keyword arguments that they give."""
+    assert [misfit for span in _spans(page) for misfit in _misfits(span)] == []
+
+
+def test_an_argument_that_is_gone_is_noticed() -> None:
+    assert _misfits("T.zero(3, prefetch=1, prefetched=)") == ["T.zero(prefetched=)"]
+    assert _misfits("fds.compose(T.zero(3, hpz=True), T.clip(bound=1.0))") == ["T.clip(bound=)"]
+
+
+def test_collectives_are_where_the_table_says() -> None:
+    """docs/comm.md's table of calls names functions of ``comm``; those of its submodules by their whole names."""
+    table = (DOCS / "comm.md").read_text(encoding="utf-8").split("| call | on every rank |")[1].split("\n\n")[0]
+    names = re.findall(r"`(\w+)\(", table)
+    assert len(names) >= 12
+    assert [name for name in names if not hasattr(comm, name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_install_the_commands_that_they_run(page: Path) -> None:
+    """A page that names the extras it needs and runs ``functional-ds`` names the extra ``cli``."""
+    text = page.read_text(encoding="utf-8")
+    extras = {extra for group in re.findall(r"pip install '\.\[([\w,]+)\]'", text) for extra in group.split(",")}
+    assert not (extras and re.search(r"^\$ functional-ds ", text, re.MULTILINE)) or "cli" in extras
+
+
+def test_worked_cases_are_read_as_they_are_printed() -> None:
+    """docs/which-strategy.md's differences in percent are those of the times that it prints."""
+    page = (DOCS / "which-strategy.md").read_text(encoding="utf-8")
+    printed = page.partition("```text\n")[2].partition("```")[0]
+    read = page.partition("How to read this:")[2].partition("As code,")[0].split("\n- ")
+    for case, bullet, choice, other in (
+        ("7 B on 8 x h100", "7 B on one node of 80 GB", "ZeRO-1 alone", "ZeRO-3 alone"),
+        ("7 B on 8 x a100-40gb", "7 B on one node of 40 GB", "ZeRO-3 and tp", "ZeRO-3 alone"),
+        ("13 B on 16 x a100-80gb", "13 B", "ZeRO-1, tp, pp", "ZeRO-3 alone"),
+        ("70 B on 64 x h100", "70 B on 64 GPUs", "ZeRO-3 alone", "ZeRO-3 and tp"),
+        ("70 B on 64 x h100", "70 B on 64 GPUs", "ZeRO-1, tp, pp", "ZeRO-3 and tp"),
+        ("70 B on 128 x h100", "70 B on 128 GPUs", "ZeRO-3 alone", "ZeRO-1, tp, pp"),
+    ):
+        rows = re.split(r"\n(?=\S)", printed.partition(case)[2])[0]
+        seconds = {row[:16].strip(): float(row.split(" s ")[0].split()[-1]) for row in rows.splitlines()[1:] if " s " in row}
+        (said,) = [each for each in read if each.startswith(f"**{bullet}")]
+        assert f"{100 * abs(seconds[choice] / seconds[other] - 1):.0f} %" in said, (case, choice, other)
+
+
+def test_masked_batches_move_nothing() -> None:
+    """docs/steps.md, docs/troubleshooting.md: where all tokens are masked the loss is NaN, and SGD moves no param."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x, mask = batch
+        return fds.Weighted(((x @ params["w"]).square().sum(1) * mask).sum(), mask.sum())
+
+    for optimizer, expected in ((fds.sgd(0.1), 1.0), (fds.adamw(0.1, weight_decay=0.5), 0.95)):
+        step = fds.train_step(loss, optimizer)
+        state, metrics = step(step.init({"w": torch.ones(3, 2)}), (torch.ones(4, 3), torch.zeros(4)))
+        assert metrics["loss"].isnan()
+        torch.testing.assert_close(step.params(state)["w"], torch.full((3, 2), expected))
 
 
 def test_a_name_that_is_gone_is_noticed() -> None:

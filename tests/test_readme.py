@@ -9,6 +9,7 @@ TOP = Path(__file__).parents[1]
 PAGES = [TOP / "README.md", TOP / "CHANGELOG.md", TOP / "SECURITY.md", *sorted((TOP / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+FOLDER = re.compile(r"^\$ cd (\S+)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
@@ -29,8 +30,9 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page)], ids=_name)
-def test_examples_run(page: Path) -> None:
-    """A page's python blocks run from top to bottom, in one namespace."""
+def test_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page's python blocks run from top to bottom, in one namespace, in the folder that its console blocks change to."""
+    monkeypatch.chdir(TOP.joinpath(*FOLDER.findall(page.read_text(encoding="utf-8"))))
     namespace: dict[str, object] = {"__name__": page.stem}
     for line, source in _blocks(page):
         exec(compile("\n" * line + source, str(page), "exec"), namespace)

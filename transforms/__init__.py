@@ -1,4 +1,4 @@
-"""Transforms: functions from steps to steps, for data parallelism, precision, memory and schedules."""
+"""Transforms for data parallelism, precision, memory and schedules: each takes a step and returns a new step."""
 
 from typing import TYPE_CHECKING
 

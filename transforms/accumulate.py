@@ -17,16 +17,16 @@ __all__ = ["accumulate"]
 
 
 def accumulate(k: int) -> Transform:
-    """Takes each batch as k micro-batches, one after the other, and sums their gradients.
+    """Gradient accumulation: splits each batch into k micro-batches and sums their gradients before the update.
 
-    Law 23: ``accumulate(k)`` on a batch is the step on the whole batch, and ``accumulate(j) ∘ accumulate(k) =
-    accumulate(j k)``. Sums of half-precision gradients are kept in fp32,
-    and where the sum is what is reduced (stages 0 and 1) they travel so. Every leaf of a batch is
-    cut along dim 0; a leaf with one row, and one without rows, goes with every micro-batch. Ranks that train together have one
-    k, in stages 0 and 1, too, where gradients are sent once a step: ranks with fewer rows give a batch of fewer rows.
+    Law 23: ``accumulate(k)`` equals the step on the whole batch, and ``accumulate(j) ∘ accumulate(k) = accumulate(j k)``.
+
+    Leaves of the batch are split along dim 0; a leaf with one row, or without rows, is passed to every micro-batch.
+    Half-precision gradients are accumulated in fp32 and, in ZeRO stages 0 and 1, reduced in fp32. All data-parallel ranks must
+    use the same k.
 
     Raises:
-        ValueError: k is no positive integer; the batch's rows do not divide by k; in ``init``, ranks have another k.
+        ValueError: k is not a positive integer; the number of rows is not divisible by k; at ``init``, ranks differ in k.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (params["w"] * x).mean(), fds.sgd(1.0))

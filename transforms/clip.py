@@ -20,22 +20,29 @@ _EPS = 1e-6  # torch's and DeepSpeed's
 
 
 def clip(limit: float | Tensor) -> Transform:
-    """Scales the gradient down to a 2-norm of at most ``limit``; the norm before is the metric ``grad_norm``.
+    """Clips gradients by their global 2-norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    Laws: ``g ↦ g · min(1, limit / (‖g‖ + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does; ``clip ∘ clip = clip`` within a
-    relative 1e-6 / limit; it commutes with sharding (law 27). The norm is of the whole gradient, over all ranks. The scaling is
-    one division of the gradients' weight, which costs no pass; only where there are fp64 gradients these are multiplied, as
-    torch does, for its bits.
+    ``g ↦ g · min(1, limit / (‖g‖ + 1e-6))``, where the norm is over all leaves and all ranks; the metric ``grad_norm`` is ‖g‖
+    before clipping. Laws: ``clip ∘ clip = clip`` within a relative 1e-6 / limit; clipping commutes with sharding (law 27).
+
+    Clipping divides the gradients' scalar weight, so it costs no pass over them. With fp64 gradients it multiplies them, to
+    match torch bitwise.
 
     Raises:
         ValueError: the limit is not positive.
+
+    >>> import functional_ds as fds
+    >>> step = clip(1.0)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0)))
+    >>> state, metrics = step(step.init({"w": torch.zeros(2)}), torch.tensor([3.0, 4.0]))
+    >>> metrics["grad_norm"].item(), [round(w, 4) for w in step.params(state)["w"].tolist()]
+    (5.0, [-0.6, -0.8])
     """
     if not (isinstance(limit, Tensor) and is_transformed(limit)) and not limit > 0:
         raise ValueError(f"limit={limit!r}: the norm's limit must be positive")
 
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         norm = step.norm(state, grads.sum) / grads.weight
-        if norm.dtype == torch.float64:  # of all leaves' gradients, of which these may be a piece
+        if norm.dtype == torch.float64:  # the norm is of all gradients; these may be a slice of them
             factor = torch.clamp(limit / (norm + _EPS), max=1.0)
             shrunk = tree.replace(grads, sum=[(grad * factor).to(grad.dtype) for grad in grads.sum])
         else:

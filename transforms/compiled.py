@@ -1,4 +1,4 @@
-"""Blocks of modules as compiled functions (Ansel et al. 2024), fed with fetched leaves."""
+"""Compiles a model's blocks with ``torch.compile`` (Ansel et al. 2024)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,34 +33,34 @@ def compiled(
     recompile_limit: int = 8,
     eager: str | None = None,
 ) -> Transform:
-    """Runs a module's blocks as functions that torch.compile has compiled; nothing else changes.
+    """Runs a module's blocks under ``torch.compile``.
 
-    Law 58: the step is the same, bit for bit with a back end that generates no code ("eager", "aot_eager"), within rounding
-    with inductor; collectives are the same, and at no moment more units are whole. The transform commutes with those that wrap
-    other phases, and with ``T.remat``. It wraps ``prepare``, to check the blocks' paths, ``forward``, and ``gradients``, whose
-    errors it names.
+    Law 58: the results are unchanged: bitwise with a backend that generates no code ("eager", "aot_eager"), within rounding
+    with inductor. The collectives stay the same, and no more FSDP units are gathered at a time. The transform commutes with
+    those that wrap other phases, and with ``T.remat``.
 
-    All blocks of a class share one compiled function, on all ranks of a process: one graph for each shape, dtype and mode
-    (training or not, gradients or not). ``fds.compile_report(step)`` says what was compiled and why again. The leaves of a
-    block are fetched before its function runs. Modules inside of a block that another transform runs (``T.remat``,
-    ``T.tensor_parallel``) stay Python, and the graph is in parts around them; collectives in the block's own code raise.
+    All blocks of a class, on all ranks of a process, share one compiled function, with one graph for each shape, dtype and mode
+    (training or not, gradients or not). ``fds.compile_report(step)`` lists compilations and the reasons for recompilations. A
+    block's params are gathered before its function runs. Submodules that another transform runs (``T.remat``,
+    ``T.tensor_parallel``) are graph breaks; collectives in the block's own code raise an error.
 
     Args:
-        blocks: which modules of an ``fds.functional`` module, as in ``T.remat``: a path in which each name may be a pattern;
-            a list of modules means its members; None for the repeated blocks.
-        backend: torch.compile's: a name, or a function of a graph and its inputs.
-        mode: inductor's: "max-autotune-no-cudagraphs", say.
-        options: the back end's, by name.
-        dynamic: False compiles for each shape; True for sizes as symbols; None for symbols from the second size of a dim on.
-        recompile_limit: how often a class may be compiled before that is an error.
-        eager: which modules inside of blocks stay Python, a pattern as in ``blocks``: those that run collectives or cannot be
-            traced. The graph is in parts around them.
+        blocks: which modules of an ``fds.functional`` module to compile, as in ``T.remat``: a path in which each name may be a
+            pattern; a list of modules stands for its members; None for the repeated blocks.
+        backend: as for ``torch.compile``: a name, or a function of a graph and its inputs.
+        mode: inductor's mode, such as "max-autotune-no-cudagraphs".
+        options: the backend's options.
+        dynamic: False compiles for each shape; True for symbolic sizes; None for symbolic sizes from the second size of a dim
+            on.
+        recompile_limit: how many compilations of a class are allowed before an error.
+        eager: a pattern, as in ``blocks``, for submodules of blocks that stay eager because they run collectives or cannot be
+            traced. They are graph breaks.
 
     Raises:
-        ValueError: there is no such back end; ``init`` finds no params at such a path; CUDA graphs, which need fixed
-            addresses, over params that are gathered anew or offloaded.
-        RuntimeError: a block cannot be compiled, or its backward pass: it prints, has hooks inside, runs a collective,
-            counts in Python, or has shapes that depend on values.
+        ValueError: an unknown backend; at ``init``: a pattern that matches no module with params, or a mode with CUDA graphs,
+            which need fixed addresses, over params that are sharded or offloaded.
+        RuntimeError: a block, or its backward pass, cannot be compiled: it prints, has hooks, runs a collective, counts in
+            Python, or has data-dependent shapes.
 
     >>> import torch, functional_ds as fds
     >>> from torch import nn
@@ -101,7 +101,7 @@ class _Compiled(Compiles):
         return self._calls[step]
 
     def prepare(self, inner: Any, step: Step, params: Any) -> Any:
-        """Raises an error for a pattern that matches no module with params, and fixed addresses for params that have none."""
+        """Raises an error for a pattern that matches no module with params, and for CUDA graphs over params that move."""
         check_blocks("compiled", params, self.blocks)
         if self.eager is not None:
             check_blocks("compiled", params, self.eager)
@@ -116,7 +116,7 @@ class _Compiled(Compiles):
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """The inner gradients; an error of the compiler in the backward pass, where it compiles that of a block, is named."""
+        """The inner gradients; translates compiler errors of the backward pass."""
         try:
             return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
         except Exception as error:
@@ -126,7 +126,7 @@ class _Compiled(Compiles):
             raise refusal from error
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """The inner forward, with the blocks that it runs compiled."""
+        """The inner forward, with its blocks compiled."""
         pass_ = current_pass()
         if pass_ is None:
             return inner(step, state, function, batch)

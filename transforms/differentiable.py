@@ -1,4 +1,4 @@
-"""A training step that can be differentiated itself: by hyperparameters, first params and data, through many steps."""
+"""Differentiation through training steps: by hyperparameters, initial params and data."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,31 +28,29 @@ from functional_ds.step.view import View, dense, wide_dtype
 
 __all__ = ["differentiable"]
 
-_COMPOSE = frozenset(
-    {"init", "loss", "gradients", "reduce", "update", "rate", "params"}
-)  # phases that keep what they are given
+_COMPOSE = frozenset({"init", "loss", "gradients", "reduce", "update", "rate", "params"})  # gradients flow through these phases
 
 
 def differentiable(step: Step) -> Step:
-    """The same step, through which gradients flow: by hyperparameters given as tensors, by the first params, and by the data.
+    """A step that can be differentiated through, by hyperparameters given as tensors, initial params and data.
 
     ```
     d loss(step ∘ ... ∘ step (init(params), batches)) / d (lr, betas, ..., params, batches)
     ```
 
-    ``torch.autograd`` and ``torch.func`` take it as any function of tensors: reverse mode, forward mode, and ``vmap`` over
-    hyperparameters and seeds. Nothing is donated. Law: k steps are k steps of ``step``, except for rounding, as the optimizer's
-    formula runs instead of torch's fused kernel; derivatives equal finite differences.
+    ``torch.autograd`` and ``torch.func`` treat it as any function of tensors: reverse mode, forward mode, and ``vmap`` over
+    hyperparameters and seeds. No state is donated. Law: k steps equal k steps of ``step`` up to rounding, since the optimizer's
+    formula replaces torch's fused kernel; derivatives equal finite differences.
 
-    Gradients flow through ``clip``, ``accumulate``, ``schedule``, ``ema``, and your own transforms that wrap phases of
-    gradients, updates and rates.
+    Gradients flow through ``clip``, ``accumulate``, ``schedule``, ``ema``, and custom transforms that wrap ``init``, ``loss``,
+    ``gradients``, ``reduce``, ``update``, ``rate`` or ``params``.
 
-    Cost: reverse mode keeps the graphs of all steps, forward mode one tangent of the state. Attention runs by its formula,
-    which keeps the scores.
+    Cost: reverse mode keeps the graphs of all steps, forward mode one tangent of the state. Attention runs with
+    ``SDPBackend.MATH``, which stores the scores.
 
     Raises:
         ValueError: here, or in ``init`` for transforms that are composed later: a transform divides the step over ranks, casts,
-            recomputes, compiles or offloads; the optimizer looks at whole leaves.
+            recomputes, compiles or offloads; the optimizer needs whole leaves.
 
     >>> import functional_ds as fds
     >>> def trained(lr):
@@ -109,7 +107,7 @@ def _no_pull(*args: Any, **options: Any) -> Any:
 
 
 def _forward(step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-    """Attention by its formula: torch's fused kernels have no second derivatives, and none in forward mode."""
+    """Runs attention with ``SDPBackend.MATH``: torch's fused kernels have no second derivatives and no forward mode."""
     with sdpa_kernel(SDPBackend.MATH):
         return function(batch)
 
@@ -128,7 +126,7 @@ def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
 def _gradients(
     step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
 ) -> tuple[State, Weighted, dict[str, Weighted]]:
-    """Autograd through the loss; the gradients have graphs, unless gradients are switched off."""
+    """Autograd through the loss; the gradients have graphs where gradients are enabled."""
     _refuse(step)
     scope, again = BufferScope(state.slots.get(BUFFERS)), torch.is_grad_enabled()
     with grad_level() as level, Pass(buffers=scope) as pass_:

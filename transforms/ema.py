@@ -1,4 +1,4 @@
-"""A running mean of the params."""
+"""Exponential moving average of the params."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -21,11 +21,11 @@ __all__ = ["averaged", "ema"]
 
 @tree.record
 class Mean:
-    """ema's slot in the state: the mean of each stored leaf that is trained, None for the others.
+    """ema's slot in the state: the mean of each trained stored leaf, None for the others.
 
     Attributes:
-        leaves: in fp32 at least, and in shards where the optimizer's state is.
-        shown: whether ``step.params`` gives the mean.
+        leaves: in fp32 at least, sharded like the optimizer's state.
+        shown: whether ``step.params`` returns the mean.
     """
 
     leaves: list[Tensor | None]
@@ -37,14 +37,14 @@ class Mean:
 def ema(decay: float) -> Transform:
     """Keeps an exponential moving average of the params: ``mean ← decay · mean + (1 - decay) · params`` after each update.
 
-    It starts as the initial params; an update that is skipped leaves it. ``averaged(step, state)`` gives it. Law: in every
-    stage of ZeRO it is the single-device run's.
+    The mean starts as the initial params; a skipped update leaves it unchanged. ``averaged(step, state)`` returns it. Law: in
+    every stage of ZeRO it equals the single-device mean.
 
-    It averages what the optimizer moves: put it before ``mixed_precision`` and ``zero``, so that it has the masters, in
-    shards. It costs 4 bytes a parameter (in stages 1 to 3: 4/n) and sends nothing.
+    Put it before ``mixed_precision`` and ``zero``, so that it averages the fp32 master weights and is sharded. It costs 4 bytes
+    a parameter (4/n in stages 1 to 3) and no communication.
 
     Raises:
-        ValueError: the decay is not in [0, 1); a transform before this one stores params in its own way.
+        ValueError: the decay is not in [0, 1); a transform before this one wraps ``params``.
 
     >>> import functional_ds as fds
     >>> step = ema(0.5)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0)))
@@ -65,7 +65,7 @@ def ema(decay: float) -> Transform:
         skip = state.skip
         state, metrics = inner(step, state, grads)
         pairs = zip(state.slots["ema"].leaves, tree.leaves(state.params), strict=True)
-        towards = Tensor.lerp if step.keeps_graph else Tensor.lerp_  # in the mean's own memory, which the update owns
+        towards = Tensor.lerp if step.keeps_graph else Tensor.lerp_  # in place: the update owns the mean's memory
         moved = [
             None if mean is None else towards(mean, leaf.to(mean.dtype), _part(mean, 1 - decay, skip)) for mean, leaf in pairs
         ]
@@ -91,7 +91,7 @@ def ema(decay: float) -> Transform:
 
 
 def averaged(step: Step, state: State) -> Any:
-    """The mean of the params, as the user's tree; collective where ``step.params`` is.
+    """The mean that ``ema`` keeps, as a tree like ``step.params(state)``; a collective where that is one.
 
     Raises:
         ValueError: the step has no ema.
@@ -107,5 +107,5 @@ def _wide(leaf: Tensor) -> Tensor:
 
 
 def _part(mean: Tensor, part: float, skip: Tensor | None) -> float | Tensor:
-    """How far the mean moves: where ``skip`` is true it stays."""
+    """The weight of the new params: 0 where ``skip`` is true."""
     return part if skip is None else skip.logical_not().to(mean.dtype) * part

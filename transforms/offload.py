@@ -1,4 +1,4 @@
-"""Offload: optimizer states and params on the host or on a disk (ZeRO-Offload and ZeRO-Infinity, Rajbhandari et al. 2021)."""
+"""Offloading of optimizer states and params to host memory or disk (ZeRO-Offload; ZeRO-Infinity, Rajbhandari et al. 2021)."""
 
 import os
 from pathlib import Path
@@ -39,40 +39,42 @@ def offload(
     threads: int = 4,
     direct: bool = True,
 ) -> Transform:
-    """Stores the optimizer's state, with masters, and the params on the host or on a disk.
+    """Offloads the optimizer's state, with master weights, and the params to host memory or disk.
 
-    Law 28: a step with it is the step without, bitwise on CPUs, in every stage of ZeRO; offload then fetch = id.
+    Law 28: results are unchanged, bitwise on CPUs, in every stage of ZeRO; offload, then fetch, is the identity.
 
-    With ``optimizer="cpu"`` the state is in the host's memory, pinned with a GPU, and the update runs on the host; gradients
-    and params are copied while other pieces are computed. Without a GPU nothing moves, and the same code runs. With
-    ``optimizer="disk"`` the state is in files under ``path``, with two versions of each tensor. The update goes through
-    ``buffers`` buffers of about ``buffer_bytes``, so its memory does not grow with the model: while it computes one piece, it
-    reads the next and writes the last one. It checks every read against a checksum.
+    With ``optimizer="cpu"`` the state is in host memory, pinned if there is a GPU, and the update runs on the host; gradients
+    and params are copied while other pieces are computed. With ``optimizer="disk"`` the state is in files under ``path``, two
+    versions of each tensor. The update goes through ``buffers`` buffers of about ``buffer_bytes``, so its host memory does not
+    grow with the model: while it computes one piece, it reads the next and writes the last one. Every read is checked against a
+    CRC-32.
 
-    ``params`` needs ``zero(3)``, on one rank too. Shards are then fetched before units are gathered, the next unit's ahead.
+    ``params`` needs ``zero(3)``, also on one rank. Shards are then fetched before units are gathered, one unit ahead.
 
-    When a file goes wrong, all ranks raise ``offloading.OffloadError``, which names the file, and the state that the step was
-    given stays as it was. Files are deleted with the last state that needs them, those of dead processes by the next run.
+    If a read or write fails, all ranks raise ``offloading.OffloadError``, which names the file, and the old state stays valid.
+    Files are deleted with the last state that uses them, or, after a crash, by the next run.
 
     Put it after ``mixed_precision`` and ``ema`` and before ``zero``. The transforms before it, and the optimizer, must be
-    elementwise, except for what they ask of ``step.norm``, ``step.finite`` and ``step.leaf_map``. Bytes on the disk: two
-    versions of 8Ψ/n for Adam, of 12Ψ/n with masters. An update sends one number, by which ranks agree that no disk failed.
+    elementwise, except that they may use ``step.norm``, ``step.finite`` and ``step.leaf_map``.
+
+    Cost: on disk, two versions of 8Ψ/n bytes for Adam, of 12Ψ/n with masters. Each update all-reduces one number, by which
+    ranks agree that no disk failed.
 
     Args:
-        optimizer: the place of its state, of masters and of ``ema``'s means: ``"cpu"``, ``"disk"`` or None for the device.
-        params: the place of the stored params between uses; at most as far from the device as the optimizer's state.
+        optimizer: where to store its state, masters and ``ema``'s means: ``"cpu"``, ``"disk"`` or None for the device.
+        params: where to store params between uses; no further from the device than the optimizer's state.
         path: an existing folder, for ``"disk"``.
-        ratio: the fraction of the trained elements, the first leaves, whose optimizer state is offloaded; the others are
-            updated on the device.
-        buffers: how many; with one, nothing overlaps.
-        buffer_bytes: bytes of each buffer. An optimizer that sees leaves (``lamb``, ``muon``, ``param_groups``, ``decay=``)
-            takes whole leaves (in ZeRO segments), and buffers are then as large as the largest.
-        threads: how many read and write.
-        direct: whether reads and writes go past the page cache, where the file system supports it.
+        ratio: the fraction of the trained elements, taken from the first leaves, whose optimizer state is offloaded; the others
+            are updated on the device.
+        buffers: the number of buffers; with one, nothing overlaps.
+        buffer_bytes: bytes of each buffer. An optimizer that needs whole leaves (``lamb``, ``muon``, ``param_groups``,
+            ``decay=``) takes whole leaves (in ZeRO segments), and buffers are then as large as the largest.
+        threads: the number of threads that read and write.
+        direct: whether to bypass the page cache (O_DIRECT), where the file system supports it.
 
     Raises:
-        ValueError: an unknown word; a ratio outside 0..1; a path that is missing, not writable or not used; a wrong place
-            among the transforms; at ``init``, before anything is allocated: a state that cannot be taken apart by leaves.
+        ValueError: an unknown place; a ratio outside 0..1; a path that is missing, not writable or not used; a wrong order of
+            transforms; at ``init``, before anything is allocated: a state that cannot be split by leaves.
         OffloadError: at ``init``: the disk is too small.
 
     >>> import tempfile
@@ -126,7 +128,7 @@ class _Offload:
             check=self.check,
             slot="offload",
             traits=[Trait.OFFLOADS, Trait.HEEDS_SKIPS, *([] if self.root is None else [Trait.USES_FILES])],
-            options={"places": self.options},  # the folder may be a rank's own
+            options={"places": self.options},  # ranks may have different folders
             init=self.init,
             scatter=self.scatter,
             update=self.update,
@@ -150,7 +152,7 @@ class _Offload:
         return f"offload({', '.join(words + [f'ratio={self.options.ratio}'] * (self.options.ratio != 1))})"
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
-        """A plan from shapes alone, then the files, then the state, a piece at a time."""
+        """Plans from shapes, then creates the files, then the state, a piece at a time."""
         name = str(self)
         copies = step.has(Trait.COPIES_PARAMS, after=name)
         if copies:
@@ -170,7 +172,7 @@ class _Offload:
         plan = plan_of(inner, step, params, self.options)
         device = home(leaves[0]) if leaves else torch.device("cpu")
         disk = None
-        if self.root is not None and device.type != "meta":  # without values nothing is stored
+        if self.root is not None and device.type != "meta":  # meta tensors are not stored
             disk = make_disk(self.root, plan, threads=self.threads, direct=self.direct)
         return initial_state(inner, step, params, Storage(plan, device, disk, self.buffers))
 
@@ -180,10 +182,10 @@ class _Offload:
         return Update.of(slot.storage, inner, step, state, grads).run()
 
     def scatter(self, inner: Any, step: Step, state: State) -> State:
-        """The inner scatter, of a piece or of params that the device can use where they are.
+        """The inner scatter, of a piece or of params in memory that the device can use.
 
         Raises:
-            ValueError: the optimizer's params are on a disk, or beyond the device's reach.
+            ValueError: the optimizer's params are on disk, or in host memory that the device cannot use.
         """
         self._refuse_handles(state)
         found: State = inner(step, state)
@@ -198,6 +200,6 @@ class _Offload:
             )
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
-        """The user's tree. Fetches params and slots for it, but not the optimizer's own state."""
+        """The user's tree; fetches params and slots for it, but not the optimizer's state."""
         slots = on_device(fetched(beside_params(state, state.slots)["slots"]), state.step.device)
         return inner(step, tree.replace(state, params=fetched(state.params), slots=slots))

@@ -1,4 +1,4 @@
-"""``pipeline``: a model's stages on several ranks, micro-batches going through them as a schedule says."""
+"""Pipeline parallelism: a model's stages on several ranks, run by a schedule."""
 
 import zlib
 from typing import Any
@@ -37,38 +37,38 @@ def pipeline(
     resident: int | None = None,
     recorder: Recorder | None = None,
 ) -> Transform:
-    """Runs the stages of a model on the ranks of ``group``, every action in the order of the schedule.
+    """Pipeline parallelism: runs the stages of a model on the ranks of ``group``, in the order of a schedule.
 
-    Law 36: on any mesh, with any ZeRO stage along another axis, it is the single-device step ``train_step(stages, optimizer)``
-    on the whole batch. Law 34: gradients do not depend on the schedule.
+    Law 36: on any mesh, with any ZeRO stage along another axis, it equals the single-device step ``train_step(stages,
+    optimizer)`` on the whole batch. Law 34: gradients do not depend on the schedule.
 
-    Each rank stores the params of its stages alone, by their paths in the user's tree, with their optimizer's state. All ranks
-    of the group get the same batch. It is split along dim 0 into the schedule's micro-batches, the first ones a row larger
-    where they cannot be equal; means then weigh by rows. A leaf that stages on several ranks use is stored on each, its
-    gradients are summed, and norms count it once.
+    Each rank stores the params and optimizer state of its stages only, under their paths in the user's tree. All ranks of the
+    group get the same batch, which is split along dim 0 into the schedule's micro-batches; if the rows do not divide evenly,
+    the first micro-batches get one more, and means are weighted by rows. A leaf that stages on several ranks share is stored on
+    each; its gradients are summed, and norms count it once.
 
     Put it after ``zero`` and before transforms that wrap ``gradients``, such as ``accumulate``: it replaces that phase. ZeRO
-    along another axis reduces a stage's gradients once a step, after its last backward. In ZeRO stage 3 all params of a rank
-    are whole within a step, or with ``resident`` those of so many stages at a time.
+    along another axis reduces a stage's gradients once a step, after its last backward. In ZeRO stage 3 a rank gathers all its
+    params for the whole step, or with ``resident`` those of so many stages at a time.
 
-    Sends (bytes): for each micro-batch what crosses between stages on different ranks, and its gradient back; for a shared
-    leaf, its gradient to each other rank that holds it; a few scalars.
+    Cost: for each micro-batch, the activations between stages on different ranks, and their gradients; the gradient of a shared
+    leaf, sent to each other rank that has it; a few scalars.
 
     Args:
-        schedule: is proved and lowered before anything runs. Messages, gathers and reductions that it has are carried out
-            where they are; where it has none, they are inserted. An evaluation runs the forwards alone.
+        schedule: is validated and lowered before anything runs. Its own sends, gathers and reductions run where it has them;
+            missing ones are inserted. Evaluation runs the forwards only.
         stages: the model, with as many stages as the schedule.
-        group: the pipeline's ranks, as the schedule counts them; None for the whole world.
-        resident: in ZeRO stage 3, the stages whose params a rank holds whole at a time; None for all of them, or as a schedule
-            with gathers says.
-        recorder: takes notes of times and memory.
+        group: the pipeline's ranks, in the schedule's order; None for the whole world.
+        resident: in ZeRO stage 3, how many stages' params a rank keeps gathered at a time; None for all, or as the schedule's
+            own gathers say.
+        recorder: records times and memory.
 
     Raises:
-        ScheduleError: the schedule is wrong; names the first offending action.
-        ValueError: the schedule has another number of stages, or the group of ranks; a batch has fewer rows than micro-batches;
-            a stage cannot take what the one before gives; the step's ``gradients`` are wrapped already; ``resident`` for a
-            schedule with gathers.
-        TypeError: ``schedule`` is no schedule, ``group`` no group, or ``stages`` are no stages.
+        ScheduleError: the schedule is invalid; names the first offending action.
+        ValueError: the schedule and the model differ in stages, or the schedule and the group in ranks; a batch has fewer rows
+            than micro-batches; a stage does not accept the previous stage's output; the step's ``gradients`` are wrapped
+            already; ``resident`` for a schedule with gathers.
+        TypeError: ``schedule``, ``stages`` or ``group`` has another type.
 
     >>> import functional_ds as fds
     >>> from functional_ds import pipelining as pp
@@ -107,7 +107,7 @@ class _Pipeline:
         inference: lowered, its forwards alone.
         stages: the model's.
         axis: the pipeline's ranks.
-        recorder: takes notes of times and memory.
+        recorder: records times and memory.
     """
 
     schedule: Schedule
@@ -134,7 +134,7 @@ class _Pipeline:
         )
 
     def options(self) -> dict[str, Any]:
-        """What all ranks of the pipeline, and of its neighbours, must have alike."""
+        """What must be equal on all ranks of the pipeline and of its data-parallel neighbours."""
         actions = zlib.crc32(b"".join(row.tobytes() for row in self.schedule.codes))
         placement = list(self.schedule.placement)
         return {"placement": placement, "microbatches": self.schedule.microbatches, "actions": f"{actions:08x}"}
@@ -187,11 +187,11 @@ class _Pipeline:
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """Runs the schedule, instead of autograd through the whole loss."""
+        """Runs the schedule instead of autograd through the whole loss."""
         return gradients(self._spec(self.schedule, self.recorder), step, state, batch, carry, last)
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
-        """Runs the forwards alone; a batch with few rows is split into as many micro-batches as it has rows."""
+        """Runs the forwards only; a batch with few rows is split into as many micro-batches as it has rows."""
         count = max(1, min(rows_of(batch), self.schedule.microbatches))
         few = count < self.schedule.microbatches
         schedule = self.inference.first(count) if few else self.inference

@@ -1,4 +1,4 @@
-"""Rematerialisation: activations recomputed, offloaded or partitioned, block by block (Chen et al. 2016)."""
+"""Activation checkpointing, offloading and partitioning, block by block (Chen et al. 2016)."""
 
 import functools
 from collections.abc import Callable
@@ -25,31 +25,31 @@ __all__ = ["remat"]
 
 
 def remat(blocks: str | None = None, *, policy: str | RematPolicy = "recompute", group: comm.Group | None = None) -> Transform:
-    """Recomputes, offloads or partitions the activations of a module's blocks; nothing else changes.
+    """Activation checkpointing: recomputes, offloads or partitions the activations of a module's blocks.
 
-    Law 28: the step is the same, dropout included, for every policy, in every stage of ZeRO. The transform commutes with those
+    Law 28: results are unchanged, dropout included, for every policy, in every stage of ZeRO. The transform commutes with those
     that wrap other phases. It wraps ``prepare``, to check the blocks' paths, and ``forward``.
 
     | policy | between forward and backward |
     |---|---|
-    | "recompute" | a block's inputs stay on the device, all else is computed again |
-    | "recompute,inputs=offload" | a block's inputs are in the host's memory |
+    | "recompute" | a block's inputs stay on the device, everything else is recomputed |
+    | "recompute,inputs=offload" | a block's inputs are in host memory |
     | "save" | everything stays on the device, as without this transform |
-    | "offload" | what autograd saves in the block is in the host's memory |
+    | "offload" | what autograd saves in the block is in host memory |
     | "partition" | each rank of ``group`` keeps 1/n of what autograd saves; the backward pass all-gathers it |
     | "recompute,matmuls=save,attn_out=offload" | exceptions for matrix products and for named tensors |
 
-    Bytes sent by each rank: (n - 1) / n of what is partitioned, when the backward pass needs it.
+    Cost: each rank sends (n - 1) / n of the partitioned bytes in the backward pass; other policies send nothing.
 
     Args:
         blocks: which modules of an ``fds.functional`` module: a path in which each name may be a pattern ("blocks.*",
-            "decoder.layers.[0-3].mlp"); a list of modules ("blocks") means its members. None means the repeated
-            blocks: modules whose path ends with its first number. "" means the whole loss function as one part.
+            "decoder.layers.[0-3].mlp"); a list of modules ("blocks") stands for its members. None means the repeated blocks:
+            modules whose path ends with its first number. "" means the whole loss function as one block.
         policy: as for ``fds.remat``.
         group: for "partition": ranks with the same activations.
 
     Raises:
-        ValueError: a word of the policy is unknown; ``init`` finds no params at such a path; the loss function runs no such
+        ValueError: an unknown word in the policy; a pattern that matches no module with params; the loss function runs no such
             module; the policy names tensors that no block names; the policy partitions and there is no group.
 
     >>> import torch, functional_ds as fds
@@ -83,7 +83,7 @@ class _Remat:
         return inner(step, params)
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """The inner forward, with the blocks that it runs under the policy."""
+        """The inner forward, with its blocks run under the policy."""
         pass_ = current_pass()
         if pass_ is None or not pass_.trains:
             return inner(step, state, function, batch)
@@ -100,7 +100,7 @@ class _Remat:
         if self.blocks == "":
             check = functools.partial(check_names, self.policy)
             return inner(step, state, self._part(function, "loss", self.policy, check), batch)
-        # Whoever is composed later runs first, and is outside.
+        # Transforms that are composed later run outside of this one.
         with pass_.run_by(self._calls):
             found = inner(step, state, function, batch)
         self._calls.check(whole=not step.has(AxisRole.STAGES))
@@ -111,7 +111,7 @@ class _Remat:
 
 
 def _ignore(names: set[str]) -> None:
-    """That part's policy has no names."""
+    """Ignores the names: this part's policy has none."""
 
 
 @attrs.define(eq=False)
@@ -142,7 +142,7 @@ class _Calls:
         return run(_known(forward), args, kwargs, policy=self.policy, group=self.group, part=path, seen=self._seen)
 
     def check(self, *, whole: bool) -> None:
-        """Raises for a policy without effect: no module chosen, or no tensor of its names. ``whole``: all modules ran."""
+        """Raises an error for a policy without effect: it chose no module, or names no tensor. ``whole``: all modules ran."""
         if whole and not any(self.paths.values()):
             if not self.paths:
                 raise ValueError(
@@ -158,7 +158,7 @@ class _Calls:
 
 
 def _known(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's forward, maybe wrapped by other calls that run it, as the call of that module."""
+    """The call of the module that this forward belongs to, perhaps through other wrappers."""
     own: Any = forward
     while isinstance(own, functools.partial):
         own = own.args[-1]

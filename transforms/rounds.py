@@ -1,4 +1,4 @@
-"""Rounds of training: transforms that act in every k-th update, and ranks whose models differ by design in between."""
+"""Periodic transforms, and groups of ranks that train separate models in between (DiLoCo, local SGD)."""
 
 import inspect
 from collections.abc import Callable
@@ -19,27 +19,28 @@ from functional_ds.step.step import Step, Transform
 
 __all__ = ["apart", "every"]
 
-_FORM = frozenset({"init", "params", "measure"})  # what runs in any case
+_FORM = frozenset({"init", "params", "measure"})  # phases that run in every step
 
 
 def every(k: int, what: Transform | Callable[[Step, State], State]) -> Transform:
-    """What acts in updates k, 2k, 3k, ... alone: a transform, or a function of the step and the state after the update.
+    """Applies a transform, or a function of the step and the state after the update, in updates k, 2k, 3k, ... only.
 
-    In other steps it is as if the transform were not there, except that its slot is kept: nothing of it is computed or sent.
-    Which update it is the host reads from ``state.step``, before the step; a step that a loss scale skips does not count.
+    In other steps the transform computes and sends nothing; its slot is kept. The host reads ``state.step`` before each step; a
+    step that a loss scale skips does not count.
 
-    Law: with k = 1 it is ``what`` itself. ``fds.jit`` has a graph for steps with it and one for those without.
+    Law: ``every(1, what)`` equals ``what``. ``fds.jit`` captures one graph for steps with it and one for those without.
 
-    Cost: nothing in addition to ``what``. On a GPU the host waits for the step before.
+    Cost: none in addition to ``what``, except that on a GPU the host waits for the previous step.
 
     Args:
-        k: how many updates make a round.
+        k: the period, in updates.
         what: a transform that wraps ``loss``, ``forward``, ``gradients``, ``reduce``, ``comm_dtype``, ``update`` or ``rate``,
-            and ``init`` for its slot; or ``function(step, state) -> state``. The function sees the params in the form that
-            they have at its place in ``compose``: before ``zero`` that of the optimizer.
+            and ``init`` for its slot; or ``function(step, state) -> state``, which sees the params as they are stored at its
+            place in ``compose``: before ``zero``, as the optimizer has them.
 
     Raises:
-        ValueError: k is no positive integer; when it is applied: the transform gives params another form, as ``zero`` does.
+        ValueError: k is not a positive integer; when it is applied: the transform changes how params are stored, as ``zero``
+            does.
         TypeError: ``what`` takes neither one argument nor two.
 
     >>> import torch
@@ -102,15 +103,15 @@ def _takes(function: Any, count: int) -> bool:
 
 
 def apart(group: comm.Group, *, slot: str = "outer") -> Transform:
-    """Says that the ranks of ``group`` have a model each, whose params differ.
+    """Declares that each rank of ``group`` trains its own model, so params may differ over the group.
 
-    Nothing is computed or sent in a step. Checkpoints keep each model under the name of its place, ``params/outer.0/w``, so
-    that a state is loaded into any stage, precision and number of ranks of each model, and not into another number of models.
-    The step's metrics, weights and norms are those of this rank's model.
+    Checkpoints store each model under its rank's name, ``params/outer.0/w``. They can be loaded with any ZeRO stage, precision
+    and number of ranks per model, but not with another number of models. Metrics, weights and norms are those of this rank's
+    model.
 
-    Law: a state that is saved between two rounds and loaded on a mesh with other inner ranks continues as one run.
+    Law: a state saved between two rounds and loaded on a mesh with other inner ranks continues the same run.
 
-    Cost: at ``init`` the ranks compare their steps and the shapes of their params.
+    Cost: at ``init`` the ranks compare their steps and the shapes of their params; a step sends nothing.
 
     Args:
         group: one rank of each model: ``mesh["outer"]`` of a mesh whose other axes ``zero`` and others use.
@@ -118,7 +119,17 @@ def apart(group: comm.Group, *, slot: str = "outer") -> Transform:
 
     Raises:
         ValueError: the ranks' params differ in structure.
-        TypeError: ``group`` is no group.
+        TypeError: ``group`` is not a ``comm.Group``.
+
+    >>> import torch
+    >>> import functional_ds as fds
+    >>> def program():
+    ...     world = comm.world()
+    ...     step = apart(world)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0)))
+    ...     state, _ = step(step.init({"w": torch.zeros(1)}), torch.ones(1) * world.rank)
+    ...     return step.params(state)["w"].item()
+    >>> comm.simulate(program, world_size=2)
+    [0.0, -1.0]
     """
     axis = Axis(group, AxisRole.APART)
 

@@ -1,8 +1,7 @@
-"""Learning rates over a run, as factors: pure functions of how many updates there were.
+"""Learning-rate schedules: pure functions from the number of updates to a factor.
 
-``T.schedule(fn)`` multiplies the optimizer's learning rate by them. In the formulas u = updates so far + 1 is the number of
-the update that the factor is for. The shapes are those of DeepSpeed's schedulers of like name, with rates as multiples of
-the optimizer's.
+``T.schedule(fn)`` multiplies the optimizer's learning rate by the factor. In the formulas u = updates so far + 1 is the number
+of the coming update. The shapes are those of DeepSpeed's schedulers of the same names, as multiples of the optimizer's rate.
 """
 
 import inspect
@@ -28,14 +27,14 @@ Factor = Callable[..., Tensor]
 
 
 def warmup(steps: int, *, floor: float = 0.0, shape: Literal["linear", "log"] = "linear") -> Factor:
-    """Up from ``floor`` to 1 over ``steps`` updates, then 1.
+    """Rises from ``floor`` to 1 over ``steps`` updates, then stays at 1.
 
     ``floor + (1 - floor) · min(1, u / steps)``, or with ``shape="log"`` ``floor + (1 - floor) · min(1, ln u / ln steps)``.
 
     Args:
-        steps: how many updates the factor rises for.
-        floor: the factor that the rise begins at, in 0..1.
-        shape: "linear", or "log" for a rise with the logarithm of the updates.
+        steps: the length of the warmup, in updates.
+        floor: the initial factor, in 0..1.
+        shape: "linear" or "log".
 
     Raises:
         ValueError: a number out of range, or an unknown shape.
@@ -60,15 +59,15 @@ def warmup(steps: int, *, floor: float = 0.0, shape: Literal["linear", "log"] = 
 
 
 def warmup_decay(steps: int, total: int, *, floor: float = 0.0, shape: Literal["linear", "log"] = "linear") -> Factor:
-    """``warmup(steps)``, then down a line that would reach ``floor`` in the update after ``total``, and ``floor`` after.
+    """``warmup(steps)``, then a linear decay to ``floor``, which is reached in the update after ``total``.
 
     ``floor + (1 - floor) · min(warmup, max(0, (total - u + 1) / (total - steps)))``.
 
     Args:
-        steps: how many updates the factor rises for.
+        steps: the length of the warmup, in updates.
         total: the last update before the floor.
         floor: the lowest factor, in 0..1.
-        shape: "linear", or "log" for a rise with the logarithm of the updates.
+        shape: of the warmup: "linear" or "log".
 
     Raises:
         ValueError: a number out of range, or an unknown shape.
@@ -89,7 +88,7 @@ def warmup_decay(steps: int, total: int, *, floor: float = 0.0, shape: Literal["
 
 
 def one_cycle(up: int, down: int | None = None, *, floor: float = 0.1, decay: float = 0.0, decay_steps: int = 1) -> Factor:
-    """From ``floor`` up to 1 over ``up`` updates, down again over ``down`` (None: as many), then lower still (Smith 2018).
+    """Rises from ``floor`` to 1 over ``up`` updates, falls over ``down`` (None: as many), then decays further (Smith 2018).
 
     ```
     u <= up:          floor + (1 - floor) · u / up
@@ -100,11 +99,11 @@ def one_cycle(up: int, down: int | None = None, *, floor: float = 0.1, decay: fl
     Momentum does not cycle.
 
     Args:
-        up: how many updates the factor rises for.
-        down: how many it falls for.
+        up: updates from ``floor`` to 1.
+        down: updates from 1 to ``floor``.
         floor: the factor before and after the cycle, in 0..1.
-        decay: how fast the factor falls after the cycle; 0 keeps it at ``floor``.
-        decay_steps: over how many updates ``decay`` counts once.
+        decay: the rate of the decay after the cycle; 0 for none.
+        decay_steps: updates per unit of ``decay``.
 
     Raises:
         ValueError: a number out of range.
@@ -128,14 +127,14 @@ def one_cycle(up: int, down: int | None = None, *, floor: float = 0.1, decay: fl
 
 
 def range_test(steps: int, *, rate: float = 1.0, staircase: bool = False) -> Factor:
-    """Ever higher rates, to see which is the highest that trains (Smith 2017): ``1 + rate · u / steps``.
+    """Learning-rate range test (Smith 2017): the factor grows as ``1 + rate · u / steps``.
 
-    The optimizer's own rate is the lowest; ``staircase`` takes the whole part of ``u / steps``.
+    ``staircase`` takes the integer part of ``u / steps``.
 
     Args:
-        steps: how many updates one interval has.
+        steps: updates per interval.
         rate: what each interval adds to the factor.
-        staircase: whether the factor rises in steps, once an interval.
+        staircase: whether the factor rises once an interval.
 
     Raises:
         ValueError: a number out of range.
@@ -156,13 +155,13 @@ def range_test(steps: int, *, rate: float = 1.0, staircase: bool = False) -> Fac
 
 
 def check_floor(floor: float) -> None:
-    """Raises an error for what is no part of the whole rate."""
+    """Raises an error for a floor outside 0..1."""
     if not 0 <= floor <= 1:
         raise ValueError(f"floor={floor} must lie in 0..1")
 
 
 def _named(name: str, factor: Callable[[Tensor], Tensor]) -> Factor:
-    """As a function of the updates so far, with a name that a step can print."""
+    """As a function of the updates so far, with a name to print."""
 
     def of(count: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return factor(torch.as_tensor(count).to(dtype) + 1)
@@ -179,17 +178,28 @@ def _takes_dtype(fn: Callable[..., Any]) -> bool:
 
 
 def _rate_dtype(step: Step, state: State) -> torch.dtype:
-    """Of the widest trained leaf: also where ``state`` has some of the leaves alone, or stores them otherwise."""
+    """fp64 if any trained leaf is fp64, also where ``state`` has only some of the leaves; else fp32."""
     dtypes = {leaf.dtype for leaf in step.leaf_map(state).leaves} | {leaf.dtype for leaf in tree.leaves(state.params)}
     return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
 
 
 def schedule(fn: Callable[..., float | Tensor]) -> Transform:
-    """Multiplies the learning rate by ``fn(updates so far)``; the factor is the metric ``rate``.
+    """Multiplies the learning rate by ``fn(updates so far)``; the metric ``rate`` is the product of all such factors.
 
-    ``fn`` gets an int64 scalar tensor. Written with torch functions, as ``warmup_cosine`` is, it never waits for a GPU. If it
-    has a parameter ``dtype``, it gets the dtype to compute in: fp64 where params are fp64, else fp32. Without it, torch divides
-    and multiplies that count in fp32, and fp64 params move by such a rate. Schedules multiply.
+    ``fn`` gets an int64 scalar tensor; with torch functions, as in ``warmup_cosine``, it does not synchronise with the GPU. A
+    parameter ``dtype`` receives the dtype to compute in: fp64 where params are fp64, else fp32. Without one, torch computes
+    with the count in fp32, also for fp64 params. Several schedules multiply.
+
+    Raises:
+        TypeError: ``fn`` is not callable, or is one of torch's ``LRScheduler`` objects.
+
+    >>> import functional_ds as fds
+    >>> step = schedule(lambda count: 0.5**count)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0)))
+    >>> state = step.init({"w": torch.zeros(1)})
+    >>> for _ in range(2):
+    ...     state, metrics = step(state, torch.ones(1))
+    >>> step.params(state)["w"].item(), metrics["rate"].item()
+    (-1.5, 0.5)
     """
     if isinstance(fn, LRScheduler):
         raise TypeError(
@@ -215,13 +225,13 @@ def schedule(fn: Callable[..., float | Tensor]) -> Transform:
 
 
 def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Factor:
-    """From 0 linearly to 1 over ``warmup`` updates, then along a cosine to ``floor`` at ``total``, and ``floor`` after.
+    """Rises linearly to 1 over ``warmup`` updates, then follows a cosine to ``floor`` at ``total``, and stays there.
 
-    The first update already moves: update i (from 0) of the warm-up has the factor (i + 1) / warmup.
+    Update i (from 0) of the warmup has the factor (i + 1) / warmup, so the first update already moves.
 
     Args:
-        warmup: how many updates the factor rises for.
-        total: the update at which it reaches ``floor``.
+        warmup: the length of the warmup, in updates.
+        total: the update at which the factor reaches ``floor``.
         floor: the lowest factor, in 0..1.
 
     Raises:

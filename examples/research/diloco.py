@@ -1,7 +1,7 @@
 """DiLoCo: training loss against bytes, with an outer step every H inner steps.
 
-Workers train apart with AdamW and meet every H steps: the mean of the ways that they have gone is the gradient of an outer
-Nesterov SGD (Douillard et al. 2023, arXiv:2311.08105). The bytes are the ledger's.
+Workers train separately with AdamW and meet every H steps: the mean of their changes is the gradient of an outer Nesterov SGD
+(Douillard et al. 2023, arXiv:2311.08105). The bytes are the ledger's.
 
 Law: with H = 1, plain SGD inside and an outer rate of 1 without momentum it is data parallelism, ``T.zero(0)``.
 """

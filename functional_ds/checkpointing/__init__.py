@@ -1,6 +1,6 @@
-"""Checkpoints: whole states in a folder, for any number of ranks, safe against crashes while they are written.
+"""Distributed checkpoints of whole states, loadable on any number of ranks, and crash-safe while they are written.
 
-``fds.save`` and ``fds.load``; ``Saver`` for saves in the background.
+``fds.save`` and ``fds.load``; ``Saver`` saves asynchronously.
 """
 
 from functional_ds.state_dict.errors import (

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's data: what overlaps with a rank's shards; also for ``torch.distributed.checkpoint``'s loaders."""
+"""Reads the parts of a checkpoint that overlap with a rank's shards; also for ``torch.distributed.checkpoint``'s loaders."""
 
 import math
 import os
@@ -42,17 +42,17 @@ class _Read:
         return self.chunk.position + (self.box.place - self.chunk.offset) * self.dtype.itemsize
 
     def part(self, box: Box) -> "_Read":
-        """Of a box inside."""
+        """The memory for a box inside."""
         place = tuple(slice(a - b, a - b + n) for a, b, n in zip(box.start, self.box.start, box.shape, strict=True))
         return attrs.evolve(self, box=box, target=self.target[place])
 
 
 @attrs.define(eq=False)
 class CheckpointReader(StorageReader):
-    """A checkpoint as torch's loaders read it: ``dcp.load({"params/w": flat}, storage_reader=CheckpointReader(path, tag))``.
+    """A checkpoint as a storage reader: ``dcp.load({"params/w": flat}, storage_reader=CheckpointReader(path, tag))``.
 
-    Tensors are flat, except those that were saved in slices, which have their shapes, as ``manifest.tensors[name].shape`` says
-    them for all. Checksums are verified, and nothing is unpickled.
+    Tensors are flat, except those that were saved in slices, which have their shapes; ``manifest.tensors[name].shape`` has all
+    shapes. Checksums are verified, and nothing is unpickled.
     """
 
     folder: Path = attrs.field(converter=Path)
@@ -64,10 +64,10 @@ class CheckpointReader(StorageReader):
         self.place, self.manifest = open_manifest(self.folder, self.tag)
 
     def fill(self, wanted: Mapping[str, Sequence[TensorShard]]) -> None:
-        """Reads the shards that tensors of these names are to fill. Several names may fill a shared scalar, and must agree.
+        """Reads the shards of tensors of these names. Several names may fill a shared scalar, and must agree.
 
-        A rank's shard is a range of a flattened slice; boxes are what it is in the whole tensor. So, for any ranks,
-        stages, units and slices were at the save and are now, a load reads where boxes overlap.
+        A rank's shard is a range of a flattened slice; boxes are its parts in the whole tensor. A load reads where the boxes of
+        the save and of the load overlap, for any ranks, stages, units and slices of both.
 
         Raises:
             DamagedError: the checkpoint does not have all of a tensor; a file is damaged.
@@ -92,7 +92,7 @@ class CheckpointReader(StorageReader):
             view.copy_(value)
 
     def _overlaps(self, name: str, shards: Sequence[TensorShard], fresh: Mapping[tuple[str, int], Tensor]) -> Iterator[_Read]:
-        """What shards of a tensor are filled with; shared scalars' values go into memory of their own."""
+        """The parts that fill shards of a tensor; shared scalars' values are read into separate memory."""
         stored = self.manifest.tensors[name]
         dims = sorted({dim for region in (*stored.slices, *(shard.region for shard in shards)) for dim in region.dims})
         own = [
@@ -123,11 +123,11 @@ class CheckpointReader(StorageReader):
     def _boxes(
         self, name: str, dims: Sequence[int], near: Sequence[tuple[int, int]] | None = None
     ) -> Iterator[tuple[Chunk, Box]]:
-        """The boxes that a tensor's chunks make.
+        """The boxes of a tensor's chunks.
 
         Args:
             name: the tensor.
-            dims: the dims that count, see ``LeafRegion.boxes``.
+            dims: the dims that matter, see ``LeafRegion.boxes``.
             near: leaves out chunks that have nothing between these positions along the dims.
         """
         stored = self.manifest.tensors[name]

@@ -1,11 +1,9 @@
 """A folder of checkpoints: its entries, and which checkpoint is the newest.
 
 ```
-folder/latest             the tag of the newest, and its checksum
-folder/1000/              a checkpoint: manifest.json and data files
-folder/.saving-…          a checkpoint that is being written
-folder/.replaced-1000     a checkpoint that a new one of the same tag is replacing
-folder/.lock              locked by the job that saves here
+folder/latest             the tag of the newest, and its checksum folder/1000/              a checkpoint: manifest.json and data
+files folder/.saving-…          a checkpoint that is being written folder/.replaced-1000     a checkpoint being replaced by one
+of the same tag folder/.lock              locked by the job that saves here
 ```
 """
 
@@ -86,7 +84,7 @@ def check_tag(tag: str) -> str:
 
 
 def check_free(folder: Path, tag: str) -> None:
-    """Checks that nothing has this tag's name but a checkpoint of the tag, which may be replaced.
+    """Checks that nothing except a checkpoint has this tag's name.
 
     Raises:
         CheckpointError: something else has the name.
@@ -119,13 +117,13 @@ def check_pointer(folder: Path) -> None:
 
 
 def place_of(folder: Path, tag: str) -> Path:
-    """A checkpoint's folder. A save that died while it replaced a checkpoint left that under its hidden name."""
+    """A checkpoint's folder; after a crash during a replacement, the hidden one."""
     place, hidden = folder / check_tag(tag), hidden_place(folder, tag)
     return hidden if hidden.is_dir() and not place.exists() else place
 
 
 def hidden_place(folder: Path, tag: str) -> Path:
-    """The name of a checkpoint while another one of its tag replaces it."""
+    """The name of a checkpoint while another one with its tag replaces it."""
     return folder / f"{_REPLACED}{tag}"
 
 
@@ -237,7 +235,7 @@ def staging(folder: Path) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Removes what dead saves left, and restores checkpoints that they were replacing."""
+    """Removes remains of failed saves, and restores checkpoints that they were replacing."""
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith((_SAVING, _DELETING)):
             shutil.rmtree(entry, ignore_errors=True)
@@ -252,8 +250,8 @@ def clean(folder: Path) -> None:
 def publish(folder: Path, staged: Path, *, tag: str) -> None:
     """Makes a complete and fsynced folder the checkpoint ``tag``, and the newest.
 
-    After a crash at any point each checkpoint is either whole or absent, and ``latest`` names a whole one. The steps that need
-    disk space come first, so a full disk changes nothing.
+    After a crash at any point each checkpoint is either complete or absent, and ``latest`` names a complete one. The steps that
+    need disk space come first, so a full disk changes nothing.
 
     Args:
         folder: the checkpoints.
@@ -275,7 +273,7 @@ def publish(folder: Path, staged: Path, *, tag: str) -> None:
 
 @attrs.frozen
 class Retention:
-    """Which checkpoints stay.
+    """Which checkpoints to keep.
 
     Attributes:
         keep_last: this many of the newest that were saved with ``keep_last``; None deletes nothing.
@@ -300,8 +298,8 @@ def retain(folder: Path, tag: str, *, retention: Retention) -> None:
 
     Args:
         folder: the checkpoints.
-        tag: the one that was just written. It stays, and so does the one that ``latest`` names.
-        retention: which others stay.
+        tag: the one that was just written. It is kept, as is the one that ``latest`` names.
+        retention: which others to keep.
     """
     if retention.keep_last is None:
         return
@@ -311,7 +309,7 @@ def retain(folder: Path, tag: str, *, retention: Retention) -> None:
         for old in expiring[: max(0, len(expiring) - retention.keep_last)]:
             if old.tag not in safe and not (retention.keep_every and old.step % retention.keep_every == 0):
                 gone = folder / f"{_DELETING}{uuid.uuid4().hex[:12]}"
-                place_of(folder, old.tag).rename(gone)  # first, so that nobody sees a half-deleted checkpoint
+                place_of(folder, old.tag).rename(gone)  # first, so that no reader sees a half-deleted checkpoint
                 shutil.rmtree(gone, ignore_errors=True)
 
 

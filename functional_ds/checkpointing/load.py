@@ -34,7 +34,7 @@ def verify(path: str | Path, tag: str | None = None) -> None:
     Not collective. ``load`` also checks what it reads.
 
     Raises:
-        DamagedError: a file is missing, truncated, altered, or belongs to something else; the message names it.
+        DamagedError: a file is missing, truncated, altered, or belongs to something else; names the file.
         NewerFormatError: a later version of this library wrote it.
         NoCheckpointError: there is no checkpoint.
     """
@@ -64,35 +64,45 @@ def load(
     with_extra: bool = False,
     donate: bool = False,
 ) -> Any:
-    """The saved state as a value of ``like``'s structure: with its ranks, stage, units, precision and devices.
+    """Loads a checkpoint into a new state with ``like``'s structure: its ranks, ZeRO stage, units, precision and devices.
 
-    Laws 37 and 50: ``load_M ∘ save_N = id``, bitwise, slices included;
-    ``run(k + j) = run(j) ∘ load ∘ save ∘ run(k)``, bitwise at equal n.
+    Laws 37 and 50: ``load_M ∘ save_N = id``, bitwise, slices included; ``run(k + j) = run(j) ∘ load ∘ save ∘ run(k)``, bitwise
+    for equal n.
 
-    Collective over ``group``. Each rank reads and checks the blocks of 1 MiB that contain its own elements; nothing is
-    unpickled. If the precision differs, a leaf is read from the most exact form that was saved, and floating tensors are cast.
+    Collective over ``group``. Each rank reads and checks the 1 MiB blocks that contain its elements; nothing is unpickled. If
+    the precision differs, a leaf is read from the most precise saved form, and floating-point tensors are cast.
 
-    Names are ``params/<leaf>``, ``optimizer.exp_avg/<leaf>``, ``averages/<leaf>``, ``step``, and so on. Patterns are
-    those of ``fnmatch``, and match a whole name or the part before its slash. Masters count as ``params``.
+    Names are ``params/<leaf>``, ``optimizer.exp_avg/<leaf>``, ``averages/<leaf>``, ``step``, and so on. Patterns are those of
+    ``fnmatch``, and match a whole name or the part before its slash. Masters are named ``params``.
 
     Args:
         path: the folder.
         like: a state from ``step.init``; it is not changed.
-        tag: which checkpoint; None for the newest whole one: damaged ones are skipped, with a warning.
+        tag: which checkpoint; None for the newest complete one: damaged ones are skipped, with a warning.
         group: the ranks that ``like`` is spread over; None for the whole world.
-        only: patterns of what to load; all else keeps ``like``'s values. ``only="params"`` loads the weights alone.
+        only: patterns of what to load; everything else keeps ``like``'s values. ``only="params"`` loads just the weights.
         allow_missing: patterns of what may be missing in the checkpoint; it keeps ``like``'s values.
         allow_extra: patterns of what the checkpoint may have and ``like`` may lack.
         with_extra: return a pair, the state and the ``extra`` that was saved with it.
         donate: write into ``like``'s memory and invalidate it, as a step does; an error may leave it half written.
 
     Raises:
-        NoCheckpointError: there is no checkpoint, or none of this tag.
+        NoCheckpointError: there is no checkpoint, or none with this tag.
         DamagedError: a file of this checkpoint is missing or damaged; without a tag, of every checkpoint.
-        StructureError: the checkpoint and ``like`` differ in leaves or shapes; the message lists them.
+        StructureError: the checkpoint and ``like`` differ in leaves or shapes, which are listed.
         NewerFormatError: a later version of this library wrote it.
         CheckpointError: the folder belongs to another library.
         ValueError: the tag is not a plain name; a pattern of ``only`` matches nothing in ``like``.
+
+    >>> import tempfile
+    >>> import torch
+    >>> import functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0))
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     _ = fds.save(step.init({"w": torch.ones(2)}), path)
+    ...     state = load(path, like=step.init({"w": torch.zeros(2)}))
+    >>> step.params(state)["w"].tolist()
+    [1.0, 1.0]
     """
     if not isinstance(like, State):
         raise TypeError(f"like={type(like).__name__}: load takes a state that a step made, as from step.init(params)")
@@ -125,14 +135,14 @@ class _Loading:
         return {shard.name: shard.shape for shard in self.shards}
 
     def begin(self, work: Callable[[], T]) -> T:
-        """Checks what is chosen against the names that all ranks have, and returns rank 0's result of ``work``."""
+        """Checks the patterns against the names that all ranks have, and returns rank 0's result of ``work``."""
         own = {shard.name: shard.shape for shard in self.shards}
         _, everyone = gather_or_none(self.group, lambda: (own, work()), share=lambda found: found)
         self.choice.check(_union([names for names, _ in everyone]))
         return everyone[0][1]
 
     def newest(self) -> tuple[State, Any]:
-        """The state of the newest whole checkpoint."""
+        """The state of the newest complete checkpoint."""
         found, warned = self.begin(self.candidates)
         for each in warned:
             self.warn(f"{each}; the newest checkpoint that is whole is taken")
@@ -150,7 +160,7 @@ class _Loading:
         return candidates(self.folder)
 
     def warn(self, text: str) -> None:
-        """Warns on rank 0 alone."""
+        """Warns on rank 0 only."""
         if self.group.rank == 0:
             warnings.warn(text, stacklevel=4)
 
@@ -170,7 +180,7 @@ class _Loading:
         return tree.map(as_before, self.room, state), manifest.extra
 
     def opened(self, tag: str) -> tuple[Any, dict[str, tuple[int, ...]]]:
-        """The checkpoint's reader, and the names of this rank's shards, with room for what the checkpoint has."""
+        """The checkpoint's reader, and the names of this rank's shards, including those that the checkpoint adds."""
         from .dcp import CheckpointReader
 
         reader = CheckpointReader(self.folder, tag)
@@ -212,7 +222,7 @@ def _empty_like(state: State) -> State:
 
 
 def _copy_rest(like: State, state: State, filled: Sequence[TensorShard]) -> None:
-    """Copies the elements of like that no read fills: what is not loaded, and the padding between leaves."""
+    """Copies the elements of like that no read fills: unselected ones, and the padding between leaves."""
     covered: dict[int, list[tuple[int, int]]] = {}
     for shard in filled:
         start = int(shard.view.storage_offset())

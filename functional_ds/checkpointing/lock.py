@@ -1,4 +1,4 @@
-"""One job at a time saves into a folder."""
+"""A lock, so that only one job at a time saves into a folder."""
 
 import time
 from pathlib import Path
@@ -14,10 +14,10 @@ _PAUSE = 0.1
 
 
 def take_lock(folder: Path) -> FileLock:
-    """Waits a little for the folder's lock, which the kernel releases when this process ends.
+    """Waits briefly for the folder's lock, which the kernel releases when this process ends.
 
     Raises:
-        BusyError: another job has it, or another Saver of this process; the message says which.
+        BusyError: another job, or another Saver of this process, has it; says which.
         CheckpointError: the folder is not writable.
     """
     deadline = time.monotonic() + _PATIENCE

@@ -33,7 +33,7 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _NAM
 
 @attrs.frozen
 class Chunk:
-    """Elements of a tensor, or of a slice of it: neighbours in a file, as they are in the flattened slice.
+    """Consecutive elements of a tensor, or of a slice of it, in a file.
 
     Attributes:
         offset: the first element in the flattened slice.
@@ -59,7 +59,7 @@ class StoredTensor:
         dtype: its dtype.
         chunks: the elements, each in one chunk.
         slices: what the chunks are of: disjoint regions that make up the tensor, or the one that is all of it.
-        whole: whether all elements are there; of what one rank alone had, there may be a part.
+        whole: whether all elements are present; a value that only one rank had may be partial.
     """
 
     shape: tuple[int, ...]
@@ -79,11 +79,11 @@ class StoredTensor:
 
     @property
     def plain(self) -> bool:
-        """Whether it is whole and in no slices."""
+        """Whether it is complete and not in slices."""
         return self.whole and self.slices == (LeafRegion(self.shape),)
 
     def holds(self, region: LeafRegion, start: int, stop: int) -> bool:
-        """Whether it has these elements of a region; of a part of a tensor, whether it is just these."""
+        """Whether it has these elements of a region; if it is partial, whether it is exactly these."""
         return self.whole or [(self.slices[c.slice], c.offset, c.offset + c.numel) for c in self.chunks] == [
             (region, start, stop)
         ]
@@ -100,7 +100,7 @@ class DataFile:
 
 @attrs.frozen
 class Summary:
-    """What a folder's listing needs to know of a checkpoint.
+    """What a folder's listing needs of a checkpoint.
 
     Attributes:
         tag: its name.
@@ -162,7 +162,7 @@ class Manifest:
         try:
             summary, body = (json.loads(line) for line in rest.splitlines())
             files = tuple(_file(*row) for row in body["files"])
-            wrong = cache(fault)  # most leaves of a model are cut in one of few ways
+            wrong = cache(fault)  # most leaves of a model are sliced in one of a few ways
             tensors = {name: _tensor(files, wrong, *row) for name, row in body["tensors"].items()}
             _check_files(files, tensors)
             return Manifest(Summary(**summary), files, tensors, body["extra"])
@@ -275,7 +275,7 @@ def _region(shape: tuple[int, ...], ranges: Any) -> LeafRegion:
 
 
 def _check_files(files: tuple[DataFile, ...], tensors: Mapping[str, StoredTensor]) -> None:
-    """Each byte of a file belongs to one chunk at most, and each file has a name of its own."""
+    """Checks that each byte of a file belongs to at most one chunk, and that file names are unique."""
     if len({file.name for file in files}) != len(files):
         raise ValueError("two data files have one name")
     used = sorted(

@@ -19,14 +19,14 @@ __all__ = ["save_named"]
 def save_named(
     tensors: Mapping[str, Tensor], path: str | Path, *, tag: str, step: int = 0, extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes tensors as a checkpoint that ``load`` reads, by this process alone.
+    """Writes tensors as a checkpoint that ``load`` reads, from this process only.
 
     Args:
         tensors: by the names that ``describe`` gives: ``params/<leaf>``, ``optimizer.exp_avg/<leaf>``, ``step``.
         path: a folder; created if missing.
         tag: the checkpoint's name.
         step: the number of updates, for the folder's listing.
-        extra: JSON values to keep with the tensors.
+        extra: JSON values to store with the tensors.
 
     Raises:
         ValueError: the tag is not a plain name.

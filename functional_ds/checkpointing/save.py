@@ -1,4 +1,4 @@
-"""``Saver``: checkpoints that are written while training continues."""
+"""``Saver``: asynchronous checkpoints, written while training continues."""
 
 import json
 import shutil
@@ -30,21 +30,20 @@ __all__ = ["Saver", "save"]
 
 
 class Saver:
-    """Saves into one folder in the background. No other job can save there while it is open.
+    """Saves into one folder asynchronously. No other job can save there while it is open.
 
-    ``save`` copies what this rank is to write and returns. A thread of each rank writes the copy, and rank 0 publishes the
-    checkpoint as soon as all have written. There is at most one copy, whose memory the next save uses again: ``save`` first
-    waits for the save before it. The next ``save`` or ``wait`` raises an error of any rank's writer on every rank; earlier
-    checkpoints are as they were.
+    ``save`` copies what this rank will write and returns. A thread of each rank writes the copy, and rank 0 publishes the
+    checkpoint when all have written. There is one copy, whose memory is reused: ``save`` first waits for the previous save. The
+    next ``save`` or ``wait`` raises an error of any rank's writer on every rank; earlier checkpoints are unaffected.
 
-    ``save`` and ``wait`` are collective over ``group``. So are making a Saver, and leaving its ``with`` block without an error,
-    which waits. With an error, or by ``close``, a pending save is finished if this rank can finish it alone.
+    ``save``, ``wait``, the constructor, and leaving the ``with`` block without an error (which waits) are collective over
+    ``group``. After an error, or on ``close``, a pending save is finished if this rank can finish it alone.
 
     Args:
         path: a folder that all ranks see; created if missing.
         group: the ranks that states are spread over; None for the whole world.
-        keep_last: how many of the newest checkpoints that were saved with ``keep_last`` stay; None for all.
-        keep_every: those whose number of updates is a multiple of this stay, too.
+        keep_last: how many of the newest checkpoints that were saved with ``keep_last`` to keep; None for all.
+        keep_every: also keep those whose number of updates is a multiple of this.
 
     Raises:
         ValueError: ``keep_last`` or ``keep_every`` is out of range.
@@ -88,25 +87,25 @@ class Saver:
         return f"Saver({str(self.folder)!r}{', closed' if self._closed else ''})"
 
     def save(self, state: State, *, tag: str | None = None, extra: Mapping[str, Any] | None = None) -> str:
-        """Starts a save of the state as it is now, and returns its tag. The step may take the state's memory afterwards.
+        """Starts a save of the present state, and returns its tag. The step may donate the state afterwards.
 
-        Collective. It takes as long as one copy of what this rank writes, if the save before is over.
+        Collective. It takes as long as one copy of what this rank writes, if the previous save is over.
 
         Args:
-            state: any state that a step made.
+            state: of any step.
             tag: the checkpoint's name; by default the number of updates.
-            extra: JSON values to keep with the state; rank 0's count.
+            extra: JSON values to store with the state; rank 0's are used.
 
         Raises:
             ValueError: the tag is not a plain name.
             TypeError: ``state`` is not a state; ``extra`` is not JSON; a leaf is neither a tensor nor a number.
-            CheckpointError: the save before, or the beginning of this one, failed on some rank; the folder has an entry of the
-                tag's name that is no checkpoint; the Saver is closed.
+            CheckpointError: the previous save, or the start of this one, failed on some rank; the folder has an entry of the
+                tag's name that is not a checkpoint; the Saver is closed.
         """
         return self._start(state, tag=tag, extra=extra, snapshot=True)
 
     def wait(self) -> None:
-        """Returns once the last save is published; raises its error if it failed. Collective."""
+        """Waits until the last save is published; raises its error if it failed. Collective."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -118,19 +117,19 @@ class Saver:
             raise
 
     def check(self) -> None:
-        """Raises the error of this rank's writer, if it has failed by now. Neither waits nor asks other ranks."""
+        """Raises the error of this rank's writer, if it has failed so far. Not collective; does not wait."""
         if self._writer is not None:
             self._writer.check()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank's writer has failed by now; ``wait`` raises its error on all ranks."""
+        """Whether this rank's writer has failed so far; ``wait`` raises its error on all ranks."""
         return self._writer is not None and self._writer.error is not None
 
     def close(self) -> None:
         """Ends the pending save, if there is one, without the other ranks, and unlocks the folder.
 
-        The save is published if all ranks finish writing, and else given up after a while.
+        The save is published if all ranks finish writing, and abandoned after a timeout otherwise.
         """
         writer, self._writer, self._buffer, self._closed = self._writer, None, None, True
         try:
@@ -170,7 +169,7 @@ class Saver:
             self._lock = None
 
     def _start(self, state: State, *, tag: str | None, extra: Mapping[str, Any] | None, snapshot: bool) -> str:
-        """Starts a writer of the state's own memory, or of a snapshot of it."""
+        """Starts a writer of the state's memory, or of a snapshot of it."""
         if self._closed:
             raise CheckpointError(f"this Saver of {self.folder} is closed; make another one")
         self.wait()
@@ -232,7 +231,7 @@ class Saver:
 
 
 def _json(extra: Any) -> Any:
-    """A copy of JSON values, which later changes do not reach."""
+    """A deep copy of JSON values."""
     try:
         return json.loads(json.dumps({} if extra is None else dict(extra)))
     except (TypeError, ValueError) as error:
@@ -249,31 +248,31 @@ def save(
     keep_every: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> str:
-    """Writes the state as the checkpoint ``tag`` in the folder ``path``, and returns the tag once it is published.
+    """Writes a state as the checkpoint ``tag`` in the folder ``path``, and returns the tag when it is published.
 
     Laws 37 and 50: ``load_M ∘ save_N = id``, bitwise, for any numbers of ranks N and M, stages, units, meshes and slices.
 
-    Collective over ``group``. One of the ranks that have an element writes it, straight from the state's memory; in addition a
-    rank needs a few MB, and for offloaded tensors two pieces of a file. A checkpoint of the same tag is replaced. Whatever
-    fails meanwhile, earlier checkpoints can be loaded.
+    Collective over ``group``. Each element is written by one of the ranks that have it, directly from the state's memory; a
+    rank needs a few MB more, and for offloaded tensors two pieces of a file. A checkpoint with the same tag is replaced. If the
+    save fails, earlier checkpoints stay loadable.
 
     Args:
-        state: any state that a step made; it is not changed.
+        state: of any step; it is not changed.
         path: a folder that all ranks see; created if missing.
         tag: the checkpoint's name; by default the number of updates.
         group: the ranks that the state is spread over; None for the whole world.
-        keep_last: how many of the newest checkpoints that were saved with ``keep_last`` stay; None for all.
-        keep_every: those whose number of updates is a multiple of this stay, too.
-        extra: JSON values to keep with the state (such as the data's position); rank 0's count.
+        keep_last: how many of the newest checkpoints that were saved with ``keep_last`` to keep; None for all.
+        keep_every: also keep those whose number of updates is a multiple of this.
+        extra: JSON values to store with the state (such as the data's position); rank 0's are used.
 
     Raises:
         ValueError: the tag is not a plain name; ``keep_last`` or ``keep_every`` is out of range.
         TypeError: ``state`` is not a state; ``extra`` is not JSON; a leaf is neither a tensor nor a number.
         BusyError: another job, or an open Saver, saves into this folder.
-        CheckpointError: a rank could not write; the folder has an entry of the tag's name that is no checkpoint, or belongs to
-            another library.
+        CheckpointError: a rank could not write; the folder has an entry of the tag's name that is not a checkpoint, or belongs
+            to another library.
 
-    Cost: each rank sends a description of what it has, some 100 bytes a tensor, n - 1 times.
+    Cost: each rank sends a description of its shards, about 100 bytes per tensor, n - 1 times.
 
     >>> import tempfile, torch
     >>> import functional_ds as fds

@@ -1,4 +1,4 @@
-"""Which rank writes what: every element of every tensor once, by one of the ranks that have it."""
+"""Which rank writes which elements of a checkpoint: each element once, from one of the ranks that have it."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -21,7 +21,7 @@ _SPLIT = 4 << 20  # bytes; larger copies are split among the ranks that have the
 
 @attrs.frozen
 class ShardMetadata:
-    """A ``TensorShard`` without its values, as the other ranks see it; ``fingerprint`` tells copies with other values apart."""
+    """A ``TensorShard`` without its values; ``fingerprint`` distinguishes copies with different values."""
 
     name: str
     region: LeafRegion
@@ -40,12 +40,12 @@ class ShardMetadata:
 
 @attrs.frozen
 class SaveRequest:
-    """What a rank asks to save; rank 0's counts.
+    """What a rank asks to save; rank 0's is used.
 
     Attributes:
         tag: the checkpoint's name.
         step: the number of updates.
-        shards: what the rank has.
+        shards: the rank's shards.
         extra: the user's JSON values.
         staged: the hidden folder that the checkpoint is written into.
     """
@@ -138,15 +138,15 @@ def with_fingerprints(own: Sequence[ShardMetadata], indices: Sequence[int], *, f
 
 
 def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTask]]:
-    """What each rank writes. Every rank computes the same from the same metadata.
+    """What each rank writes, computed identically on every rank from the same metadata.
 
     Laws: the tasks for a tensor are disjoint and cover it; a rank writes only what it has. Ranks with the same slice have
-    copies of its elements. Copies are assigned so that all ranks write about equally much. Where copies differ (error
-    feedback, ranks that make separate steps), each rank writes its copy under a separate name.
+    copies of its elements, which are assigned so that all ranks write about equally much. If copies differ (error feedback,
+    ranks that make separate steps), each rank writes its copy under a separate name.
 
     Raises:
-        CheckpointError: ranks have tensors of one name with other shapes or dtypes; no rank has some of the elements; slices
-            that are not equal overlap.
+        CheckpointError: ranks have tensors of one name with different shapes or dtypes; no rank has some of the elements;
+            different slices overlap.
 
     >>> both = ShardMetadata("a", LeafRegion((4,)), "uint8", 1, 0, 4, False, 7)
     >>> one = ShardMetadata("b", LeafRegion((2,)), "uint8", 1, 0, 2, False, 7)
@@ -159,7 +159,7 @@ def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTa
             tensors.setdefault(shard.name, []).append(_Holder(rank, index, shard))
     writes = _Writes([[] for _ in ranks], [0] * len(ranks))
     copied: list[_Range] = []
-    wrong = cache(fault)  # most leaves of a model are cut in one of few ways
+    wrong = cache(fault)  # most leaves of a model are sliced in one of a few ways
     for name, holders in tensors.items():
         _check_agreement(name, holders)
         if _differ(holders):
@@ -219,7 +219,7 @@ def _check_agreement(name: str, holders: Sequence[_Holder]) -> None:
 
 
 def _differ(holders: Sequence[_Holder]) -> bool:
-    """Whether ranks have other values for the same elements."""
+    """Whether ranks have different values for the same elements."""
     found: dict[tuple[LeafRegion, int, int], int] = {}
     return any(
         shard.per_rank or found.setdefault((shard.region, shard.offset, shard.numel), shard.fingerprint) != shard.fingerprint

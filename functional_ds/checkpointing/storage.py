@@ -1,7 +1,7 @@
 """Data files: large writes, a CRC-32 of each block, and reads that check it.
 
-zlib's CRC-32 ran at 3.2 GB/s where this was written, that of the package zlib-ng, which is taken where it is installed, at 14.
-SHA-256 ran at 1.6, BLAKE2b at 0.8. Disks are slower than CRC-32.
+zlib's CRC-32 ran at 3.2 GB/s where this was measured, that of the package zlib-ng, used if it is installed, at 14; SHA-256 at
+1.6, BLAKE2b at 0.8. Disks are slower than CRC-32.
 """
 
 import os
@@ -57,7 +57,7 @@ def write(path: Path, pieces: Iterable[memoryview]) -> DataFile:
 
 
 def _submit(pool: ThreadPoolExecutor, write: Callable[[], None]) -> "Future[None]":
-    """Starts the write; once the interpreter ends, no pool starts anything any more, and it is made here."""
+    """Starts the write; while the interpreter shuts down, when pools start nothing any more, it writes here."""
     with suppress(RuntimeError):
         return pool.submit(write)
     write()
@@ -217,9 +217,9 @@ def _read_range(
 
 
 def _in_place(blocks: _BlockRange, spare: memoryview) -> list[memoryview]:
-    """The blocks' bytes as memory that one call fills: the requests' own, and ``spare`` between them.
+    """The blocks' bytes as memory that one call fills: the requests' memory, and ``spare`` between them.
 
-    Nothing where two requests want the same bytes, or where there are many, as the system takes some 1,000 parts a call.
+    None if two requests want the same bytes, or if there are many, as the system accepts about 1,000 parts per call.
     """
     if len(blocks.requests) > _PIECES:
         return []

@@ -1,7 +1,7 @@
-"""One save in progress: a thread of each rank writes, and rank 0's publishes once all have written.
+"""One save in progress: a thread of each rank writes, and rank 0's publishes when all have written.
 
-The threads communicate through files alone: each rank leaves a receipt in the hidden folder when its data file is written. So a
-checkpoint is published as soon as it is complete, independently of the ranks' main threads, and without collectives of its own.
+The threads communicate only through files: each rank leaves a receipt in the hidden folder when its data file is written. So a
+checkpoint is published when it is complete, independently of the ranks' main threads, and without collectives.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def _stored(pieces: Sequence[tuple[ShardMetadata, Chunk]]) -> StoredTensor:
 
 @attrs.frozen(eq=False)
 class WriteData:
-    """What this rank writes, in the order of its file: views of the state's memory, or one buffer with a copy of them."""
+    """What this rank writes, in file order: views of the state's memory, or one buffer with a copy of them."""
 
     views: tuple[Tensor | StoredView, ...] = attrs.field(repr=False)
     buffer: Tensor | None = attrs.field(default=None, repr=False)
@@ -76,7 +76,7 @@ class WriteData:
         return sum(view.numel() * view.element_size() for view in self.views)
 
     def snapshot(self, buffer: Tensor | None) -> "WriteData":
-        """A copy on the host, which later changes of the state do not reach; in ``buffer`` if it has the right size."""
+        """A copy on the host; in ``buffer`` if it has the right size."""
         nbytes = self.nbytes
         if buffer is None or buffer.numel() != nbytes:
             pinned = any(overlaps(view.device) for view in self.views)
@@ -105,7 +105,7 @@ class WriteData:
                     yield part.cpu().numpy().data
 
     def _parts(self) -> Iterator[Tensor]:
-        """The views' bytes; offloaded ones come piece by piece, and a piece is gone with the next."""
+        """The views' bytes; offloaded ones are read piece by piece, each valid until the next."""
         for view in self.views:
             yield from map(_bytes, [view] if isinstance(view, Tensor) else view.pieces())
 
@@ -115,7 +115,7 @@ def _bytes(view: Tensor) -> Tensor:
 
 
 _PAUSE = 0.02  # seconds between two looks for a receipt
-_GRACE = 10.0  # seconds that rank 0 waits for receipts after the program has ended, or after all ranks said they have written
+_GRACE = 10.0  # seconds that rank 0 waits for receipts after the program has ended, or all ranks have reported their files
 
 
 def data_name(rank: int) -> str:
@@ -167,12 +167,12 @@ class CheckpointWriter:
         self._thread.start()
 
     def join_write(self) -> None:
-        """Returns once this rank's file is on the disk; raises the error if that failed."""
+        """Waits until this rank's file is on disk; raises the error if that failed."""
         self._written.wait()
         self.check()
 
     def join(self) -> None:
-        """Returns once the thread has ended, which on rank 0 publishes the checkpoint. Call it once all ranks have written."""
+        """Waits for the thread, which on rank 0 publishes the checkpoint. Call it when all ranks have written."""
         self._all_written.set()
         self._thread.join()
         self.check()
@@ -197,9 +197,9 @@ class CheckpointWriter:
             self._written.set()
             if self.rank == 0:
                 self._publish(file)
-        except BaseException as error:  # the main thread raises it, whatever it is
+        except BaseException as error:  # any error: the main thread raises it
             self.error = error
-            if not threading.main_thread().is_alive():  # nobody will
+            if not threading.main_thread().is_alive():  # no other code will
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
         finally:
             self._data = None

@@ -1,4 +1,4 @@
-"""``functional-ds inspect`` and ``functional-ds convert``: what is in a checkpoint, and the same as another kind."""
+"""``functional-ds inspect`` and ``functional-ds convert``: shows a checkpoint, and converts it to another format."""
 
 import fnmatch
 from collections import Counter
@@ -33,7 +33,7 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte, where the kind has checksums.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; it always lists every tensor.")] = False,
 ) -> int:
-    """Say what a checkpoint holds; exit code 1 where --verify finds damage.
+    """Show what a checkpoint contains; exit code 1 if --verify finds damage.
 
     \b
     Examples:
@@ -107,7 +107,7 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Write a checkpoint as another kind: params, the most exact values of each; into functional-ds the whole state.
+    """Convert a checkpoint to another format: the most precise values of each param; to functional-ds the whole state.
 
     \b
     Examples:
@@ -154,7 +154,7 @@ def convert(
 
 
 def _unused(names: Iterable[str], used: Set[str]) -> list[str]:
-    """The names that are not used; a param whose more exact form is used is none of them."""
+    """The names that are not used, except params with a more precise form that is used."""
     forms = {place.partition("/")[2] for place in used if place.startswith(_FORMS)}
     rest = (name for name in names if name not in used)
     return [name for name in rest if not (name.startswith(_FORMS) and name.partition("/")[2] in forms)]
@@ -185,13 +185,13 @@ def _values(found: NamedTensors, wanted: dict[str, str], dtype: torch.dtype | No
 
 
 def _cast(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A param in the dtype; of an optimizer everything stays as exact as it was."""
+    """A param in the dtype; the optimizer's state keeps its precision."""
     floating = value.is_floating_point() and not name.startswith("optimizer.")
     return value.to(dtype) if dtype is not None and floating else value
 
 
 def _damage(found: NamedTensors) -> str | None:
-    """What is damaged; empty for nothing, None for a kind without checksums."""
+    """What is damaged; empty for nothing, None for a format without checksums."""
     if found.kind != "functional-ds":
         return None
     folder = found.path.parent if (found.path / "manifest.json").is_file() else found.path

@@ -1,4 +1,4 @@
-"""``functional-ds draw``: schedules, memory, traffic and traces, as text or as pictures."""
+"""``functional-ds draw``: schedules, memory, traffic and traces, as text or as plots."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def draw(
     out: Annotated[str | None, typer.Option("--out", "-o", help="A picture's file: .svg, .png, .pdf; text without.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Draw a pipeline's schedule, the memory of ZeRO's stages, who sends to whom, or a trace.
+    """Plot a pipeline schedule, the memory of ZeRO's stages, the traffic between ranks, or a trace.
 
     \b
     Examples:

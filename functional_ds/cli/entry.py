@@ -14,9 +14,9 @@ _USER = (CommandError, ValueError, TypeError, OSError, ImportError, RuntimeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; 0 where all is well, 1 where the answer is no, 2 for input that cannot be used.
+    """Runs a command; returns 0 for success, 1 for a negative answer, 2 for unusable input.
 
-    An error is one line. ``FUNCTIONAL_DS_TRACEBACK=1`` shows where it comes from.
+    An error is one line. ``FUNCTIONAL_DS_TRACEBACK=1`` shows its traceback.
     """
     for name in ("typer", "rich"):
         if importlib.util.find_spec(name) is None:

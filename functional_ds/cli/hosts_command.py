@@ -1,4 +1,4 @@
-"""``functional-ds hosts``: DeepSpeed's hostfiles as torchrun's commands."""
+"""``functional-ds hosts``: torchrun commands from DeepSpeed hostfiles."""
 
 import ipaddress
 import re
@@ -70,7 +70,7 @@ def read_hostfile(path: str) -> list[HostSlots]:
 
 
 def _check_host(name: str, where: str) -> None:
-    """Refuses what is no host's name or address: ssh and torchrun would take it for an option, or for a user."""
+    """Raises an error for an invalid host name or address: ssh and torchrun would take it for an option, or for a user."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""``functional-ds plan``: what fits and what it sends, before anything is rented."""
+"""``functional-ds plan``: predicts what fits and what it sends, before any hardware is rented."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -57,7 +57,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Predict memory, traffic and time of a step from shapes alone; exit code 1 where nothing fits.
+    """Predict memory, traffic and time of a step from shapes; exit code 1 if nothing fits.
 
     \b
     Examples:
@@ -70,7 +70,7 @@ def plan(
       functional-ds plan job.toml --mesh dp=8 --zero 1,2,3 --machine h100 --out planned.toml
     """
     base = job_of(model, seq=seq, allow_import=allow_import or ())
-    known = base.file is not None or config is not None  # what is not said is as it is there
+    known = base.file is not None or config is not None  # other options are as in the job
     base, sizes = with_config(base, config), None if mesh is None and base.file is not None else mesh_sizes(mesh or "dp=1")
     choices(schedule, PUBLISHED, option="--schedule")
     if sizes is not None and sizes["pp"] > 1 and accumulate is None and not known:
@@ -82,7 +82,7 @@ def plan(
     candidates = [candidate(base, sizes, stage=s, precision=w, schedule=schedule, **changes) for w in words for s in stages]
     for each in candidates:
         if each.deepspeed is not None:
-            deepspeed_plan(each)  # a refused key before anything is computed
+            deepspeed_plan(each)  # an unsupported key raises an error before anything is computed
         schedule_of(each)
     most = size(limit, option="--limit") if limit else 0
     place = machine_of(machine, ranks=candidates[0].world_size) if machine else None

@@ -1,4 +1,4 @@
-"""``functional-ds report``: what this machine and installation are, on one screen, to paste into an issue."""
+"""``functional-ds report``: a summary of this machine and installation, to paste into an issue."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ _SHARED, _FILES = 1 << 30, 4096  # less of either stops data loaders or many ran
 
 
 def environment(given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The variables that something here or below it reads, with their values, and names that nothing here reads.
+    """The variables that this library or its dependencies read, with their values, and names that nothing reads.
 
     >>> environment({"NCCL_DEBUG": "INFO", "DS_SKIP_CUDA_CHECK": "1", "NCCL_AUTH_TOKEN": "x", "HOME": "/root"})
     ({'NCCL_AUTH_TOKEN': '(set)', 'NCCL_DEBUG': 'INFO'}, ['DS_SKIP_CUDA_CHECK'])
@@ -46,7 +46,7 @@ def environment(given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
 
 
 def warnings_of(found: Mapping[str, Any]) -> list[str]:
-    """What of a report is likely to cost time or to fail."""
+    """What in a report is likely to cost time or to fail."""
     words, env = [], found["environment"]["set"]
     shm = found["memory"]["shm_total"]
     if shm is not None and shm < _SHARED:

@@ -26,7 +26,7 @@ def train(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
 ) -> int:
-    """Run a training job from one file; exit code 130 where it was interrupted.
+    """Run a training job from a file; exit code 130 if it was interrupted.
 
     \b
     Examples:
@@ -46,7 +46,7 @@ def train(
 
 
 def _changes(words: list[str]) -> dict[str, Any]:
-    """Values by path; what is no JSON is a string."""
+    """Values by path; what is not JSON is a string."""
     found: dict[str, Any] = {}
     for word in words:
         path, equals, text = word.partition("=")

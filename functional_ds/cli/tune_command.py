@@ -1,4 +1,4 @@
-"""``functional-ds tune``: enumerate strategies, predict them, measure the best few, print the fastest."""
+"""``functional-ds tune``: enumerates strategies, predicts them, measures the best few, prints the fastest."""
 
 import json
 import sys
@@ -64,7 +64,7 @@ def tune(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Find the fastest strategy on this machine; exit code 1 where no run ended well.
+    """Find the fastest strategy on this machine; exit code 1 if no run succeeded.
 
     \b
     Examples:
@@ -131,15 +131,15 @@ def tune(
 
 @attrs.frozen
 class SearchSpace:
-    """What is tried.
+    """The strategies to try.
 
     Attributes:
         stages: of ZeRO.
-        precisions: words of ``PRECISIONS``.
+        precisions: names in ``PRECISIONS``.
         micro: sizes of micro-batches; None for all divisors of a rank's rows.
         recompute: whether blocks are recomputed.
         schedules: of pipelines, by name.
-        axes: numbers of ranks of tp, sp, pp and ep; what does not divide the ranks, or those of dp, is left out.
+        axes: numbers of ranks of tp, sp, pp and ep; those that do not divide the ranks, or those of dp, are skipped.
     """
 
     stages: Sequence[int]
@@ -153,14 +153,14 @@ class SearchSpace:
 def candidates_of(job: Job, ranks: int, rows: int, search: SearchSpace) -> list[Job]:
     """Every strategy of a search, on every mesh of the ranks, whose micro-batches make up the rows.
 
-    The rows are divided among the data-parallel ranks, which are those that the other axes leave. Where no two ranks sum
-    gradients, ZeRO's stages differ in nothing that a rank stores or sends, and the first of them stands for all.
+    The rows are divided among the data-parallel ranks, which are those that the other axes leave. If no two ranks sum
+    gradients, ZeRO's stages store and send the same, and only the first is tried.
 
     Args:
         job: what is trained.
         ranks: of all axes together.
         rows: of a step, over all ranks.
-        search: what is tried.
+        search: the strategies to try.
 
     Raises:
         CommandError: the rows do not divide on any mesh.
@@ -211,10 +211,10 @@ def _of_mesh(job: Job, mesh: Mapping[str, int], rows: int, schedule: str, search
 
 
 def _axes_of(subject: Subject, ranks: int, words: Sequence[str]) -> tuple[dict[str, list[int]], list[dict[str, str]]]:
-    """The numbers of ranks to try by axis, and which axes the model does not admit, with its reason.
+    """The numbers of ranks to try by axis, and which axes the model does not support, with the reason.
 
     Raises:
-        CommandError: a number was given that does not divide the ranks, or for an axis that the model does not admit.
+        CommandError: a given number does not divide the ranks, or is for an axis that the model does not support.
     """
     divisors = [each for each in range(1, ranks + 1) if ranks % each == 0]
     texts = dict.fromkeys(("tp", "sp", "pp", "ep"), "")
@@ -241,7 +241,7 @@ def _axes_of(subject: Subject, ranks: int, words: Sequence[str]) -> tuple[dict[s
 
 
 def _predicted(made: Sequence[Job], place: Machine, limit: int) -> tuple[list[Forecast], list[dict[str, Any]]]:
-    """The forecasts, and the candidates that this model or config refuses."""
+    """The forecasts, and the candidates that this model or config does not support."""
     subjects: dict[str, Subject] = {}
     found, refused = list[Forecast](), list[dict[str, Any]]()
     for each in made:
@@ -258,7 +258,7 @@ def _predicted(made: Sequence[Job], place: Machine, limit: int) -> tuple[list[Fo
 
 
 def _timed(runs: Sequence[TrialRun[Forecast]]) -> list[tuple[Mapping[str, float], float]]:
-    """What a fit takes, of the runs that ended well."""
+    """The input of a fit, from the runs that succeeded."""
     pairs = [
         (run.candidate.perfect_seconds, run.found.seconds) for run in runs if not run.candidate.stages
     ]  # a bubble is none's

@@ -1,4 +1,4 @@
-"""Compilation: blocks by torch.compile, and whole steps as graphs."""
+"""Compilation: blocks with torch.compile, and whole steps as graphs."""
 
 from .compile_log import CompileReport, compile_report
 from .graphs.graph_bucketing import bucketing

@@ -1,4 +1,4 @@
-"""Calls of a module's blocks as compiled functions, in the library's copy of the module."""
+"""Runs a module's blocks as compiled functions, in the library's copy of the module."""
 
 import functools
 import threading
@@ -43,18 +43,17 @@ _UNLIMITED = 1 << 20  # steps count their own: a process may have many with the 
 class BlockCalls:
     """Runs the chosen blocks of a module as compiled functions, as ``Pass.calls``.
 
-    A class of blocks is one function, its ``forward`` with the module as first argument. The function is given a module whose
-    leaves were fetched, so torch.compile sees plain tensors, and nothing of who stores, gathers or counts them. Whatever else
-    runs the block, as ``T.remat`` does, goes around the compiled function, in whichever order the transforms were composed.
-    A module inside of the block that something else runs, or that ``eager`` names, is run by Python: the graph ends before it,
-    and another begins behind.
+    A class of blocks is one function, its ``forward`` with the module as first argument, which is given a module whose leaves
+    were fetched: torch.compile sees only plain tensors, and nothing of storage, gathers or collectives. Other transforms that
+    run the block, such as ``T.remat``, wrap the compiled function, in any order of composition. A submodule that another
+    transform runs, or that ``eager`` matches, runs eagerly: it is a graph break.
 
     Attributes:
         blocks: which modules.
         options: of the compiler.
-        log: of what was compiled.
-        leaf: gives the tensor that a lazy leaf stands for.
-        eager: which modules inside of blocks stay Python.
+        log: of compilations.
+        leaf: gives the tensor of a lazy leaf.
+        eager: which submodules of blocks stay eager.
         paths: of all modules that were seen.
     """
 
@@ -83,10 +82,10 @@ class BlockCalls:
         return _around(forward, compiled)(*args, **kwargs)
 
     def check(self) -> None:
-        """Refuses a pattern that has met no module.
+        """Raises an error for a pattern that has matched no module.
 
         Raises:
-            ValueError: the loss ran modules, and none fits; or it ran none.
+            ValueError: the loss ran modules, and none matches; or it ran none.
         """
         if not self.paths:
             raise ValueError(
@@ -114,7 +113,7 @@ class BlockCalls:
 
 
 def _watched() -> str:
-    """Why blocks of the pass that runs stay as they are, if they do: in what it computes again, too."""
+    """Why blocks of the current pass stay eager, if they do; applies to recomputations too."""
     pass_ = current_pass()
     seen = [type(mode).__name__.strip("_") for mode in dispatch_modes() if not isinstance(mode, OpRecorder)]
     words = f"{seen[-1]} looks at each operation, as in the first step over lazy leaves, or in a profile" if seen else ""
@@ -122,9 +121,9 @@ def _watched() -> str:
 
 
 def keep_graphs(pass_: Pass) -> None:
-    """Until the pass ends, graphs of compiled blocks can be gone through again, as split schedules do.
+    """Keeps graphs of compiled blocks reusable until the pass ends, for schedules with split backward passes.
 
-    Whether code overwrites what it has saved, is decided where it is compiled, and asked for in each backward pass.
+    Whether code overwrites its saved tensors is decided at compilation, and checked in each backward pass.
     """
     if _KEPT in pass_.slots:
         return
@@ -157,7 +156,7 @@ class _ClassFunction:
 
 @functools.lru_cache(maxsize=256)
 def _shared(function: Any, options: CompileOptions, whole: bool) -> _ClassFunction:
-    """``whole``: the block is one graph. Blocks that Python runs parts of are several."""
+    """``whole``: the block is one graph. Blocks with eager parts are several."""
     torch_compile: Any = torch.compile  # its overloads lack two of its arguments
     compiled = torch_compile(
         function,
@@ -172,7 +171,7 @@ def _shared(function: Any, options: CompileOptions, whole: bool) -> _ClassFuncti
 
 @attrs.frozen
 class _Counted:
-    """A back end; each graph that it gets is counted in the call that made torch.compile work."""
+    """A backend that counts each graph in the call that caused its compilation."""
 
     backend: Any
 
@@ -195,7 +194,7 @@ class _BlockCall:
     _before: list[dict[str, Any]] | None = None  # the modules' numbers and words while torch.compile was at work
 
     def count(self, graph: Any) -> None:
-        """One more graph. What the block sets is set when its code runs, so its attributes are still those of before."""
+        """Counts a graph. The block sets attributes when its code runs, so they still have their previous values."""
         self.graphs += 1
         name = written_and_used(graph.graph)
         if name is not None:
@@ -210,7 +209,7 @@ class _BlockCall:
             self._before = [_plain(owner) for owner in self.owners]
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What the block gives.
+        """The block's result.
 
         Raises:
             Refusal: it cannot be compiled.
@@ -262,7 +261,7 @@ class _BlockCall:
 
 
 def _nearest(reasons: Sequence[str]) -> str:
-    """There is a reason for each code that did not fit; that of the one which fitted best says most."""
+    """The most informative of the reasons, one for each code that did not match: that of the best match."""
     broad = ("GLOBAL_STATE", "requires_grad")
     return min(reasons, key=lambda each: sum(word in each for word in broad), default="")
 
@@ -275,19 +274,19 @@ def _plain(owner: nn.Module) -> dict[str, Any]:
 
 
 def _innermost(forward: Any) -> Any:
-    """A module's own forward, without those that run it."""
+    """A module's own forward, without wrappers."""
     while isinstance(forward, RunBy):
         forward = forward.forward
     return forward
 
 
 def _around(forward: Any, own: Any) -> Any:
-    """Those that run a module, around another forward of it."""
+    """A module's wrappers, around another forward of it."""
     return forward.around(_around(forward.forward, own)) if isinstance(forward, RunBy) else own
 
 
 def _runs_otherwise(forward: Any) -> bool:
-    """Whether modules are run by something other than the compiler of blocks: a block in a block is a part of it."""
+    """Whether wrappers other than the compiler of blocks run the module: a block in a block is a part of it."""
     while isinstance(forward, RunBy):
         if not isinstance(forward.call, BlockCalls):
             return True
@@ -299,7 +298,7 @@ def _runs_otherwise(forward: Any) -> bool:
 def _fetched(
     path: str, module: nn.Module, leaf: Callable[[Any], Any], eager: str | None
 ) -> Iterator[tuple[list[nn.Module], list[Tensor], bool]]:
-    """Within the block the module's leaves are plain tensors, and what others run in it runs by Python, with lazy leaves.
+    """A context in which a block's leaves are plain tensors, and wrapped submodules run eagerly, with lazy leaves.
 
     Gives the modules that are compiled, their buffers, and whether that is all of the block.
     """
@@ -354,7 +353,7 @@ def _refuse_hooks(path: str, module: nn.Module, owner: nn.Module) -> None:
 
 
 def _by_python(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module in a block that something else runs, as compiled code meets it: the graph ends here."""
+    """The forward of a wrapped submodule as compiled code calls it: a graph break."""
     with refuse_graph_breaks(False):
         return getattr(module, _OUTSIDE)(module, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Buffers that a block writes in place and then computes with: torch 2.13 gives wrong gradients for them.
 
-Its partitioner saves the buffer for the backward pass, an input that costs nothing, and computes again there what was written.
-By then the buffer has the new value, so the write is done twice (``aot_eager`` and ``inductor``; no error says so).
+Its partitioner saves the buffer for the backward pass, as an input that costs nothing, and recomputes there what was written.
+By then the buffer has the new value, so the write happens twice, silently (``aot_eager`` and ``inductor``).
 """
 
 import inspect
@@ -21,7 +21,7 @@ _METHODS = {"__setitem__", *(f"__{name}__" for name in _NAMES)}
 
 
 def written_and_used(graph: fx.Graph) -> str | None:
-    """The name of an input without a gradient that is written in place, and that a differentiated result depends on afterwards.
+    """The name of an input without gradient that is written in place and then used by a differentiated result.
 
     >>> def block(x, buffer):
     ...     buffer.mul_(2)
@@ -79,7 +79,7 @@ def _targets(node: fx.Node) -> list[fx.Node]:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments, by name where the function says its names."""
+    """All arguments, by name if the function has names."""
     unnamed = {str(place): each for place, each in enumerate(node.args)} | node.kwargs
     if not node.kwargs.keys() & {"inplace", "out"} and isinstance(node.target, types.FunctionType):
         with suppress(TypeError):

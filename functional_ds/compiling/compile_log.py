@@ -1,4 +1,4 @@
-"""What torch.compile has compiled for a step: how often, and why again."""
+"""Log of torch.compile's work for a step: how often it compiled, and why."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -13,12 +13,12 @@ __all__ = ["BlockClass", "Compilation", "CompileLog", "CompileReport", "Compiles
 
 @attrs.frozen
 class Compilation:
-    """One time that a class of blocks was compiled.
+    """One compilation of a class of blocks.
 
     Attributes:
-        path: the block whose call met no code that fits.
-        graphs: how many graphs it gave: 1, and one more behind each module in the block that something else runs.
-        why: what was different from the code that was there; empty for the first time. Of a region: its size.
+        path: the block whose call matched no compiled code.
+        graphs: the number of graphs: 1, and one more after each graph break.
+        why: what differed from existing code; empty for the first time. Of a region: its size.
         seconds: how long it took; None for a block, whose backward pass torch.compile compiles later.
     """
 
@@ -38,10 +38,10 @@ class BlockClass:
     """The blocks of one class.
 
     Attributes:
-        name: the class; of a jitted step, the phase that regions begin in.
+        name: the class; of a jitted step, the phase in which regions begin.
         paths: the blocks that ran; of a jitted step, its regions.
-        calls: how often they ran as compiled code, compilations included.
-        eager: how often they ran as they are, by the reason.
+        calls: how often they ran as compiled code, including compilations.
+        eager: how often they ran eagerly, by the reason.
         own: how many compilations were for calls of this step, on this rank.
     """
 
@@ -53,7 +53,7 @@ class BlockClass:
     _shared: list[list[Compilation]] = attrs.field(factory=list)
 
     def follow(self, compilations: list[Compilation]) -> None:
-        """The blocks run a function for which these are the compilations, now and later."""
+        """Uses these compilations, now and later, as those of the blocks' function."""
         if not any(compilations is each for each in self._shared):
             self._shared.append(compilations)
 
@@ -95,13 +95,13 @@ class CompileLog:
 
 
 class Compiles(ABC):
-    """What compiles parts of a step: the step itself, or what a layer's ``forward`` is a method of."""
+    """A part that compiles: the step, or the object whose method a layer's ``forward`` is."""
 
     @abstractmethod
     def compiled_rows(self, step: Step) -> Sequence[BlockClass] | None:
-        """What was compiled for a step so far; None where nothing is compiled.
+        """What was compiled for a step so far; None if it compiles nothing.
 
-        Ranks that are threads may share a transform; each makes a step of its own.
+        Ranks that are threads may share a transform; each makes its own step.
         """
 
 
@@ -109,8 +109,8 @@ class Compiles(ABC):
 class CompileReport:
     """What was compiled for a step since it was made, by class of block.
 
-    Ranks that are threads of one process share compiled code, and so do steps with the same options: the first that meets a
-    class and shape compiles it for all.
+    Ranks that are threads of one process share compiled code, as do steps with the same options: the first that meets a class
+    and shape compiles it for all.
 
     Attributes:
         rows: one for each class.
@@ -120,12 +120,12 @@ class CompileReport:
 
     @property
     def compilations(self) -> int:
-        """How often torch.compile was at work."""
+        """The number of compilations."""
         return sum(len(row.compilations) for row in self.rows)
 
     @property
     def graphs(self) -> int:
-        """The graphs that it made."""
+        """The number of graphs."""
         return sum(row.graphs for row in self.rows)
 
     @property
@@ -135,7 +135,7 @@ class CompileReport:
 
     @property
     def eager(self) -> int:
-        """How often a block ran as it is."""
+        """How often a block ran eagerly."""
         return sum(sum(row.eager.values()) for row in self.rows)
 
     @property
@@ -157,7 +157,7 @@ class CompileReport:
 
 
 def compile_report(step: Step) -> CompileReport:
-    """What ``T.compiled``, or ``fds.jit`` with a back end, has compiled for this step on this rank, how often, and why again.
+    """Reports what ``T.compiled``, or ``fds.jit`` with a backend, compiled for this step on this rank, how often and why.
 
     Raises:
         ValueError: no transform of the step compiles anything.

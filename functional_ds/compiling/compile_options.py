@@ -1,4 +1,4 @@
-"""How blocks are compiled: the arguments of torch.compile, checked."""
+"""The arguments of torch.compile, checked."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,10 +35,10 @@ class CompileOptions:
     def checked(
         backend: Any, mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None, recompile_limit: int
     ) -> "CompileOptions":
-        """The options, if torch has such a back end and the back end such a mode.
+        """The options, if torch has such a backend and the backend such a mode.
 
         Raises:
-            ValueError: it has not.
+            ValueError: there is no such backend or mode.
             TypeError: a value of another type.
         """
         if isinstance(backend, str):
@@ -59,7 +59,7 @@ class CompileOptions:
         if mode is not None or options:
             try:
                 found.made()
-            except RuntimeError as error:  # which lists all that there are, hundreds of options
+            except RuntimeError as error:  # which lists all options, hundreds of them
                 raise ValueError(f"compiled: {str(error)[:300]}") from error
         return found
 

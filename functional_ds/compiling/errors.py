@@ -1,4 +1,4 @@
-"""Blocks that cannot be compiled, by name."""
+"""Errors for blocks that cannot be compiled."""
 
 import re
 from typing import Any

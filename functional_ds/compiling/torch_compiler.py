@@ -1,7 +1,7 @@
-"""Everything private of torch's compiler that this library uses, in one place. Tried with torch 2.13.0.
+"""All private APIs of torch's compiler that this library uses. Tested with torch 2.13.0.
 
-Importing the compiler takes a second, so each function does it when it is called. torch may change any of it in any release,
-so these are tested with the entries of ``base.torch_private``.
+Importing the compiler takes a second, so each function imports it when called. torch may change any of these in any release, so
+they are tested together with ``base.torch_private``.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ __all__ = ["compiler_backend", "keep_saved_tensors", "recompile_reasons", "refus
 def compiler_backend(
     name: str, *, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> Callable[..., Any]:
-    """torch.compile's back end of this name, as a function of a graph and its inputs: so graphs can be counted."""
+    """torch.compile's backend of this name, as a function of a graph and its inputs, so that graphs can be counted."""
     if name == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, dynamic)
     from torch._dynamo import lookup_backend
@@ -27,23 +27,23 @@ def compiler_backend(
 
 
 def recompile_reasons(code: CodeType) -> list[str]:
-    """Why torch.compile compiled a function anew: the guards that failed, in order. It has no public record of them."""
+    """Why torch.compile recompiled a function: the guards that failed, in order. torch has no public record of them."""
     from torch._dynamo.utils import guard_failures
 
     return list(guard_failures[code])
 
 
 def refuse_graph_breaks(refuse: bool) -> AbstractContextManager[Any]:
-    """Whether torch.compile raises within the block where it cannot go on with a graph. ``fullgraph`` has no exceptions."""
+    """A context in which torch.compile raises an error on graph breaks. ``fullgraph`` allows no exceptions."""
     from torch._dynamo import error_on_graph_break
 
     return error_on_graph_break(refuse)
 
 
 def keep_saved_tensors() -> AbstractContextManager[Any]:
-    """What is compiled within the block does not write into what it has saved, so a graph can be gone through once more.
+    """A context in which compiled code does not overwrite its saved tensors, so that a graph can be used again.
 
-    Without it, backward passes in two parts (zero-bubble schedules) and ``retain_graph=True`` would be refused by torch.
+    Without it, torch raises an error for backward passes in two parts (zero-bubble schedules) and ``retain_graph=True``.
     """
     from torch._functorch import config
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's front door: its configs, read key by key into a plan, its engine, and what scripts import beside it."""
+"""The DeepSpeed-compatible API: configs, read key by key into a plan, the engine, and other names of ``deepspeed``."""
 
 from functional_ds.base.package_index import optional
 

@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's names are here: modules by their paths, other paths of the same modules, and names that are refused.
+"""Which of DeepSpeed's names exist here: modules by their paths, aliases of them, and unsupported names.
 
 ``api_names.toml`` lists them.
 """
@@ -53,7 +53,7 @@ BUILDERS: Mapping[str, Mapping[str, str]] = MappingProxyType(_TABLE["builders"])
 
 
 class IndexModule(ModuleType):
-    """A module that looks its names up in others."""
+    """A module that looks up its names in other modules."""
 
     def __init__(self, name: str, package: str, modules: Sequence[str]) -> None:
         super().__init__(name)
@@ -104,7 +104,7 @@ def found(path: str) -> FoundModule | None:
 
 
 def why_missing(path: str) -> str:
-    """Why a name of DeepSpeed's is not here, or the nearest one that is.
+    """Why a DeepSpeed name does not exist here, or the nearest one that does.
 
     >>> why_missing("ops.transformer.DeepSpeedTransformerLayer")
     "DeepSpeed's kernels are not included; torch's are used"
@@ -133,7 +133,7 @@ def why_missing(path: str) -> str:
 
 
 def answer_missing_names() -> None:
-    """Attributes of the modules that are loaded: sub-modules that are indexes or other paths, and why others are missing."""
+    """Sets ``__getattr__`` of the loaded modules: for sub-modules and aliases, and for errors about missing names."""
     for path in (*HERE, "runtime.zero"):
         module = sys.modules.get(f"{_US}.{ALIASES.get(path, path)}".rstrip("."))
         if module is not None:
@@ -141,7 +141,7 @@ def answer_missing_names() -> None:
 
 
 def _answers(path: str, own: Callable[[str], Any] | None) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module, by its path in DeepSpeed, after what it has itself."""
+    """The ``__getattr__`` of a module, by its path in DeepSpeed, after its own."""
 
     def attribute(name: str) -> Any:
         if own is not None:

@@ -1,7 +1,7 @@
-"""``deepspeed.checkpointing``: activation checkpointing, as ``fds.remat`` does it.
+"""``deepspeed.checkpointing``: activation checkpointing, through ``fds.remat``.
 
-Unlike torch's reentrant checkpoints, and DeepSpeed's own, params of a function get gradients where none of its inputs requires
-grad, and ``torch.autograd.grad`` goes through.
+Unlike with torch's and DeepSpeed's reentrant checkpoints, params of a function get gradients even if none of its inputs
+requires grad, and ``torch.autograd.grad`` works.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @attrs.frozen
 class ActivationOptions:
-    """Where inputs of checkpointed functions are kept: on their device, on the host, or in parts on the ranks of a group."""
+    """Where inputs of checkpointed functions are kept: on their device, on the host, or partitioned over a group."""
 
     offload: bool = False
     partition: bool = False
@@ -56,16 +56,16 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Says for the ``checkpoint`` calls of this thread where a function's inputs are kept.
+    """Configures, for the ``checkpoint`` calls of this thread, where a function's inputs are kept.
 
     Args:
         mpu_: has a method ``get_model_parallel_group``: ranks with the same activations. None for this rank alone.
-        deepspeed_config: a path or a dict, whose block ``activation_checkpointing`` counts where an argument is left out.
+        deepspeed_config: a path or a dict, whose block ``activation_checkpointing`` provides omitted arguments.
         partition_activations: each of these ranks keeps a part of the inputs.
         contiguous_checkpointing: has no effect: the allocator reuses memory.
         num_checkpoints: has no effect.
-        checkpoint_in_cpu: the inputs are kept in the host's memory; not together with ``partition_activations`` over ranks.
-        synchronize: has no effect: nothing waits for the device.
+        checkpoint_in_cpu: the inputs are kept in host memory; not together with ``partition_activations`` over ranks.
+        synchronize: has no effect: calls do not wait for the device.
         profile: has no effect: ``fds.profile`` measures.
 
     Raises:
@@ -91,11 +91,11 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept between calls, so nothing is to be done."""
+    """Does nothing: no state is kept between calls."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Nothing is laid out in advance, so nothing is to be done."""
+    """Does nothing: no buffers are allocated in advance."""
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
@@ -104,7 +104,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def checkpoint(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """``function(*args, **kwargs)``, which is computed again for the backward pass; draws of random numbers are the same again.
+    """``function(*args, **kwargs)``, recomputed in the backward pass with the same random draws.
 
     >>> import torch
     >>> x = torch.ones(2, requires_grad=True)

@@ -53,7 +53,7 @@ class OffloadDeviceEnum(StrEnum):
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """What ``offload_states`` names in DeepSpeed."""
+    """The names in DeepSpeed's ``offload_states``."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -66,10 +66,10 @@ B = TypeVar("B", bound="ConfigBlock")
 
 
 class ConfigBlock:
-    """A block of a config; every key of it is an attribute, with DeepSpeed's default where it is not given.
+    """A block of a config; every key is an attribute, by default DeepSpeed's.
 
     Raises:
-        ConfigError: a key is unknown, or has a value that DeepSpeed refuses; it is a ValueError.
+        ConfigError: a key is unknown, or has a value that DeepSpeed rejects; it is a ValueError.
 
     >>> DeepSpeedZeroConfig(stage=2, stage3_prefetch_bucket_size=7).prefetch_bucket_size
     7
@@ -124,17 +124,17 @@ class DeepSpeedZeroConfig(ConfigBlock, path="zero_optimization"):
 
     @property
     def offload_param(self) -> DeepSpeedZeroOffloadParamConfig | None:
-        """None where the block is left out."""
+        """None if the block is omitted."""
         return self._block("offload_param", "cpu_offload_param", DeepSpeedZeroOffloadParamConfig)
 
     @property
     def offload_optimizer(self) -> DeepSpeedZeroOffloadOptimizerConfig | None:
-        """None where the block is left out."""
+        """None if the block is omitted."""
         return self._block("offload_optimizer", "cpu_offload", DeepSpeedZeroOffloadOptimizerConfig)
 
     @property
     def gather_16bit_weights_on_model_save(self) -> bool:
-        """By its old name, too."""
+        """Also by its old name."""
         names = ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
         return any(self._settings[f"{self.path}.{name}"] for name in names)
 
@@ -169,15 +169,15 @@ def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
 
 
 class DeepSpeedConfig:
-    """A whole config, checked as ``initialize`` checks it; top-level keys, sizes and blocks are attributes.
+    """A whole config, checked as in ``initialize``; top-level keys, sizes and blocks are attributes.
 
     Args:
         config: a path, a dict or base64 text.
-        mpu: its data-parallel ranks count, where it is given.
+        mpu: defines the data-parallel ranks, if it is given.
         mesh_device: has no effect.
 
     Raises:
-        ConfigError: a key is refused.
+        ConfigError: a key is unsupported.
 
     >>> config = DeepSpeedConfig({"train_batch_size": 4, "zero_optimization": {"stage": 1}})
     >>> config.train_micro_batch_size_per_gpu, config.zero_config.stage, config.gradient_clipping

@@ -1,4 +1,4 @@
-"""DeepSpeed's words for a config's keys and values as constants, and its look-ups of keys."""
+"""DeepSpeed's constants for a config's keys and values, and its key lookups."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]])
     """The pairs as a dict, for ``json.load(object_pairs_hook=)``.
 
     Raises:
-        ConfigError: a key occurs twice.
+        ConfigError: a duplicate key.
     """
     return unique([*ordered_pairs])
 

@@ -1,4 +1,4 @@
-"""``deepspeed.ops.op_builder``: what scripts ask it, whether a kernel can be used. Nothing is compiled here."""
+"""``deepspeed.ops.op_builder``: whether a kernel can be used, for scripts that ask. Nothing is compiled here."""
 
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ COMPATIBLE = MappingProxyType(
 
 
 class OpBuilder:
-    """Says whether a kernel can be used.
+    """Reports whether a kernel can be used.
 
     Attributes:
         NAME: DeepSpeed's.
@@ -24,12 +24,12 @@ class OpBuilder:
     NAME = ""
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether what it is for is here."""
+        """Whether its functionality is available here."""
         del verbose
         return COMPATIBLE.get(self.NAME, False)
 
     def load(self, verbose: bool = True) -> Any:
-        """Refused.
+        """Raises an error.
 
         Raises:
             UsageError: always.

@@ -35,7 +35,7 @@ class DeepSpeedMetadata(importlib.metadata.Distribution):
         return f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\n" if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Any:
-        """Refused: there are no files.
+        """Raises an error: there are no files.
 
         Raises:
             FileNotFoundError: always.
@@ -46,7 +46,7 @@ class DeepSpeedMetadata(importlib.metadata.Distribution):
 class DeepSpeedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds ``deepspeed`` and its sub-modules in this library.
 
-    A sub-module that is not here is an ImportError that says why, or names the nearest one.
+    A missing sub-module is an ImportError that explains why, or suggests the nearest one.
     """
 
     def find_spec(
@@ -63,11 +63,11 @@ class DeepSpeedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def find_distributions(self, context: importlib.metadata.DistributionFinder.Context) -> Iterable["DeepSpeedMetadata"]:
-        """What ``importlib.metadata`` is told of ``deepspeed``: libraries ask for its version before they import it."""
+        """The distribution of ``deepspeed`` for ``importlib.metadata``: libraries ask for its version before they import it."""
         return [DeepSpeedMetadata()] if (context.name or "deepspeed").lower() == "deepspeed" else []
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """The module itself; it stays what it is under its own name."""
+        """The module itself, unchanged under its own name."""
         held = found(spec.name.partition(".")[2])
         if held is None:
             return None
@@ -75,7 +75,7 @@ class DeepSpeedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return held.module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is to be run; the import system has put its spec into the module, which gets its own back."""
+        """Restores the module's own spec, which the import system has replaced; there is nothing to run."""
         spec: Any = module.__spec__
         if spec is not None and spec.loader is self:
             module.__spec__ = spec.loader_state
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> None:
     """Runs the script or module that the arguments name.
 
     Raises:
-        SystemExit: there is none, or as the script says.
+        SystemExit: there is none, or by the script.
     """
     rest = list(arguments)
     adds_rank = bool(rest) and rest[0] == "--local_rank"
@@ -116,7 +116,7 @@ def _missing(fullname: str, inner: str) -> ImportError:
 
 
 def _set_environment() -> None:
-    """What a launcher of one process would set, where no launcher has set a place."""
+    """Sets what a launcher of one process would, unless a launcher has."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -1,1 +1,1 @@
-"""Dry runs: what a step allocates, computes and sends, as events that predictions add up."""
+"""Dry runs: what a step allocates, computes and sends, as events from which costs are predicted."""

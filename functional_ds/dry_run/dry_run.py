@@ -1,4 +1,4 @@
-"""``dry_run``: a step on shapes, as one rank of many, whose events predictions add up."""
+"""``dry_run``: a step on shapes, as one rank of many, recorded as events."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +24,13 @@ _LEARNS = 2  # the first step learns in which order units are used, and the seco
 
 
 def dry_run(step: Step, state: State, batch: Any) -> Events:
-    """The events of a step on this rank, its state and batch allocated first.
+    """The events of a step on this rank, including the allocation of its state and batch.
 
-    It is a later step, which knows in what order units are used. In a world with shapes alone nothing is computed, so that a
-    model of any size will do, as any rank of any number of them.
+    It is a later step, in which the order of units is known. In a world of shapes nothing is computed, so the model may have
+    any size, on any number of ranks.
 
-    Law 67: the same events with values or without; they are the ledger's rows, the operations of a run, and its allocations.
+    Law 67: the events are the same with values or without; they are the ledger's rows, the operations of a run, and its
+    allocations.
 
     Args:
         step: the step.
@@ -55,9 +56,9 @@ def dry_run(step: Step, state: State, batch: Any) -> Events:
 
 
 def loss_of_all(params: Any) -> Callable[[Any, Any], Weighted]:
-    """A loss that uses all leaves, one after another in the order in which the tree was filled, forward and backward.
+    """A loss that uses all leaves, one after another in the tree's order, forward and backward.
 
-    Integers, and frozen leaves before the first trained one, are used forward alone: no gradient passes them.
+    Integers, and frozen leaves before the first trained one, are used only forward: no gradient passes them.
 
     Args:
         params: the user's tree.
@@ -78,10 +79,9 @@ def loss_of_all(params: Any) -> Callable[[Any, Any], Weighted]:
 
 
 class _KernelsOf(TorchFunctionMode):
-    """On the meta device attention runs by the kernel that a device would choose, not by products of whole matrices.
+    """Runs attention on the meta device with the kernel that a real device would choose, not as products of whole matrices.
 
-    With ``whole``, a question about values is answered with yes: Hugging Face's models ask whether rows are neither padded nor
-    packed.
+    With ``whole``, queries of values return True: Hugging Face's models ask whether rows are neither padded nor packed.
     """
 
     def __init__(self, device: str, whole: bool) -> None:
@@ -125,11 +125,11 @@ class _KernelsOf(TorchFunctionMode):
 
 @contextmanager
 def kernels_of(device: str, *, whole: bool) -> Iterator[None]:
-    """Within it attention on the device "meta" runs by the kernel that a device would choose, also in backward passes.
+    """A context in which attention on the device "meta" uses the kernel that a real device would choose, also backward.
 
     Args:
-        device: the kind of device.
-        whole: whether questions about values are answered with yes.
+        device: the device type.
+        whole: whether queries of values return True.
     """
     mode = _KernelsOf(device, whole)
 

@@ -1,4 +1,4 @@
-"""The events of a run on one rank, with values or without, and what follows from them by adding up."""
+"""The events of a run on one rank, with values or without, and their totals."""
 
 import threading
 from collections import Counter
@@ -25,12 +25,12 @@ __all__ = ["AllocationEvent", "Event", "EventRecorder", "Events", "FakeRecorder"
 
 @attrs.frozen
 class AllocationEvent:
-    """Memory that a rank gets, or gives back.
+    """Memory that a rank allocates or frees.
 
     Attributes:
-        bytes: of a storage; negative where it is freed or becomes smaller.
-        storage: a number, which no other storage of the run has.
-        label: what the storage holds: the name of the collective that gave it, or what the recorder was told; may be empty.
+        bytes: of a storage; negative where it is freed or shrinks.
+        storage: a number, unique in the run.
+        label: what the storage holds: the collective that returned it, or a given label; may be empty.
     """
 
     bytes: int
@@ -52,12 +52,12 @@ class Events(list[Event]):
         return f"Events({len(self)}, peak {self.peak():,} bytes)"
 
     def peak(self, label: str | None = None, *, since: int = 0, until: int | None = None) -> int:
-        """The most bytes at one time, of all storages or of those with a label; from one event on, or before one.
+        """The peak bytes of all storages, or of those with a label; from one event on, or before one.
 
         Args:
             label: which.
-            since: the first event that counts; what was allocated before is there.
-            until: the first event that does not; None for all.
+            since: the first event; earlier allocations are counted.
+            until: the end, exclusive; None for all.
         """
         now = most = 0
         for place, event in enumerate(self[:until]):
@@ -68,7 +68,7 @@ class Events(list[Event]):
 
     @property
     def work(self) -> Counter[SizedOperation]:
-        """How often each operation runs; those that collectives consist of are left out."""
+        """How often each operation runs, without those that are parts of collectives."""
         return Counter(event for event in self if isinstance(event, SizedOperation))
 
     @property
@@ -100,14 +100,14 @@ def row_of(made: LedgerCall) -> Row:
 
 
 class EventRecorder(OperationCounter):
-    """Notes what happens inside, in order.
+    """Records what happens inside, in order.
 
-    A storage is noted with the first operation that gives it, and freed when it is. What is ``apart`` was there before and
-    stays, and does not count.
+    A storage is recorded with the first operation that returns it, and freed when it is. Storages in ``apart`` existed before
+    and do not count.
 
     Attributes:
         events: so far.
-        world: where some operations are parts of collectives, and no events of their own.
+        world: in which some operations are parts of collectives, and not events.
     """
 
     def __init__(self, apart: Any = (), *, world: World | None = None) -> None:
@@ -124,13 +124,13 @@ class EventRecorder(OperationCounter):
         return f"EventRecorder({self.events!r})"
 
     def add(self, operation: SizedOperation, result: Any) -> None:
-        """An operation ran and gave this."""
+        """An operation ran and returned this."""
         self.note(result)
         if not getattr(self.world, "communicating", False):
             self.events.append(operation)
 
     def note(self, held: Any, label: str = "") -> None:
-        """Tensors are there; those that were noted before get a label."""
+        """Records existing tensors; those that were recorded before get a label."""
         with self._lock:
             for x in tensors_in(held):
                 place, storage = storage_id(x), x.untyped_storage()
@@ -146,7 +146,7 @@ class EventRecorder(OperationCounter):
                     self.events.append(made)
 
     def expect(self, size: int, label: str) -> AllocationEvent:
-        """Memory is taken for what is under way."""
+        """Records memory for what is in flight."""
         with self._lock:
             self._count += 1
             made = AllocationEvent(size, self._count, label)
@@ -154,11 +154,11 @@ class EventRecorder(OperationCounter):
         return made
 
     def keep_apart(self, held: Any) -> None:
-        """Tensors were there before."""
+        """Excludes tensors that existed before."""
         self._apart.update((storage_id(x), x) for x in tensors_in(held))
 
     def allocated(self, held: Any = None) -> dict[int, int]:
-        """The bytes of all storages that are there now, or of those of a tree, by their numbers."""
+        """The bytes of all existing storages, or of those of a tree, by their numbers."""
         with self._lock:
             places = self._known.keys() if held is None else {storage_id(x) for x in tensors_in(held)} & self._known.keys()
             found = [self._known[place][1] for place in places]
@@ -171,7 +171,7 @@ class EventRecorder(OperationCounter):
             self.events.append(attrs.evolve(made, bytes=-made.bytes))
 
     def resized(self) -> None:
-        """Notes labelled tensors whose memory was given back, or taken again, by ``resize_``, which is no operation."""
+        """Records labelled tensors whose memory ``resize_``, which is not an operation, has freed or reallocated."""
         with self._lock:
             changes: list[AllocationEvent] = []
             for place in [*self._labelled]:
@@ -184,7 +184,7 @@ class EventRecorder(OperationCounter):
 
 
 class FakeRecorder(EventRecorder):
-    """Under fake tensors: those of tensors with values, a module's buffers say, are apart, as these were allocated before."""
+    """For fake tensors: tensors with values, such as a module's buffers, are excluded, as they were allocated before."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with unset_fake_temporarily() as fakes:
@@ -194,19 +194,19 @@ class FakeRecorder(EventRecorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def add(self, operation: SizedOperation, result: Any) -> None:
-        """An operation ran; what a module's bare copy gives has no memory."""
+        """An operation ran; the result of a module's bare copy has no memory."""
         super().add(operation, [x for x in tensors_in(result) if not x.is_meta])
 
 
 @attrs.define(eq=False)
 class _CallEvents(Ledger):
-    """Notes collectives among a recorder's events."""
+    """Records collectives among a recorder's events."""
 
     recorder: EventRecorder = attrs.field(kw_only=True)
     _begun: list[int] = attrs.field(factory=list)
 
     def record(self, made: LedgerCall, handle: Handle, began: float, *, early: bool) -> Handle:
-        """As a ledger does; the arguments are the same."""
+        """As a ledger does, with the same arguments."""
         row = row_of(made)
         self.recorder.resized()
         self.recorder.events.append(row)
@@ -240,7 +240,7 @@ class _CallEvents(Ledger):
 
 @contextmanager
 def recorded(*held: Any, apart: Any = ()) -> Iterator[EventRecorder]:
-    """Records the events of the block on this rank; what is held when it begins counts as allocated first.
+    """Records the events of the block on this rank, beginning with the allocation of ``held``.
 
     Args:
         held: trees of tensors.

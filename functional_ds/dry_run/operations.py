@@ -1,4 +1,4 @@
-"""Operations as what they cost: a kind, floating-point operations, and bytes that are read and written."""
+"""Operations by their costs: a category, floating-point operations, and bytes read and written."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,10 +49,10 @@ _FREE = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "n
 
 @attrs.frozen
 class SizedOperation:
-    """One operation; equal ones count together.
+    """One operation; equal ones are counted together.
 
     Attributes:
-        kind: of ``WORK_KINDS``, but for "pages"; views and empty tensors are copies of no byte.
+        kind: one of ``WORK_KINDS``, except "pages"; views and empty tensors are copies of no byte.
         half: whether it computes on numbers of 2 bytes.
         flops: by torch's formulas, of products and attention; 0 for others.
         bytes: read and written, each tensor once.
@@ -71,8 +71,8 @@ class SizedOperation:
 class OperationCounter(TorchDispatchMode):
     """Counts the operations inside, and the floating-point operations of products, convolutions and attention.
 
-    Unlike ``torch.utils.flop_counter.FlopCounterMode`` it sets no hooks on modules, and it counts what torch has no formula
-    for: grouped products, products with vectors, and attention's kernel for the CPU.
+    Unlike ``torch.utils.flop_counter.FlopCounterMode`` it sets no hooks on modules, and it also counts operations for which
+    torch has no formula: grouped products, products with vectors, and attention's kernel for the CPU.
 
     >>> import torch
     >>> with OperationCounter() as counter:
@@ -99,7 +99,7 @@ class OperationCounter(TorchDispatchMode):
         return result
 
     def add(self, operation: SizedOperation, result: Any) -> None:
-        """An operation ran and gave this."""
+        """An operation ran and returned this."""
         self.operations[operation] += 1
 
     @property
@@ -109,7 +109,7 @@ class OperationCounter(TorchDispatchMode):
 
 
 def operation_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> SizedOperation:
-    """An operator that gave a result, with or without values, as its kind and sizes; in a backward pass, as it runs."""
+    """An operator with its result, with or without values, as category and sizes; in a backward pass, as it runs."""
     flops = _flops(func, args, kwargs, result)
     again = torch.is_grad_enabled() and backward_pass() != -1  # a backward pass that records a graph recomputes
     name = func.overloadpacket.__name__
@@ -140,7 +140,7 @@ def operation_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 
 def tensors_in(held: Any) -> list[Tensor]:
-    """The tensors among the leaves of a tree, but for sparse and nested ones, which have no storage of their own."""
+    """The tensors among the leaves of a tree, except sparse and nested ones, which have no storage."""
     return [leaf for leaf in tree.leaves(held) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
 
 
@@ -150,7 +150,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """The floating-point operations of an operator that gave a result; 0 where there is no formula."""
+    """The floating-point operations of an operator with its result; 0 without a formula."""
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
@@ -159,7 +159,7 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
 
 
 def _grouped(a: Tensor, b: Tensor, *rest: Tensor) -> int:
-    """A row, a column, or an index of the inner dim belongs to one group; where both have 3 dims, each group has its own."""
+    """A row, a column, or an index of the inner dim belongs to one group; if both have 3 dims, each group has its own."""
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == b.dim() == 3 else 1)
 
 

@@ -1,7 +1,7 @@
-"""The training loop ``fit``, which saves, resumes, watches and reports.
+"""The training loop ``fit``: saves, resumes, watches for hangs and logs.
 
-With the records that it takes: checkpoints, evaluation, logging, sources of batches, what to do about losses that are not
-finite; and ``watchdog``, for custom loops.
+With its options: checkpoints, evaluation, logging, sources of batches, and handling of non-finite losses; and ``watchdog``, for
+custom loops.
 """
 
 from .checkpoints import Checkpoints

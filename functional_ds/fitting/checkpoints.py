@@ -1,4 +1,4 @@
-"""When a run is saved, what its checkpoints keep with the state, and how it resumes."""
+"""When a run is saved, what its checkpoints contain besides the state, and how it resumes."""
 
 import time
 from pathlib import Path
@@ -26,15 +26,15 @@ def _positive(record: Any, field: Any, value: float | None) -> None:
 
 @attrs.frozen
 class Checkpoints:
-    """When ``fit`` saves, and which checkpoints stay. One more checkpoint is made at the end of a run.
+    """When ``fit`` saves, and which checkpoints to keep. The end of a run is always saved.
 
     Attributes:
         path: a folder that all ranks see; created if missing.
-        every: steps between two checkpoints; None for none by count.
+        every: steps between two checkpoints; None for none by steps.
         minutes: between two checkpoints, by rank 0's clock; None for none by time.
-        keep_last: how many checkpoints stay; None for all.
-        keep_every: those whose number of updates is a multiple of this stay, too.
-        resume: whether to continue from the newest checkpoint in ``path``; False starts anew.
+        keep_last: how many checkpoints to keep; None for all.
+        keep_every: also keep those whose number of updates is a multiple of this.
+        resume: whether to resume from the newest checkpoint in ``path``; False starts from the given state.
 
     >>> Checkpoints("run", every=1000)
     Checkpoints('run', every=1000)
@@ -62,9 +62,9 @@ class Progress:
 
     Attributes:
         done: steps made; those that were rolled back do not count.
-        data: the next batch's position on all ranks, as ``gathered`` gives it; None is the beginning.
+        data: the next batch's position on all ranks, from ``gathered``; None is the beginning.
         rollbacks: how often the run was rolled back.
-        generators: torch's default generators, as ``gathered_generators`` gives them.
+        generators: torch's default generators, from ``gathered_generators``.
     """
 
     done: int = 0
@@ -75,7 +75,7 @@ class Progress:
 
 @attrs.define(eq=False)
 class CheckpointManager:
-    """Saves a run into its folder, and loads it from there. Without a policy it does nothing.
+    """Saves a run into its folder, and loads it. Without a policy it does nothing.
 
     Attributes:
         policy: where and when to save.
@@ -102,16 +102,16 @@ class CheckpointManager:
             self._saver.__exit__(*error)
 
     def due(self, done: int) -> bool:
-        """Whether the number of steps asks for a checkpoint."""
+        """Whether a checkpoint is due by the number of steps."""
         return self.policy is not None and self.policy.every is not None and done % self.policy.every == 0
 
     def late(self) -> bool:
-        """Whether the time since the last checkpoint asks for one, by this rank's clock."""
+        """Whether a checkpoint is due by time, by this rank's clock."""
         minutes = None if self.policy is None else self.policy.minutes
         return minutes is not None and time.monotonic() - self._last >= 60 * minutes
 
     def save(self, state: State, *, done: int, data: Any, rollbacks: int) -> None:
-        """Starts to save; waits for the checkpoint before. Collective.
+        """Starts to save; waits for the previous checkpoint. Collective.
 
         Args:
             state: the run's.
@@ -128,16 +128,16 @@ class CheckpointManager:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank's writer has failed by now. ``wait`` raises its error on all ranks."""
+        """Whether this rank's writer has failed so far. ``wait`` raises its error on all ranks."""
         return self._saver is not None and self._saver.failed
 
     def wait(self) -> None:
-        """Returns once the last checkpoint is published. Collective."""
+        """Waits until the last checkpoint is published. Collective."""
         if self._saver is not None:
             self._saver.wait()
 
     def newest(self, like: State, *, donate: bool = False) -> tuple[State, Progress] | None:
-        """The newest whole checkpoint; None if there is none. Collective.
+        """The newest complete checkpoint; None if there is none. Collective.
 
         Raises:
             ValueError: ``fit`` did not make it.

@@ -1,4 +1,4 @@
-"""Checks of what ``fit`` is given."""
+"""Checks of ``fit``'s arguments."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def check_steps(name: str, value: Any, *, least: int = 1, optional: bool = True)
         name: the argument's, for the message.
         value: what was given.
         least: the smallest number.
-        optional: whether None will do, too.
+        optional: whether None is allowed.
     """
     if not (value is None and optional) and (type(value) is not int or value < least):
         raise ValueError(f"{name}={value!r}: a number of steps is an int of at least {least}")

@@ -1,4 +1,4 @@
-"""Batches with a position, from which a resumed run continues without drawing again what it has seen."""
+"""Sources of batches with positions, from which a resumed run continues."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ class BatchReader(Protocol):
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Where batches come from.
+    """A source of batches.
 
     Law: for every position that a reader of this source has had, ``at(position)`` gives the batches that followed it.
     """
@@ -52,7 +52,7 @@ class _CountingReader:
 
 @attrs.frozen
 class Indexed:
-    """Batches by index: the position is the index, and resuming costs nothing.
+    """Batches by index: the position is the index, and resuming is immediate.
 
     >>> reader = Indexed(lambda index: 10 * index, 3).at(1)
     >>> list(iter(reader.__next__, 20)), reader.position
@@ -60,7 +60,7 @@ class Indexed:
 
     Attributes:
         function: from an index to this rank's part of that batch.
-        count: the number of batches; None for no end.
+        count: the number of batches; None for endless.
     """
 
     function: Callable[[int], Any]
@@ -96,7 +96,7 @@ class Stateful:
     loader: Any
 
     def at(self, position: Any | None) -> BatchReader:
-        """The batches from that state on; None takes the loader in its present state."""
+        """The batches from that state on; None uses the loader's present state."""
         if position is not None:
             self.loader.load_state_dict(position)
         return _StatefulReader(self.loader, iter(self.loader))
@@ -104,9 +104,9 @@ class Stateful:
 
 @attrs.frozen
 class Replayed:
-    """Any iterable: to resume, batches are drawn from its beginning and dropped.
+    """Any iterable: to resume, batches are drawn again from its beginning and dropped.
 
-    So an iterator must be fresh, at the batch with which the run began, and give the same batches again.
+    An iterator must be fresh, start at the run's first batch, and repeat the same batches.
     """
 
     batches: Iterable[Any]
@@ -128,14 +128,14 @@ class Replayed:
 
 
 def as_source(batches: Any) -> BatchSource:
-    """What ``fit`` takes as batches, as a source.
+    """A source from what ``fit`` takes as batches.
 
     | batches | position | how it resumes |
     |---|---|---|
-    | a ``BatchSource`` | its own | as it says |
+    | a ``BatchSource`` | its own | its ``at`` |
     | with ``state_dict`` and ``load_state_dict`` | that state | with ``load_state_dict`` |
-    | a sequence | the index | at once |
-    | a function of the index | the index | at once |
+    | a sequence | the index | immediately |
+    | a function of the index | the index | immediately |
     | any other iterable | a count | draws that many again, and drops them |
 
     Raises:
@@ -162,13 +162,13 @@ def as_source(batches: Any) -> BatchSource:
 
 @attrs.define
 class _Aside:
-    """A state of torch's default generator that is used aside from the program's."""
+    """A separate state of torch's default generator."""
 
     state: Tensor
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Within the block the default generator has this state; afterwards the program's again."""
+        """A context in which the default generator has this state; afterwards the program's again."""
         before = torch.get_rng_state()
         torch.set_rng_state(self.state)
         try:
@@ -180,12 +180,12 @@ class _Aside:
 
 @attrs.define
 class _EpochReader:
-    """A reader of one epoch after the other.
+    """A reader of one epoch after another.
 
     Attributes:
         epochs: what it reads.
         epoch: the current epoch.
-        drawn: the number of batches that it has given in this epoch.
+        drawn: the number of batches that it has returned in this epoch.
         aside: the generator's state for draws of this epoch.
         reader: of this epoch.
         replayed: whether resuming draws earlier batches again, so that all draws of the epoch use ``aside``.
@@ -200,7 +200,7 @@ class _EpochReader:
 
     @staticmethod
     def begin(epochs: "Epochs", epoch: int, drawn: int = 0, within: Any | None = None) -> "_EpochReader":
-        """A reader from a position in an epoch on; without batches if that is after the last epoch."""
+        """A reader from a position in an epoch on; empty after the last epoch."""
         source = as_source(epochs.batches)
         if epochs.over(epoch):
             drawn, within, source = 0, None, Indexed(lambda index: None, 0)
@@ -239,20 +239,20 @@ class _EpochReader:
 
 @attrs.frozen
 class Epochs:
-    """The same batches again and again, as a ``DataLoader`` gives them. The position is the epoch, and the position within it.
+    """Repeats the same batches, as a ``DataLoader`` does. The position is the epoch, and the position within it.
 
-    Each epoch begins with ``set_epoch(epoch)`` on the batches, their ``dataset``, ``sampler`` and ``batch_sampler``, where they
-    have this method. Draws from torch's default generator up to the first batch depend on ``seed`` and the epoch alone, and so
-    do draws from a generator that the batches have. So a ``DataLoader`` shuffles after a resume as it would have without,
-    for all draws of the step. If batches are replayed to resume, this holds for all draws.
+    Each epoch begins with ``set_epoch(epoch)`` on the batches, their ``dataset``, ``sampler`` and ``batch_sampler``, if they
+    have this method. Draws from torch's default generator up to the first batch, and from a generator that the batches have,
+    depend only on ``seed`` and the epoch. So a ``DataLoader`` shuffles the same after a resume, independently of the step's
+    draws. If batches are replayed to resume, this applies to all draws.
 
     >>> reader = Epochs([1, 2]).at({"epoch": 4, "drawn": 1, "within": 1})
     >>> [next(reader) for _ in range(4)], reader.position
     ([2, 1, 2, 1], {'epoch': 6, 'drawn': 1, 'within': 1})
 
     Attributes:
-        batches: anything that ``fit`` takes as batches, except an iterator, which gives its batches once.
-        count: the number of epochs; None for no end.
+        batches: anything that ``fit`` takes as batches, except an iterator, which cannot be repeated.
+        count: the number of epochs; None for endless.
         seed: of the shuffles; None for the seed that the program gave torch on this rank, which must be the same to resume.
     """
 

@@ -1,4 +1,4 @@
-"""``fit``: the loop around a step that saves, resumes, watches and reports."""
+"""``fit``: a training loop that saves, resumes, watches for hangs and logs."""
 
 from contextlib import ExitStack
 from datetime import timedelta
@@ -33,37 +33,38 @@ def fit(
     timeout: timedelta | None = timedelta(minutes=10),
     stop: Flag | None = None,
 ) -> State:
-    """Makes steps until ``steps`` are made in all, and returns the state. Called again with the same folder, it resumes.
+    """Trains until ``steps`` steps are made in total and returns the state; resumes from the latest checkpoint, if any.
 
-    Law: ``run(k + j) = run(j) ∘ resume ∘ run(k)``, bit for bit on as many ranks, wherever the first run was ended (37).
-    Evaluations leave torch's generators as they were.
+    Law 37: ``run(k + j) = run(j) ∘ resume ∘ run(k)``, bitwise for equal numbers of ranks, wherever the first run was
+    interrupted. Evaluations do not affect torch's generators.
 
-    Every rank of the world calls it. Checkpoints are written in the background. SIGTERM and SIGINT end the run after the
-    current step, with a checkpoint; a second such signal ends the process at once.
+    Call it on every rank of the world. Checkpoints are written asynchronously. SIGTERM and SIGINT end the run after the current
+    step, with a checkpoint; a second signal ends the process immediately.
 
     Args:
-        step: what ``fds.train_step`` and transforms make.
+        step: from ``fds.train_step`` and transforms.
         state: a fresh run's, from ``step.init``; it is donated.
-        batches: this rank's part of each batch: a function of the index, a sequence, a loader with ``state_dict``, a source
+        batches: this rank's part of each batch: a function of the index, a sequence, a loader with ``state_dict``, or a source
             with ``at(position)``. These resume without replaying; any other iterable is drawn again from its beginning.
             ``fitting.Epochs(batches)`` repeats them.
         steps: the number of steps, earlier runs included; None for as long as all ranks have batches.
-        checkpoints: ``Checkpoints(path, every=1000)``: where and when to save; None saves nothing, and starts anew.
+        checkpoints: ``Checkpoints(path, every=1000)``: where and when to save; None neither saves nor resumes.
         evaluation: ``Evaluation(function, every=1000)``: from a state to numbers, which are logged.
-        logging: ``Logging(loggers, every=10, progress=True)``: where numbers go, and how often; by default rank 0 prints.
-        on_non_finite: ``Stop(after)`` or ``RollBack(after)`` for losses that are not finite; None ignores them. Checked when a
-            step is logged. Checkpoints are made only while losses and params are finite.
-        timeout: the longest that a step, a save or an evaluation may take; then ranks are taken to hang. None for no watchdog.
-        stop: your own flag instead of signal handlers; needed where ranks are threads.
+        logging: ``Logging(loggers, every=10, progress=True)``: where and how often to log; by default rank 0 prints.
+        on_non_finite: ``Stop(after)`` or ``RollBack(after)`` for losses that are not finite, checked when a step is logged;
+            None ignores them. Checkpoints are made only while losses and params are finite.
+        timeout: the longest time for a step, a save or an evaluation, after which ranks are considered hung. None for no
+            watchdog.
+        stop: a flag to use instead of signal handlers; needed if ranks are threads.
 
     Cost: an all-reduce of three numbers a step, another of three for each step that is logged or saved.
 
     Raises:
-        Interrupted: a SystemExit with code 128 + the signal's number, once all is written; it has ``state`` and ``done``.
-        NonFiniteLossError: as ``on_non_finite`` says.
+        Interrupted: a SystemExit with code 128 + the signal's number, after the checkpoint; it has ``state`` and ``done``.
+        NonFiniteLossError: by ``on_non_finite``.
         ValueError: the batches end before ``steps``; a number is out of range; ``fit`` did not make the newest checkpoint.
         CheckpointError: a checkpoint cannot be written or read, on some rank; all ranks raise it.
-        RankFailedError, TimedOutError: other ranks have died, or nothing moves.
+        RankFailedError, TimedOutError: other ranks have died, or hang.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))

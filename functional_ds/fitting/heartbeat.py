@@ -1,4 +1,4 @@
-"""What ranks tell each other about themselves, through the store by which their process group was made."""
+"""Heartbeats: what ranks report about themselves, through the store of their process group."""
 
 import json
 import os
@@ -48,12 +48,12 @@ def activity(thread: int) -> dict[str, str]:
 
 
 def _is_pythons(file: str) -> bool:
-    """Whether this is Python's own library, in whose functions threads often wait."""
+    """Whether the file is in Python's standard library, in whose functions threads often wait."""
     return file.startswith(("<frozen", _PYTHON)) and "site-packages" not in file
 
 
 def _note_call(frame: FrameType, found: dict[str, str]) -> None:
-    """Notes the call with its shapes, if the world's frame is on the stack; else the name of comm's outermost function."""
+    """Records the call with its shapes, if the world's frame is on the stack; else the name of comm's outermost function."""
     if "[" in found.get("call", ""):
         return
     local = frame.f_locals
@@ -73,7 +73,7 @@ def _signature(parts: dict[str, Any]) -> str | None:
 
 @attrs.define(eq=False)
 class Watch:
-    """How a rank reports progress: call ``at`` more often than the time-out.
+    """Reports a rank's progress: call ``at`` more often than the timeout.
 
     Attributes:
         step: the training step.
@@ -86,20 +86,20 @@ class Watch:
     turn: int = 0
 
     def at(self, step: int, what: str) -> None:
-        """Reports progress. It costs an assignment: a thread reads it now and then."""
+        """Reports progress, at the cost of an assignment, which a thread reads."""
         self.step, self.what, self.turn = step, what, self.turn + 1
 
 
 @attrs.frozen
 class Heartbeat:
-    """What a rank says about itself.
+    """One rank's report.
 
     Attributes:
         count: grows with each heartbeat.
         turn: grows whenever the rank makes progress.
         step: the training step.
         what: what the rank is doing.
-        phase, call, site: what its main thread is in, see ``activity``; empty if unknown.
+        phase, call, site: what its main thread is doing, see ``activity``; empty if unknown.
         host: its process and host.
         left: how it left; empty before.
     """
@@ -119,7 +119,7 @@ class Heartbeat:
         """This process's heartbeat.
 
         Args:
-            watch: what the rank says it is doing.
+            watch: what the rank is doing.
             count: the number of this heartbeat.
             thread: the thread whose stack is read.
         """
@@ -138,7 +138,7 @@ class Heartbeat:
 
 @attrs.frozen
 class PeerStatus:
-    """A rank's last heartbeat, and by this process's clock when it arrived and when the rank last made progress."""
+    """A rank's last heartbeat, with the times by this process's clock of its arrival and of the rank's last progress."""
 
     beat: Heartbeat
     fresh: float
@@ -189,7 +189,7 @@ class Heartbeats:
                 self.peers[rank] = self.peers[rank].after(beat, monotonic())
 
     def mine(self, watch: Watch) -> PeerStatus:
-        """This rank's status now, without the store."""
+        """This rank's present status, without the store."""
         return self.peers[self.rank].after(Heartbeat.now(watch, count=self._mine.count + 1, thread=self.thread), monotonic())
 
     def leave(self, how: str) -> None:
@@ -203,7 +203,7 @@ class Heartbeats:
         return self.store.add(what, more)
 
     def judge(self, verdict: str) -> None:
-        """Tells all ranks to end, and why."""
+        """Tells all ranks to end, with the reason."""
         self.store.set("verdict", verdict)
 
     def verdict(self) -> str | None:

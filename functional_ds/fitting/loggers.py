@@ -1,4 +1,4 @@
-"""Where a run's numbers go: the console, CSV files, TensorBoard, or any object with the methods of ``Logger``."""
+"""Loggers: the console, CSV files, TensorBoard, or any object with the methods of ``Logger``."""
 
 import csv
 import io
@@ -37,14 +37,14 @@ _LONGEST_LOG = 2**30  # bytes of a CSV file that a resumed run reads
 
 
 class Logger(Protocol):
-    """Takes numbers on rank 0. A run that was resumed or rolled back repeats steps, which ``begin`` announces."""
+    """Receives numbers on rank 0. Resumed or rolled-back runs repeat steps, which ``begin`` announces."""
 
     def begin(self, done: int) -> None:
-        """Steps after ``done`` follow; what was logged for such steps before is void. 0 begins a new log."""
+        """Steps after ``done`` follow; earlier logs of such steps are void. 0 begins a new log."""
         ...
 
     def log(self, done: int, numbers: Mapping[str, float]) -> None:
-        """Takes numbers after ``done`` steps."""
+        """Logs numbers after ``done`` steps."""
         ...
 
     def close(self) -> None:
@@ -54,14 +54,14 @@ class Logger(Protocol):
 
 @attrs.frozen
 class Console:
-    """A line for each logged step on standard output, without names that have a slash. The default of ``Logging``.
+    """Prints a line for each logged step, without names that contain a slash. The default of ``Logging``.
 
     >>> Console().log(10, {"loss": 0.51234, "seconds_per_step": 0.002})
     step 10: loss 0.5123, seconds_per_step 0.002
     """
 
     def begin(self, done: int) -> None:
-        """Says after which step a run resumes."""
+        """Prints after which step a run resumes."""
         if done:
             sys.stdout.write(f"resumes after step {done}\n")
 
@@ -72,15 +72,15 @@ class Console:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 @attrs.define(eq=False)
 class CsvLog:
-    """A CSV file with a line for each number: step, name, value. Each line is in the file as soon as it is logged.
+    """A CSV file with a line for each number: step, name, value. Lines are flushed as they are logged.
 
     Raises:
-        OSError: in ``begin`` of a resumed run: the file is no regular file, or has more than 1 GiB.
+        OSError: in ``begin`` of a resumed run: the file is not a regular file, or has more than 1 GiB.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,7 @@ class CsvLog:
             self._file = None
 
     def _kept(self, done: int) -> Iterator[list[str]]:
-        """Whole lines up to a step; the last line may be incomplete if the run was killed."""
+        """Complete lines up to a step; the last line may be incomplete if the run was killed."""
         whole = read_regular(self.path, limit=_LONGEST_LOG).decode("utf-8", "replace").rpartition("\n")[0]
         for row in csv.reader(line for line in whole.splitlines() if len(line) < csv.field_size_limit()):
             if len(row) == 3 and row[0].isdecimal() and len(row[0]) < 20 and int(row[0]) <= done:
@@ -126,7 +126,7 @@ class CsvLog:
 
 @attrs.define(eq=False)
 class TensorBoard:
-    """Event files for TensorBoard in a folder; needs the extra ``fit``. TensorBoard hides what ``begin`` makes void."""
+    """Event files for TensorBoard in a folder; needs the extra ``fit``. TensorBoard hides what ``begin`` voids."""
 
     folder: Path = attrs.field(converter=Path)
     _writer: Any = None
@@ -152,11 +152,11 @@ class TensorBoard:
 
 @attrs.define(eq=False)
 class WandB:
-    """A run of Weights & Biases; needs the package ``wandb``. Points have the step as their place, so that steps may repeat.
+    """A Weights & Biases run; needs the package ``wandb``. Points are indexed by step, so steps may repeat.
 
     Attributes:
         project: its name.
-        options: further arguments of ``wandb.init``; an ``id`` lets a resumed run go on in the same one.
+        options: further arguments of ``wandb.init``; an ``id`` lets a resumed run continue in the same one.
     """
 
     project: str
@@ -186,12 +186,12 @@ class WandB:
 
 @attrs.define(eq=False)
 class Comet:
-    """An experiment of Comet; needs the package ``comet_ml``, whose own configuration holds where the arguments say nothing.
+    """A Comet experiment; needs the package ``comet_ml``, whose configuration provides the defaults.
 
     Attributes:
-        name: of the experiment; None for one of Comet's.
+        name: of the experiment; None for one that Comet chooses.
         options: further arguments of ``comet_ml.start``.
-        every: how many steps are between two points of one name; 0 for all points.
+        every: the steps between two points of one name; 0 for all points.
     """
 
     name: str | None = None
@@ -212,7 +212,7 @@ class Comet:
             self._experiment.set_name(self.name)
 
     def log(self, done: int, numbers: Mapping[str, float]) -> None:
-        """Adds a point to each number's curve, where its last one is ``every`` steps ago."""
+        """Adds a point to each number's curve, if its last one is at least ``every`` steps ago."""
         for name, value in numbers.items():
             if name not in self._last or done - self._last[name] >= self.every:
                 self._last[name] = done
@@ -226,7 +226,7 @@ class Comet:
 
 
 class MeasuredStep(Protocol):
-    """A step that measures itself, as ``fds.profile`` makes one."""
+    """A step that measures itself, from ``fds.profile``."""
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One update."""
@@ -237,11 +237,11 @@ class MeasuredStep(Protocol):
         ...
 
     def apart(self) -> AbstractContextManager[None]:
-        """What runs inside is no part of what is measured."""
+        """Excludes what runs inside from the measurement."""
         ...
 
     def finish(self) -> None:
-        """The run is over, on all ranks."""
+        """Ends the run, on all ranks."""
         ...
 
 
@@ -249,7 +249,7 @@ class StepMeasure(Protocol):
     """Makes a step measure itself: ``fds.profiling.Profiling``."""
 
     def start(self, step: Step) -> MeasuredStep:
-        """On each rank."""
+        """The measured step, on each rank."""
         ...
 
 
@@ -271,13 +271,13 @@ def checked(loggers: Iterable[Any]) -> tuple[Logger, ...]:
 
 @attrs.frozen
 class Logging:
-    """Where ``fit`` sends numbers, and how often.
+    """Where ``fit`` logs, and how often.
 
     Attributes:
-        loggers: ``Console()`` by default; ``CsvLog(path)``, ``TensorBoard(folder)``, or your own objects; () for none. Used
-            on rank 0.
-        every: the steps between two whose metrics are read and logged. Between them nothing waits for the device.
-        progress: whether rank 0 shows a bar; needs the extra ``fit``.
+        loggers: ``Console()`` by default; ``CsvLog(path)``, ``TensorBoard(folder)``, or your own objects; () for none. Used on
+            rank 0.
+        every: the steps between two whose metrics are read and logged. Other steps do not wait for the device.
+        progress: whether rank 0 shows a progress bar; needs the extra ``fit``.
         profile: ``fds.profiling.Profiling(folder=...)``: measures steps; its numbers are logged with the metrics.
 
     >>> Logging(every=100).every
@@ -332,14 +332,14 @@ class MetricLogger:
         if self.policy.progress and self.active and self._bar is None:
             from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-            pause = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a file needs no animation
+            pause = 0.1 if sys.stderr.isatty() else 10.0  # seconds; files need no animation
             self._bar = tqdm(total=self.steps, initial=done, unit="step", dynamic_ncols=True, mininterval=pause)
         elif self._bar is not None:
             self._bar.n = done
             self._bar.refresh()
 
     def due(self, done: int) -> bool:
-        """Whether this step is logged, the same on every rank: each ``every``-th, and the last."""
+        """Whether this step is logged, equal on all ranks: each ``every``-th, and the last."""
         return done % self.policy.every == 0 or done == self.steps
 
     def moved(self) -> None:
@@ -348,7 +348,7 @@ class MetricLogger:
             self._bar.update()
 
     def log(self, done: int, metrics: Mapping[str, Any]) -> None:
-        """Logs a step's metrics, and the seconds that a step took since the last log. Reading metrics waits for the device."""
+        """Logs a step's metrics, and the seconds per step since the last log. Reading metrics waits for the device."""
         if not self.loggers and self._bar is None:
             return
         numbers = {name: float(value) for name, value in metrics.items()}  # first, for the device may be behind
@@ -361,7 +361,7 @@ class MetricLogger:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What runs inside, an evaluation or a save, is no part of a step's seconds."""
+        """Excludes what runs inside, an evaluation or a save, from the seconds per step."""
         began = time.perf_counter()
         with nullcontext() if self.measured is None else self.measured.apart():
             yield

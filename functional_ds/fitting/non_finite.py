@@ -1,4 +1,4 @@
-"""Losses that are not finite: counted on the device, read now and then."""
+"""Handling of losses that are not finite: counted on the device, read from time to time."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["Health", "NonFiniteLossError", "OnNonFinite", "RollBack", "Stop", "V
 
 
 class NonFiniteLossError(FloatingPointError):
-    """The loss was not finite for too many steps in a row, as ``on_non_finite`` says."""
+    """The loss was not finite for too many steps in a row, by ``on_non_finite``."""
 
 
 def _positive(record: Any, field: Any, value: int) -> None:
@@ -22,20 +22,20 @@ def _positive(record: Any, field: Any, value: int) -> None:
 
 @attrs.frozen
 class Stop:
-    """Raise NonFiniteLossError after this many losses in a row that are not finite."""
+    """Raises NonFiniteLossError after this many losses in a row that are not finite."""
 
     after: int = attrs.field(default=3, validator=_positive)
 
 
 @attrs.frozen
 class RollBack:
-    """Continue from the last checkpoint after this many losses in a row that are not finite.
+    """Continues from the last checkpoint after this many losses in a row that are not finite.
 
-    The data do not go back: batches since that checkpoint are skipped, as the same batches would give the same losses.
+    Batches since that checkpoint are skipped, as the same batches would give the same losses.
 
     Attributes:
         after: the number of losses in a row.
-        times: how often in all, restarts included; then NonFiniteLossError is raised.
+        times: how often in total, restarts included; then NonFiniteLossError is raised.
     """
 
     after: int = attrs.field(default=3, validator=_positive)
@@ -50,8 +50,8 @@ class Verdict:
     """What all ranks agree on.
 
     Attributes:
-        streak: the losses in a row that are not finite, up to now.
-        worst: the most of them in a row since the last verdict.
+        streak: the current number of losses in a row that are not finite.
+        worst: the longest such run since the last verdict.
         spoiled: whether a param is not finite.
     """
 
@@ -62,7 +62,7 @@ class Verdict:
 
 @attrs.frozen(eq=False)
 class Health:
-    """The number of losses in a row that were not finite, as tensors on the losses' device, so counting never waits.
+    """Counts losses in a row that are not finite, in tensors on the losses' device, so counting does not wait.
 
     >>> health = Health()
     >>> for loss in (1.0, float("nan"), float("inf"), 2.0, float("nan")):
@@ -88,7 +88,7 @@ class Health:
         return attrs.evolve(self, worst=self.streak)
 
     def verdict(self, finite: Tensor | None = None) -> Verdict:
-        """The largest counts of all ranks. Reads three numbers from the device, and makes one all-reduce."""
+        """The largest counts of all ranks. Reads three numbers from the device; one all-reduce."""
         if self.streak is None or self.worst is None:
             return Verdict()
         mine = [int(self.streak), int(self.worst), 0 if finite is None else int(not finite)]

@@ -1,4 +1,4 @@
-"""Positions of a run in its data and its random numbers as JSON values, and all ranks' positions in one checkpoint."""
+"""Positions in a run's data and random generators as JSON values, and all ranks' positions in one checkpoint."""
 
 import base64
 from typing import Any
@@ -59,7 +59,7 @@ def from_json(value: Any) -> Any:
 
 
 def gathered(position: Any) -> Any:
-    """All ranks' positions as JSON: a single one if all are equal, as with a function of the index. Collective."""
+    """All ranks' positions as JSON: a single one if all are equal, as for a function of the index. Collective."""
     everyone = comm.all_gather_object(as_json(position))
     return {"all": everyone[0]} if all(other == everyone[0] for other in everyone) else {"ranks": everyone}
 
@@ -68,7 +68,7 @@ def own(stored: Any) -> Any:
     """This rank's position, from the result of ``gathered``.
 
     Raises:
-        ValueError: each rank had its own, and the number of ranks has changed.
+        ValueError: ranks had different positions, and the number of ranks has changed.
     """
     if "all" in stored:
         return from_json(stored["all"])
@@ -84,7 +84,7 @@ def own(stored: Any) -> Any:
 def gathered_generators() -> Any:
     """The states of torch's default generators on all ranks, as JSON. Collective.
 
-    Law 37 holds for steps with ``nn.Dropout``, too: ``restore_generators ∘ gathered_generators = id`` on as many ranks.
+    So law 37 holds for steps with ``nn.Dropout``: ``restore_generators ∘ gathered_generators = id`` on as many ranks.
     """
     states, device = {"cpu": torch.get_rng_state()}, in_use()
     if device is not None:
@@ -93,7 +93,7 @@ def gathered_generators() -> Any:
 
 
 def restore_generators(stored: Any) -> None:
-    """Gives this rank's generators their states again; on another number of ranks they stay as they are."""
+    """Restores this rank's generators; on another number of ranks they stay as they are."""
     if stored is None or comm.world().size != stored["count"]:  # an older checkpoint, or other ranks
         return
     states, device = own(stored)["generators"], in_use()

@@ -1,4 +1,4 @@
-"""One run of ``fit``: its steps, and what is done between two of them."""
+"""One run of ``fit``: its steps, and the work between them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +30,7 @@ _SIGINT = 2  # for a flag that does not say which signal set it
 
 
 class Interrupted(SystemExit):
-    """A run was asked to end and did, with everything written.
+    """The run ended on a signal, after its checkpoint was written.
 
     Attributes:
         done: the number of steps made.
@@ -54,7 +54,7 @@ class Evaluation:
 
     Attributes:
         function: from a state to numbers, which are logged. All ranks call it; it must not make steps.
-        every: the number of steps; None for the first and the last alone.
+        every: the number of steps; None for only the first and the last.
     """
 
     function: Callable[[State], Mapping[str, Any]]
@@ -72,7 +72,7 @@ class TrainingRun:
     Attributes:
         step: the training step.
         state: the current state.
-        steps: the number of steps in all; None for as long as there are batches.
+        steps: the total number of steps; None for as long as there are batches.
         evaluation: what is computed from time to time.
         on_non_finite: what to do about losses that are not finite.
         source: the batches.
@@ -190,7 +190,7 @@ class TrainingRun:
         if self.evaluation is not None and self.evaluated != self.done:
             self.watch.at(self.done, "evaluating")
             with self.metrics.apart():
-                with forked_rng():  # it is no part of the training
+                with forked_rng():  # not a part of the training
                     numbers = self.evaluation.function(self.state)
                 self.metrics.evaluated(self.done, numbers)
             self.evaluated = self.done
@@ -265,7 +265,7 @@ def _number(flag: Flag) -> int:
 
 
 def _agreed(*mine: int) -> list[int]:
-    """The largest of all ranks' numbers, each by itself."""
+    """The elementwise maximum of all ranks' numbers."""
     found: list[int] = comm.all_reduce(
         torch.tensor([int(x) for x in mine], device=comm.world().world.device), op="max"
     ).tolist()

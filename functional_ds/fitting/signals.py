@@ -1,4 +1,4 @@
-"""Signals set a flag that a training loop reads, so that its ranks can agree after which step they stop."""
+"""Signals set a flag that a training loop reads, so that its ranks can agree on the step after which they stop."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Flag(Protocol):
-    """An event of this process, or one that several share. ``number``, if it has one, says which signal set it."""
+    """An event of this process, or one that several share. ``number``, if present, is the signal that set it."""
 
     def is_set(self) -> bool: ...
 
@@ -34,7 +34,7 @@ class _SignalFlag:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Flag]:
-    """Within the block the first SIGINT or SIGTERM sets the flag, and a second of its kind ends the process.
+    """A context in which the first SIGINT or SIGTERM sets the flag, and a second one of the same signal ends the process.
 
     Only the main thread can handle signals; on other threads the flag is never set.
     """
@@ -57,11 +57,11 @@ def stop_on_signals() -> Iterator[Flag]:
 
 @contextmanager
 def stop_ranks_on_signals() -> Iterator[Flag]:
-    """For processes that are started within the block: the first interrupt sets the flag in all of them, a second ends them.
+    """For processes started within the block: the first interrupt sets the flag in all of them, a second ends them.
 
-    A terminal sends SIGINT to this process and to every rank at once, perhaps while a rank starts Python and has no handler
-    yet. So this thread blocks SIGINT, and the processes that it starts inherit that. Another thread of this process does not
-    block it, and learns of it through a pipe. SIGTERM to this process counts as an interrupt, too.
+    A terminal sends SIGINT to this process and to every rank, perhaps while a rank is starting and has no handler yet. So this
+    thread blocks SIGINT, which the processes that it starts inherit. Another thread of this process receives it through a pipe.
+    SIGTERM to this process counts as an interrupt too.
     """
     # Comes first: its semaphore starts multiprocessing's resource tracker, and that start would unblock the signal.
     flag = get_context("spawn").Event()

@@ -29,7 +29,7 @@ _FINISHED = "finished"
 
 @attrs.frozen
 class Failure:
-    """What is wrong, and with which ranks."""
+    """The failed ranks, and the reason."""
 
     message: str
     ranks: tuple[int, ...]
@@ -42,7 +42,7 @@ class Failure:
             seen: the status of each rank.
             timeout: seconds without progress.
             silent: seconds without a heartbeat.
-            grace: the same for ranks of which one makes no progress, or that have raised.
+            grace: the same, if some rank makes no progress or has raised.
         """
         now = monotonic()
         there = {rank: one for rank, one in seen.items() if not one.beat.left}
@@ -58,7 +58,7 @@ class Failure:
             return Failure(f"{_ranks(gone)} {seen[gone[0]].beat.left}", gone)
         if not stands:
             return None
-        # Ranks in a collective wait for those that are in none. All stopped at about the same time.
+        # Ranks in a collective wait for those outside. All stopped at about the same time.
         stuck = {rank: one for rank, one in there.items() if now - one.moved > timeout / 2}
         elsewhere = tuple(rank for rank, one in stuck.items() if not one.beat.call)
         return Failure(
@@ -101,30 +101,29 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 EXIT_CODE = 75  # of a process that a watchdog ends: EX_TEMPFAIL of sysexits, which means try again
-_BEATS = 10  # heartbeats within the time-out
+_BEATS = 10  # heartbeats within the timeout
 _SLOWEST = 0.5  # seconds between two heartbeats
-_SILENT = 4  # missing heartbeats after which a rank is taken for dead if another rank's collective failed
+_SILENT = 4  # missing heartbeats after which a rank counts as dead if another rank's collective failed
 
 
 @contextmanager
 def watchdog(timeout: timedelta | None) -> Iterator[Watch]:
-    """Within the block, a rank that dies, or makes no progress for ``timeout``, makes all other ranks end.
+    """A context in which all ranks end if one dies, or makes no progress for ``timeout``.
 
-    Every rank of the world enters the block, and calls ``watch.at(step, what)`` as it makes progress. A thread of each rank
-    writes heartbeats into the store by which the process group was made; nothing is sent over the connections that carry
-    tensors. Rank 0's thread checks all ranks, and every other rank's checks rank 0. A process that is ended prints what all
-    ranks were doing, and exits with code 75, so that torchrun restarts all. If a collective fails because a rank died, the
-    error says which.
+    Every rank of the world enters it, and calls ``watch.at(step, what)`` as it makes progress. A thread of each rank writes
+    heartbeats into the process group's store; the connections for tensors are not used. Rank 0's thread checks all ranks, and
+    every other rank's checks rank 0. A process that is ended prints what all ranks were doing and exits with code 75, so
+    torchrun restarts all. If a collective fails because a rank died, the error names the rank.
 
-    A simulation needs no watchdog, as it finds deadlocks at once.
+    Simulations need no watchdog: they detect deadlocks immediately.
 
     Args:
-        timeout: longer than the longest time between two calls of ``watch.at``; None watches nothing.
+        timeout: longer than the longest time between two calls of ``watch.at``; None for no watchdog.
 
-    Cost: some six requests a second to the store from each rank; from rank 0 four a second and rank.
+    Cost: about six requests a second to the store from each rank; from rank 0 four a second and rank.
 
     Raises:
-        RankFailedError: a collective failed, and other ranks are silent or have raised; it says which, and what all were doing.
+        RankFailedError: a collective failed, and other ranks are silent or have raised; names them, and what all were doing.
         ValueError: the timeout is not positive.
 
     >>> with watchdog(timedelta(seconds=60)) as watch:
@@ -152,7 +151,7 @@ def watchdog(timeout: timedelta | None) -> Iterator[Watch]:
 
 @attrs.define(eq=False)
 class _Guard:
-    """Two threads: one talks to the store, and the other checks that the first still gets answers."""
+    """Two threads: one talks to the store, and the other checks that it still gets answers."""
 
     watch: Watch
     beats: Heartbeats
@@ -186,7 +185,7 @@ class _Guard:
         for count in itertools.count():
             try:
                 self._round(count)
-            except Exception as error:  # whatever the store says when the process that holds it is gone
+            except Exception as error:  # any error of the store when its process is gone
                 self.lost = error
                 return
             self.heard = monotonic()
@@ -232,7 +231,7 @@ class _Guard:
         return report(Failure(message, ()), self.beats.peers)
 
     def _end(self, message: str) -> None:
-        """Ends the process, whatever its main thread waits for."""
+        """Ends the process, even if its main thread is blocked."""
         if self.over.is_set():
             return
         error = comm.errors.TimedOutError(f"rank {self.beats.rank} is ended by its watchdog: {message}")
@@ -263,7 +262,7 @@ class _Guard:
             sleep(min(self.pause, 0.01))
 
     def failed(self, error: BaseException) -> None:
-        """Tells the other ranks; if one of them made this rank fail, raises an error that says which."""
+        """Tells the other ranks; if one of them caused this failure, raises an error that names it."""
         self.watch.at(
             self.watch.step, f"looking for the cause of {type(error).__name__}, which it raised while {self.watch.what}"
         )

@@ -1,4 +1,4 @@
-"""Params and states from and to other tools: safetensors files, DeepSpeed's checkpoints."""
+"""Import and export of params and states: safetensors files, DeepSpeed checkpoints."""
 
 from .deepspeed import from_deepspeed
 from .export import export

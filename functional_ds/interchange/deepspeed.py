@@ -1,4 +1,4 @@
-"""``from_deepspeed``: reads a DeepSpeed ZeRO checkpoint into a state."""
+"""``from_deepspeed``: loads a DeepSpeed ZeRO checkpoint into a state."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -46,29 +46,29 @@ def from_deepspeed(
     donate: bool = False,
     group: comm.Group | None = None,
 ) -> State:
-    """The saved state of a DeepSpeed run as a value of ``like``'s structure, from which training continues.
+    """Loads a DeepSpeed ZeRO checkpoint into a new state with ``like``'s structure, from which training continues.
 
-    Reads checkpoints of stages 0 to 3 in fp32, bf16 and fp16, of any number of ranks, into any number of ranks, stage, mesh
-    and precision. It takes over the fp32 masters; the optimizer's moments (Adam's, LAMB's, Lion's, Adagrad's sums, SGD's
-    momentum); its number of updates, and with it schedules; frozen parameters; modules' buffers; a dynamic loss scale. It does
-    not take over random generators, the data's position, learning-rate schedulers and hyperparameters, which are arguments
-    here. A mean of the params (``T.ema``) starts at the params, and a buffer that was not saved at ``like``'s.
+    Reads checkpoints of stages 0 to 3 in fp32, bf16 and fp16, of any number of ranks, into any number of ranks, stage, mesh and
+    precision. It restores the fp32 masters; the optimizer's moments (Adam's, LAMB's, Lion's, Adagrad's sums, SGD's momentum);
+    the number of updates, and with it schedules; frozen parameters; module buffers; a dynamic loss scale. It does not restore
+    random generators, the data's position, learning-rate schedulers and hyperparameters, which are arguments here. An ``T.ema``
+    mean starts at the params; a buffer that was not saved keeps ``like``'s value.
 
-    Law: masters and moments are DeepSpeed's, bit for bit.
+    Law: masters and moments are bitwise DeepSpeed's.
 
     Collective over ``group``. Ranks send only names: each rank maps all files into memory, and reads what it stores. torch's
-    files are pickles. They are opened with ``weights_only``, so none of them can run code; of DeepSpeed's own classes only the
-    four in its ZeRO files are accepted, and become plain attributes. DeepSpeed need not be installed. Its checkpoints have no
-    checksums: a flipped bit in a tensor goes unnoticed.
+    files are pickles, opened with ``weights_only``, so they cannot run code; of DeepSpeed's own classes only the four in its
+    ZeRO files are accepted, as plain attributes. DeepSpeed need not be installed. Its checkpoints have no checksums, so a
+    flipped bit in a tensor goes unnoticed.
 
     Args:
         path: the folder that was passed to DeepSpeed's ``save_checkpoint``.
         like: a state from ``step.init``; it is not changed.
         tag: which checkpoint; None for the one that the file ``latest`` names.
-        order: of a checkpoint of stage 0, DeepSpeed's names of the parameters in each param group of its optimizer, in its
-            order, as the file has none; None where one group has all parameters in the module's order.
+        order: for stage 0, whose files lack it: DeepSpeed's names of the parameters in each param group of its optimizer, in
+            order; None if one group has all parameters in the module's order.
         rename: from a leaf's path to DeepSpeed's name for it, if they differ.
-        only: patterns (``fnmatch``'s) of what to read, as in ``load``: ``only="params"`` reads the weights alone.
+        only: patterns (``fnmatch``'s) of what to read, as in ``load``: ``only="params"`` reads just the weights.
         allow_missing: patterns of what may be missing in the checkpoint; it keeps ``like``'s values.
         allow_extra: patterns of what the checkpoint may have and ``like`` may lack.
         donate: write into ``like``'s memory and invalidate it, as a step does.
@@ -77,7 +77,7 @@ def from_deepspeed(
     Raises:
         NoCheckpointError: there is no such folder, tag or file.
         DamagedError: a file is damaged, or does not belong to the others.
-        StructureError: the checkpoint and ``like`` differ in leaves or shapes, which the message lists; ``order`` does not fit.
+        StructureError: the checkpoint and ``like`` differ in leaves or shapes, which are listed; ``order`` does not match.
         CheckpointError: a file holds objects of unknown classes; the model was split by tensor or pipeline parallelism.
         ValueError: the tag is not a plain name; a pattern of ``only`` matches nothing in ``like``.
     """
@@ -96,7 +96,7 @@ def from_deepspeed(
 
 @attrs.frozen
 class _ShardSource:
-    """What fills a shard: a parameter's values of a kind, or, without a kind, its number of updates."""
+    """The source of a shard: a parameter's values of some ``kind``, or, without one, its number of updates."""
 
     param: Param
     kind: str | None
@@ -124,7 +124,7 @@ class _Reading:
         total.refuse(f"DeepSpeed's checkpoint {self.files.path}")
 
     def compare(self, shard: TensorShard, found: Differences) -> None:
-        """Notes what does not fit about one shard."""
+        """Records a shard's mismatches."""
         role, slash, _ = shard.name.partition("/")
         buffer = self.buffer(shard)
         if buffer is not None and self.choice.wants(shard.name) and tuple(buffer.shape) != shard.shape:
@@ -142,7 +142,7 @@ class _Reading:
             found.other.add(f"{shard.name} ({list(source.param.shape)} there, {list(shard.shape)} here)")
 
     def extra(self, known: Collection[str]) -> set[str]:
-        """What the checkpoint has and no rank wants."""
+        """What the checkpoint has and no rank needs."""
         names = {name.partition("/")[2] for name in known if name.startswith("params/")}
         there = {id(param) for leaf in names if (param := self.files.find(self.rename(leaf)))}
         lost = {f"params/{name}" for name, param in self.files.params.items() if id(param) not in there and param.shape != (0,)}
@@ -152,7 +152,7 @@ class _Reading:
         return {name for name in lost if self.choice.wants(name) and not fits(name, self.choice.allow_extra)}
 
     def source(self, shard: TensorShard) -> _ShardSource | None:
-        """What fills a shard; None if the checkpoint does not have it."""
+        """The source of a shard; None if the checkpoint does not have it."""
         role, _, leaf = shard.name.partition("/")
         param = self.files.find(self.rename(leaf))
         if param is None:
@@ -168,7 +168,7 @@ class _Reading:
         return _ShardSource(param, kind) if kind in self.files.kinds() and not shard.shared else None
 
     def buffer(self, shard: TensorShard) -> Tensor | None:
-        """The module's buffer that fills a shard; None if it is of another kind, or the checkpoint does not have it."""
+        """The module buffer for a shard; None if it is not one, or the checkpoint does not have it."""
         prefix, name = f"{Role.BUFFER.value}.", shard.name
         return self.files.buffers.get(self.rename(name.removeprefix(prefix))) if name.startswith(prefix) else None
 
@@ -212,7 +212,7 @@ class _Reading:
 
 
 def _fill_scale(scale: Any, scaler: Any) -> None:
-    """DeepSpeed counts steps since the last overflow, the first of which is not in the window; we count since a growth."""
+    """DeepSpeed counts steps since the last overflow, without the first; this library counts since a growth."""
     since = scaler.cur_iter - scaler.last_overflow_iter - 1
     run = since % scale.window - 1
     scale.value.fill_(float(scaler.cur_scale))

@@ -78,7 +78,7 @@ def _others(path: Path) -> list[str]:
 
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
-# What DeepSpeed's engines write beside the caller's ``client_state``.
+# What DeepSpeed's engines write in addition to the caller's ``client_state``.
 _OWN = {"module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
 _OWN |= {*_COUNTS, "lr_scheduler", "data_sampler", "random_ltd", "dp_world_size", "mp_world_size", "ds_config", "ds_version"}
 _OWN |= {"checkpoint_parallel_dimensions", "sparse_tensor_module_names", "universal_checkpoint_info"}
@@ -95,10 +95,10 @@ class ZeroFiles:
         aliases: from further names of tied parameters to their names in ``params``.
         flats: for each rank and each flat tensor, its values by kind.
         updates: for each flat tensor, the number of updates.
-        groups: each param group's numbers; empty where the checkpoint keeps none.
+        groups: each param group's numbers; empty if the checkpoint has none.
         buffers: the module's own, those that are saved, by name.
         counts: the engine's.
-        entries: all that its first file has, the scheduler's state and the caller's ``client_state`` among it.
+        entries: everything in its first file, including the scheduler's state and the caller's ``client_state``.
         scaler: the loss scaler's attributes.
     """
 
@@ -144,7 +144,7 @@ class ZeroFiles:
 
     @staticmethod
     def _parse_whole(folder: Path, model: Mapping[str, Any], order: Sequence[Sequence[str]] | None) -> "ZeroFiles":
-        """Of stage 0."""
+        """Parses a checkpoint of stage 0."""
         if not isinstance(model["module"], Mapping):
             raise CheckpointError(f"path: {folder} is of a pipeline parallel model, which is not read")
         held, section = whole_params(model, order, str(folder)), model["optimizer"] or {}
@@ -182,7 +182,7 @@ class ZeroFiles:
         return counted or self.counts.get("global_steps", 0) - self.counts.get("skipped_steps", 0)
 
     def client_state(self) -> dict[str, Any]:
-        """What the caller of ``save_checkpoint`` gave it."""
+        """The ``client_state`` that was passed to ``save_checkpoint``."""
         return {name: value for name, value in self.entries.items() if name not in _OWN}
 
     def kinds(self) -> set[str]:
@@ -222,7 +222,7 @@ class ZeroFiles:
 
 @contextlib.contextmanager
 def _structured(folder: Path) -> Iterator[None]:
-    """What goes wrong within the block is the files' structure."""
+    """A context in which errors are reported as a wrong structure of the files."""
     try:
         yield
     except CheckpointError:

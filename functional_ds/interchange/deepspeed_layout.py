@@ -137,7 +137,7 @@ def frozen_params(models: Sequence[Mapping[str, Any]], trained: Mapping[str, Par
 
 @attrs.frozen(eq=False)
 class StageZeroParams:
-    """What the one file of stage 0 says, as ``ZeroFiles`` has it."""
+    """The content of stage 0's single file, as in ``ZeroFiles``."""
 
     params: Mapping[str, Param]
     aliases: Mapping[str, str]
@@ -155,7 +155,7 @@ def whole_params(model: Mapping[str, Any], order: Sequence[Sequence[str]] | None
         where: the folder, for errors.
 
     Raises:
-        StructureError: the param groups do not fit ``order``.
+        StructureError: the param groups do not match ``order``.
     """
     held = {name: x for name, x in model["module"].items() if name not in model["buffer_names"] and isinstance(x, Tensor)}
     first: dict[Any, str] = {}  # tied parameters share their memory in the file

@@ -1,4 +1,4 @@
-"""``export``: writes params as safetensors files, without any rank holding the whole model."""
+"""``export``: writes params as safetensors files; no rank needs the whole model in memory."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class Transfer:
     ranks: comm.Group
 
     def run(self, shards: Sequence[LocalShard], sends: Sequence[LeafSend]) -> None:
-        """Carries it out. Collective. All ranks raise an error of the writing, once no rank waits for another."""
+        """Runs the transfer. Collective. All ranks raise an error of the writing, when none waits for another."""
         sends = [send for send in sends if send.leaf in self.named]
         with ExitStack() as stack:
             writer, writes = self.writer, self.ranks.rank == 0
@@ -70,7 +70,7 @@ class Transfer:
             self._on_rank_0(end if writes else None)
 
     def _cast(self, leaf: LeafInfo) -> torch.dtype:
-        """The dtype in which a leaf is sent: casts to narrower dtypes come before it, others after it."""
+        """The dtype in which a leaf is sent: casts to narrower dtypes happen before, others after."""
         there = self.named[leaf].dtype
         return there if there.itemsize < leaf.dtype.itemsize else leaf.dtype
 
@@ -80,7 +80,7 @@ class Transfer:
         try:
             if work is not None:
                 work()
-        except Exception as error:  # whatever it is: the other ranks wait for it
+        except Exception as error:  # any error: the other ranks wait for it
             failure = error
         if self.ranks.size > 1:
             plain = failure is None or isinstance(failure, OSError | ValueError)  # others may not be such as can be sent
@@ -92,12 +92,12 @@ class Transfer:
 
 @attrs.define(eq=False)
 class _Sink:
-    """Writes what rank 0 receives. After a failure it goes on receiving, as the other ranks are sending."""
+    """Writes what rank 0 receives. After a failure it keeps receiving, as the other ranks are sending."""
 
     writer: SafetensorsWriter
     named: Mapping[LeafInfo, NamedLeaf]
     cast: Callable[[LeafInfo], torch.dtype]
-    joined: Collection[LeafInfo]  # those that are put together, as their slices' neighbours are not the leaf's
+    joined: Collection[LeafInfo]  # those that are assembled, as neighbours in a slice are not neighbours in the leaf
     failure: Exception | None = None
     room: Tensor | None = None
     filled: int = 0
@@ -112,7 +112,7 @@ class _Sink:
                 self.failure = error
 
     def _ready(self, send: LeafSend, values: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """What can be written now: neighbouring elements of a leaf, and where they begin in it."""
+        """What can be written now: consecutive elements of a leaf, and their offset in it."""
         region, leaf, stop = send.region, send.leaf, send.offset + send.numel
         if leaf not in self.joined:
             for box in region.boxes(send.offset, stop, region.dims):
@@ -149,43 +149,43 @@ def export(
     overwrite: bool = False,
     group: comm.Group | None = None,
 ) -> None:
-    """Writes params as safetensors: one file if ``path`` ends with ``.safetensors``, else a folder for ``transformers``.
+    """Exports params as safetensors: one file if ``path`` ends with ``.safetensors``, else a folder for ``transformers``.
 
     ``params`` is a tree of tensors, or the ``State`` of any step, however it is sharded. Exporting a state is collective over
     ``group``; a tree is written by the calling rank alone. A leaf's name is its path (``blocks.0.weight``).
 
-    Law: the tensors in the files are those of ``step.params(state)``, bit for bit.
+    Law: the tensors in the files are bitwise those of ``step.params(state)``.
 
-    Memory: rank 0 receives values in chunks and writes each immediately. Besides the params it needs at most the size of two
-    of the largest leaf, and less than 64 MiB; other ranks need half of that. A conversion takes 16 MiB. Leaves that are slices
-    along another dim than their first are put together on rank 0, one at a time, which takes the memory of one.
-    Cost: each rank sends what rank 0 does not have, once.
+    Memory: rank 0 receives values in chunks and writes each immediately. In addition to the params it needs at most twice the
+    size of the largest leaf, and less than 64 MiB; other ranks need half of that. A conversion takes 16 MiB. Leaves that are
+    sliced along another dim than their first are assembled on rank 0, one at a time. Cost: each rank sends what rank 0 does not
+    have, once.
 
     The files appear when they are complete: they are written under hidden names, synced, and renamed at the end.
 
     Args:
-        params: a ``State``, or a tree of tensors. Of a state with masters, these are written.
+        params: a ``State``, or a tree of tensors. Of a state with masters, the masters are written.
         path: a file, or a folder, which is created if missing.
-        module: the files get its names, dtypes and buffers, so that such a module can load them: an ``nn.Module``, or the
-            ``apply`` of ``fds.functional``. Without it, leaves have the dtypes of ``step.params``.
+        module: an ``nn.Module``, or the ``apply`` of ``fds.functional``, whose names, dtypes and buffers the files get, so that
+            such a module can load them. Without it, leaves have the dtypes of ``step.params``.
         averaged: write the mean that ``T.ema`` keeps instead of the params.
-        dtype: for floating leaves, but not for buffers.
-        rename: from a leaf's path to its name in the file; None leaves the leaf out.
+        dtype: for floating-point leaves, but not for buffers.
+        rename: from a leaf's path to its name in the file; None omits the leaf.
         tied: ``"first"`` writes a tied parameter of ``module`` under its first name, as ``transformers`` expects, with the
             others in the metadata for ``safetensors.torch.load_model``; ``"all"`` writes it under each name, for
             ``module.load_state_dict``.
-        buffers: tensors to write with the params; rank 0's count.
-        shard_bytes: the most bytes of a file in a folder; an index says which tensor is in which file.
-        metadata: strings to put into the header.
+        buffers: tensors to write with the params; rank 0's are used.
+        shard_bytes: the largest size of a file in a folder; an index maps tensors to files.
+        metadata: strings for the header.
         overwrite: replace existing files.
         group: the ranks that the state is spread over; None for the whole world.
 
     Raises:
         FileExistsError: ``path``, or another model in the folder, exists, and ``overwrite`` is False.
-        ValueError: names occur twice, do not fit the module or cannot be written as UTF-8; the format does not have a dtype
+        ValueError: names occur twice, do not match the module or cannot be written as UTF-8; the format does not have a dtype
             (complex128); a leaf has no values yet, is on no rank, or differs between ranks.
-        TypeError: a leaf is not a tensor; ``metadata`` holds something else than strings.
-        OSError: rank 0 cannot write; all ranks raise it, and no files stay.
+        TypeError: a leaf is not a tensor; ``metadata`` contains values other than strings.
+        OSError: rank 0 cannot write; all ranks raise it, and no files are left.
 
     >>> import tempfile
     >>> from safetensors.torch import load_file

@@ -1,8 +1,8 @@
-"""The safetensors format as data: which tensor is at which bytes of which file, and the header that lists this.
+"""The safetensors format as data: the offsets of tensors in files, and the header that lists them.
 
-A file is 8 bytes with the header's length, the header as JSON, and the tensors' bytes, one after another without holes.
-Shapes and dtypes determine all offsets, so tensors can be written in any order.
-Source: the specification in the README of huggingface/safetensors.
+A file is 8 bytes with the header's length, the header as JSON, and the tensors' bytes, one after another without gaps. Shapes
+and dtypes determine all offsets, so tensors can be written in any order. Source: the specification in the README of
+huggingface/safetensors.
 """
 
 import json

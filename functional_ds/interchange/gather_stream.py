@@ -13,7 +13,7 @@ from functional_ds.sharding.leaf_region import LeafRegion, fault
 
 __all__ = ["LeafInfo", "LeafSend", "LocalShard", "chunk_bytes", "plan_sends", "stream"]
 
-_SMALLEST_CHUNK, _LARGEST_CHUNK = 2**16, 2**22  # bytes; a few chunks are in flight at once, however large the model
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 2**16, 2**22  # bytes; a few chunks are in flight, for any size of model
 
 
 @attrs.frozen
@@ -24,7 +24,7 @@ class LeafInfo:
         path: its path in the tree.
         shape: the whole leaf's.
         dtype: of its values.
-        preference: of several values for a leaf, such as masters and the loss's params, the lowest counts.
+        preference: of several values for a leaf, such as masters and the loss's params, the lowest is used.
     """
 
     path: str
@@ -44,10 +44,10 @@ class LocalShard:
 
     Attributes:
         leaf: the leaf.
-        region: the rank's slice of it; all of it where no dim is cut.
+        region: the rank's slice of it; all of it if no dim is split.
         offset: where the values begin in the flattened slice.
         values: the elements.
-        fingerprint: differs between copies with other values.
+        fingerprint: differs between copies with different values.
     """
 
     leaf: LeafInfo
@@ -77,8 +77,8 @@ def plan_sends(shards: Sequence[LocalShard], group: comm.Group) -> tuple[tuple[L
     Cost: each rank sends its shards' names and sizes to all others.
 
     Raises:
-        ValueError: ranks have a leaf in two shapes or dtypes, or with other values; elements that no rank has; slices that
-            overlap and are not equal.
+        ValueError: ranks have a leaf in different shapes, dtypes or values; elements that no rank has; different slices that
+            overlap.
     """
     mine = [(shard.leaf, shard.region, shard.offset, shard.values.numel(), shard.fingerprint) for shard in shards]
     everyones = comm.all_gather_object(mine, group) if group.size > 1 else [mine]
@@ -99,7 +99,7 @@ def plan_sends(shards: Sequence[LocalShard], group: comm.Group) -> tuple[tuple[L
             sends = pieces.setdefault(leaf, {}).setdefault(region, [])
             sends.append(LeafSend(leaf, region, offset, numel, rank))
     ordered = sorted(leaves.values(), key=lambda leaf: _natural(leaf.path))
-    wrong = cache(fault)  # most leaves of a model are cut in one of few ways
+    wrong = cache(fault)  # most leaves of a model are sliced in one of a few ways
     for leaf in ordered:
         what = wrong(leaf.shape, tuple(pieces[leaf]))
         if what is not None:
@@ -135,9 +135,8 @@ def _cover(leaf: LeafInfo, region: LeafRegion, pieces: Sequence[LeafSend]) -> It
 
 
 def chunk_bytes(leaves: Iterable[LeafInfo]) -> int:
-    """The bytes of one message. A few chunks, with transports' buffers, are less than two of the largest leaf.
-
-    Tiny models are an exception.
+    """The bytes of one message. A few chunks, with transport buffers, are less than twice the largest leaf, except in tiny
+    ones.
     """
     largest = max((leaf.numel * leaf.dtype.itemsize for leaf in leaves), default=0)
     return min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, largest // 8))

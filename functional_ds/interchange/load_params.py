@@ -1,4 +1,4 @@
-"""``load_params``: params from safetensors files, of which each rank reads its own part."""
+"""``load_params``: loads params from safetensors files; each rank reads its own part."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -177,24 +177,24 @@ def load_params(
     allow_extra: str | Sequence[str] = (),
     device: str | torch.device = "cpu",
 ) -> Any:
-    """The params of a file, in ``like``'s structure, for ``step.init``: each rank reads only what it stores.
+    """Loads params from safetensors files, in ``like``'s structure, for ``step.init``; each rank reads only what it stores.
 
     The leaves are deferred (``fds.from_source``): they have shapes, dtypes and marks, and ``init`` reads their values from the
     memory-mapped file, one leaf at a time. So no rank holds the whole model unless the step does, nothing is broadcast, and
     ``like`` may be on the meta device. All ranks must see the files, which must not change until then.
 
-    Law: ``step.params(step.init(load_params(path, like=params))) = step.params(state)`` for ``export(state, path)``, bit for
-    bit, however either of the steps is sharded.
+    Law: ``step.params(step.init(load_params(path, like=params))) = step.params(state)`` for ``export(state, path)``, bitwise,
+    for any sharding of both steps.
 
-    Dtypes are ``like``'s. Floating values are cast, which rounds if the dtype is narrower; other values are not.
+    Dtypes are ``like``'s. Floating-point values are cast, with rounding if the dtype is narrower; other values are not.
 
     Args:
-        path: a file; a folder with ``model.safetensors`` or with an index, as ``export`` and ``transformers`` write them; or
-            an index.
-        like: a tree of tensors with the names, shapes and dtypes that are wanted, and with frozen leaves marked. Files have
-            whole leaves, also where ``like`` has slices of them.
-        module: whose parameters they are: a tied parameter is found under any of its names, and buffers do not count as extra.
-            Leaves are marked as parameters of an ``apply``, so that plans of tensor parallelism know their layers.
+        path: a file; a folder with ``model.safetensors`` or with an index, as ``export`` and ``transformers`` write them; or an
+            index.
+        like: a tree of tensors with the wanted names, shapes and dtypes, and with frozen leaves marked. Files have whole
+            leaves, also if ``like`` has slices of them.
+        module: whose parameters they are: a tied parameter may have any of its names in the file, and buffers are not extra.
+            Leaves are marked as parameters of an ``apply``, so that tensor-parallel plans know their layers.
         rename: from a leaf's path to its name in the file.
         allow_missing: patterns (``fnmatch``'s) of leaves that the file may lack: those keep ``like``'s values.
         allow_extra: patterns of names in the file that need no leaf.
@@ -202,8 +202,8 @@ def load_params(
 
     Raises:
         FileNotFoundError: a file is missing, perhaps one that the index names.
-        ValueError: names are missing or extra; shapes, or dtypes that are not floating, differ; a file is damaged; an index
-            names files outside of its folder, or was replaced while its files were opened.
+        ValueError: names are missing or extra; shapes, or dtypes that are not floating-point, differ; a file is damaged; an
+            index names files outside of its folder, or was replaced while its files were opened.
         TypeError: a leaf of ``like`` is not a tensor.
 
     >>> import tempfile
@@ -236,7 +236,7 @@ def load_params(
 
 @attrs.frozen(eq=False)
 class _FileSource:
-    """A source for ``from_source``: leaves by their paths, as views of mapped files, of which only what is used is read."""
+    """A source for ``from_source``: leaves by their paths, as views of memory-mapped files."""
 
     found: Mapping[str, FileTensor]
 
@@ -248,7 +248,7 @@ class _FileSource:
 
 
 def _found(files: SafetensorsFiles, named: Mapping[str, Any], naming: Naming, rename: Rename | None) -> dict[str, FileTensor]:
-    """The leaves that the files have under any of their names."""
+    """The leaves that are in the files under any of their names."""
     found = {}
     for leaf in named:
         name = leaf if rename is None else rename(leaf) or ""
@@ -269,7 +269,7 @@ def _check_names(
     rename: Rename | None,
     allowed: tuple[Sequence[str], Sequence[str]],
 ) -> None:
-    """Raises ValueError unless the leaves and the files have the same names, but for those that are allowed to differ."""
+    """Raises ValueError unless the leaves and the files have the same names, except those that are allowed to differ."""
     wanted = [leaf if rename is None else rename(leaf) or leaf for leaf in (*found, *absent)]
     known = {*wanted, *naming.buffers, *(alias for names in naming.ties.values() for alias in names)}
     used = {stored.name for stored in found.values()}

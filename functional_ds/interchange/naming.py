@@ -58,7 +58,7 @@ class Naming:
 
         Args:
             module: the module, or its function.
-            state: a step's state, whose buffers of the module count.
+            state: a step's state, whose buffers of the module are used.
 
         Raises:
             TypeError: neither a module nor an ``apply`` of ``fds.functional``.
@@ -93,7 +93,7 @@ class Naming:
             leaves: the leaves.
             rename: from a leaf's path to its name; None leaves the leaf out.
             dtype: for floating leaves; None for the module's, or the leaf's own.
-            every: whether a tied parameter is listed under each of its names, or under its first alone.
+            every: whether a tied parameter is listed under each of its names, or only under its first.
 
         Raises:
             ValueError: the module has other parameters; two leaves get one name; the format does not have a dtype.
@@ -131,7 +131,7 @@ def refuse_others(wanted: Collection[str], given: Collection[str], *, argument: 
     Args:
         wanted: the names that are needed.
         given: the names that there are.
-        argument: whose fault it is, for the message.
+        argument: which argument to name in the message.
         what: the message.
     """
     missing, extra = [n for n in wanted if n not in given], [n for n in given if n not in wanted]
@@ -146,8 +146,8 @@ def listed(word: str, names: Collection[str], others: Collection[str]) -> str:
 
     Args:
         word: what they are, such as ``missing``.
-        names: the names; nothing is said of none.
-        others: names with which they may have been confused.
+        names: the names; no text for none.
+        others: names to suggest.
     """
     if not names:
         return ""

@@ -37,9 +37,9 @@ class _Open:
 
 @attrs.define(eq=False)
 class SafetensorsWriter:
-    """Writes files into a folder. They appear with ``commit``; if the block is left without it, nothing stays.
+    """Writes files into a folder. They appear with ``commit``; if the block is left without it, they are removed.
 
-    Space for all files is reserved at the beginning, so a disk that is too small fails before the first tensor is gathered.
+    Space for all files is reserved at the beginning, so a full disk fails before the first tensor is gathered.
 
     Attributes:
         folder: created if missing.
@@ -102,8 +102,8 @@ class SafetensorsWriter:
     def commit(self) -> None:
         """Publishes the files, the index last: a folder without an index or ``model.safetensors`` is not a model.
 
-        The index of a former model in the folder is removed first, so the files belong to an index for as long as it is there.
-        Exports of a model lock the folder for this, so of two programs one replaces the other's model, or finds it there.
+        The index of a former model in the folder is removed first, so that an index always belongs to its files. Exports of a
+        model lock the folder for this; of two programs, the later replaces the other's model or raises an error.
 
         Raises:
             FileExistsError: another program has published a model meanwhile, and ``overwrite`` is False; nothing is published.
@@ -164,7 +164,7 @@ class SafetensorsWriter:
             file.temporary.unlink(missing_ok=True)
         self._open.clear()
         if self._made:
-            with suppress(OSError):  # somebody else put a file there
+            with suppress(OSError):  # another program put a file there
                 self.folder.rmdir()
 
 
@@ -188,7 +188,7 @@ def _created(folder: Path, file: SafetensorsFile) -> _Open:
 
 
 def _temporary(folder: Path, name: str) -> Path:
-    """A new hidden name beside a file."""
+    """A new hidden name next to a file."""
     return folder / f".{name}.{uuid.uuid4().hex}.tmp"
 
 

@@ -1,6 +1,6 @@
 """Training jobs from one file: data, model, mesh, strategy, optimizer, schedule, evaluation, checkpoints, logs, profile.
 
-``load_job`` reads one, ``run_job`` trains; ``run_ranks`` and ``prepare`` are for custom training loops.
+``load_job`` reads a job, ``run_job`` trains; ``run_ranks`` and ``prepare`` are for custom training loops.
 """
 
 from typing import TYPE_CHECKING

@@ -54,7 +54,7 @@ def _seed(value: int) -> int:
 
 
 def module_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of modules, of which a string is none.
+    """Names of modules; a single string is an error.
 
     Raises:
         TypeError: they are one string.
@@ -65,7 +65,7 @@ def module_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class DataEntry(Entries):
-    """What the model is trained on: text, as bytes or tokens, in rows of `context` tokens that begin anywhere."""
+    """What the model is trained on: text, as bytes or tokens, in rows of `context` tokens with random starts."""
 
     rows: AtLeastOne = entry("rows of a step, over all ranks; losses do not depend on the number of ranks", default=32)
     context: AtLeastOne = entry("tokens of a row", default=128)
@@ -116,7 +116,7 @@ class EvaluationEntry(Entries):
 
 
 class SavedEntry(Entries):
-    """Checkpoints, as by `fds.Checkpoints`: of the last step always, and of others as configured."""
+    """Checkpoints, as by `fds.Checkpoints`: the last step is always saved, others as configured."""
 
     folder: StrictStr = entry("their folder, which all ranks must see")
     every: AtLeastOne | None = entry("steps between two checkpoints", default=None)
@@ -127,7 +127,7 @@ class SavedEntry(Entries):
 
 
 class LogsEntry(Entries):
-    """Where rank 0 sends losses, norms, rates and validation losses."""
+    """Where rank 0 sends losses, norms, learning rates and validation losses."""
 
     every: AtLeastOne = entry("steps between two that are logged", default=10)
     csv: StrictStr | None = entry("a CSV file with a line for each number", default=None)
@@ -137,7 +137,7 @@ class LogsEntry(Entries):
 
 
 class ProfileEntry(Entries):
-    """Where the time, the operations and the bytes of steps go, as `fds.profile` finds."""
+    """Where the time, the operations and the bytes of steps go, measured by `fds.profile`."""
 
     folder: StrictStr = entry("where profile.txt, profile.json, trace.json and trace.html are written")
     skip: NotNegative = entry("steps at the beginning that are not measured", default=2)
@@ -151,7 +151,7 @@ class ProfileEntry(Entries):
 
 
 class Job(Entries):
-    """What to train, on what, how, and what to write; the same losses on any number of ranks.
+    """A training job: data, model, strategy, and what to write; the losses do not depend on the number of ranks.
 
     Law: ``load_job`` of a file with ``job.to_toml()`` is ``job``.
 
@@ -230,12 +230,12 @@ class Job(Entries):
 
     @property
     def file(self) -> str | None:
-        """Where it comes from."""
+        """The file that it was loaded from."""
         return self._file
 
     @property
     def allow_import(self) -> tuple[str, ...]:
-        """Modules beyond its own that it may name; no entry, as a file cannot allow itself more."""
+        """Further modules that it may name; not an entry, because a file must not grant itself permissions."""
         return self._allow_import
 
     @model_validator(mode="after")
@@ -268,11 +268,11 @@ class Job(Entries):
         return next((each for each in self.strategy if each.name == name), None)
 
     def to_toml(self, *, defaults: bool = False) -> str:
-        """The job as the text of a file; entries at their defaults are left out unless asked for."""
+        """The job as the text of a file; entries at their defaults are omitted unless asked for."""
         return toml(self.to_dict(defaults=defaults))
 
     def changed(self, changes: Mapping[str, Any]) -> "Job":
-        """The job with other values at some paths; None puts the default there, or removes a transform.
+        """The job with other values at some paths; None restores the default, or removes a transform.
 
         Raises:
             JobError: a path names no entry, or a value is invalid.

@@ -30,9 +30,9 @@ SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "encodings", "idle_test", "si
 
 @attrs.frozen(eq=False)
 class TokenText:
-    """Two strings of tokens, and where they come from.
+    """Training and validation tokens, and their source.
 
-    Law: row i of step s is the same tokens on any number of ranks; a rank that takes the rows from ``first_row`` on sees its
+    Law: row i of step s has the same tokens on any number of ranks; a rank that takes the rows from ``first_row`` on gets its
     part of one global batch.
 
     >>> text = TokenText.cut(torch.arange(100), 0.1, source="numbers", context=4)
@@ -42,9 +42,9 @@ class TokenText:
     True
 
     Attributes:
-        source: what to call it.
-        train: tokens that are trained on, one-dimensional.
-        validation: tokens that are not.
+        source: its name.
+        train: training tokens, one-dimensional.
+        validation: validation tokens.
     """
 
     source: str
@@ -53,7 +53,7 @@ class TokenText:
 
     @classmethod
     def cut(cls, tokens: Tensor, share: float, *, source: str, context: int) -> "TokenText":
-        """The last ``share`` of the tokens for validation.
+        """Splits off the last ``share`` of the tokens for validation.
 
         Raises:
             JobError: a part is shorter than a row and its last target.
@@ -80,7 +80,7 @@ class TokenText:
             rows: how many rows to draw.
             context: tokens of a row.
             seed: of the draws.
-            first_row: the place of the first of these rows in the global batch.
+            first_row: the index of the first of these rows in the global batch.
 
         Raises:
             ValueError: another split, or one that is too short.
@@ -103,7 +103,7 @@ class TokenText:
 
 
 def read_files(names: Iterable[str | Path], *, pattern: str = "**/*", folder: str | Path = ".") -> Iterator[bytes]:
-    """The files, and in sorted order those of folders that match the pattern; hidden ones are left out.
+    """The contents of files, and, in sorted order, of those in folders that match the pattern; hidden ones are skipped.
 
     Args:
         names: of files and folders.
@@ -111,7 +111,7 @@ def read_files(names: Iterable[str | Path], *, pattern: str = "**/*", folder: st
         folder: what the names are relative to.
 
     Raises:
-        JobError: one is missing, empty, or cannot be read, as a pipe or a device; this machine's memory has not so many bytes.
+        JobError: a file is missing, empty, or unreadable, such as a pipe or a device; it does not fit in this machine's memory.
     """
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for index, name in enumerate(names):
@@ -164,7 +164,7 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 def _draw(*key: int | str) -> int:
-    """64 random bits that depend on the key alone: no generator to advance, so rows are independent of each other."""
+    """64 random bits that depend only on the key: no generator state, so rows are independent of each other."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
@@ -182,7 +182,7 @@ def imported(package: str, entry: str, value: Any) -> Any:
 
 
 def text_of(job: Job) -> Any:
-    """The text that a job's ``data`` names: a ``TokenText``, or what the user's function returns.
+    """The text for a job's ``data``: a ``TokenText``, or what the user's function returns.
 
     Raises:
         JobError: there is no such text, or it is too short.

@@ -21,21 +21,21 @@ __all__ = ["load_job"]
 def load_job(
     path: str | os.PathLike[str], changes: Mapping[str, Any] | None = None, *, allow_import: Sequence[str] = ()
 ) -> Job:
-    """The job that a file describes.
+    """Loads a job from a TOML, JSON or Python file.
 
-    A ``.toml`` or ``.json`` file has the entries of ``Job``. A ``.py`` file has a ``job``, a ``Job`` or a table of entries.
+    A ``.toml`` or ``.json`` file has the entries of ``Job``. A ``.py`` file defines ``job``, a ``Job`` or a table of entries.
 
     Law: the job of a file with ``job.to_toml()`` is ``job``.
 
     Args:
         path: the file.
-        changes: by path, values instead of the file's, as ``Job.changed`` takes them: ``{"data.context": 64}``.
-        allow_import: names of modules and packages that the job may name, such as "timm", beyond files in its folder, torch.nn,
-            torch.optim and this library's transforms, optimizers and layers.
+        changes: by path, values instead of the file's, as for ``Job.changed``: ``{"data.context": 64}``.
+        allow_import: names of modules and packages that the job may name, such as "timm", in addition to files in its folder,
+            torch.nn, torch.optim and this library's transforms, optimizers and layers.
 
     Raises:
-        JobError: there is no such file, it is no TOML or JSON, or an entry is invalid: the error names the file, the line, the
-            entry, its value, and what to do instead.
+        JobError: there is no such file, it is not TOML or JSON, or an entry is invalid: names the file, the line, the entry,
+            its value, and what to do instead.
     """
     file = Path(path)
     if not file.is_file():

@@ -26,17 +26,17 @@ def huggingface(
     experts: bool = False,
     weights: bool = False,
 ) -> Any:
-    """A causal language model of transformers, by its config.
+    """A causal language model of transformers, from its config.
 
     Args:
         config: a folder or name that has one, or its entries with ``model_type``.
         folder: what a path is relative to; the job's.
-        attention: how it attends, such as "sdpa", or "fds_ring" for sequences that are cut.
-        experts: whether its experts can be spread over ranks.
+        attention: the attention implementation, such as "sdpa", or "fds_ring" for sequence parallelism.
+        experts: whether its experts can be split over ranks.
         weights: whether to load the weights next to the config; otherwise they are drawn.
 
     Raises:
-        JobError: transformers is not installed, or knows no such config.
+        JobError: transformers is not installed, or has no such config.
     """
     if find_spec("transformers") is None:
         raise JobError("it needs the package transformers, which is not installed: pip install transformers")
@@ -72,7 +72,7 @@ def pipeline_schedule(schedule: str, micro_batches: int, *, ranks: int, stages_p
     """A published schedule by its name.
 
     Raises:
-        JobError: the name is unknown, or has another number of stages a rank.
+        JobError: the name is unknown, or has another number of stages per rank.
         ValueError: too few micro-batches.
     """
     table = import_module("functional_ds.pipelining.schedules.published")
@@ -93,17 +93,17 @@ def pipeline(
     resident: int | None = None,
     stages: Any = None,
 ) -> Transform:
-    """``T.pipeline`` of the job's model, which ``pipelining.cut`` cuts into as many stages as the schedule has.
+    """``T.pipeline`` of the job's model, which ``pipelining.cut`` splits into as many stages as the schedule has.
 
     Args:
         schedule: such as "one_f_one_b".
         micro_batches: of a rank's rows.
         group: the ranks; None for the whole world.
-        stages_per_rank: of "interleaved_one_f_one_b" and "breadth_first"; 2 where it is left out.
+        stages_per_rank: of "interleaved_one_f_one_b" and "breadth_first"; 2 by default.
         by: what stages share equally.
         blocks: a pattern of the blocks' paths.
-        resident: in ZeRO stage 3, the stages whose params are whole at a time.
-        stages: the model's; None before there is a model, for a check of the arguments above.
+        resident: in ZeRO stage 3, the number of stages whose params are whole at a time.
+        stages: the model's; None before there is a model, to check the other arguments.
     """
     ranks = comm.world().size if group is None else group.size
     found = pipeline_schedule(schedule, micro_batches, ranks=ranks, stages_per_rank=stages_per_rank)
@@ -126,7 +126,7 @@ def next_token(logits_BTV: Any, targets_BT: Tensor) -> Weighted:
 
 
 def vocab_parallel(logits_BTV: Tensor, targets_BT: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Weighted:
-    """The same of logits whose vocabulary is cut by ``tensor_parallel``: ``fds.tp.cross_entropy``."""
+    """The same for logits whose vocabulary ``tensor_parallel`` splits: ``fds.tp.cross_entropy``."""
     found: Weighted = import_module("functional_ds.parallel.tensor").cross_entropy(
         logits_BTV, targets_BT, label_smoothing=label_smoothing, z_loss=z_loss
     )

@@ -1,4 +1,4 @@
-"""``Subject``: what a job trains, made of the model that it names: params, the loss of a batch, and batches."""
+"""``Subject``: what a job trains, made from the model that it names: params, the loss of a batch, and batches."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +30,7 @@ LossFn = Callable[[Any, Any], Any]  # of a model, which is called as a module is
 
 @attrs.frozen(eq=False)
 class OwnBatches:
-    """The batches of a model that brings them, instead of a text."""
+    """The batches of a model that provides them, instead of a text."""
 
     make: Callable[[int], Any]
     whole: int  # rows of a global batch
@@ -44,20 +44,20 @@ class OwnBatches:
 
 @attrs.frozen(eq=False)
 class Subject:
-    """A model, and what a step of it needs.
+    """A model, and what a step needs of it.
 
     Attributes:
-        name: as the job has it.
+        name: as in the job.
         params: by name; without values on the meta device.
-        loss: ``loss(params, batch)``; None where only shapes are known.
-        batch: ``batch(rows)``, as what a step gets, of any values; None where only shapes are known.
-        apply: the model as a function of its params; None where only shapes are known.
-        own: the model's batches; None where they come from the job's text.
-        tokens: of a row; None where rows have none.
-        tp_plan: how layers are cut over the axis tp, as ``T.tensor_parallel`` takes it; None where the model's config says.
-        sequence: how sequences are cut over sp: arguments of ``T.sequence``; None if unknown.
-        experts: a pattern for the paths of experts, as ``T.experts`` takes it; None where there are none.
-        stages: of a pipeline, once the model is cut.
+        loss: ``loss(params, batch)``; None if only shapes are known.
+        batch: ``batch(rows)``, an example batch of a step; None if only shapes are known.
+        apply: the model as a function of its params; None if only shapes are known.
+        own: the model's batches; None if they come from the job's text.
+        tokens: of a row; None if rows have none.
+        tp_plan: how layers are split over the axis tp, as for ``T.tensor_parallel``; None for the plan of the model's config.
+        sequence: how sequences are split over sp: arguments of ``T.sequence``; None if unknown.
+        experts: a pattern for the paths of experts, as for ``T.experts``; None if there are none.
+        stages: of a pipeline, once the model is split.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Subject:
 
     @property
     def numel(self) -> int:
-        """How many parameters."""
+        """The number of parameters."""
         return sum(leaf.numel() for leaf in self.params.values())
 
     @property
@@ -85,10 +85,10 @@ class Subject:
         return found if hasattr(found, "get_text_config") else None
 
     def layer_plan(self) -> Mapping[str, Any]:
-        """How layers are cut over tp.
+        """How layers are split over tp.
 
         Raises:
-            ValueError: it is unknown how.
+            ValueError: it is unknown.
         """
         if self.tp_plan is not None:
             return self.tp_plan
@@ -99,10 +99,10 @@ class Subject:
         return found
 
     def piped_for(self, job: Job) -> "Subject":
-        """The same, cut into as many stages as a pipeline's schedule has, where the job has one.
+        """The same, split into the stages of the job's pipeline schedule, if it has one.
 
         Raises:
-            JobError: the model cannot be cut so.
+            JobError: the model cannot be split so.
         """
         call = job.transform("pipeline")
         if call is None or self.stages is not None:
@@ -122,14 +122,14 @@ class Subject:
         return attrs.evolve(self, loss=stages, params=params, apply=stages.apply, stages=stages)
 
     def step(self, job: Job) -> Step:
-        """The job's step, on a rank of its mesh; of a pipeline's, as ``piped_for`` gives it."""
+        """The job's step, on a rank of its mesh; for a pipeline, of a subject from ``piped_for``."""
         around = Surroundings(comm.mesh(**job.mesh) if job.mesh else None, self)
         strategy, optimizer = strategy_of(job, around)
         return strategy(train_step(self.loss, optimizer, seed=job.seed))  # type: ignore[arg-type]
 
 
 def subject_of(job: Job, *, device: str) -> Subject:
-    """What a job trains, on a device; ``"meta"`` is for shapes alone.
+    """What a job trains, on a device; ``"meta"`` is for shapes only.
 
     Raises:
         JobError: the job's model or loss is unsupported.
@@ -189,7 +189,7 @@ def known_tokens(module: nn.Module) -> int:
 
 
 def _experts_of(module: nn.Module) -> str | None:
-    """A pattern for the experts' paths, where a model has stacks of them."""
+    """A pattern for the experts' paths, if a model has stacks of them."""
     stacks = [path for path, leaf in module.named_parameters() if ".experts." in path and leaf.dim() == 3]
     return r"\.experts\." if stacks else None
 
@@ -206,7 +206,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 
 def _parts(job: Job, device: str) -> Mapping[str, Any]:
-    """What the job's model is made of: a module, and perhaps what else a model brings."""
+    """The parts of the job's model: a module, and what else it provides."""
     call = job.model
     if call.arguments.get("weights") and device == "meta":
         call = CallEntry(call.name, {**call.arguments, "weights": False})
@@ -237,7 +237,7 @@ def loss_function(job: Job) -> Any:
 
 @attrs.frozen(eq=False)
 class TokenLoss:
-    """The loss of a model that gives logits for tokens.
+    """The loss of a model that returns logits of tokens.
 
     Attributes:
         module: for the names of its inputs.
@@ -282,7 +282,7 @@ class LossOfBatch(nn.Module):
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Torch's default generator begins with this seed, and is as it was afterwards."""
+    """A context in which torch's default generator starts with this seed; its state is restored afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

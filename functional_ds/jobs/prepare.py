@@ -1,4 +1,4 @@
-"""``prepare``: what a rank trains with, made of a job."""
+"""``prepare``: what a rank trains with, made from a job."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -39,11 +39,11 @@ class PreparedJob:
     """What a rank trains with; ``fit`` trains.
 
     Attributes:
-        job: what it is made of.
+        job: what it is made from.
         apply: the model as a function of its params.
         step: the training step, with the job's strategy.
-        text: where rows come from.
-        device: where this rank computes.
+        text: the source of rows.
+        device: of this rank.
     """
 
     job: Job
@@ -56,7 +56,7 @@ class PreparedJob:
     _held_out: list[Batch] = attrs.field(factory=list, init=False, repr=False)
 
     def init(self) -> State:
-        """The state to begin with, and which of a batch's rows are this rank's. The params given go.
+        """The initial state, and which of a batch's rows are this rank's. Frees the given params.
 
         Raises:
             JobError: the rows do not divide among ranks and micro-batches.
@@ -95,11 +95,11 @@ class PreparedJob:
         return {"validation": torch.stack([self.step.evaluate(state, batch) for batch in self._held_out]).mean()}
 
     def fit(self, state: State, *, loggers: Sequence[Logger] = (), stop: Flag | None = None) -> State:
-        """Trains as the job says: its steps, evaluations, checkpoints, logs and profile.
+        """Trains with the job's steps, evaluations, checkpoints, logs and profile.
 
         Args:
             state: from ``init``; it is donated.
-            loggers: more of them, on rank 0.
+            loggers: further ones, on rank 0.
             stop: a flag that ends the run after the current step.
         """
         job, profile = self.job, _profiling(self.job, self.device)
@@ -120,14 +120,14 @@ class PreparedJob:
 
 
 def prepare(job: Job, *, after: Transform | None = None) -> PreparedJob:
-    """What this rank trains with.
+    """Makes what this rank trains with from a job.
 
     Args:
         job: what to train, and how.
-        after: one more transform, behind those of the job.
+        after: one more transform, after those of the job.
 
     Raises:
-        JobError: an entry names something that raises an error; the ranks are not the job's.
+        JobError: an entry names something that raises an error; the number of ranks is not the job's.
     """
     with located(job.file):
         return _prepared(job, after)
@@ -154,7 +154,7 @@ def _prepared(job: Job, after: Transform | None) -> PreparedJob:
 
 @contextmanager
 def _explained(job: Job, model: nn.Module, text: Any) -> Iterator[None]:
-    """Says of tokens that the model does not know how many it knows."""
+    """A context that explains errors about tokens outside of the model's vocabulary."""
     try:
         yield
     except IndexError as error:
@@ -166,7 +166,7 @@ def _explained(job: Job, model: nn.Module, text: Any) -> Iterator[None]:
 
 
 def device_of(job: Job, ranks: int) -> str:
-    """Where ranks compute: GPUs if a host has one for each of its ranks."""
+    """The device of ranks: GPUs if a host has one for each of its ranks."""
     return job.device if job.device != "auto" else "cuda" if torch.cuda.device_count() >= ranks else "cpu"
 
 

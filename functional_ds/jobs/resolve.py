@@ -1,4 +1,4 @@
-"""What a job's calls name: functions of this library or of the user's, and their arguments as objects."""
+"""Resolves a job's calls: functions of this library or of the user, with their arguments as objects."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ __all__ = ["LIBRARY", "ModelWords", "Surroundings", "function_and_arguments", "m
 
 
 class ModelWords(Protocol):
-    """What a model says of itself, and the stages that it is cut into."""
+    """What a model specifies about itself, and the stages that it is split into."""
 
     @property
     def sequence(self) -> Mapping[str, Any] | None: ...
@@ -40,7 +40,7 @@ class Surroundings:
 
     Attributes:
         mesh: whose axes are groups; None before there are ranks.
-        subject: for what the model says of itself; None before it is built.
+        subject: for what the model specifies about itself; None before it is built.
     """
 
     mesh: comm.Mesh | None = None
@@ -48,7 +48,7 @@ class Surroundings:
 
 
 def made(call: CallEntry, kind: str, job: Job, *, entry: str, around: Surroundings = Surroundings(), **given: Any) -> Any:
-    """What a call of a job makes.
+    """The result of a call in a job.
 
     Args:
         call: the entry.
@@ -56,10 +56,10 @@ def made(call: CallEntry, kind: str, job: Job, *, entry: str, around: Surroundin
         job: for its folder and seed.
         entry: the entry's place in the job.
         around: what arguments may refer to.
-        given: arguments that the function gets where it has parameters of these names, unless the job says otherwise.
+        given: arguments to pass if the function has parameters of these names, unless the job has others.
 
     Raises:
-        JobError: there is no such function, or it does not take these arguments.
+        JobError: there is no such function, or it does not accept these arguments.
     """
     place = joined(entry, call.name)
     try:
@@ -159,7 +159,7 @@ def _optimizers(name: str, value: Any, job: Job) -> Any:
 
 # -- what a job may name -----------------------------------------------------------------------------------------------------
 
-# Functions of which models, losses and steps are made. Others of torch and of this library run files, write files or unpickle.
+# Functions for models, losses and steps. Others of torch and of this library run files, write files or unpickle.
 LIBRARY = (
     "functional_ds.base.weighted",
     "functional_ds.comm.codecs",
@@ -178,9 +178,9 @@ _INDICES = ("functional_ds", "torch")  # packages whose public names come from t
 
 
 def user_object(name: str, job: Job) -> Any:
-    """What "module:name" names in a job.
+    """The object that "module:name" refers to in a job.
 
-    A job is data, and may come from elsewhere. So it names functions of the files next to it, or of ``LIBRARY``, unless
+    A job is data, and may come from elsewhere. So it may only name functions of the files next to it, or of ``LIBRARY``, unless
     ``job.allow_import`` has the module: an import runs a module, and many functions do harm with the right argument.
 
     Raises:
@@ -233,7 +233,7 @@ def _refused(name: str, module: str, job: Job) -> JobError:
 
 
 def _trusted(job: Job) -> Path:
-    """A file cannot say which folder is its own; a job that is built in Python can."""
+    """A file cannot specify its own folder; a job that is built in Python can."""
     return (Path(job.folder) if job.file is None else Path(job.file).parent).resolve()
 
 
@@ -289,7 +289,7 @@ def _first_on_path(folder: str) -> Iterator[None]:
 
 
 def _aside(name: str, file: Path) -> ModuleType:
-    """A module whose name another one has already."""
+    """Loads a module whose name is already taken by another one."""
     alias = f"{name} of {file.parent.resolve()}"
     if alias not in sys.modules:
         spec = spec_from_file_location(alias, file)
@@ -299,7 +299,7 @@ def _aside(name: str, file: Path) -> ModuleType:
         sys.modules[alias] = module
         try:
             spec.loader.exec_module(module)
-        except BaseException:  # as an import does: the next one shall not find half a module
+        except BaseException:  # as an import does: the next one must not find half a module
             del sys.modules[alias]
             raise
     return sys.modules[alias]

@@ -1,4 +1,4 @@
-"""``run_job``: starts a job's ranks, or is one of them, and trains."""
+"""``run_job``: starts a job's ranks, or runs as one of them, and trains."""
 
 import os
 import signal
@@ -29,13 +29,13 @@ Found = TypeVar("Found")
 
 @attrs.frozen
 class JobResult:
-    """What a run found, on rank 0.
+    """The result of a run, on rank 0.
 
     Attributes:
         done: the number of steps made, earlier runs included.
-        losses: by the number of steps made, of those steps of this run that were logged.
-        validation: by the number of steps made, the validation losses of this run.
-        interrupted: whether a signal ended it early, with all written.
+        losses: by the number of steps made, of this run's logged steps.
+        validation: by the number of steps made, this run's validation losses.
+        interrupted: whether a signal ended it early, after its checkpoint was written.
     """
 
     done: int
@@ -56,7 +56,7 @@ class JobResult:
 
 @attrs.define(eq=False)
 class _Losses:
-    """A logger that keeps losses, and says them if it is to."""
+    """A logger that records losses, and prints them if asked to."""
 
     say: Callable[[str], None] | None
     losses: dict[int, float] = attrs.field(factory=dict)
@@ -84,26 +84,26 @@ class _Losses:
 
 
 def run_job(job: Job, *, stop: Flag | None = None, say: Callable[[str], None] | None = None) -> JobResult:
-    """Trains as a job says: on ranks that it starts, or on those that are there already.
+    """Trains a job, on ranks that it starts or on existing ones.
 
     | where it is called | its ranks |
     |---|---|
     | under torchrun | torchrun's |
     | in a world of several ranks, as within ``comm.simulate`` | those |
     | with ``simulate = true`` | simulated ones in this process |
-    | else | processes on this machine; this one if there is one rank |
+    | otherwise | processes on this machine; this one if there is one rank |
 
-    Law: the losses do not depend on the number of ranks or on who started them, except for rounding; on as many ranks they are
-    the same bits. Called again with checkpoints, it continues, bit for bit, where it ended.
+    Law: up to rounding, the losses do not depend on the number of ranks or on how they were started; for equal numbers of ranks
+    they are bitwise equal. Called again with checkpoints, it resumes, bitwise, where it ended.
 
     Args:
         job: from ``load_job``, or built in Python.
-        stop: a flag that ends the run after the current step, instead of SIGINT and SIGTERM; where ranks are processes,
-            one that they share.
-        say: gets a line for each number that is logged, on rank 0, such as ``print``; a function that can be pickled.
+        stop: a flag that ends the run after the current step, instead of SIGINT and SIGTERM; if ranks are processes, one that
+            they share.
+        say: is called on rank 0 with a line for each logged number, such as ``print``; a function that can be pickled.
 
     Raises:
-        JobError: an entry is invalid, before any rank starts where that can be known.
+        JobError: an entry is invalid, before any rank starts if possible.
         CheckpointError: the checkpoints are another run's, or cannot be written.
         RankFailedError: a rank has died.
     """
@@ -123,14 +123,14 @@ def _train(job: Job, say: Callable[[str], None] | None, stop: Flag) -> JobResult
 
 
 def run_ranks(job: Job, program: Callable[..., Found], *args: Any, stop: Flag | None = None) -> Found:
-    """``program(job, *args, stop)`` on all ranks of a job, for custom training loops; returns rank 0's result.
+    """Runs ``program(job, *args, stop)`` on all ranks of a job, for custom training loops; returns rank 0's result.
 
-    Under torchrun, and in a world that is there already, it returns this rank's result.
+    Under torchrun, and in an existing world, it returns this rank's result.
 
     Args:
-        job: says which ranks there are; it is checked first.
-        program: gets the job, ``args`` and a flag that says whether to end. Where ranks are processes it must be importable.
-        args: what else it gets.
+        job: defines the ranks; it is checked first.
+        program: gets the job, ``args`` and a flag that is set when it must end. If ranks are processes it must be importable.
+        args: further arguments.
         stop: your own flag; by default SIGINT and SIGTERM set one.
 
     Raises:
@@ -195,10 +195,10 @@ def _backend(job: Job) -> str | None:
 
 
 def check_job(job: Job, ranks: int | None = None) -> None:
-    """Raises an error for what no rank could train with, on as many ranks as the job says, or as torchrun has started.
+    """Raises an error for a job that no rank could train, on its number of ranks, or torchrun's.
 
-    It imports the modules that the job names, builds its optimizer, schedule and transforms, and reads its text, unless that
-    is tokenized or comes from a data set. It does not build the model.
+    It imports the modules that the job names, builds its optimizer, schedule and transforms, and reads its text, unless that is
+    tokenized or comes from a data set. It does not build the model.
 
     Raises:
         JobError: with the entry, its value, and what to do instead.

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 AXES = ("dp", "pp", "sp", "tp", "ep")  # ep is within dp, whose other ranks are edp
-_BESIDE = ("pipeline", "sequence", "experts", "tensor_parallel")  # transforms of the axes beside dp
+_BESIDE = ("pipeline", "sequence", "experts", "tensor_parallel")  # transforms of the axes other than dp
 
 
 def size(job: Job, axis: str) -> int:
@@ -72,7 +72,7 @@ def schedule_of(job: Job) -> Any:
     """The schedule of a job's pipeline; None without one.
 
     Raises:
-        JobError: none has this name, so many stages a rank, or so few micro-batches.
+        JobError: no schedule has this name, so many stages per rank, or so few micro-batches.
     """
     call = job.transform("pipeline")
     if call is None:
@@ -116,11 +116,11 @@ def strategy_of(job: Job, around: Surroundings) -> tuple[Transform, Any]:
 
 
 def deepspeed_plan(job: Job, around: Surroundings | None = None) -> Any:
-    """The plan of a job's DeepSpeed config, whose rows are counted over dp and sp.
+    """The plan of a job's DeepSpeed config, with rows counted over dp and sp.
 
     Args:
         job: with such a config.
-        around: on a rank, its mesh; None where there are no ranks yet.
+        around: on a rank, its mesh; None if there are no ranks yet.
 
     Raises:
         JobError: the config is unsupported, or its rows are not the job's.

@@ -1,4 +1,4 @@
-"""What a rank holds, by kind: measured on its tensors."""
+"""A rank's memory by category, measured on its tensors."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -22,15 +22,15 @@ class Memory:
     """Bytes on one rank.
 
     Attributes:
-        params: what is stored of the params.
-        masters: the params as the optimizer has them, where these are others.
+        params: the stored params.
+        masters: the params as the optimizer has them, if they differ.
         optimizer: the optimizer's state.
         gradients: as the optimizer gets them.
-        gathered: whole units, in stage 3, at most at one time.
-        activations: what the backward pass will need.
-        buffers: all else in the state: counts, keys, scales, means, what is owed.
-        peak: the most that the process had; 0 if it was not measured.
-        places: how many bytes of the state are on which kind of device, ``"disk"`` among them.
+        gathered: the peak of whole units in stage 3.
+        activations: what the backward pass needs.
+        buffers: everything else in the state: counts, keys, scales, means, residuals.
+        peak: the process's peak; 0 if it was not measured.
+        places: bytes of the state by device type, including ``"disk"``.
     """
 
     params: int = 0
@@ -45,20 +45,20 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """What is there between steps."""
+        """The bytes between steps."""
         return self.params + self.masters + self.optimizer + self.buffers
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all categories."""
         return self.state + self.gradients + self.gathered + self.activations
 
     def plus(self, **kinds: int) -> "Memory":
-        """With more of some kinds: ``memory.plus(activations=found.kept)``."""
+        """With more bytes of some categories: ``memory.plus(activations=found.kept)``."""
         return attrs.evolve(self, **{kind: getattr(self, kind) + more for kind, more in kinds.items()})
 
     def of_all_ranks(self, group: comm.Group | None = None) -> list["Memory"]:
-        """Everybody's, in rank order; without the places. Collective."""
+        """All ranks' memory, in rank order; without the places. Collective."""
         row = torch.tensor([getattr(self, kind) for kind in (*KINDS, "peak")])
         return [Memory(*found) for found in comm.all_gather(row, group, tiled=False).tolist()]
 
@@ -68,12 +68,12 @@ class Memory:
 
 
 def measured(state: State, *, gradients: int = 0) -> Memory:
-    """The bytes of a state on this rank, each piece of memory once: as the first of the kinds that it is of.
+    """The bytes of a state on this rank, each storage once, in the first category that it belongs to.
 
-    ``gradients`` are no part of a state; ``noted`` measures them.
+    ``gradients`` are not part of a state; ``noted`` measures them.
 
     Raises:
-        TypeError: this is no state.
+        TypeError: ``state`` is not a State.
 
     >>> import functional_ds as fds
     >>> step = fds.transforms.mixed_precision("bf16")(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.adam(0.1)))

@@ -1,4 +1,4 @@
-"""The activations that a forward pass keeps for the backward pass: measured, or predicted from shapes."""
+"""Activation memory: measured, or predicted from shapes."""
 
 import gc
 from collections.abc import Callable
@@ -21,12 +21,12 @@ __all__ = ["Activations", "activations"]
 
 @attrs.frozen
 class Activations:
-    """Bytes of activations. Params, the batch and what outlives the backward pass (a module's buffers) do not count.
+    """Bytes of activations, without params, the batch and what outlives the backward pass (module buffers).
 
     Attributes:
-        kept: allocated at the end of the forward pass, because the backward pass needs it.
+        kept: allocated at the end of the forward pass, for the backward pass.
         forward: the peak within the forward pass.
-        backward: the peak within the backward pass, whole gradients included.
+        backward: the peak within the backward pass, including whole gradients.
     """
 
     kept: int
@@ -42,21 +42,20 @@ def activations(
     device: str | torch.device = "cpu",
     autocast: torch.dtype | None = None,
 ) -> Activations:
-    """The bytes that ``loss_fn(params, batch)`` keeps for its gradients, on one rank.
+    """The activation memory of ``loss_fn(params, batch)``: the bytes kept for the backward pass, and the peaks, on one rank.
 
-    If params or batch are on the meta device, the function runs on torch's fake tensors, which represent tensors on
-    ``device``. Nothing is computed, so a model of any size will do, but the function must not read values. Otherwise the
-    function is run and measured.
+    If params or batch are on the meta device, the function runs on torch's fake tensors for ``device``: nothing is computed, so
+    the model may have any size, but the function must not read values. Otherwise the function is run and measured.
 
-    Law: both give the same ``kept``, exactly, where operations choose the same kernels (an LSTM on the CPU does not). The two
-    peaks may differ by temporary memory that kernels allocate, which is not seen. With recomputation only what is kept
-    counts; but ``fds.remat`` keeps everything on fake tensors, so a loss with it must be measured with values.
+    Law: both give exactly the same ``kept``, if operations choose the same kernels (an LSTM on the CPU does not). The peaks may
+    differ by temporary memory of kernels, which is not seen. With recomputation only kept tensors count; but ``fds.remat``
+    keeps everything on fake tensors, so a loss with it must be measured with values.
 
     Args:
         loss_fn: as in ``train_step``; without a key.
         params: the user's tree, in the dtypes that the loss sees.
-        batch: what one rank processes at once: a micro-batch, if micro-batches are accumulated.
-        device: the device that fake tensors represent.
+        batch: what one rank processes at once: a micro-batch, with gradient accumulation.
+        device: the device of the fake tensors.
         autocast: the dtype of an autocast around the loss; None for no autocast.
 
     >>> w, x = torch.empty(100, 200, device="meta"), torch.empty(8, 100, device="meta")

@@ -1,4 +1,4 @@
-"""Bytes of tensors: each storage counts once, however often it is shared, on its device."""
+"""Bytes of tensors: each storage is counted once, on its device."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -12,10 +12,10 @@ __all__ = ["holdings", "places", "stored"]
 
 
 def holdings(held: Any) -> dict[Hashable, tuple[str, int]]:
-    """The memory of a tree: from an identity of each storage to the kind of its device and its bytes.
+    """The memory of a tree: from an identity of each storage to its device type and bytes.
 
-    A tensor counts with its whole storage, also where it is a view of a part. Any other leaf with ``nbytes`` counts as one
-    storage, on the disk or wherever its ``place`` says. Offloaded leaves count like this.
+    A tensor counts with its whole storage, even if it is a view of a part. Any other leaf with ``nbytes``, such as an offloaded
+    one, counts as one storage, on disk or at its ``place``.
     """
     found: dict[Hashable, tuple[str, int]] = {}
     for leaf in tree.leaves(held):
@@ -39,7 +39,7 @@ def stored(held: Any) -> int:
 
 
 def places(held: Any) -> dict[str, int]:
-    """The bytes of a tree on each kind of device."""
+    """The bytes of a tree by device type."""
     found: dict[str, int] = {}
     for where, size in holdings(held).values():
         found[where] = found.get(where, 0) + size

@@ -55,7 +55,7 @@ class Formula:
 
 @attrs.frozen
 class Convention:
-    """How many bytes of each kind a parameter takes.
+    """Bytes per parameter, by category.
 
     Attributes:
         name: for tables and pictures.
@@ -73,18 +73,18 @@ class Convention:
 
     @property
     def total(self) -> int:
-        """The sum over all kinds."""
+        """The sum over all categories."""
         return self.params + self.masters + self.optimizer + self.gradients
 
 
 SIXTEEN = Convention("16 bytes: half params and gradients, fp32 masters, Adam's two moments", 2, 4, 8, 2)
 EIGHTEEN = Convention("18 bytes: as the 16, with gradients summed in fp32", 2, 4, 8, 4)
 SINGLE = Convention("fp32: params, gradients, Adam's two moments", 4, 0, 8, 4)
-_FIRST = {"params": 3, "masters": 1, "optimizer": 1, "gradients": 2}  # the first stage that cuts it
+_FIRST = {"params": 3, "masters": 1, "optimizer": 1, "gradients": 2}  # the first stage that shards it
 
 
 def by_stage(stage: int, convention: Convention = SIXTEEN) -> dict[str, Formula]:
-    """The formula of each kind in a stage; law 20 is about their sums.
+    """The formula of each category in a stage; law 20 is about their sums.
 
     >>> [str(sum(by_stage(stage).values(), Formula())) for stage in range(4)]
     ['16Ψ', '4Ψ + 12Ψ/n', '2Ψ + 14Ψ/n', '16Ψ/n']
@@ -102,16 +102,19 @@ def elements_sent(stage: int, *, micro_batches: int = 1) -> int:
     """Law 21: the elements that each rank sends in a step, in units of Ψ(n-1)/n.
 
     Stages 0 and 1 reduce once a step, stage 2 reduces in each micro-batch, and stage 3 also gathers twice in each.
+
+    >>> [elements_sent(stage, micro_batches=4) for stage in (0, 1, 2, 3)]
+    [2, 2, 5, 12]
     """
     return {0: 2, 1: 2, 2: 1 + micro_batches, 3: 3 * micro_batches}[stage]
 
 
 def layer_elements_sent(tokens: int, width: int, *, n: int, blocks: int = 2) -> int:
-    """Law 40: the elements that each rank of tensor parallelism sends for a layer in a forward and a backward pass.
+    """Law 40: the elements that each tensor-parallel rank sends for a layer in a forward and a backward pass.
 
-    Each block, attention or MLP, has an all-reduce of ``tokens · width`` elements forward and one backward, ``2 (n - 1) / n``
-    of which each rank sends. Sequence parallelism gathers and scatters instead, and sends as much
-    (Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198).
+    Each block, attention or MLP, has an all-reduce of ``tokens · width`` elements forward and one backward, of which each rank
+    sends ``2 (n - 1) / n``. Sequence parallelism gathers and scatters instead, and sends equally many (Shoeybi et al. 2019,
+    arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198).
 
     Args:
         tokens: of a micro-batch.
@@ -120,7 +123,7 @@ def layer_elements_sent(tokens: int, width: int, *, n: int, blocks: int = 2) -> 
         blocks: how many blocks the layer has.
 
     Raises:
-        ValueError: ``tokens · width`` does not divide by the ranks, so that ranks send unequal parts.
+        ValueError: ``tokens · width`` is not divisible by the ranks, so that ranks send unequal parts.
 
     >>> layer_elements_sent(8, 16, n=4)
     768

@@ -1,4 +1,4 @@
-"""What a rank will hold, from shapes alone."""
+"""Predicts a rank's memory from shapes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,28 +26,28 @@ _PASSES = 2  # the first learns in which order units are used, and fetches nothi
 
 
 def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, rank: int = 0) -> Memory:
-    """The bytes that a rank will hold: params, masters, optimizer, gradients, gathered units at most, buffers.
+    """Predicts a rank's memory: params, masters, optimizer, gradients, the peak of gathered units, buffers.
 
-    ``make`` is a program that makes the step, meshes and all, as on a real rank. It runs as one rank of a world whose other
-    ranks do the same (``comm.symmetric``), and ``step.init`` gets params without values, so any model on any number of ranks
-    costs neither memory nor time worth speaking of. Then gradients of a loss that uses every leaf, in the order in which
-    the tree was filled, go through the step's own phases, twice: only later passes fetch units ahead.
+    ``make`` makes the step, with its meshes, as on a real rank. It runs as one rank of a world whose other ranks do the same
+    (``comm.symmetric``), with params without values, so any model on any number of ranks costs almost no memory and time. Then
+    gradients of a loss that uses every leaf, in the tree's order, go through the step's phases twice, because only later passes
+    prefetch units.
 
-    Law 20: these are ``measured``'s bytes, exactly. On a GPU the allocator rounds each tensor up to 512 bytes.
+    Law 20: these are exactly ``measured``'s bytes. On a GPU the allocator rounds each tensor up to 512 bytes.
 
-    Gathered units count as they arrive: a compressed gather's as what is sent. Not counted: activations
-    (``activations``), gradients before they are reduced (at most three units in stages 2 and 3), and what kernels need.
-    A pipeline's ranks differ, so ask for each; gradients are sums over micro-batches there.
+    Gathered units count in the form in which they arrive, compressed if the gather is. Not counted: activations
+    (``activations``), gradients before they are reduced (at most three units in stages 2 and 3), and what kernels need. The
+    ranks of a pipeline differ, so ask for each; gradients are sums over micro-batches there.
 
     Args:
         make: makes the step.
-        params: the user's tree; values, if any, are not looked at.
+        params: the user's tree; values are not read.
         world_size: how many ranks.
         rank: which one.
 
     Raises:
         ValueError: no such rank.
-        TypeError: ``make`` gives no step.
+        TypeError: ``make`` does not return a step.
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
@@ -73,7 +73,7 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
 
 
 def _within_a_step(step: Step, state: State, params: Any) -> dict[str, int]:
-    """The bytes of the gradients of a loss that uses all leaves, and of what was gathered for it at most."""
+    """The bytes of the gradients of a loss that uses all leaves, and the peak of gathered units."""
     if not _is_trained(state):
         return {}
     used = loss_of_all(params)
@@ -91,7 +91,7 @@ def _within_a_step(step: Step, state: State, params: Any) -> dict[str, int]:
 
 
 def _is_trained(state: State) -> bool:
-    """Whether there is anything to take gradients of."""
+    """Whether any leaf is trained."""
     stored_as = stored_layout(state)
     if stored_as is not None:
         return bool(stored_as.leaf_map.leaves)

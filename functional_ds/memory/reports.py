@@ -1,4 +1,4 @@
-"""Tables and pictures of bytes by kind. The pictures need matplotlib, which the extra ``train`` installs."""
+"""Tables and plots of bytes by category. The plots need matplotlib, from the extra ``train``."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ def zero_table(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXT
 
 
 def compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: Sequence[Memory]) -> str:
-    """A table of formulas against measured memory: for each kind its formula, the formula's bytes and each rank's bytes.
+    """A table of formulas against measured memory: for each category its formula, predicted bytes and each rank's bytes.
 
     Args:
         title: the first line.
@@ -75,12 +75,12 @@ _COLOURS = {"params": "#4c72b0", "masters": "#55a868", "optimizer": "#c44e52", "
 
 
 def draw_zero(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXTEEN) -> "Figure":
-    """``zero_table`` as a picture: a stacked bar for each stage.
+    """Plots ``zero_table``: a stacked bar for each stage.
 
     Args:
         psi: Ψ, how many parameters.
         n: how many ranks.
-        convention: which bytes the optimizer keeps for each parameter.
+        convention: the optimizer's bytes for each parameter.
     """
     figure = _figure(7, 4.5)
     axes = figure.subplots()
@@ -98,13 +98,13 @@ def draw_zero(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXTE
 
 
 def draw_compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: Sequence[Memory]) -> "Figure":
-    """``compared`` as a picture: stacked bars for the formula and for each rank, and each rank's peak.
+    """Plots ``compared``: stacked bars for the formula and for each rank, and each rank's peak.
 
     Args:
-        title: of the picture.
-        expected: the formulas, by kind of memory.
+        title: of the plot.
+        expected: the formulas, by category.
         psi: Ψ, how many parameters.
-        ranks: what each rank holds, in rank order.
+        ranks: each rank's memory, in rank order.
     """
     figure = _figure(11, 4.5)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))

@@ -1,1 +1,1 @@
-"""Modules as pure functions of their parameters, and modules that are built without memory."""
+"""Modules as pure functions of their parameters, and deferred (meta-device) initialization."""

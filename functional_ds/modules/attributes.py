@@ -1,4 +1,4 @@
-"""What forward passes set as attributes: what a state can have, what goes on beside it, and what is of one pass alone."""
+"""Attributes that forward passes set: in the state, kept outside of it, or of one pass only."""
 
 import copy
 import enum
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Stale:
-    """Stands in a copy for an attribute that would not follow training, and says so when it is used.
+    """Replaces an attribute in a copy that would not follow training; raises an error when it is used.
 
     Modules that assign the attribute in each forward pass (``torch.nn.utils.weight_norm``, ``spectral_norm``, ``prune``) never
     use it.
@@ -52,7 +52,7 @@ class Stale:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses to be computed with."""
+        """Raises an error."""
         given = tree.leaves((args, kwargs))
         return next(each for each in given if isinstance(each, Stale))._refuse()
 
@@ -63,11 +63,11 @@ class Stale:
 
 @attrs.define(eq=False)
 class HiddenAttributes:
-    """The attributes of ``Apply.module`` that calls set to what has a graph: reading them there says that they did not change.
+    """Attributes of ``Apply.module`` that calls set to tensors with a graph: reading them raises an error.
 
     Attributes:
         module: ``Apply.module``.
-        overlook: lets the attribute at a place, as it is then, be no change of the user's.
+        overlook: marks the present attribute at a place as no change of the user's.
     """
 
     module: nn.Module
@@ -76,7 +76,7 @@ class HiddenAttributes:
     _names: set[str] = attrs.field(factory=set)
 
     def hide(self, names: list[str]) -> None:
-        """Puts something that says so in their places."""
+        """Replaces them by objects that raise an error."""
         for name in [name for name in names if name not in self._names]:
             self._names.add(name)
             path, _, key = name.rpartition(".")
@@ -91,7 +91,7 @@ class HiddenAttributes:
                 self.overlook((path, key))
 
     def undo(self, memo: dict[int, Any]) -> None:
-        """Lets a deep copy of the module have the attributes that it was built with."""
+        """Restores the original attributes in a deep copy of the module."""
         memo.update((place, copy.deepcopy(own, memo)) for place, (_, own) in self._own.items())
 
 
@@ -100,7 +100,7 @@ _PLAIN = (str, bytes, type, enum.Enum, types.ModuleType, np.generic, torch.dtype
 
 
 class Absent(enum.Enum):
-    """Stands for an attribute that is not there; a copy of it is itself."""
+    """Represents a missing attribute; a copy of it is itself."""
 
     ABSENT = 0
 
@@ -109,7 +109,7 @@ ABSENT = Absent.ABSENT
 
 
 def put_attribute(into: dict[str, Any], key: str, value: Any) -> None:
-    """``ABSENT`` takes the entry away."""
+    """Sets an entry; ``ABSENT`` removes it."""
     if value is ABSENT:
         into.pop(key, None)
     else:
@@ -117,7 +117,7 @@ def put_attribute(into: dict[str, Any], key: str, value: Any) -> None:
 
 
 def is_state(value: Any) -> bool:
-    """Whether a value is what a state can hold: tensors and numbers, alone or in lists, tuples and dicts."""
+    """Whether a state can store the value: tensors and numbers, alone or in lists, tuples and dicts."""
     return value is not ABSENT and all(  # a tensor with a graph is of this pass alone
         not leaf.requires_grad if isinstance(leaf, Tensor) else type(leaf) in _NUMBERS for leaf in tree.leaves(value)
     )
@@ -139,12 +139,12 @@ def is_mutable(value: Any) -> bool:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether it is a tuple of numbers, as a layer's shape or stride: a call may set another, and cannot write into it."""
+    """Whether it is a tuple of numbers, such as a shape or stride: a call may set another, but cannot write into it."""
     return type(value) in (tuple, torch.Size) and all(type(x) in _NUMBERS or _is_fixed(x) for x in value)
 
 
 def has_graph(value: Any) -> bool:
-    """Whether a value is, or holds, a tensor that gradients flow through: it is of one pass alone."""
+    """Whether a value is, or contains, a tensor that gradients flow through, so that it is of one pass only."""
     todo, seen = [value], set()
     while todo:
         each = todo.pop()
@@ -170,7 +170,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def kept(name: str, value: Any) -> Any:
-    """What the next pass finds in place of a value that no state can hold."""
+    """What the next pass gets for a value that no state can store."""
     stale = Stale(
         f"the attribute {name!r} was computed, with a graph, in an earlier pass, whose graph is gone: keep what later passes "
         "read without one (.detach().clone()), and return from forward what the loss needs"
@@ -181,7 +181,7 @@ def kept(name: str, value: Any) -> Any:
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A structure with copies of its tensors and arrays, which a pass may write into; what it has twice is one copy."""
+    """A structure with copies of its tensors and arrays, which a pass may write into; shared values stay shared."""
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, (Tensor, np.ndarray)):
@@ -194,7 +194,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def usable(value: Any, memo: dict[int, Any]) -> Any:
-    """A structure with tensors that training may use, whatever mode they were made in."""
+    """A structure with tensors that training may use, also if they were made in inference mode."""
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_inference():

@@ -1,4 +1,4 @@
-"""Deep copies of modules whose functions and weak references lead into the copy, too."""
+"""Deep copies of modules whose functions and weak references refer to the copy."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ Put = Callable[[Any], None]  # sets the value of one place: an item, an attribut
 
 
 def _put_in_tuple(kind: type, items: list[Any], put: Put, index: int, value: Any) -> None:
-    """Makes a tuple anew, in its own place."""
+    """Replaces a tuple, at its own place."""
     items[index] = value
     put(kind(*items) if hasattr(kind, "_fields") else kind(items))
 
@@ -53,17 +53,17 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """``copy.deepcopy(module, memo)``, in which closures, bound methods and weak references lead into the copy.
+    """``copy.deepcopy(module, memo)``, in which closures, bound methods and weak references refer to the copy.
 
-    ``copy.deepcopy`` takes functions and weak references as they are, so they would lead to the original. What a function
-    refers to beside the module's parts (a dict of the caller's, into which a hook writes, say) stays shared.
+    ``copy.deepcopy`` keeps functions and weak references, so they would refer to the original. Other objects that a function
+    refers to (such as the caller's dict, into which a hook writes) stay shared.
 
     Args:
         module: any.
-        memo: what stands for what, by id, as ``copy.deepcopy`` has it; it grows.
+        memo: copies by id of the original, as for ``copy.deepcopy``; it grows.
 
     Raises:
-        TypeError: something in the module cannot be copied; the message names the attribute.
+        TypeError: something in the module cannot be copied; names the attribute.
     """
     for holder in _holders_of_hooks(module):
         memo.setdefault(id(holder), holder)
@@ -82,9 +82,9 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _holders_of_hooks(module: nn.Module) -> Iterator[Any]:
-    """The objects of the caller's, outside of the module, whose methods are hooks: they stay shared.
+    """The caller's objects outside of the module whose methods are hooks, which stay shared.
 
-    One that leads to a part of the module is none: the copy's hook must lead into the copy.
+    An object that refers to a part of the module is not one: the copy's hook must refer to the copy.
     """
     parts: set[int] | None = None
     for owner in module.modules():
@@ -109,7 +109,7 @@ def _leads_to(value: Any, parts: Collection[int], seen: set[int]) -> bool:
 
 
 def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, Put]]:
-    """The places beside ``_parameters`` and ``_buffers`` that hold one of the tensors: attributes, containers, closures.
+    """The places other than ``_parameters`` and ``_buffers`` that hold one of the tensors: attributes, containers, closures.
 
     Args:
         module: any.
@@ -137,7 +137,7 @@ def _culprit(module: nn.Module, memo: Mapping[int, Any]) -> tuple[str, Any]:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    """What a value refers to, as far as ``copy.deepcopy`` does not see it, or a closure's containers have it."""
+    """What a value refers to that ``copy.deepcopy`` does not see, or that is in a closure's containers."""
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
@@ -162,7 +162,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 @attrs.define(eq=False)
 class _Rebinding:
-    """Lets what lies in a copy refer to the copy.
+    """Makes references inside a copy refer to the copy.
 
     Attributes:
         memo: the copies by the ids of the originals.
@@ -175,14 +175,14 @@ class _Rebinding:
     _kept: list[Any] = attrs.field(factory=list)  # what has its id in ``_done`` stays alive
 
     def within(self, held: dict[Any, Any]) -> None:
-        """Replaces what a dict of the copy holds."""
+        """Replaces the values of a dict of the copy."""
         for key, value in [*held.items()]:
             new = self.of(value)
             if new is not value:
                 held[key] = new
 
     def of(self, value: Any) -> Any:
-        """What is to stand in place of a value."""
+        """The replacement of a value."""
         if isinstance(value, _ATOMS) and id(value) not in self.memo:
             return value
         if id(value) in self.memo and id(value) not in self.copies:
@@ -197,7 +197,7 @@ class _Rebinding:
         return self._done[id(value)]
 
     def _fill(self, value: Any) -> None:
-        """Goes on inside of a copy."""
+        """Continues inside a copy."""
         if isinstance(value, dict):
             self.within(value)
         elif isinstance(value, (list, deque)):
@@ -218,7 +218,7 @@ class _Rebinding:
         return any(self._leads_back(each, seen) for each in _inside(value))
 
     def _again(self, value: Any) -> Any:
-        """The like of a value that leads back, which leads into the copy."""
+        """A version of a value that refers to the copy instead of the original."""
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, types.MethodType):

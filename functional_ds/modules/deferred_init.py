@@ -1,4 +1,4 @@
-"""Modules whose parameters have no values yet: built without memory, materialised a leaf at a time."""
+"""Deferred (meta-device) initialization: modules built without memory, materialised one leaf at a time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ __all__ = ["Deferral", "deferred"]
 
 @attrs.frozen(eq=False)
 class _Built:
-    """A source: what building the module would have given."""
+    """A source of what building the module would have given."""
 
     recording: Initialisation
     places: dict[str, Place]
@@ -29,19 +29,19 @@ class _Built:
     at_once = True
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
-        """A stretch of one parameter, which is computed for it."""
+        """A range of one parameter, computed on demand."""
         return self.recording.compute(self.places[path]).reshape(-1)[start:stop].clone()
 
 
 class _Unremembered(FakeTensorConverter):
-    """Makes fake tensors without a weak reference to them, with which torch's modules could not be cast or moved."""
+    """Makes fake tensors without weak references to them, which would keep torch's modules from being cast or moved."""
 
     def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
-        """Nothing: what is made from no real tensor is never asked for again."""
+        """Does nothing: a tensor made from no real tensor is never looked up."""
 
 
 class _Copies(TorchFunctionMode):
-    """Deep copies of fake tensors by values; torch's own would copy the mode that made them, too."""
+    """Deep copies of fake tensors by values; torch's own would also copy the mode that made them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
@@ -84,9 +84,9 @@ class _Mode(FakeTensorMode):
 
 
 class Deferral:
-    """Blocks in which modules are built without memory, and what becomes of them; ``deferred`` is one block.
+    """Contexts in which modules are built without memory, and their later materialisation; ``deferred`` is one such context.
 
-    What is done to their parameters and buffers outside of a block is recorded, too.
+    Operations on their parameters and buffers outside of a context are recorded too.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Deferral:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Within it, this thread's new tensors have no memory."""
+        """A context in which this thread's new tensors have no memory."""
         self._mode.depth += 1
         try:
             with self._mode, _Copies(), self.recording:
@@ -108,19 +108,19 @@ class Deferral:
         return isinstance(value, FakeTensor) and value.fake_mode is self._mode
 
     def compute(self, value: Tensor) -> Tensor:
-        """The values that one of its tensors has by now."""
+        """The present values of one of its tensors."""
         with torch.no_grad():
             return self.recording.compute(self.recording.place(value)).clone()
 
     def functional(self, module: nn.Module, device: str | torch.device) -> tuple[Apply, dict[str, Tensor]]:
-        """``functional(module)`` with deferred parameters; the module's own get to the meta device, its buffers get values.
+        """``functional(module)`` with deferred parameters; the module's own move to the meta device, its buffers get values.
 
         Args:
-            module: some of its parameters were made in a block.
-            device: where parameters and buffers shall lie.
+            module: with parameters made in such a context.
+            device: of parameters and buffers.
         """
         recording = self.recording
-        SharedMemory.of(module, dict(module.named_parameters()), {})  # refuses what the meta device would part
+        SharedMemory.of(module, dict(module.named_parameters()), {})  # shared memory would be lost
         places = _bare(module, recording)
         for owner in module.modules():
             for tensors in (buffers_of(owner), owner.__dict__):
@@ -132,20 +132,20 @@ class Deferral:
 
 
 def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cpu") -> tuple[Apply, dict[str, Tensor]]:
-    """``functional(build())`` for a module larger than memory: the parameters get their values when ``step.init`` stores them.
+    """Deferred initialization: ``functional(build())`` whose parameters get values only when ``step.init`` stores them.
 
-    ``build`` runs on torch's fake tensors, and what it computes is recorded. Later each rank computes the leaves that it has
-    a part of, one at a time, and keeps its part: so a model larger than one rank's memory starts under ``zero(3)``.
+    ``build`` runs on torch's fake tensors, and its operations are recorded. Later each rank computes the leaves that it has a
+    part of, one at a time, and keeps its part; so a model larger than one rank's memory can start under ``zero(3)``.
 
-    Law: the values are those of a whole initialisation, bit for bit, whatever ``build`` does to its parameters (defaults that
-    are overwritten, ties, scaling by depth, draws until all is well); and so is the state in which it leaves the generators.
+    Law: the values, and the final state of the generators, are bitwise those of a normal initialization, for everything that
+    ``build`` does to its parameters (overwritten defaults, ties, scaling by depth, rejection sampling).
 
-    Cost: each random operation is carried out once on scratch memory while the module is built, and what a leaf depends on
-    once more for that leaf. Nothing is sent. Memory: the largest leaf, and what it is made of; buffers, which are whole.
+    Cost: each random operation runs once on scratch memory while the module is built, and what a leaf depends on once more for
+    that leaf. Nothing is sent. Memory: the largest leaf, with what it is made of; buffers, which are whole.
 
     Args:
         build: makes the module on the CPU; it must not name another device.
-        device: where parameters and buffers shall lie. Their values are the CPU's.
+        device: of parameters and buffers. Their values are the CPU's.
 
     Raises:
         RuntimeError: ``build`` names another device, or takes a parameter's memory out of torch (``.numpy()``).
@@ -165,7 +165,7 @@ def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cp
 
 
 def _bare(module: nn.Module, recording: Initialisation) -> dict[str, Place]:
-    """Puts parameters on the meta device into the places of fake ones; where those lie, by their first names."""
+    """Replaces fake parameters by meta tensors; returns the places of the fake ones, by their first names."""
     new: dict[int, nn.Parameter] = {}
     places: dict[str, Place] = {}
     for path, owner in module.named_modules():

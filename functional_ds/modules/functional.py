@@ -1,4 +1,4 @@
-"""Any module as a pure function of its parameters and buffers."""
+"""Modules as pure functions of their parameters and buffers."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -37,20 +37,20 @@ __all__ = ["Apply", "functional"]
 
 
 class Apply:
-    """``apply(params, *args, **kwargs)`` is ``module(*args, **kwargs)`` with these parameters.
+    """A module as a function: ``apply(params, *args, **kwargs)`` is ``module(*args, **kwargs)`` with these parameters.
 
-    ``params`` may have the module's buffers, too, by their names; else they are the state's within a step, and those that
-    the module was built with outside of one. A call changes neither: what it writes goes into the state that the step
-    returns (``step.module_buffers(state)``), or is given by ``with_buffers``.
+    ``params`` may include the module's buffers by name; otherwise they come from the state within a step, and from the module
+    as it was built outside of one. A call changes neither: buffers that it writes go into the state that the step returns
+    (``step.module_buffers(state)``), or are returned by ``with_buffers``.
 
-    The parameters must stay in place until the backward pass is over, because a recomputation reads them again. So within
-    a pass (a step's forward and backward) every parameter tree is put into a skeleton of its own, a copy of the module
-    without memory; one module applied to two trees with recomputation is no special case.
+    The parameters must stay in place until the backward pass is over, because a recomputation reads them again. So within a
+    pass (a step's forward and backward) every parameter tree is put into its own copy of the module without memory; one module
+    may be applied to two trees, also with recomputation.
 
     Attributes:
-        module: the module without parameters. What is changed on it, or on any module inside of it, holds from the next call
-            on: modes (``train()``, ``eval()``), attributes and what is in them, hooks, modules without parameters. Changes of
-            parameters are refused, as are those of what a state has: buffers, and attributes that forward passes have set.
+        module: the module without parameters. Changes of it or its submodules apply from the next call on: modes (``train()``,
+            ``eval()``), attributes and their contents, hooks, modules without parameters. Changes of parameters, and of what a
+            state stores (buffers, and attributes that forward passes have set), raise an error.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,7 +69,7 @@ class Apply:
         self._find_buffers(memory)
 
     def _find_buffers(self, memory: SharedMemory) -> None:
-        """Where the module has its buffers now."""
+        """The module's present buffers."""
         self._names = buffer_names(self.module)
         owners = dict(self.module.named_modules()) if self._names else {}
         self._homes = [(name, owners[path], key) for (path, key), name in self._names.items() if name == joined(path, key)]
@@ -78,31 +78,31 @@ class Apply:
             self._by_name.setdefault(name, []).append(place)
         self._shared, self._aliases = memory.buffers, memory.attributes
         own = {id(buffer): name for name, buffer in self.module.named_buffers()}
-        self._elsewhere = {own[key] for key, _ in reached(self.module, own)}  # buffers that are attributes or the like, too
+        self._elsewhere = {own[key] for key, _ in reached(self.module, own)}  # buffers that are also attributes
 
     @property
     def bare(self) -> Mapping[str, nn.Parameter]:
-        """The parameters without values, by name, on the device "meta"."""
+        """The parameters as meta tensors, by name."""
         return self._bare
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that the module's ``state_dict`` has, by name, as it was built."""
+        """The buffers in the module's ``state_dict``, by name, as it was built."""
         passing = {joined(path, key) for path, owner in self.module.named_modules() for key in non_persistent_buffers_of(owner)}
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in passing}
 
     @property
     def modes(self) -> tuple[int, ...]:
-        """What its calls depend on beside tensors, as far as it was noticed: which modules train, and the number of edits."""
+        """What its calls depend on besides tensors, as far as noticed: which modules train, and the number of edits."""
         return self._changes.modes
 
     @property
     def version(self) -> int:
-        """How many changes of ``module`` were noticed."""
+        """The number of noticed changes of ``module``."""
         return len(self._changes)
 
     def notice(self) -> tuple[int, ...]:
-        """Looks for what was changed on ``module`` since the last call; the modes.
+        """Checks for changes of ``module`` since the last call; returns the modes.
 
         Raises:
             RuntimeError: a parameter was replaced, added, removed, frozen or written.
@@ -113,11 +113,11 @@ class Apply:
         return self.modes
 
     def changed(self, version: int) -> set[str]:
-        """The names of the attributes and buffers that were changed since there were so many changes."""
+        """The names of the attributes and buffers that were changed since that version."""
         return self._changes.since(version)
 
     def container(self, name: str) -> tuple[str, Any] | None:
-        """The name and the value of the list, tuple or dict in which the attribute of this name lies; None if it is in none."""
+        """The name and value of the list, tuple or dict that contains the attribute of this name; None if there is none."""
         parts = name.split(".")
         for cut in range(len(parts) - 1):
             owner = dict(self.module.named_modules()).get(".".join(parts[:cut]))
@@ -135,10 +135,10 @@ class Apply:
         return self.within(params, lambda module: module(*args, **kwargs))
 
     def with_buffers(self, variables: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
-        """The module's value, and its buffers after the call.
+        """The module's result, and its buffers after the call.
 
         Args:
-            variables: parameters, and buffers, by name; a buffer that is not there is as the module was built with it.
+            variables: parameters, and buffers, by name; other buffers are as the module was built.
             args: the module's.
             kwargs: the module's.
 
@@ -154,7 +154,7 @@ class Apply:
         return found, {name: buffer for name, buffer in held.values.items() if buffer is not None}
 
     def within(self, params: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
-        """``function(module)``, where the module has these parameters in place; others of it may be missing.
+        """``function(module)``, where the module has these parameters in place; others may be missing.
 
         >>> apply, params = functional(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
         >>> first = {name: p for name, p in params.items() if name.startswith("0.")}
@@ -189,12 +189,12 @@ class Apply:
     # -- buffers -------------------------------------------------------------------------------------------------------
 
     def _fresh(self, given: Mapping[str, Tensor]) -> Held:
-        """The module's own buffers, and those that are given, in copies."""
+        """Copies of the module's own buffers, and of those given."""
         with unset_fake_temporarily():
             return Held.of({**dict(self.module.named_buffers()), **given}, {}, self._written.get(self.modes))
 
     def _held(self, pass_: Pass) -> tuple[Held, bool]:
-        """What the module has in this pass, and whether the state knows the module, which then has it as the state does."""
+        """The module's buffers in this pass, from the state if it has the module, and whether it does."""
         found = None if pass_.buffers is None else pass_.buffers.of(self)
         if found is None:
             unknown = pass_.slots.setdefault("unknown modules", {})
@@ -211,7 +211,7 @@ class Apply:
         return found, True
 
     def _learn(self, held: Held) -> None:
-        """Large buffers that calls do not write need no copies."""
+        """Records buffers that calls do not write: large ones then need no copies."""
         if held.looks or self._shared:
             for name in held.written() & self._shared.keys():
                 raise RuntimeError(
@@ -266,10 +266,10 @@ class Apply:
                 self._release(skeleton, held)
 
     def _lease(self, params: Mapping[str, Tensor], held: Held, pass_: Pass | None, trial: bool) -> tuple[Skeleton, bool]:
-        """A skeleton with these parameters in place, and whether it is to be given back after the call."""
+        """A skeleton with these parameters in place, and whether to return it after the call."""
         if pass_ is not None:
             return self._of_pass(pass_, params, held, trial), False
-        # Outside a step nobody says when the backward is over: such a skeleton lives as long as the graph needs it.
+        # Outside a step the end of the backward is unknown: such a skeleton lives as long as the graph needs it.
         wants_grad = torch.is_grad_enabled() and any(p.requires_grad for p in params.values())
         skeleton = self._ready(self._new() if wants_grad else self._free(), params, (), held)
         skeleton.tried |= trial
@@ -301,7 +301,7 @@ class Apply:
         return skeleton
 
     def _check_forward(self, pass_: Pass) -> None:
-        """Refuses what a forward pass did to the parameters themselves."""
+        """Raises an error for changes of the parameters themselves in a forward pass."""
         kind = type(self.module).__name__
         for skeleton, held in pass_.modules.get(self, ()):
             if not skeleton.tried:
@@ -322,7 +322,7 @@ class Apply:
             self._pool.append(skeleton)
 
     def _free(self) -> Skeleton:
-        """An unused copy, with the attributes that ``module`` has now."""
+        """An unused copy, with ``module``'s present attributes."""
         while self._pool:
             skeleton = self._pool.pop()
             version = self._changes.bring([*skeleton.owners.values()], skeleton.version)
@@ -332,7 +332,7 @@ class Apply:
         return self._new()
 
     def _new(self) -> Skeleton:
-        """One more copy, which shares the module's buffers until it is given others."""
+        """A new copy, which shares the module's buffers until it gets others."""
         buffers = dict(self.module.named_buffers())
         memo: dict[int, Any] = {
             id(x): x for _, value in mutable_attributes(self.module) for x in tree.leaves(value) if isinstance(x, Tensor)
@@ -370,16 +370,20 @@ class Apply:
 
 
 def _is_trial() -> bool:
-    """Whether this is a run for shapes alone, which leaves nothing behind: not so where a step is traced into a graph."""
+    """Whether this run is only for shapes and leaves nothing behind; not so when a step is traced into a graph."""
     return detect_fake_mode() is not None and current_recorder() is None
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
-    """A module as a pure function and its parameters, by name; a tied parameter appears once, under its first name.
+    """Turns a module into a pure function and its parameters, by name; a tied parameter appears once, under its first name.
 
-    The parameters share the module's memory (``step.init`` copies them); those that do not require grad stay frozen in a
-    step. Nothing of the module changes, and ``apply`` does not need it any more. ``step.init(params)`` takes the module's
-    buffers into the state.
+    The parameters share the module's memory (``step.init`` copies them); those that do not require grad stay frozen in a step.
+    The module is not changed, and ``apply`` does not need it any more. ``step.init(params)`` copies the module's buffers into
+    the state.
+
+    Raises:
+        ValueError: the module has features that its copies cannot keep, such as parameters that share memory without being
+            tied.
 
     >>> apply, params = functional(nn.Linear(2, 1))
     >>> sorted(params), apply(params, torch.ones(3, 2)).shape

@@ -1,8 +1,7 @@
-"""What building a module computes, recorded on tensors without values, and computed again for one tensor at a time.
+"""Records the operations that build a module, on tensors without values, and replays them for one tensor at a time.
 
-The record is of operations below autograd, by storage: views need no entry, since a tensor is a storage and how it lies in
-it. An operation that draws random numbers is carried out once for its draws alone, and the generator's state before it is
-kept; so it draws the same again, whatever else is computed then.
+The record is of operations below autograd, by storage: views need no entry, since a tensor is a storage and a layout in it. A
+random operation runs once for its draws, and the generator's state before it is kept, so it draws the same again in any replay.
 """
 
 from collections import defaultdict
@@ -27,7 +26,7 @@ _LOOKS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 
 @attrs.frozen
 class Place:
-    """A tensor without values: a storage, by number, and how the tensor lies in it."""
+    """A tensor without values: a storage, by number, and the tensor's layout in it."""
 
     storage: int
     dtype: torch.dtype
@@ -41,21 +40,21 @@ class Place:
 
     @property
     def fills(self) -> int:
-        """Bytes of its elements, where no two of them share memory."""
+        """Bytes of its elements, if no two of them share memory."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @attrs.frozen(eq=False)
 class _RecordedOp:
-    """One operation: its arguments with places for tensors, and the generator's state where it draws.
+    """One operation: its arguments with places for tensors, and the generator's state if it draws.
 
     Attributes:
         function: the operator.
         arguments: with places for tensors.
         reads: the storages of its arguments.
         writes: those that it changes.
-        makes: its outputs that lie in storages of their own, None for others.
-        whole: storages of which nothing of before is left.
+        makes: its outputs in new storages, None for others.
+        whole: storages that it overwrites completely.
     """
 
     function: Any
@@ -68,13 +67,12 @@ class _RecordedOp:
 
 
 class Initialisation(TorchDispatchMode):
-    """Everything that is done to fake tensors (torch's own, which say that they are on the CPU) while this mode is on.
+    """Records everything done to fake tensors (torch's own, which report the CPU as their device) while this mode is on.
 
-    Law: ``compute(place)`` is what the tensor would be, bit for bit, had everything been done for real.
+    Law: ``compute(place)`` is bitwise what the tensor would be if everything had been done for real.
 
-    Random numbers come from CPU generators, which end in the state that they would have: random operations are carried out
-    on scratch memory of the size of their tensors. Where the program looks at a value, as in a loop that draws until all is
-    well, that value is computed then and there.
+    Random numbers come from CPU generators, which end in the same state: random operations run on scratch memory of the size of
+    their tensors. If the program reads a value, as in rejection sampling, that value is computed immediately.
 
     Raises:
         RuntimeError: an operation names another device than the CPU.
@@ -106,7 +104,7 @@ class Initialisation(TorchDispatchMode):
         return found
 
     def place(self, tensor: Tensor) -> Place:
-        """Where a fake tensor lies."""
+        """The place of a fake tensor."""
         storage = tensor.untyped_storage()
         if storage_id(storage) not in self._numbers:
             self._numbers[storage_id(storage)] = len(self._kept)
@@ -115,7 +113,7 @@ class Initialisation(TorchDispatchMode):
         return Place(number, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def compute(self, place: Place) -> Tensor:
-        """The values of one tensor; beside it, what it is made of is there while it is made.
+        """The values of one tensor; needs memory for it and for what it is made of.
 
         Raises:
             RuntimeError: the tensor was not made while this mode was on.
@@ -131,7 +129,7 @@ class Initialisation(TorchDispatchMode):
         return place.within(storages)
 
     def operations(self, place: Place) -> Iterator[tuple[Any, Any, Tensor | None]]:
-        """What a tensor is made by: operators, their arguments with places for tensors, the state that a draw begins with."""
+        """The operations that make a tensor: operators, their arguments with places for tensors, and generator states."""
         for index in self._needed(place.storage):
             entry = self._entries[index]
             yield entry.function, entry.arguments, entry.state
@@ -139,7 +137,7 @@ class Initialisation(TorchDispatchMode):
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def _noted(self, value: Any) -> Any:
-        """An argument as it is kept: places for fake tensors, copies of others."""
+        """An argument as it is recorded: places for fake tensors, copies of others."""
         if not isinstance(value, Tensor):
             return value
         with unset_fake_temporarily():
@@ -161,7 +159,7 @@ class Initialisation(TorchDispatchMode):
         self._entries.append(entry)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Carries a random operation out on scratch memory: the generator moves on. Returns its state before."""
+        """Runs a random operation on scratch memory, which advances the generator. Returns its state before."""
         generator = kwargs.get("generator") or torch.default_generator
         places = [self.place(x) for x in tree.leaves((args, kwargs)) if isinstance(x, FakeTensor)]
         sizes = {place.storage: self._kept[place.storage].nbytes() for place in places}
@@ -173,7 +171,7 @@ class Initialisation(TorchDispatchMode):
         return state
 
     def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation whose result the program, or a shape, depends on: now, and for real."""
+        """Runs an operation whose result the program, or a shape, depends on, for real."""
         with unset_fake_temporarily(), torch.no_grad():
             places = [self.place(x) for x in tree.leaves((args, kwargs)) if isinstance(x, FakeTensor)]
             storages = {place.storage: self.compute(place).untyped_storage() for place in places}

@@ -1,4 +1,4 @@
-"""What a user changes on ``apply.module``, whose copies run: noticed at the next call, brought into the copies, or refused."""
+"""Changes of ``apply.module``: noticed at the next call, and applied to its copies or rejected."""
 
 import array
 import copy
@@ -31,7 +31,7 @@ _ATOMS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
 class BareParameter(nn.Parameter):
-    """A parameter without values, whose ``data`` has its version, so that writes into that are noticed, too."""
+    """A parameter without values, whose ``data`` shares its version counter, so that writes into that are noticed."""
 
     @property
     def data(self) -> Tensor:
@@ -51,7 +51,7 @@ _EQUAL_IS_SAME = (
     nn.Module,
     BareParameter,
     types.FunctionType,
-)  # of others equality says too little: 1 == True
+)  # equality is too weak for others: 1 == True
 
 
 @attrs.frozen
@@ -61,8 +61,8 @@ class _Change:
     Attributes:
         name: of the attribute or the buffer.
         place: the attribute.
-        value: what it is now.
-        plain: whether a copy of the module can take it over; else copies are made anew.
+        value: its new value.
+        plain: whether a copy of the module can apply it; else copies are made again.
     """
 
     name: str
@@ -72,20 +72,20 @@ class _Change:
 
 
 class ModuleChanges:
-    """What has been changed on a module and the modules inside of it since it was made."""
+    """Changes of a module and its submodules since it was made."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._now = module, _Snapshot.of(module)
         self._made: list[_Change] = []
-        self._seen, self._edits = 0, 0  # how many of these the last ``notice`` knew, and how many matter beside modes
+        self._seen, self._edits = 0, 0  # how many of these the last ``notice`` knew, and how many matter besides modes
 
     @property
     def modes(self) -> tuple[int, ...]:
-        """Which modules are in training mode, and how often anything else was changed but tensors of buffers."""
+        """Which modules are in training mode, and the number of other changes except of buffers' tensors."""
         return (*[each.training for each in self._now.owners.values()], self._edits)
 
     def __len__(self) -> int:
-        """How many changes there are so far."""
+        """The number of changes so far."""
         return len(self._made)
 
     def since(self, version: int) -> set[str]:
@@ -93,7 +93,7 @@ class ModuleChanges:
         return {change.name for change in self._made[version:]}
 
     def notice(self) -> bool:
-        """Looks for what has been changed since the last call; whether copies must be made anew.
+        """Checks for changes since the last call; returns whether copies must be made again.
 
         Raises:
             RuntimeError: a parameter was replaced, added, removed, frozen or written.
@@ -104,13 +104,13 @@ class ModuleChanges:
         return seen != self._seen and not all(change.plain for change in self._made[seen:])
 
     def overlook(self, place: Place) -> None:
-        """Takes the attribute at a place as it is now: that it was set is no change."""
+        """Accepts the present attribute at a place as unchanged."""
         self._look(place)
 
     def bring(self, owners: Sequence[nn.Module], version: int) -> int | None:
-        """Makes all but the first ``version`` changes in a copy, too, whose modules are in the same order; their number.
+        """Applies all but the first ``version`` changes to a copy, whose modules are in the same order; returns their number.
 
-        None where only a new copy has them.
+        None if only a new copy can have them.
         """
         changes = self._made[version:]
         if not all(change.plain for change in changes):
@@ -129,7 +129,7 @@ class ModuleChanges:
         for place in {**before.marks, **after.marks}:
             if place != passed_over and before.marks.get(place) != after.marks.get(place):
                 self._note(place, before, after)
-        if written is not None:  # said once: the write itself has changed nothing
+        if written is not None:  # raised once: the write itself has changed nothing
             raise RuntimeError(
                 f"the parameter {written!r} of apply.module was written, and has no values there: a step's params are in its "
                 "state. Write it before fds.functional, or change params in a transform: fds.wrap(..., update=...)"
@@ -156,8 +156,8 @@ class _Snapshot:
 
     Attributes:
         owners: the modules by path.
-        marks: for each attribute of a module what differs once it, or anything in it, is another. That of a number or text is
-            an int; those of parameters and buffers are by name.
+        marks: for each attribute of a module a mark that differs once it, or anything in it, changes. That of a number or text
+            is an int; those of parameters and buffers are by name.
     """
 
     owners: dict[str, nn.Module]
@@ -175,7 +175,7 @@ class _Snapshot:
 
     @staticmethod
     def of(module: nn.Module) -> "_Snapshot":
-        """A module's."""
+        """The snapshot of a module."""
         found = _Snapshot(dict(module.named_modules()))
         found._known.update((id(owner), (id(owner),)) for owner in found.owners.values())
         for path, owner in found.owners.items():
@@ -194,7 +194,7 @@ class _Snapshot:
         return found
 
     def is_current(self) -> bool:
-        """Whether the module is so still. Flat lists are compared, which costs little more than to make them."""
+        """Whether the module is unchanged. Compares flat lists, which costs little more than making them."""
         values, strict, counts = self._before
         try:
             now = self._values()
@@ -227,12 +227,12 @@ class _Snapshot:
         if isinstance(value, _SIMPLE):
             return id(value)
         if id(value) not in self._known:
-            self._known[id(value)] = (id(value),)  # what leads back to itself
+            self._known[id(value)] = (id(value),)  # reference cycles
             self._known[id(value)] = (id(value), *self._inside(value))
         return self._known[id(value)]
 
     def _inside(self, value: Any) -> Iterator[Any]:
-        """What tells a value from itself after a change."""
+        """A mark that differs if a value changes."""
         if isinstance(value, Tensor):
             if not value.is_inference():
                 self._tensors.append(value)
@@ -271,7 +271,7 @@ class _Snapshot:
 
 @attrs.frozen(eq=False)
 class _SlotValues:
-    """The attributes of an object that has slots, as they are whenever they are asked for."""
+    """The attributes of an object with slots, read on demand."""
 
     owner: Any
 

@@ -1,4 +1,4 @@
-"""Where a module has its parameters, its buffers, and attributes that calls may write into."""
+"""The places of a module's parameters, buffers, and attributes that calls may write into."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +16,12 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # the attributes that every modu
 
 
 def joined(path: str, key: str) -> str:
-    """The name of what a module has under ``key``."""
+    """The full name of ``key`` in a module."""
     return f"{path}.{key}" if path else key
 
 
 def parameter_places(module: nn.Module) -> tuple[dict[str, list[Place]], dict[str, nn.Parameter]]:
-    """Where each parameter belongs, more than once where it is tied, and the parameters under the name of their first place."""
+    """The places of each parameter, several if it is tied, and the parameters under the name of their first place."""
     first: dict[int, str] = {}
     places: dict[str, list[Place]] = {}
     params: dict[str, nn.Parameter] = {}
@@ -35,7 +35,7 @@ def parameter_places(module: nn.Module) -> tuple[dict[str, list[Place]], dict[st
 
 
 def buffer_names(module: nn.Module) -> dict[Place, str]:
-    """What the buffer at a place is called: a buffer with several places has the name of the first."""
+    """The name of the buffer at each place: a buffer with several places has the name of the first."""
     first: dict[int, str] = {}
     return {
         (path, key): first.setdefault(id(buffer), joined(path, key))

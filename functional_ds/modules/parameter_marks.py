@@ -1,4 +1,4 @@
-"""What a parameter is beside its values: an ``nn.Parameter``, with attributes that users have set on it."""
+"""Marks of parameters besides their values: being an ``nn.Parameter``, and attributes that users have set."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ def attributes_on(parameter: Tensor) -> dict[str, Any]:
 
 
 class ParameterMarks:
-    """Lets tensors be parameters while they are in place of a module's.
+    """Makes tensors count as parameters while they are in place of a module's.
 
     Args:
         params: the module's, by name.
@@ -29,7 +29,7 @@ class ParameterMarks:
         self._attributes = {name: found for name, p in params.items() if (found := attributes_on(p))}
 
     def put(self, params: Mapping[str, Tensor]) -> list[tuple[Tensor, Collection[str]]]:
-        """Marks tensors, and gives what ``take`` is to take from each."""
+        """Marks tensors; returns what ``take`` must remove from each."""
         put: list[tuple[Tensor, Collection[str]]] = []
         for p in params.values():
             if type(p) is not nn.Parameter and not hasattr(p, _OF_TORCH):
@@ -45,7 +45,7 @@ class ParameterMarks:
 
     @staticmethod
     def take(put: list[tuple[Tensor, Collection[str]]]) -> None:
-        """Takes the marks back."""
+        """Removes the marks."""
         for tensor, keys in put:
             for key in keys:
                 vars(tensor).pop(key, None)
@@ -53,7 +53,7 @@ class ParameterMarks:
 
     @contextmanager
     def on(self, params: Mapping[str, Tensor]) -> Iterator[None]:
-        """The marks are there inside of the block."""
+        """A context in which the tensors are marked."""
         put = self.put(params)
         try:
             yield

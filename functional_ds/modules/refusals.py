@@ -1,4 +1,4 @@
-"""What modules are refused for, beside memory that they share and weights that they write."""
+"""Errors for unsupported modules and calls."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ _OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
 def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
-    """Refuses parameters and buffers without a shape, and what would not be a parameter's any more in a copy.
+    """Raises an error for parameters and buffers without a shape, and for features that a copy would lose.
 
     These are hooks, subclasses, tables by ``id``, and parameters that the module does not give its optimizer.
 
@@ -69,7 +69,7 @@ def _name_in_keys(value: Any, own: Mapping[int, str]) -> str | None:
 
 
 def refuse_flags(kind: str, error: RuntimeError | None = None) -> None:
-    """Refuses ``requires_grad_()`` of a parameter in forward; of errors, torch's about it alone.
+    """Raises an error for ``requires_grad_()`` of a parameter in forward; ``error`` is torch's, if there is one.
 
     Raises:
         RuntimeError: with what to do instead.
@@ -82,7 +82,7 @@ def refuse_flags(kind: str, error: RuntimeError | None = None) -> None:
 
 
 def refuse_placeholders(kind: str, error: RuntimeError) -> None:
-    """Refuses code that torch traces where params are placeholders, as under ZeRO; of errors, those of torch's tracer alone.
+    """Raises an error for code that torch traces while params are lazy, as under ZeRO; ``error`` is the tracer's.
 
     Raises:
         RuntimeError: with what to do instead.
@@ -96,7 +96,7 @@ def refuse_placeholders(kind: str, error: RuntimeError) -> None:
 
 
 def refuse_loading(kind: str, error: RuntimeError) -> None:
-    """Refuses ``load_state_dict`` in forward, which puts what it meets into an error of its own; of errors, that alone.
+    """Raises an error for ``load_state_dict`` in forward, which wraps the errors that it meets.
 
     Raises:
         RuntimeError: with what to do instead.
@@ -109,12 +109,12 @@ def refuse_loading(kind: str, error: RuntimeError) -> None:
 
 
 def check_elsewhere(kind: str, names: Collection[str], assigned: Collection[str], rerun: Collection[str]) -> None:
-    """Refuses calls after which a buffer would be another tensor than what further references to it mean.
+    """Raises an error for calls after which a buffer would differ from what further references to it mean.
 
     Args:
         kind: the module's class.
-        names: the buffers that something else in the module refers to.
-        assigned: those that the call has set anew.
+        names: the buffers to which something else in the module refers.
+        assigned: those that the call has replaced.
         rerun: those that it has written and that a recomputation writes again.
 
     Raises:
@@ -131,12 +131,12 @@ def check_elsewhere(kind: str, names: Collection[str], assigned: Collection[str]
 
 
 def refuse_lost_writes(kind: str, written: Collection[str], pickled: bool) -> None:
-    """Refuses what a call has written into buffers that the state does not have.
+    """Raises an error for writes into buffers that the state does not have.
 
     Args:
         kind: the module's class.
         written: the buffers.
-        pickled: whether the state does not have them because it was pickled.
+        pickled: whether the state lacks them because it was pickled.
 
     Raises:
         RuntimeError: there is one.

@@ -1,4 +1,4 @@
-"""Tensors of a module that lie in the same memory, which functional values cannot do."""
+"""Tensors of a module that share memory, which functional values cannot."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,7 +18,7 @@ _FOLLOWS = "fds.functional got the module, and would not follow training"
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that are plain attributes of a module and those in it, or lie in lists, tuples and dicts that are."""
+    """The tensors that are plain attributes of a module and its submodules, or in lists, tuples and dicts that are."""
     for path, owner in module.named_modules():
         for key, value in vars(owner).items():
             if key in ("_parameters", "_buffers", "_modules"):
@@ -36,7 +36,7 @@ class SharedMemory:
     Attributes:
         buffers: those that overlap another buffer, an attribute or a frozen parameter, with the name of that.
         attributes: those that overlap another attribute or a buffer, with the name of that.
-        stale: what is to stand in place of attributes that would not follow training, by their ids.
+        stale: replacements for attributes that would not follow training, by their ids.
     """
 
     buffers: Mapping[str, str]
@@ -45,10 +45,10 @@ class SharedMemory:
 
     @staticmethod
     def of(module: nn.Module, params: Mapping[str, nn.Parameter], names: Mapping[Place, str]) -> "SharedMemory":
-        """The module's.
+        """The shared memory of a module.
 
         Raises:
-            ValueError: two parameters, or a parameter that is trained and a buffer, share memory: they would part.
+            ValueError: two parameters, or a trained parameter and a buffer, share memory, which copies could not keep.
         """
         named: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in params.items()}
         for path, owner in module.named_modules():

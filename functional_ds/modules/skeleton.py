@@ -1,4 +1,4 @@
-"""A copy of a module without memory of its own, into which calls put parameters and buffers."""
+"""Skeletons: copies of a module without memory, into which calls put parameters and buffers."""
 
 import functools
 import gc
@@ -28,42 +28,42 @@ class RunBy(functools.partial[Any]):
 
     @property
     def call(self) -> Any:
-        """Who runs the module."""
+        """The wrapper that runs the module."""
         return self.func.__self__  # type: ignore[attr-defined]
 
     @property
     def forward(self) -> Any:
-        """What that runs: the module's own forward, or another such."""
+        """The wrapped forward: the module's own, or another wrapper's."""
         return self.args[-1]
 
     def around(self, forward: Any) -> "RunBy":
-        """The same run of another forward."""
+        """The same wrapper around another forward."""
         return RunBy(self.func, self.args[0], forward)
 
 
 @attrs.define(eq=False)
 class Skeleton:
-    """A copy of the module that has no memory of its own: calls put parameters and buffers into it.
+    """A copy of the module without memory: calls put parameters and buffers into it.
 
     Attributes:
         module: the copy.
         owners: the modules in it, by path.
         owned: the places of each parameter among the modules' parameters.
-        names: what the buffer at a place is called.
+        names: the name of the buffer at each place.
         places: the places of each buffer among the modules' buffers.
         slots: all places of each parameter.
         elsewhere: further places of buffers: attributes, lists, closures.
         rnns: the modules in it that have a second list of their weights.
-        placeholders: the parameters without values that it was made with, until others are put in their places.
-        tensors: the names of attributes that are tensors, or lists and the like of them, and no buffers.
-        version: up to which change of ``Apply.module`` its attributes are those of that module.
+        placeholders: the meta parameters that it was made with, until others replace them.
+        tensors: the names of attributes that are tensors, or containers of them, and not buffers.
+        version: the version of ``Apply.module`` whose attributes it has.
         changes: those changes.
-        attributes: each module's own attributes when it was leased; what a call changes is taken back at the end.
+        attributes: each module's own attributes when it was leased; a call's changes are undone at the end.
         tried: whether it ran without values.
-        bound: the parameters that it has.
+        bound: the parameters in place.
         identity: of these.
-        calls: who runs the modules inside of it.
-        marked: the tensors in place of parameters that are marked as such.
+        calls: the wrappers that run the modules inside of it.
+        marked: the tensors that are marked as parameters.
         flags: which of the parameters required grad when they were put in place.
     """
 
@@ -110,10 +110,10 @@ class Skeleton:
         return [dict(store) for store in self._stores.values()]
 
     def bind(self, params: Mapping[str, Tensor]) -> None:
-        """Puts the parameters in place, wherever they belong.
+        """Puts the parameters in all their places.
 
         Raises:
-            ValueError: the copy has a parameter in a further place, which nothing can be put into.
+            ValueError: a parameter has a further place that cannot be set.
         """
         for name, parameter in params.items():
             for put in self.slots[name]:
@@ -139,7 +139,7 @@ class Skeleton:
                 )
 
     def put(self, held: Held) -> None:
-        """Lets the modules have these buffers."""
+        """Sets the modules' buffers."""
         for name, buffer in held.values.items():
             for path, key in self.places.get(name) or [_parted(name)]:
                 store = self._stores.get(path)
@@ -150,7 +150,7 @@ class Skeleton:
                 put(held.values[name])
 
     def note(self, held: Held) -> list[str]:
-        """Takes over the buffers that a call has set anew, and gives their names."""
+        """Stores the buffers that a call has replaced, and returns their names."""
         assigned = []
         for (path, store), own in zip(self._stores.items(), self._shared, strict=True):
             if own and not own.keys() <= store.keys():
@@ -164,7 +164,7 @@ class Skeleton:
         return assigned
 
     def lease(self, held: Held) -> None:
-        """Remembers the attributes that the module has by itself, and puts in place those that the state has.
+        """Records the module's own attributes, and sets those that the state has.
 
         Tensors among them may be written, and are copied.
         """
@@ -204,7 +204,7 @@ class Skeleton:
         return held.looks and not all(map(bit_equal, leaves, [x for x in tree.leaves(before) if isinstance(x, Tensor)]))
 
     def settle(self, held: Held | None) -> None:
-        """Takes back what calls have set: it goes to ``held``."""
+        """Undoes the attributes that calls have set, and stores them in ``held``."""
         memo: dict[int, Any] = {}
         for (path, owner), before, leased in zip(self.owners.items(), self.attributes, self._leased, strict=True):
             now = vars(owner)
@@ -222,12 +222,12 @@ class Skeleton:
                 store.update(buffers)
 
     def _keep(self, name: str, value: Any, before: Any, held: Held, memo: dict[int, Any]) -> None:
-        """Takes over one attribute that calls have set, or may have written into."""
+        """Stores one attribute that calls have set, or may have written into."""
         path, key = _parted(name)
         if _is_ours(self.owners.get(path), key) or (
             self.elsewhere and any(value is held.values.get(each) for each in self.elsewhere)
         ):
-            return  # who runs the module; a buffer, under another name
+            return  # a wrapper; a buffer, under another name
         if key != "training" and is_state(value):
             if name in self._copies and not self._has_written(name, value, before, held):
                 return
@@ -243,12 +243,12 @@ class Skeleton:
             held.others[name] = OtherAttribute(rest, self.version, any(isinstance(x, Stale) for x in tree.leaves(rest)))
 
     def check(self, kind: str, aliases: Mapping[str, str], held: Held) -> None:
-        """Refuses a forward pass that has put other parameters in their places, or changed which require grad.
+        """Raises an error for a forward pass that has replaced parameters, or changed which require grad.
 
         Args:
             kind: the module's class.
             aliases: attributes that shared memory, each with the name of what; a call may write into neither.
-            held: what the module has in this pass.
+            held: the module's buffers in this pass.
         """
         for name, place, own, key in self._homes:
             if name in self.bound and own.get(key) is not self.bound[name]:
@@ -262,7 +262,7 @@ class Skeleton:
             self._check_aliases(kind, aliases, held)
 
     def _check_aliases(self, kind: str, aliases: Mapping[str, str], held: Held) -> None:
-        """Refuses a write into an attribute that shared memory with another attribute or a buffer: here they are parted."""
+        """Raises an error for writes into an attribute that shared memory with another one or a buffer: here they differ."""
         for name, (given, _, versions) in self._copies.items():
             path, key = _parted(name)
             other = next((its for each, its in aliases.items() if f"{each}.".startswith(f"{name}.")), None)
@@ -290,7 +290,7 @@ class Skeleton:
         return found
 
     def passing(self) -> list[str]:
-        """The attributes that calls have set to what has a graph."""
+        """The attributes that calls have set to tensors with a graph."""
         return [
             joined(path, key)
             for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True)
@@ -299,7 +299,7 @@ class Skeleton:
         ]
 
     def divert(self, calls: tuple[Any, ...]) -> None:
-        """Lets each of ``calls`` run the modules that it chooses, the last outermost. They are this copy's, not the user's."""
+        """Makes each of ``calls`` run the modules that it chooses, the last outermost, in this copy."""
         if calls == self.calls:
             return
         for module, own in reversed(self._plain):
@@ -313,7 +313,7 @@ class Skeleton:
 
 
 def _is_ours(owner: nn.Module | None, key: str) -> bool:
-    """Whether the library itself sets an attribute: who runs the module, and an RNN's second list of its weights."""
+    """Whether the library itself sets an attribute: a wrapper, or an RNN's second list of its weights."""
     return key == "forward" or (key == "_flat_weights" and isinstance(owner, nn.RNNBase))
 
 

@@ -1,4 +1,4 @@
-"""Writes into parameters within a module's call: ``x.data`` leaves no version behind, so values or operations are compared."""
+"""Detects writes into parameters within a module's call: ``x.data`` leaves no version, so values or operations are checked."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def _refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> N
 
 
 def refuse_aliases(kind: str, assigned: list[tuple[str, Tensor]], params: Mapping[str, Tensor], pass_: Pass) -> None:
-    """Refuses attributes and buffers that forward has set to the memory of a param, which the update writes and ZeRO frees.
+    """Raises an error for attributes and buffers set to a param's memory, which the update writes and ZeRO frees.
 
     Args:
         kind: the module's class.
@@ -55,10 +55,10 @@ def refuse_aliases(kind: str, assigned: list[tuple[str, Tensor]], params: Mappin
 
 @contextmanager
 def watched(kind: str, params: Mapping[str, Tensor], pass_: Pass) -> Iterator[None]:
-    """Within it a write into one of the params raises; it reads them all, or costs time at each operation.
+    """A context in which a write into one of the params raises an error; it reads them all, or costs time at each operation.
 
-    Params that are there are compared by their values, which leaves compiled functions alone. Those whose memory comes and goes
-    are not there to be compared: operations are looked at.
+    Params in memory are compared by their values, which works with compiled functions. For those that are gathered and freed,
+    operations are checked.
 
     Args:
         kind: the module's class.
@@ -81,7 +81,7 @@ def watched(kind: str, params: Mapping[str, Tensor], pass_: Pass) -> Iterator[No
 
 @contextmanager
 def same_versions(kind: str, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it writes into params raise that autograd counts, or that replace their memory."""
+    """A context in which writes that autograd counts, or that replace a param's memory, raise an error."""
     before = _versions(params)
     yield
     if before != (after := _versions(params)):
@@ -90,7 +90,7 @@ def same_versions(kind: str, params: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _versions(params: Mapping[str, Tensor]) -> list[tuple[int, int]]:
-    """What a write in place changes, and what an assignment of ``data`` does."""
+    """Values that change with a write in place, or an assignment of ``data``."""
     try:
         return [(version_of(p), p.data_ptr() if type(p) in (Tensor, nn.Parameter) else 0) for p in params.values()]
     except RuntimeError:  # tensors of a torch.func transform have no memory
@@ -98,7 +98,7 @@ def _versions(params: Mapping[str, Tensor]) -> list[tuple[int, int]]:
 
 
 def _values(param: Tensor) -> tuple[int, tuple[Tensor, ...]] | None:
-    """The storage and sums of its values; None where there are none to compare, as on the meta device or in torch.func."""
+    """The storage and sums of its values; None if there are none to compare, as on the meta device or in torch.func."""
     try:
         there = param.layout == torch.strided and not param.is_meta
         return (storage_id(param), bit_sums(param)) if there else None
@@ -114,19 +114,19 @@ class _WriteWatch:
     _places: list[tuple[int, int, int, str]] | None = None
 
     def look(self, written: Any, how: str) -> None:
-        """Refuses a write into memory that is a param's."""
+        """Raises an error for a write into a param's memory."""
         for tensor in tree.leaves(written):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided and (name := self.name_of(tensor)) is not None:
                 _refuse_write(self.kind, name, self.params.get(name), how)
 
     def assigned(self, tensor: Any) -> None:
-        """Refuses ``param.data = ...``."""
+        """Raises an error for ``param.data = ...``."""
         name = next((name for name, param in self.params.items() if param is tensor), None)
         if name is not None:
             _refuse_write(self.kind, name, self.params[name], f"{name.rpartition('.')[2]}.data = ...")
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The param in whose memory a tensor lies."""
+        """The param whose memory holds a tensor."""
         path, paths = self.pass_.owns(tensor), self.pass_.placeholders
         if path is not None:
             return next((name for name, param in self.params.items() if paths.get(id(param)) == path), path)

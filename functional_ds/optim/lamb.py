@@ -27,7 +27,7 @@ def lamb(
     correction: Literal["moments", "rate"] | None = "moments",
     decay: PathFilter | None = None,
 ) -> PerParameter:
-    """LAMB (You et al. 2020, arXiv:1904.00962): Adam with the update of each layer scaled to its norm.
+    """LAMB (You et al. 2020, arXiv:1904.00962): Adam with the update of each leaf scaled to its norm.
 
     ```
     u = m̂ / (√v̂ + eps) + weight_decay · w          m̂, v̂ as in Adam

@@ -1,1 +1,1 @@
-"""Tensor, sequence and expert parallelism on the model's side: functions of tensors that hold slices, sequences or experts."""
+"""Tensor, sequence (context) and expert parallelism of a model: functions of tensors that hold slices, sequences or experts."""

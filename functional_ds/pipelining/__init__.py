@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: written, proved, lowered, priced, improved and drawn before anything runs."""
+"""Pipeline schedules as data: write, validate, lower, cost, optimize and plot them before anything runs."""
 
 from functional_ds.pipelining.execution.estimate import estimated
 from functional_ds.pipelining.execution.recorder import Recorder

@@ -1,4 +1,4 @@
-"""Where the time, the operations and the bytes of a step go."""
+"""Profiling: where the time, the operations and the bytes of a step go."""
 
 from .module_flops import Flops
 from .peak import peak_flops

@@ -22,9 +22,9 @@ class Flops:
 
     Attributes:
         forward: of the forward pass.
-        backward: of the backward pass, without what it computes again.
-        recomputed: of the forward pass, once more, by rematerialisation.
-        others: of what comes after the passes, as an optimizer's matrix products.
+        backward: of the backward pass, without recomputation.
+        recomputed: of recomputed forward operations.
+        others: of what follows the passes, such as an optimizer's matrix products.
     """
 
     forward: int = 0
@@ -34,12 +34,12 @@ class Flops:
 
     @property
     def model(self) -> int:
-        """What the model needs: forward and backward."""
+        """The model's own: forward and backward."""
         return self.forward + self.backward
 
     @property
     def total(self) -> int:
-        """What the device did."""
+        """All that the device computed."""
         return self.model + self.recomputed + self.others
 
     def __add__(self, other: "Flops") -> "Flops":
@@ -47,13 +47,13 @@ class Flops:
 
 
 class ModuleFlops(OperationCounter):
-    """Counts operations by the path of the module that runs them; "" is what no ``fds.functional`` module runs.
+    """Counts operations by the path of the module that runs them; "" for code outside of ``fds.functional`` modules.
 
-    In the backward pass an operation belongs to the module that ran when its node was made. Where it records a graph there, or
+    In the backward pass an operation belongs to the module that ran when its node was made. If it records a graph there, or
     runs a module, it is recomputation.
 
     Attributes:
-        own: by path, without the modules inside.
+        own: by path, without submodules.
     """
 
     def __init__(self, stage: Callable[[], str]) -> None:
@@ -65,7 +65,7 @@ class ModuleFlops(OperationCounter):
         self._paths: list[str] = [""]
 
     def add(self, operation: SizedOperation, result: Any) -> None:
-        """An operation ran and gave this; trials on shapes do not count."""
+        """An operation ran and returned this; runs for shapes do not count."""
         if not operation.flops or any(x.is_meta or is_fake(x) for x in tensors_in(result)):
             return
         node, path = node_number(), self._inside[-1][0] if self._inside else ""
@@ -81,7 +81,7 @@ class ModuleFlops(OperationCounter):
     # -- as ``Pass.calls`` ---------------------------------------------------------------------------------------------
 
     def around(self, phase: str, function: Callable[..., Any], *args: Any) -> Any:
-        """A base phase of the step: ``forward`` runs with this among those that run modules."""
+        """Wraps a base phase of the step: ``forward`` runs with this on the module call stack."""
         pass_ = current_pass()
         if phase != "forward" or pass_ is None:
             return function(*args)

@@ -1,4 +1,4 @@
-"""What a device can do at most, measured."""
+"""Measures a device's peak floating-point rate."""
 
 from time import perf_counter
 
@@ -16,12 +16,12 @@ def peak_flops(
     size: int | None = None,
     seconds: float = 0.2,
 ) -> float:
-    """The most floating-point operations a second that square matrix products reach on a device.
+    """Measures the peak floating-point operations per second of square matrix products on a device.
 
     Law: the product of two n x n matrices has 2 n^3 operations. The fastest of several products counts.
 
     Args:
-        dtype: of the matrices; it is the one that most of a model's products have.
+        dtype: of the matrices; use that of most of the model's products.
         device: where.
         size: n; by default 1,024 on the host and 8,192 on a device.
         seconds: how long to try; at least three products are computed.

@@ -1,4 +1,4 @@
-"""How long unprofiled steps take: from one to the next."""
+"""Times unprofiled steps, from one to the next."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ __all__ = ["PlainSteps"]
 
 @attrs.define(eq=False)
 class PlainSteps:
-    """Counts plain steps and their time, without a wait between those that follow each other.
+    """Counts plain steps and their time, without synchronisation between consecutive ones.
 
-    On a device the host waits before the first step of a row, and after the last.
+    On a device the host waits before the first and after the last of consecutive steps.
 
     Attributes:
         clock: in seconds.
         count: the number of steps.
-        seconds: their time, and that between two of them.
+        seconds: their time, including that between two of them.
         outside: the host's time between two of them, a part of ``seconds``.
     """
 
@@ -33,7 +33,7 @@ class PlainSteps:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step; one that fails is none, and ends the row."""
+        """A step; a failed one does not count, and ends the row."""
         if self._since is None:
             _wait()
             self._since = self._ended = self.clock()
@@ -47,7 +47,7 @@ class PlainSteps:
         self.count, self._ended = self.count + 1, self.clock()
 
     def pause(self, *, follows: bool = False) -> None:
-        """Ends the row. If a step of another kind ``follows``, the time since the last one is between two steps."""
+        """Ends the row. If a profiled step ``follows``, the time since the last one is between two steps."""
         if self._since is None:
             return
         now = self.clock() if follows else self._ended

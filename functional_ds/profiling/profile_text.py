@@ -77,7 +77,7 @@ def _shown(places: Mapping[SpanKey, float], base: str) -> Iterator[tuple[str, fl
 
 
 def _ranks(ranks: Sequence[RankProfile]) -> Iterator[str]:
-    """Those that wait least, for which others wait, first; of many ranks, the ends."""
+    """The ranks that wait least, for which others wait, first; of many ranks, both ends."""
     yield f"{'ms of a detailed step':<{_WIDTH}}{'all':>10}{'computing':>14}{'in collectives':>16}"
     found = sorted(ranks, key=lambda each: each.waiting)
     for each in found if len(found) <= _MANY else [*found[: _MANY // 2], *found[-_MANY // 2 :]]:
@@ -90,7 +90,7 @@ def _share(name: str, seconds: float, rank: RankProfile) -> str:
 
 
 def _flops(own: Mapping[str, Flops]) -> Iterator[str]:
-    """Modules with those inside, as many levels deep as there is room for."""
+    """Modules with their submodules, as many levels deep as fit."""
     yield f"{'MFLOP a step, by module':<{_WIDTH}}{'forward':>14}{'backward':>14}{'recomputed':>14}{'others':>14}"
     below: dict[str, Flops] = {}
     for path, flops in own.items():

@@ -35,7 +35,7 @@ def _positive(_: Any, field: "attrs.Attribute[Any]", value: Any) -> None:
 
 @attrs.frozen
 class Profiling:
-    """Which steps are measured, and how; ``profile``'s arguments as a value, for ``fds.Logging(profile=...)``.
+    """Which steps to measure, and how: ``profile``'s arguments as a value, for ``fds.Logging(profile=...)``.
 
     >>> Profiling(every=100).every
     100
@@ -66,26 +66,26 @@ def profile(
     tokens: Callable[[Any], int] | None = None,
     peak: float | None = None,
 ) -> "Profiled":
-    """A step to be called as before, which measures where the time, the operations and the bytes of its calls go.
+    """Profiles a step: returns a step to call as before, which measures the time, operations and bytes of some calls.
 
-    Laws: state and metrics are those of ``step``, bit for bit. The times of all places of a detailed step add up to its time.
+    Laws: state and metrics are bitwise those of ``step``. The times of all places of a detailed step add up to its time.
 
-    Of the calls after the first ``skip``, the first counts operations; then one of every ``every`` is timed in detail: each
-    phase of each transform, and each collective. All others run ``step`` itself, and only the time from one to the next is
-    taken. Throughput is theirs. On a device the host waits for it around each phase and collective of a detailed step, so that
-    these do not overlap there; the profile says how much longer that takes.
+    After ``skip`` calls, one counts operations; then one of every ``every`` is timed in detail: each phase of each transform,
+    and each collective. All others run ``step`` itself, and only the time from one to the next is taken, which gives the
+    throughput. On a device the host synchronises around each phase and collective of a detailed step, so they do not overlap in
+    it; the profile reports the overhead.
 
     Args:
         step: any step.
         skip: calls at the beginning that are not measured, because they build caches.
-        every: of so many calls one is timed in detail; 1 for each.
-        keep: of how many detailed steps the trace has what ran when.
+        every: one of so many calls is timed in detail; 1 for each.
+        keep: how many detailed steps the trace shows.
         flops: whether to count operations.
-        tokens: from a rank's batch to its tokens; None counts rows alone.
-        peak: operations a second that one rank's device can do, for MFU: its data sheet's, or ``profiling.peak_flops()``.
+        tokens: from a rank's batch to its tokens; None counts only rows.
+        peak: peak operations per second of one rank's device, for MFU: from its data sheet, or ``profiling.peak_flops()``.
 
     Raises:
-        TypeError: this is no step.
+        TypeError: ``step`` is not a step.
         ValueError: ``skip``, ``every`` or ``keep`` is too small.
 
     >>> import torch, functional_ds as fds
@@ -103,7 +103,7 @@ def profile(
 
 @attrs.define(eq=False)
 class Profiled:
-    """A step that measures some of its calls; ``profile`` makes it.
+    """A step that measures some of its calls; made by ``profile``.
 
     Attributes:
         step: the step without a profile.
@@ -137,17 +137,17 @@ class Profiled:
         self._kept = deque(maxlen=self.settings.keep)
 
     def __call__(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
-        """One update, as the step's own call."""
+        """One update, as a call of the step."""
         with self.call(state, batch) as step:
             return step(state, batch, donate=donate)
 
     @contextmanager
     def call(self, state: State, batch: Any) -> Iterator[Step]:
-        """For loops that run a step's phases themselves: the block is one step, of the step that is given.
+        """For loops that run a step's phases themselves: a context for one step, which gives the step to use.
 
         Args:
             state: before the update.
-            batch: all that the step takes, for counting its rows and tokens.
+            batch: the step's whole batch, to count its rows and tokens.
         """
         if get_ident() != self._thread:
             raise RuntimeError(
@@ -170,7 +170,7 @@ class Profiled:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What runs inside, an evaluation or a save, is no part of the time between two steps."""
+        """Excludes what runs inside, an evaluation or a save, from the time between two steps."""
         self._plain.pause()
         yield
 
@@ -211,7 +211,7 @@ class Profiled:
         return Profile(str(self.step), comm.all_gather_object(self.own(), group), offsets.seconds, offsets.error)
 
     def finish(self) -> None:
-        """Ends a run: rank 0 writes the figures of all ranks to the folder of the settings, if there is one. Collective."""
+        """Ends a run: rank 0 writes the figures of all ranks to the settings' folder, if there is one. Collective."""
         if self.settings.folder is not None:
             found = self.result()
             if comm.world().rank == 0:

@@ -1,4 +1,4 @@
-"""What a profile found on one rank."""
+"""One rank's profile."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,13 +17,13 @@ __all__ = ["MemoryStatus", "RankProfile"]
 
 @attrs.frozen
 class MemoryStatus:
-    """Bytes of this process, at the end and at most; those of a device are None where none is in use.
+    """Bytes of this process, at the end and at peak; those of a device are None if none is in use.
 
     Attributes:
-        host_peak: the most memory that the process has had on the host.
+        host_peak: the process's peak memory on the host.
         held: of tensors on the device.
-        reserved: that torch's allocator has reserved there.
-        peak: the most that tensors have had there.
+        reserved: by torch's allocator there.
+        peak: of tensors there.
     """
 
     host_peak: int
@@ -33,7 +33,7 @@ class MemoryStatus:
 
     @classmethod
     def now(cls) -> "MemoryStatus":
-        """As it is. A device is not initialised, and nothing waits for it.
+        """The present status. Does not initialise a device, or wait for it.
 
         >>> MemoryStatus.now().host_peak > 0
         True
@@ -44,24 +44,24 @@ class MemoryStatus:
 
 @attrs.frozen
 class RankProfile:
-    """One rank's figures; times in seconds a step.
+    """One rank's figures; times in seconds per step.
 
     Law: ``sum(places.values()) = detailed_seconds``: each moment of a step is counted once.
 
     Attributes:
         rank: in the world.
         shard: which of how many parts of the global batch the rank has; ranks with one part have one index.
-        detailed: the number of steps that were timed place by place.
+        detailed: the number of steps that were timed in detail.
         detailed_seconds: of such a step.
         places: its time, by place.
         plain: the number of steps that ran without a profile.
         plain_seconds: from one such step to the next.
         outside_seconds: of these, the host's time between two steps: batches, logging.
-        samples: rows of this rank's batches, a step.
+        samples: rows of this rank's batches, per step.
         tokens: as the function ``tokens`` counts them; None without one.
-        flops: of a step, by module, without the modules inside; empty if they were not counted.
+        flops: of a step, by module, without submodules; empty if they were not counted.
         flops_seconds: how long the step took that counted them.
-        peak: operations a second that this rank's device can do; None if unknown.
+        peak: peak operations per second of this rank's device; None if unknown.
         calls: the timed calls of collectives by size, over all detailed steps.
         memory: after the last step.
         slices: what ran when, in the last detailed steps.
@@ -88,12 +88,12 @@ class RankProfile:
 
     @property
     def seconds(self) -> float:
-        """Of a step: without the profile's own cost if there were plain steps."""
+        """Of a step: without the profile's overhead if there were plain steps."""
         return self.plain_seconds if self.plain else self.detailed_seconds
 
     @property
     def cost(self) -> float | None:
-        """How much longer a detailed step takes than a plain one, as a part of that; None before both have run."""
+        """The relative overhead of a detailed step over a plain one; None before both have run."""
         within = self.plain_seconds - self.outside_seconds
         return self.detailed_seconds / within - 1 if self.plain and self.detailed and within > 0 else None
 
@@ -117,19 +117,19 @@ class RankProfile:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation (Chowdhery et al. 2022): the model's operations a second, as a part of the peak."""
+        """Model FLOPs utilisation (Chowdhery et al. 2022): the model's operations per second, relative to the peak."""
         return self._utilisation(self.all_flops.model)
 
     @property
     def hfu(self) -> float | None:
-        """The same of all operations, recomputed ones included."""
+        """Hardware FLOPs utilisation: the same of all operations, including recomputed ones."""
         return self._utilisation(self.all_flops.total)
 
     def _utilisation(self, flops: int) -> float | None:
         return flops / self.seconds / self.peak if self.peak and self.seconds and self.flops else None
 
     def numbers(self) -> dict[str, float]:
-        """For loggers: by name, in units a step; throughput as if all ranks had batches of this size."""
+        """For loggers: by name, per step; throughput as if all ranks had batches of this size."""
         parts = self.shard[1]
         found: dict[str, float | None] = {
             "seconds_per_step": self.seconds,
@@ -145,7 +145,7 @@ class RankProfile:
         return {f"profile/{name}": value for name, value in found.items() if value is not None}
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures but those of the trace, of lists, dicts, strings and numbers."""
+        """All figures except those of the trace, as lists, dicts, strings and numbers."""
         found = attrs.asdict(self, filter=lambda field, _: field.name not in ("slices", "events", "places", "flops", "calls"))
         found["places"] = [{**place._asdict(), "seconds": seconds} for place, seconds in self.places.items()]
         found["flops"] = {name: attrs.asdict(each) for name, each in self.flops.items()}

@@ -1,4 +1,4 @@
-"""``record``: a short run whose metrics become columns."""
+"""``record``: a short run with its metrics as columns."""
 
 import html
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ _LINES = 10  # of a printed table
 
 @attrs.frozen(repr=False)
 class Recording:
-    """What a run has shown; printed, it is a table, and notebooks draw its curves.
+    """The metrics of a run; printed, it is a table, and notebooks plot its curves.
 
     Attributes:
         state: after the last step.
@@ -51,7 +51,7 @@ class Recording:
         return f"<table><tr><th>metric</th><th>{self.steps} steps</th><th>first</th><th>last</th></tr>{rows}</table>"
 
     def plot(self, path: str | Path) -> None:
-        """Draws the metrics over the steps, one above the other; needs matplotlib.
+        """Plots the metrics over the steps, stacked; needs matplotlib.
 
         Args:
             path: a file that ends in .svg, .png or .pdf.
@@ -80,17 +80,17 @@ def _curve(column: list[float]) -> str:
 
 
 def record(step: Step, state: State, batches: Iterable[Any]) -> Recording:
-    """Trains on the batches, one step each, and keeps each step's metrics as numbers.
+    """Trains on the batches, one step each, and records each step's metrics as numbers.
 
     Law: it is the loop ``for batch in batches: state, metrics = step(state, batch)``; the columns are its metrics.
 
-    The numbers are read once, after the last step, so that no step waits for the device. For a long run, with checkpoints, logs
+    The numbers are read once, after the last step, so that no step waits for the device. For long runs, with checkpoints, logs
     and data loaders, use ``fds.fit``.
 
     Args:
         step: the training step.
-        state: where it begins; it is used up where the step donates.
-        batches: as the step takes them, those of this rank.
+        state: where it begins; it is consumed if the step donates.
+        batches: this rank's, as the step takes them.
 
     Raises:
         ValueError: there is no batch; a metric is missing in some step, or has several elements.

@@ -1,4 +1,4 @@
-"""What a profile found on all ranks together, and where it is written to."""
+"""The profile of all ranks, and how to write it."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +24,8 @@ class Profile:
     Attributes:
         step: what ran, as text.
         ranks: in order.
-        offsets: what to add to each rank's times to have the first rank's clock.
-        clock_error: the most by which an offset can be wrong; 0 where ranks share a clock.
+        offsets: what to add to each rank's times to get the first rank's clock.
+        clock_error: the largest error of an offset; 0 if ranks share a clock.
     """
 
     step: str
@@ -40,7 +40,7 @@ class Profile:
 
     @property
     def samples(self) -> float:
-        """Rows of a step's global batch, each once, however many ranks share them."""
+        """Rows of a step's global batch; rows shared by several ranks are counted once."""
         return self._once(lambda each: each.samples)
 
     @property
@@ -68,15 +68,15 @@ class Profile:
         return {name: value for name, value in found.items() if value is not None}
 
     def to_json(self, path: str | Path) -> None:
-        """Writes all figures but the slices of the trace."""
+        """Writes all figures except the slices of the trace."""
         Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures but the slices of the trace, of lists, dicts, strings and numbers."""
+        """All figures except the slices of the trace, as lists, dicts, strings and numbers."""
         return {"step": self.step, "all_ranks": self.numbers(), "ranks": [each.as_dict() for each in self.ranks]}
 
     def to_trace(self, path: str | Path) -> None:
-        """Writes the last detailed steps as a Chrome trace, for ui.perfetto.dev: a process a rank, all on one clock.
+        """Writes the last detailed steps as a Chrome trace, for ui.perfetto.dev: one process per rank, all on one clock.
 
         Raises:
             ValueError: no step was timed in detail.

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: every moment of a step belongs to one phase of one transform, or to one wait."""
+"""A breakdown of a rank's time: every moment of a step belongs to one phase of one transform, or to one wait."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,13 +39,13 @@ _STAGE_OF = {
 
 
 class SpanKey(NamedTuple):
-    """Who has a moment of a step.
+    """The place of a moment of a step.
 
     Attributes:
         stage: one of ``STAGES``.
-        phase: the phase of the step; "step" for what is between phases.
+        phase: the phase of the step; "step" between phases.
         by: the transform that wraps the phase, or the base step.
-        waits_for: the collective and its group, where the rank is inside of one; "" where it computes.
+        waits_for: the collective and its group, inside of one; "" during computation.
     """
 
     stage: str
@@ -60,7 +60,7 @@ class SpanClock:
 
     Law: the times of all places add up to the step's time, because each moment is counted once, at the innermost place.
 
-    On a device the host waits for all of its work wherever the place changes.
+    On a device the host synchronises wherever the place changes.
 
     Attributes:
         clock: in seconds.
@@ -78,7 +78,7 @@ class SpanClock:
 
     @property
     def here(self) -> bool:
-        """Whether a step is under way, in this thread."""
+        """Whether a step is running in this thread."""
         return bool(self._open) and get_ident() == self._thread
 
     @property
@@ -105,7 +105,7 @@ class SpanClock:
 
     @contextmanager
     def within(self, phase: str, by: str, stage: str | None = None) -> Iterator[None]:
-        """A phase; without a stage it is of the one that its name says, or of the one around it."""
+        """A phase; without a stage it belongs to the one of its name, or to the enclosing one."""
         outer = self._open[-1][0]
         fresh = outer.phase == "gradients" or outer.stage in ("other", "passes")
         found = _STAGE_OF.get(phase, outer.stage) if fresh else outer.stage
@@ -128,7 +128,7 @@ class SpanClock:
             self._end()
 
     def waited(self, what: str, began: float) -> None:
-        """A wait since then is over: nothing else has ended meanwhile."""
+        """A wait since then is over; nothing else has ended in between."""
         if not self.here:
             return
         began = max(began, self._last)
@@ -137,7 +137,7 @@ class SpanClock:
         self._end()
 
     def forward_ended(self) -> None:
-        """From here on the base's pass under way is a backward pass."""
+        """From here on the base's current pass is a backward pass."""
         if self.here and self._open[-1][0].stage == "forward":
             place, began = self._open.pop()
             self._count(self._now(), place)
@@ -174,7 +174,7 @@ class WaitLedger(Ledger):
     spans: SpanClock = attrs.field(factory=SpanClock, kw_only=True, repr=False)
 
     def record(self, made: LedgerCall, handle: Handle, began: float, *, early: bool) -> Handle:
-        """As a ledger does; the arguments are the same."""
+        """As a ledger does, with the same arguments."""
         what = f"{made.call.title(made.here.rank)[0]} {made.group}"
         self.spans.waited(what, began)
         inner = super().record(made, handle, began, early=early)
@@ -187,11 +187,11 @@ class WaitLedger(Ledger):
 
 
 def timed(step: Step, now: Callable[[], SpanClock | None], *, around: Callable[..., Any] | None = None) -> Step:
-    """The step, each of whose phases tells a clock when it begins and ends; what it computes is the same.
+    """The step, with each phase reporting its begin and end to a clock; results are unchanged.
 
     Args:
         step: any.
-        now: the clock of the step under way; None where none is timed.
+        now: the clock of the current step; None if none is timed.
         around: called as ``around(phase, function, step, *args)`` instead of each of the base's functions.
     """
 
@@ -221,7 +221,7 @@ def timed(step: Step, now: Callable[[], SpanClock | None], *, around: Callable[.
 
 
 def _telling(view: View, spans: SpanClock) -> View:
-    """The view, which tells the clock when its forward pass has ended."""
+    """The view, which reports to the clock when its forward pass has ended."""
 
     def finish() -> None:
         view.finish()

@@ -1,1 +1,1 @@
-"""Rematerialisation (activation checkpointing): policies, recomputation, CPU offload and partitioning of saved tensors."""
+"""Activation checkpointing: policies, recomputation, CPU offload and partitioning of saved tensors."""

@@ -1,4 +1,4 @@
-"""Which modules inside of a module a pattern means: blocks that transforms run in ways of their own."""
+"""Which submodules a pattern matches: blocks that transforms run differently."""
 
 import fnmatch
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ __all__ = ["check_blocks", "check_pattern", "find_blocks", "fits", "no_such_bloc
 
 
 def check_pattern(blocks: Any) -> None:
-    """Refuses what is neither a pattern nor None.
+    """Raises an error unless the value is a pattern or None.
 
     Raises:
         TypeError: it is something else.
@@ -23,7 +23,7 @@ def check_pattern(blocks: Any) -> None:
 
 
 def find_blocks(module: nn.Module, blocks: str | None) -> list[str]:
-    """The paths of the modules that a pattern means; a list of modules stands for its members."""
+    """The paths of the modules that a pattern matches; a list of modules stands for its members."""
     found: list[str] = []
     for path, inner in module.named_modules():
         if fits(path, blocks):
@@ -33,7 +33,7 @@ def find_blocks(module: nn.Module, blocks: str | None) -> list[str]:
 
 
 def check_blocks(transform: str, params: Any, blocks: str | None) -> None:
-    """Refuses a pattern that matches no module with params.
+    """Raises an error for a pattern that matches no module with params.
 
     Raises:
         ValueError: it matches none.

@@ -1,4 +1,4 @@
-"""The regions of remat that a thread is in, for calls inside of them."""
+"""The stack of remat regions of a thread."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ __all__ = ["Entered", "called", "current_region", "entered", "one_operation", "r
 
 
 class Entered(Protocol):
-    """What a region says to what runs inside of it."""
+    """A region, as seen by the code inside of it."""
 
     policy: "RematPolicy"
     modules: "ModuleCalls"
@@ -41,7 +41,7 @@ _THREAD = _Thread()
 
 @contextmanager
 def entered(region: Entered) -> Iterator[None]:
-    """Within the block the region is the innermost one that this thread runs."""
+    """A context in which the region is this thread's innermost one."""
     _THREAD.regions.append(region)
     try:
         yield
@@ -56,7 +56,7 @@ def current_region() -> Entered | None:
 
 @contextmanager
 def one_operation(known: Iterable[Tensor]) -> Iterator[None]:
-    """Within the block the regions around see no operations: a compiled function is one, and what it saves is "inside".
+    """A context in which enclosing regions see no operations: a compiled function is one, and what it saves is "inside".
 
     Args:
         known: what it is given and does not make: its inputs, params and buffers.
@@ -70,7 +70,7 @@ def one_operation(known: Iterable[Tensor]) -> Iterator[None]:
 
 
 def refuse_exceptions() -> None:
-    """Refuses compiled code in a region whose policy has exceptions for single operations, which cannot be found in there.
+    """Raises an error for compiled code in a region whose policy has exceptions for single operations, which it would hide.
 
     Raises:
         ValueError: there is such a region.
@@ -84,7 +84,7 @@ def refuse_exceptions() -> None:
 
 
 def called(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` as a call of the module: it writes the module's buffers and plain attributes once, however often it runs."""
+    """``forward`` as a call of the module that changes its buffers and plain attributes once, however often it runs."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:

@@ -1,13 +1,13 @@
-"""Which operation of a function made which memory, and outputs that are kept so that a second run skips their operations.
+"""Tracks which operation made which memory, and keeps outputs, so that a second run skips their operations.
 
-``torch.utils.checkpoint`` runs the function again; its ``create_selective_checkpoint_contexts`` (torch 2.13) would serve for
-matrix products that stay on the device, and this does for more:
+``torch.utils.checkpoint`` runs the function again; its ``create_selective_checkpoint_contexts`` (torch 2.13) would suffice for
+matrix products that stay on the device. This does more:
 
-- An output is kept by a name that it gets after its operation, on the host or in pieces on a group's ranks, too. Torch computes
-  again what its policy ``MUST_CPU_OFFLOAD`` names.
-- The second run may have other operations that are not differentiated, such as fetches of params in shards, and fewer of them.
-  Torch counts all operations, and raises.
-- What was written in place since it was kept is computed again. Torch raises.
+- An output may be kept by a name that it gets after its operation, also on the host or partitioned over a group's ranks. Torch
+  recomputes what its policy ``MUST_CPU_OFFLOAD`` names.
+- The second run may have other undifferentiated operations, such as gathers of sharded params, and fewer of them. Torch counts
+  all operations, and raises an error.
+- What was written in place since it was kept is recomputed. Torch raises an error.
 - Reports know what every saved tensor is.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["MATMULS", "OpRecorder", "Replayer"]
 
 
 def _operations(*names: str) -> frozenset[Any]:
-    """Those of them that this torch has."""
+    """Those operators that this torch version has."""
     found = [getattr(torch.ops.aten, name, None) for name in names]
     return frozenset(packet.default for packet in found if packet is not None)
 
@@ -47,7 +47,7 @@ _Signature = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors that a
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it has one storage, and is no subclass: fake tensors, on which a function may try something, are not its own."""
+    """Whether it has one storage and is not a subclass, such as the fake tensors on which a function may try something."""
     return (is_own(tensor) or type(tensor) is nn.Parameter) and tensor.layout == torch.strided
 
 
@@ -62,8 +62,8 @@ def _outputs(out: Any) -> tuple[Any, ...]:
 class _CallIndex:
     """Numbers a function's operations; the second run gets the same numbers.
 
-    Only differentiated operations count: gathers of params and the inside of collectives, which come and go, are not. Nor do
-    those of a backward pass that the function starts: in the first run alone it recomputes what it needs.
+    Only differentiated operations are numbered, not gathers of params and the inside of collectives, which vary. Nor are those
+    of a backward pass that the function starts, which only in the first run recomputes what it needs.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ class _Allocation:
 
     Attributes:
         storage: alive as long as it is used elsewhere.
-        operation: None where the second run could not tell it, as in a backward pass inside.
-        signature: of what the operation was given.
-        view: shape, strides and offset of the output that lies in it.
+        operation: None if the second run could not identify it, as in a nested backward pass.
+        signature: of the operation's inputs.
+        view: shape, strides and offset of the output in it.
         others: the operation's further outputs, if it has several.
         name: by ``checkpoint_name``.
         changed: whether an operation has written into it since.
@@ -104,12 +104,12 @@ class _Allocation:
 
 @attrs.frozen(eq=False)
 class _Result:
-    """The outputs of an operation, kept.
+    """An operation's kept outputs.
 
     Attributes:
-        signature: of what the operation was given.
+        signature: of the operation's inputs.
         outputs: stored tensors, and other values as they are.
-        single: whether the operation returns the one output alone, in no tuple.
+        single: whether the operation returns one output, not in a tuple.
         what: "matmuls", or a name, for reports.
     """
 
@@ -129,9 +129,9 @@ class _Result:
 
 
 class OpRecorder(TorchDispatchMode):
-    """While a function runs for the first time: notes which operation made which memory, and keeps outputs for a second run.
+    """Records, in a function's first run, which operation made which memory, and keeps outputs for a second run.
 
-    What is being copied to the host is not written into: such an operation waits for the copies.
+    An operation that writes into a tensor that is being copied to the host waits for the copy.
 
     Args:
         policy: which outputs are kept where.
@@ -165,12 +165,12 @@ class OpRecorder(TorchDispatchMode):
 
     @contextmanager
     def unseen(self, known: Iterable[Tensor]) -> Iterator[None]:
-        """Within the block operations do not come by here: what autograd saves, beside these tensors, they have made.
+        """A context whose operations are not recorded: what autograd saves, except these tensors, they have made.
 
-        What earlier operations made keeps its name.
+        Earlier operations' memory keeps its name.
         """
         if self._store is not None:
-            self._store.hold_device()  # whatever is written in there
+            self._store.hold_device()  # anything may be written in there
         before, self._known = self._known, {address_of(t) for t in known if _is_plain(t)}
         try:
             yield
@@ -178,7 +178,7 @@ class OpRecorder(TorchDispatchMode):
             self._known = before
 
     def end(self) -> None:
-        """Ends the first run. Outputs that were changed in place since they were made are dropped, and computed again."""
+        """Ends the first run. Outputs that were changed in place since they were made are dropped, and recomputed."""
         for operation, signature, out in self._matmuls:
             values = _outputs(out)
             if operation not in self.results and all(not isinstance(v, Tensor) or version_of(v) == 0 for v in values):
@@ -200,7 +200,7 @@ class OpRecorder(TorchDispatchMode):
         """Names the operation that made the tensor's memory, and keeps its output if the policy says so.
 
         Raises:
-            ValueError: the output is to be kept and cannot be.
+            ValueError: the output must be kept and cannot be.
         """
         memory, how = self._find(tensor), self._policy.names.get(name, Keep.RECOMPUTE)
         if memory is None:
@@ -226,13 +226,13 @@ class OpRecorder(TorchDispatchMode):
         return memory if memory is not None and memory.storage() is storage else None
 
     def _is_changed(self, output: Any) -> bool:
-        """Whether an output that stays was written into, maybe by way of another view, which has a version of its own."""
+        """Whether an output that stays was written into, perhaps through another view, with its own version counter."""
         tensor = output.tensor if isinstance(output, Resident) else output
         memory = self._find(tensor) if isinstance(tensor, Tensor) else None
         return (memory is not None and memory.changed) or (isinstance(output, Resident) and output.changed)
 
     def _note(self, operation: _Operation | None, given: Sequence[Tensor], out: Any) -> None:
-        """Notes the memory that an operation allocated."""
+        """Records the memory that an operation allocated."""
         known = {address_of(t) for t in given if _is_plain(t)}
         values = _outputs(out)
         for place, value in enumerate(values):
@@ -259,7 +259,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 class Replayer(TorchDispatchMode):
-    """While the function runs again: skips the operations whose outputs were kept."""
+    """In a function's second run: skips the operations whose outputs were kept."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()

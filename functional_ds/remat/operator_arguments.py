@@ -1,4 +1,4 @@
-"""What a call of an operator is given: its tensors, and those of them that it writes into."""
+"""The tensor arguments of a call of an operator, and those of them that it writes into."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def tensors_given(values: Iterable[Any]) -> list[Tensor]:
 
 
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a call of an operator writes into, as its schema says: tensors, lists of them, or nodes of a graph.
+    """The arguments that a call of an operator writes into, by its schema: tensors, lists of them, or nodes of a graph.
 
     >>> import torch
     >>> x = torch.ones(2)

@@ -54,8 +54,8 @@ class PartitionLog:
 
     Attributes:
         values: dtype and size of each tensor, in order.
-        sums: the sum of each tensor's bytes, where values are compared.
-        compares_values: whether values are compared, beside dtypes and sizes.
+        sums: the sum of each tensor's bytes, if values are compared.
+        compares_values: whether values are compared in addition to dtypes and sizes.
     """
 
     values: list[str] = attrs.field(factory=list)
@@ -69,10 +69,10 @@ class PartitionLog:
             self.sums.append(flat.view(torch.uint8).sum() if flat.numel() else flat.new_zeros((), dtype=torch.int64))
 
     def compare(self, group: comm.Group) -> None:
-        """Compares the ranks' logs and clears them. Ranks that differ would gather in vain for each other, or a mixture.
+        """Compares the ranks' logs and clears them. Otherwise ranks that differ would deadlock, or gather a mixture.
 
         Raises:
-            RuntimeError: on all ranks; it names those that differ from rank 0.
+            RuntimeError: on all ranks; names those that differ from rank 0.
         """
         channel = group.channel(f"{_CHANNEL}/control")
         counts = (len(self.values), len(self.sums))
@@ -90,7 +90,7 @@ class PartitionLog:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what was partitioned."""
+        """Clears the log."""
         self.values.clear()
         self.sums.clear()
 

@@ -1,4 +1,4 @@
-"""Rematerialisation policies as data: which of the tensors that a backward pass needs are saved, and where."""
+"""Activation-checkpointing policies as data: which tensors are saved for the backward pass, and where."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -18,8 +18,8 @@ class Keep(Enum):
     | word | meaning |
     |---|---|
     | save | on its device |
-    | recompute | nowhere: it is dropped and computed again |
-    | offload | in the host's memory |
+    | recompute | nowhere: it is dropped and recomputed |
+    | offload | in host memory |
     | partition | on the ranks of a group, 1/n on each, all-gathered for the backward pass |
     """
 
@@ -38,7 +38,7 @@ def _frozen(names: Mapping[str, Keep]) -> Mapping[str, Keep]:
 
 @attrs.frozen(repr=False)
 class RematPolicy:
-    """Which of the tensors that a backward pass needs are kept where.
+    """An activation-checkpointing policy: which tensors are saved for the backward pass, and where.
 
     Its text is a word for the default, then ``what=word`` for exceptions. Law: ``parse(str(policy)) = policy``.
 
@@ -46,7 +46,7 @@ class RematPolicy:
         default: for tensors that no exception covers.
         inputs: for the function's inputs. None is the default, except that a recomputed function's inputs are saved.
         matmuls: for the outputs of matrix products, convolutions and attention. None is the default.
-        names: for tensors that ``checkpoint_name`` named.
+        names: for tensors named by ``checkpoint_name``.
 
     >>> policy = RematPolicy.parse("recompute,inputs=offload,attn_out=save")
     >>> policy.default, policy.names["attn_out"], str(policy)
@@ -79,10 +79,10 @@ class RematPolicy:
 
     @staticmethod
     def parse(text: "str | RematPolicy") -> "RematPolicy":
-        """The policy of a text; a policy is returned as it is.
+        """Parses a policy; a ``RematPolicy`` is returned unchanged.
 
         Raises:
-            ValueError: a word is unknown; the message names the nearest one.
+            ValueError: an unknown word; the message suggests the nearest one.
             TypeError: ``text`` is neither text nor a policy.
         """
         if isinstance(text, RematPolicy):
@@ -102,7 +102,7 @@ class RematPolicy:
         return RematPolicy(default, inputs, matmuls, exceptions)
 
     def of(self, what: str) -> Keep:
-        """Where tensors of a kind are saved: "inputs", "matmuls", a name, or anything else for the default."""
+        """Where to keep tensors of a category: "inputs", "matmuls", a name, or anything else for the default."""
         if what == _INPUTS:
             return self.inputs or (Keep.SAVE if self.recomputes else self.default)
         if what == _MATMULS:
@@ -116,7 +116,7 @@ class RematPolicy:
 
     @property
     def saves_everything(self) -> bool:
-        """Whether autograd's own way is the policy's."""
+        """Whether the policy is what autograd does by default."""
         return self.default is Keep.SAVE and self.inputs is None and not self.by_operation
 
     @property
@@ -126,7 +126,7 @@ class RematPolicy:
 
     @property
     def by_operation(self) -> bool:
-        """Whether the outputs of single operations are exceptions, which needs a dispatch mode to see them."""
+        """Whether outputs of single operations are exceptions, which needs a dispatch mode to see them."""
         return bool(self.names) or self.matmuls is not None
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A call of a function under a policy: what autograd saves in it is dropped and recomputed, or stored, as the policy says."""
+"""A call of a function under a policy: its saved tensors are recomputed or stored."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -88,7 +88,7 @@ class Region:
 
     @property
     def recomputed(self) -> bool:
-        """Whether this region, or one around it, runs again."""
+        """Whether this region, or an enclosing one, is running again."""
         return self.policy.recomputes or (self.parent is not None and self.parent.recomputed)
 
     def name(self, tensor: Tensor, name: str) -> None:
@@ -98,13 +98,13 @@ class Region:
             self._recorder.name(tensor, name)
 
     def unseen(self, known: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Within it no recorder sees operations; ``known`` is what they are given."""
+        """A context in which no recorder sees operations; ``known`` is what they are given."""
         return nullcontext() if self._recorder is None or self.replaying else self._recorder.unseen(known)
 
     # -- the two ways --------------------------------------------------------------------------------------------------
 
     def recompute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs the function under torch's checkpoint: its backward pass runs it again, without the operations kept."""
+        """Runs the function under torch's checkpoint, which runs it again in the backward pass, without the kept operations."""
         values, rebuilt = _separated(args, kwargs)
         device = in_use()
         if device is not None and all(value.device != device for value in values):  # torch's checkpoint asks its inputs only
@@ -140,7 +140,7 @@ class Region:
     # -- runs ----------------------------------------------------------------------------------------------------------
 
     def _dispatch_modes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For the first run and for further ones; torch wants two modes where a step is traced."""
+        """For the first run and for further ones; torch needs two modes if a step is traced."""
         if self._recorder is None:
             return nullcontext(), nullcontext()
         replays = self.policy.by_operation or current_recorder() is not None
@@ -176,7 +176,7 @@ class Region:
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def _count_dropped(self) -> AbstractContextManager[Any]:
-        """Notes what torch's checkpoint is given to drop."""
+        """Records what torch's checkpoint drops."""
         recorder, report, inner = self._recorder, self.notes.report, SavedTensorHooks.in_force()
         if recorder is None or report is None:
             return nullcontext()
@@ -190,7 +190,7 @@ class Region:
         return saved_tensors_hooks(pack, inner.unpack)
 
     def _store_hooks(self, inputs: Sequence[Any], origin: Callable[[Tensor], str | None]) -> AbstractContextManager[Any]:
-        """Stores what autograd saves: the inputs, and tensors that ``origin`` knows. Any other is left to the outer hooks."""
+        """Stores what autograd saves: the inputs, and tensors that ``origin`` recognises. Outer hooks get the others."""
         own = [value for value in inputs if _is_value(value) and value.layout == torch.strided]
         addresses = set(map(address_of, own))
         movable = {address_of(value) for value in own if value.requires_grad}  # the caller keeps any other anyway
@@ -227,7 +227,7 @@ _OF_TRANSFORMS = (
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Says what to do instead where torch refuses its own transforms."""
+    """A context that explains torch's errors about its own transforms."""
     try:
         yield
     except RuntimeError as error:
@@ -247,9 +247,9 @@ class _Outer:
 
 
 def _separated(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors among arguments, each once, and what puts others in their places; the latter holds none of them.
+    """The tensors among arguments, each once, and a function that puts others in their places, which holds none of them.
 
-    Each time it gives the arguments as they are now, also where a run writes into an object among them.
+    It uses the arguments as they are at each call, also if a run writes into an object among them.
     """
     leaves, spec = tree.flatten((args, kwargs))
     values = list({id(leaf): leaf for leaf in leaves if _is_value(leaf)}.values())
@@ -266,5 +266,5 @@ def _separated(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence
 
 
 def _is_value(leaf: Any) -> bool:
-    """Whether it is a computed tensor: no parameter, which stays anyway, and nothing that stands for one."""
+    """Whether it is a computed tensor: not a parameter, which stays anyway, nor a placeholder for one."""
     return isinstance(leaf, Tensor) and is_own(leaf) and not (leaf.is_leaf and leaf.requires_grad)

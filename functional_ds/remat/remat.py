@@ -1,4 +1,4 @@
-"""Functions whose saved tensors are recomputed, offloaded or partitioned."""
+"""Activation checkpointing of functions: saved tensors are recomputed, offloaded or partitioned."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -25,29 +25,29 @@ def remat(
     group: comm.Group | None = None,
     name: str | None = None,
 ) -> Callable[..., R]:
-    """``function``, with the tensors that its backward pass needs kept as the policy says.
+    """Activation checkpointing: ``function`` with its saved tensors recomputed, offloaded or partitioned, by a policy.
 
-    Law 28: value and gradients are the function's, dropout included: a second run has the random state of torch and the
-    autocast of the first. The function must compute the same each time, as ``torch.utils.checkpoint`` asks, and what it reads
-    beside its arguments must not have changed. What it writes beside its result, every run writes, except for the buffers of a
-    module: a module that the function is, is a method of, or calls by ``fds.functional``'s ``apply``. Remats nest: the tensors
-    saved inside an inner one are kept as the inner one says, and its inputs as the outer one says.
+    Law 28: value and gradients are the function's, dropout included: a second run has torch's random state and the autocast of
+    the first. As for ``torch.utils.checkpoint``, the function must compute the same each time, so what it reads besides its
+    arguments must not change. Its side effects happen in every run, except writes to module buffers: of a module that the
+    function is, is a method of, or calls by ``fds.functional``'s ``apply``. Remats nest: the inner policy applies to tensors
+    saved inside, the outer one to the inner function's inputs.
 
-    The function's inputs are the tensors in its arguments, nested or by keyword. Leaves that require grad (params) stay where
-    they are.
+    The function's inputs are the tensors in its arguments, nested or by keyword. Leaves that require grad (params) always stay
+    in place.
 
     Args:
         function: any; it may return any tree.
         policy: a ``RematPolicy``, or its text: "recompute", "save", "offload" or "partition", then exceptions, as in
-            "recompute,inputs=offload,attn_out=save". The second run skips the operation that made a named tensor which is kept.
+            "recompute,inputs=offload,attn_out=save". The second run skips the operation that made a kept named tensor.
         group: for "partition": ranks on which the function computes the same, for example a tensor-parallel group. Each rank
-            keeps 1/n of a tensor, plus padding, and the backward pass all-gathers it. All ranks of the group must gather in one
-            order. Within a step they compare, before the backward pass, what they partitioned; where they differ, all raise.
+            keeps 1/n of a tensor, plus padding, and the backward pass all-gathers it, in the same order on all ranks. Within a
+            step the ranks compare, before the backward pass, what they partitioned; if they differ, all raise an error.
         name: for reports; by default the function's.
 
     Raises:
-        ValueError: a word of the policy is unknown; the policy partitions and there is no group, or the other way round; when
-            called: the policy names a tensor that ``checkpoint_name`` did not name.
+        ValueError: an unknown word in the policy; the policy partitions and there is no group, or the reverse; when called: the
+            policy names a tensor that ``checkpoint_name`` did not name.
 
     >>> import torch
     >>> w, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3)
@@ -75,14 +75,23 @@ def remat(
 
 
 def checkpoint_name(value: Tensor, name: str) -> Tensor:
-    """The value, which policies of the ``remat`` around it may now refer to by this name.
+    """Names a value for policies of the enclosing ``remat``, as ``jax.ad_checkpoint.checkpoint_name`` does.
 
-    The name stands for the operation that made the value: where it is saved, offloaded or partitioned, a second run skips the
-    operation. Outside a ``remat`` the function does nothing.
+    The name refers to the operation that made the value: if it is saved, offloaded or partitioned, a second run skips the
+    operation. Outside a ``remat`` the function returns the value unchanged.
 
     Raises:
         ValueError: the policy keeps the value while it recomputes others, and no differentiated operation made the value, or
             one wrote into it since.
+
+    >>> import torch
+    >>> import functional_ds as fds
+    >>> block = fds.remat(lambda w, x: checkpoint_name(x @ w, "product").tanh(), policy="recompute,product=save")
+    >>> w = torch.ones(2, 2, requires_grad=True)
+    >>> with fds.remat_report() as report:
+    ...     block(w, torch.ones(1, 2)).sum().backward()
+    >>> [(row.what, row.keep.value) for row in report.rows]
+    [('inputs', 'save'), ('inside', 'recompute'), ('product', 'save')]
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"checkpoint_name: value={value!r} is no tensor; name tensors, one by one")
@@ -93,7 +102,7 @@ def checkpoint_name(value: Tensor, name: str) -> Tensor:
 
 
 def check_group(policy: RematPolicy, group: comm.Group | None) -> None:
-    """Refuses a policy that partitions without a group, and a group that no policy uses."""
+    """Raises an error for a policy that partitions without a group, and a group that no policy uses."""
     if group is not None and not isinstance(group, comm.Group):
         raise TypeError(f"group={group!r} is no group: pass mesh['tp'], say")
     if policy.partitions and group is None:
@@ -103,7 +112,7 @@ def check_group(policy: RematPolicy, group: comm.Group | None) -> None:
 
 
 def check_names(policy: RematPolicy, seen: Collection[str]) -> None:
-    """Refuses a policy with a name that no value got."""
+    """Raises an error for a policy with a name that no value got."""
     for name in policy.names:
         if name not in seen:
             of = f", of {', '.join(sorted(seen))}" if seen else ""

@@ -1,4 +1,4 @@
-"""Reports of what backward passes need: bytes saved, recomputed, offloaded and partitioned."""
+"""Reports of activation memory: bytes saved, recomputed, offloaded and partitioned."""
 
 import threading
 import weakref
@@ -19,7 +19,7 @@ _HERE = threading.local()  # the reports that this thread has open
 
 @attrs.frozen
 class ReportRow:
-    """The tensors of one part, of one kind, that are kept in one way.
+    """The tensors of one part and category that are kept in one way.
 
     Attributes:
         part: the path of a module, or the name of a function.
@@ -49,17 +49,18 @@ class _SavedStorage:
 
 @attrs.define(eq=False, repr=False)
 class RematReport:
-    """The activations of the forward passes that ran while the report was open, to the byte.
+    """The activation memory of the forward passes that ran while the report was open, in exact bytes.
 
-    Each storage counts once, under the first part that noted it. Params and sparse tensors do not count. What the autograd
+    Each storage counts once, under the first part that recorded it. Params and sparse tensors do not count. What the autograd
     graph holds outside of any part counts only if ``T.remat`` is among the step's transforms.
 
-    Law: saved + recomputed, plus the wholes of offloaded and partitioned, is what autograd alone would hold, plus inputs that
-    only a second run needs, plus named tensors that only a second run is spared, plus what is held in two places.
+    Law: saved + recomputed, plus the whole bytes of offloaded and partitioned tensors, is what plain autograd would hold, plus
+    inputs that only a second run needs, plus named tensors that only spare a second run operations, plus what is held in two
+    places.
 
     Attributes:
         saved: bytes held on the device.
-        recomputed: bytes not held, because the backward pass computes them again.
+        recomputed: bytes not held, because the backward pass recomputes them.
         offloaded: bytes held on the host.
         partitioned: bytes of partitioned tensors that this rank holds.
     """
@@ -72,7 +73,7 @@ class RematReport:
 
     @property
     def rows(self) -> list[ReportRow]:
-        """One for each part, kind of tensor and way to keep it."""
+        """One row for each part, category and way to keep."""
         totals: dict[tuple[str, str, Keep], list[int]] = {}
         for entry in self._entries:
             if entry.saved or id(entry.memory) not in self._gone:
@@ -87,7 +88,7 @@ class RematReport:
 
     @property
     def recomputed(self) -> int:
-        """Bytes that are computed again."""
+        """Bytes that are recomputed."""
         return sum(row.whole for row in self.rows if row.keep is Keep.RECOMPUTE)
 
     @property
@@ -117,7 +118,7 @@ class RematReport:
     # -- for regions ---------------------------------------------------------------------------------------------------
 
     def note(self, part: str, what: str, tensor: Tensor, *, saved: bool) -> None:
-        """The backward pass needs this tensor's memory, which is held, or will be computed again."""
+        """The backward pass needs this tensor's memory, which is held or recomputed."""
         if tensor.layout != torch.strided:
             return
         entry = self._entry(part, what, tensor)
@@ -153,12 +154,12 @@ def _add(numbers: list[int], whole: int, held: int) -> None:
 
 @attrs.frozen
 class Notes:
-    """What one part notes in a report, if one is open.
+    """What one part records in a report, if one is open.
 
     Attributes:
         report: None for nowhere.
         part: the part's name.
-        recomputed_outside: whether a part around this one recomputes: what this one leaves to autograd is then dropped.
+        recomputed_outside: whether an enclosing part recomputes, so that what this one leaves to autograd is dropped.
     """
 
     report: RematReport | None
@@ -178,7 +179,7 @@ class Notes:
 
 @contextmanager
 def remat_report() -> Iterator[RematReport]:
-    """Counts what becomes of activations while the block runs, in this thread. Counting slows a step down.
+    """Opens a report of activation memory for this thread, in a ``with`` block. It slows steps down.
 
     >>> import functional_ds as fds
     >>> x = torch.ones(4, requires_grad=True)

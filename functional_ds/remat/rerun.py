@@ -1,4 +1,4 @@
-"""What a function finds when it runs again, in its modules and its arguments: what the first run found."""
+"""Restores, for a function's second run, the state of its modules and arguments in the first."""
 
 import copy
 import types
@@ -23,10 +23,10 @@ _CONTAINERS = (list, tuple, dict, set, deque)
 
 
 def snapshot(values: list[Any]) -> list[Any]:
-    """Copies of objects and of the containers and objects inside; tensors, modules and functions stay the same.
+    """Copies of objects and of the containers and objects inside; tensors, modules and functions are not copied.
 
-    ``transformers.DynamicCache`` appends to lists and sets attributes, so a layer that runs again must find it as it was.
-    Tensors that are written in place are not copied.
+    ``transformers.DynamicCache`` appends to lists and sets attributes, so a layer that runs again needs it as it was. Tensors
+    that are written in place are not copied.
     """
     memo: dict[int, Any] = {}
     return [_object_copied(value, memo) for value in values]
@@ -53,16 +53,16 @@ def _object_copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 _SMALL = 1 << 16  # bytes of a buffer whose copy stays without a look at what was written, which would wait for a device
-_PLAIN = (type(None), bool, int, float, complex, str)  # attributes by which modules tell what their buffers hold
+_PLAIN = (type(None), bool, int, float, complex, str)  # attributes that describe what modules' buffers hold
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _ABSENT = object()
 
 
 @attrs.frozen(eq=False)
 class _Had:
-    """What one module had: parameters, buffers and plain attributes. ``_ABSENT`` stands for what the call made.
+    """One module's parameters, buffers and plain attributes. ``_ABSENT`` marks what the call made.
 
-    Parameters may be others by then: ``torch.func.functional_call`` puts its own in for a call.
+    Parameters may be replaced by then: ``torch.func.functional_call`` sets others for a call.
     """
 
     params: Mapping[str, Any]
@@ -72,7 +72,7 @@ class _Had:
 
 @attrs.define(eq=False)
 class Rewind:
-    """What a module and those in it, by path, had before a call."""
+    """The state, before a call, of a module and its submodules, by path."""
 
     _had: dict[str, _Had] = attrs.field(factory=dict)
     _copies: list[Tensor] = attrs.field(factory=list)  # those of its buffers that are no longer the modules' own
@@ -81,7 +81,7 @@ class Rewind:
     def once(self, module: nn.Module) -> Iterator[None]:
         """The call itself. Afterwards there are copies of small buffers, and of large ones that it wrote into.
 
-        Those have another version or other bits: ``x.data`` and the kernels of norms leave no version.
+        Writes are detected by versions and bits: ``x.data`` and the kernels of norms do not change versions.
         """
         owners = [
             (path, owner, dict(parameters_of(owner)), dict(buffers_of(owner)), set(vars(owner)), _plain(owner))
@@ -92,7 +92,7 @@ class Rewind:
         try:
             yield
         finally:
-            traced = current_recorder() is not None  # into a graph, which leaves copies out that nobody reads
+            traced = current_recorder() is not None  # into a graph, which omits unread copies
             written = {key for key, b in every.items() if traced or _is_small(b) or version_of(b) != versions[key]}
             written |= _other_bits([(b, copies[key]) for key, b in every.items() if key not in written])
             self._copies = [copies[key] for key in written]
@@ -103,7 +103,7 @@ class Rewind:
 
     @contextmanager
     def again(self, module: nn.Module) -> Iterator[None]:
-        """The call once more, maybe of another copy of the module. Then it has again what it has now, untouched."""
+        """The call again, perhaps of another copy of the module, whose present state is restored afterwards."""
         further, inner = _copies(self._copies), dict(module.named_modules())
         owners = [(inner[path], had) for path, had in self._had.items() if path in inner]
         now = []
@@ -121,7 +121,7 @@ class Rewind:
 
 
 def _put(into: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts values into a module's own dict; gives what was there."""
+    """Puts values into a module's own dict; returns the previous ones."""
     before = {name: into.get(name, _ABSENT) for name in values}
     for name, value in values.items():
         if value is _ABSENT:
@@ -143,7 +143,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """With structures and small tensors of its own: a call may write into them."""
+    """With copies of structures and small tensors: a call may write into them."""
     with _unseen():
         return {
             name: tree.map(lambda x: _copy(x) if isinstance(x, Tensor) and _is_small(x) else x, value)
@@ -158,23 +158,23 @@ def _is_small(buffer: Tensor) -> bool:
 
 
 def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """By id; no recorder takes them for what the function computes."""
+    """By id; no recorder records them as a part of the function."""
     with _unseen():
         return {id(tensor): _copy(tensor) for tensor in tensors}
 
 
 def _unseen() -> AbstractContextManager[Any]:
-    """Within it no mode sees operations; but where a step is traced into a graph, copies are nodes."""
+    """A context in which no mode sees operations; but if a step is traced into a graph, copies are nodes."""
     return nullcontext() if current_recorder() is not None else disable_dispatch_modes()
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy; where a step is traced, what has values belongs to no graph and stays."""
+    """A copy; if a step is traced, tensors with values are not part of the graph and are kept."""
     return tensor if current_recorder() is not None and not is_fake(tensor) else tensor.detach().clone()
 
 
 def _other_bits(pairs: Iterable[tuple[Tensor, Tensor]]) -> set[int]:
-    """The ids of tensors that have other bits than their copies; all are compared before the first answer is awaited."""
+    """The ids of tensors whose bits differ from their copies'; all are compared before the first result is awaited."""
     with disable_dispatch_modes():
         answers = [(id(tensor), _differs(tensor.detach(), copy)) for tensor, copy in pairs]
         return {key for key, answer in answers if answer}
@@ -191,20 +191,20 @@ def _differs(tensor: Tensor, copy: Tensor) -> Tensor | bool:
 
 @attrs.define(eq=False)
 class ModuleCalls:
-    """The calls of modules inside a region: further runs find in a module what the first run found in it.
+    """The calls of modules inside a region: later runs restore the modules' state in the first.
 
     Attributes:
-        reruns: whether there are further runs.
+        reruns: whether there are later runs.
     """
 
     reruns: bool
     _snapshots: list[Rewind] = attrs.field(factory=list)  # one for each call, in order
-    _left: Iterator[Rewind] | None = None  # those that this run has not come to yet; None in the first run
+    _left: Iterator[Rewind] | None = None  # those that this run has not reached yet; None in the first run
     _inside: frozenset[nn.Module] = frozenset()  # the modules that are being called, and their submodules
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """A further run, maybe in the middle of the first: a backward pass inside the function runs it again that far."""
+        """A later run, perhaps in the middle of the first, for a backward pass inside the function."""
         before, self._left = (self._left, self._inside), iter(self._snapshots)
         self._inside = frozenset()
         try:

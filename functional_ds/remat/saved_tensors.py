@@ -1,8 +1,8 @@
-"""Tensors that a backward pass needs, stored as a policy says: resident, on the host, or partitioned.
+"""Stores saved tensors by a policy: resident, on the host, or partitioned.
 
-``torch.autograd.graph.save_on_cpu`` copies each tensor as often as it is saved, params included, in the order of the device's
-work. Here a tensor is copied once however often it is saved, params stay, copies run beside the computation, and the way back
-of one begins with that of the one behind it.
+``torch.autograd.graph.save_on_cpu`` copies each tensor as often as it is saved, params included, synchronously with the
+device's work. Here a tensor is copied once however often it is saved, params are not copied, copies overlap computation, and
+fetching a tensor starts the fetch of the next.
 """
 
 import weakref
@@ -26,12 +26,12 @@ __all__ = ["Offloaded", "Resident", "SavedTensorHooks", "TensorStore", "address_
 
 
 def is_own(tensor: Tensor) -> bool:
-    """Whether it is a plain tensor; one without values is, where a step is traced into a graph."""
+    """Whether it is a plain tensor; a tensor without values is, if a step is traced into a graph."""
     return type(tensor) is Tensor or (is_fake(tensor) and current_recorder() is not None)
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where its memory is; a number that stands for that, where it has no values."""
+    """The address of its memory; a substitute if it has no values."""
     return storage_id(tensor) if is_fake(tensor) else tensor.untyped_storage().data_ptr()
 
 
@@ -40,11 +40,11 @@ def address_of(tensor: Tensor) -> int:
 
 @attrs.frozen
 class _Strides:
-    """How a tensor lay in memory.
+    """A tensor's layout in memory.
 
     Attributes:
         shape: its sizes.
-        sizes: the sizes of the elements that have memory of their own; 1 along expanded dims.
+        sizes: the sizes without expanded dims, which are 1.
         stride: the strides of these elements.
     """
 
@@ -53,15 +53,15 @@ class _Strides:
     stride: tuple[int, ...]
 
     def restore(self, flat: Tensor) -> Tensor:
-        """The tensor of a flat tensor that ``compact`` returned: the same values, shape and order in memory."""
+        """The inverse of ``compact``: the same values, shape and order in memory."""
         return flat.as_strided(self.sizes, self.stride).expand(self.shape)
 
 
 def compact(tensor: Tensor) -> tuple[Tensor, _Strides]:
-    """The elements that have memory of their own, flat in the order of memory, and the strides that undo it.
+    """The distinct elements in memory, flat in memory order, and the strides that undo it.
 
-    The flat tensor is a view where the elements are dense, else a copy. Law: ``strides.restore(flat)`` is the tensor, bit for
-    bit, and has its strides where it was dense.
+    The flat tensor is a view if the elements are dense, else a copy. Law: ``strides.restore(flat)`` is bitwise the tensor, and
+    has its strides if it was dense.
 
     >>> import torch
     >>> flat, strides = compact(torch.arange(6).view(2, 3).t().expand(4, 3, 2))
@@ -80,7 +80,7 @@ def compact(tensor: Tensor) -> tuple[Tensor, _Strides]:
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill one stretch of memory without overlap."""
+    """Whether the elements fill one range of memory without overlap."""
     following = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
         if step != following:
@@ -94,13 +94,13 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 @attrs.define(eq=False)
 class HostTensor:
-    """A flat tensor in the host's memory.
+    """A flat tensor in host memory.
 
     Attributes:
         host: the values.
-        stream: copies them to and from the device. On a CPU they are copied all the same, so that reports count the same.
-        previous: the tensor that was offloaded before this one. A backward pass needs it next, so its way back begins with
-            this one's.
+        stream: copies them to and from the device. On a CPU they are copied too, so that reports are the same.
+        previous: the tensor that was offloaded before this one. A backward pass needs it next, so its fetch begins with this
+            one's.
     """
 
     host: Tensor
@@ -161,7 +161,7 @@ class Resident:
 
 @attrs.define(eq=False)
 class Offloaded:
-    """A saved tensor that left the device, whole or but for this rank's piece. It is fetched once for all its uses.
+    """A saved tensor that is offloaded, or of which only this rank's piece is kept. It is fetched once for all its uses.
 
     Attributes:
         keep: OFFLOAD or PARTITION.
@@ -227,11 +227,11 @@ class TensorStore:
 
     @staticmethod
     def current(group: comm.Group | None, *, compares: bool = True) -> "TensorStore":
-        """The store of the pass that runs for this group; outside a pass a new one.
+        """The current pass's store for this group; outside a pass a new one.
 
         Args:
             group: the ranks that partition.
-            compares: whether a store that is new to the pass compares the ranks' logs when the forward pass ends.
+            compares: whether a store that is new to the pass compares the ranks' logs at the end of the forward pass.
         """
         pass_ = current_pass()
         if pass_ is None:
@@ -263,7 +263,7 @@ class TensorStore:
         return kept
 
     def hold_device(self) -> None:
-        """Orders what the devices do from now on, writes in place for example, after the copies to the host so far."""
+        """Orders later work of the devices, such as in-place writes, after the copies to the host so far."""
         for stream in self._streams.values():
             stream.hold_device()
 
@@ -298,9 +298,9 @@ class TensorStore:
 
 @attrs.frozen(eq=False)
 class SavedTensorHooks:
-    """What autograd saves instead of a tensor, and the tensor from it.
+    """Saved-tensor hooks: what autograd saves instead of a tensor, and the tensor from it.
 
-    ``torch.autograd.graph.saved_tensors_hooks`` nest, but torch applies the innermost only.
+    ``torch.autograd.graph.saved_tensors_hooks`` nest, but torch applies only the innermost.
     """
 
     pack: Callable[[Tensor], Any]
@@ -308,7 +308,7 @@ class SavedTensorHooks:
 
     @staticmethod
     def in_force() -> "SavedTensorHooks":
-        """This thread's hooks. Where there are none, the tensor stays, and a change in place is refused."""
+        """This thread's hooks. Without any, tensors are kept, and in-place changes raise an error."""
         # Torch has no public name for this; dynamo and AOTAutograd ask in the same way.
         found = saved_tensors_hooks_in_force()
         return SavedTensorHooks(*found) if found else SavedTensorHooks(Resident, lambda kept: kept.get())

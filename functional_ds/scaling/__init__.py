@@ -1,4 +1,4 @@
-"""Training runs on paper: time, memory, traffic and bubble of a transformer on any mesh, by formulas that tests execute."""
+"""Performance model: time, memory, traffic and bubble of a transformer on any mesh, by formulas checked in tests."""
 
 from .machine import MACHINES, Machine
 from .mesh_plan import RECOMPUTE, MeshPlan, RankShare, rank_share

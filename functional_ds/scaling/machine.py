@@ -1,4 +1,4 @@
-"""Machines as a few numbers: how fast they compute, how fast their memory and their links are, and how much they hold."""
+"""Machines as a few numbers: the speed of computation, memory and links, and memory capacity."""
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
@@ -33,26 +33,26 @@ def _is_number(value: Any) -> bool:
 
 @attrs.frozen
 class Machine:
-    """A rank's device and its links; all ranks have the same.
+    """A rank's device and its links; all ranks are the same.
 
     Attributes:
         name: for tables.
-        flops: operations a second of products in bf16.
+        flops: bf16 matmul operations per second.
         flops_fp32: the same in fp32.
-        memory_bandwidth: bytes a second of the device's memory, read and written.
-        link_bandwidth: bytes a second that a rank sends, in one direction, to another rank of its node.
+        memory_bandwidth: bytes per second of the device's memory, reads and writes together.
+        link_bandwidth: bytes per second that a rank sends, in one direction, to another rank of its node.
         link_latency: seconds of an empty message.
         operation_latency: seconds that the host takes to start an operation of an eager step: Python, autograd and modules.
         node_latency: the same for a node of a graph; None if not measured, for ``start_seconds``.
-        overlaps: the part of a collective's time in which the rank can compute; 1 where links move bytes by themselves, 0 where
-            the cores that compute do. Graphs' timelines have it; a planner's sum hides nothing.
+        overlaps: the fraction of a collective's time in which the rank can compute; 1 if links move bytes by themselves, 0 if
+            the computing cores do. Graph timelines use it; a planner's sum hides nothing.
         memory: bytes; 0 if unknown.
-        device: the kind, "cuda" or "cpu".
-        page_bandwidth: bytes a second of pages that are new from the operating system; 0 where an allocator keeps its memory.
-        factors: by kind of operation, ``"starts"`` and ``"communicate"``: how many times longer than at these rates it takes
-            here. Microbenchmarks and fits find them; 1 by default. The factor of products is one over their efficiency.
-        ranks_per_node: how many ranks share a node; 1 where all links are equal.
-        node_bandwidth: bytes a second that a rank sends to a rank of another node; 0 for ``link_bandwidth``.
+        device: the type, "cuda" or "cpu".
+        page_bandwidth: bytes per second of new pages from the operating system; 0 if an allocator keeps its memory.
+        factors: by category of operation, ``"starts"`` and ``"communicate"``: measured time relative to these rates, from
+            microbenchmarks and fits; 1 by default. The factor of products is one over their efficiency.
+        ranks_per_node: how many ranks share a node; 1 if all links are equal.
+        node_bandwidth: bytes per second that a rank sends to a rank of another node; 0 for ``link_bandwidth``.
     """
 
     name: str
@@ -88,10 +88,10 @@ class Machine:
             raise ValueError(f"device={self.device!r} is neither cuda nor cpu")
 
     def perfect_seconds(self, work: Mapping[SizedOperation, int], sent: Iterable[Row]) -> dict[str, float]:
-        """Seconds of a step by the names of ``FACTORS``, where all factors are 1: kernels as fast as the device is.
+        """Seconds of a step by the names of ``FACTORS``, with all factors 1.
 
         An operation takes the longer of computing and of moving its bytes (the roofline of Williams, Waterman & Patterson
-        2009). On the CPU a large result takes pages from the operating system, too, which clears them first.
+        2009). On the CPU a large result also takes pages from the operating system, which clears them first.
 
         Args:
             work: how often each operation runs.
@@ -115,9 +115,9 @@ class Machine:
         }
 
     def scaled(self, perfect: Mapping[str, float]) -> dict[str, float]:
-        """Such seconds times their factors; their sum is the step's.
+        """These seconds times their factors; their sum is the step's time.
 
-        Where a device computes concurrently with the host, ``"starts"`` is how much longer the host takes than the device.
+        If a device computes concurrently with the host, ``"starts"`` is how much longer the host takes than the device.
         """
         found = {name: self.factors[name] * perfect[name] for name in FACTORS}
         if self.device != "cpu":
@@ -141,7 +141,7 @@ class Machine:
 
     @property
     def host_computes(self) -> bool:
-        """Whether the host waits for each operation, since it is the device."""
+        """Whether the host waits for each operation, because it is the device."""
         return self.device == "cpu"
 
     @property
@@ -167,7 +167,7 @@ class Machine:
     def reduces(
         self, nbytes: float, ranks: int, *, beside: int | None = None, calls: int = 1, link: Link | None = None
     ) -> float:
-        """Seconds of all-reduces by rings: one for each device of a node that takes part, each on a separate link.
+        """Seconds of ring all-reduces, one for each participating device of a node, each on a separate link.
 
         Args:
             nbytes: of all values together.

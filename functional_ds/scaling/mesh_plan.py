@@ -1,4 +1,4 @@
-"""How a run is cut over ranks, and what a rank then has, computes and sends: exact counts."""
+"""How a run is split over ranks, and what a rank stores, computes and sends: exact counts."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _positive = attrs.validators.and_(attrs.validators.instance_of(int), attrs.valid
 
 @attrs.frozen(kw_only=True)
 class MeshPlan:
-    """A mesh dp x pp x tp, whose last axis has neighbouring ranks, and what each rank does in a step.
+    """A mesh dp x pp x tp, with neighbouring ranks along the last axis, and the settings of a step.
 
     Attributes:
         dp: data-parallel ranks.
@@ -32,11 +32,10 @@ class MeshPlan:
         stage: of ZeRO over dp.
         micro_batch: rows of a micro-batch.
         micro_batches: of a rank's step.
-        recompute: of each layer in the backward pass: "none"; what is "needed", as ``T.remat`` does, which leaves out the last
+        recompute: of each layer in the backward pass: "none"; what is "needed", as ``T.remat`` does, which omits the last
             product; or the "whole" layer, as Megatron-LM did in 2021.
-        fp32_gradients: whether sums over micro-batches are kept in fp32, and in stages 0 and 1 sent so, as this library does.
-        overlap: whether ZeRO's collectives overlap the computation: stage 3's all of it, others' the last
-            backward pass.
+        fp32_gradients: whether sums over micro-batches are fp32, and in stages 0 and 1 sent so, as in this library.
+        overlap: whether ZeRO's collectives overlap computation: stage 3's all of it, others' the last backward pass.
     """
 
     dp: int = attrs.field(default=1, validator=_positive)
@@ -84,7 +83,7 @@ class MeshPlan:
         return one_f_one_b(self.pp, self.micro_batches)
 
     def layers_of_a_stage(self, model: Transformer) -> int:
-        """How many layers each stage has.
+        """The number of layers per stage.
 
         Raises:
             ValueError: the mesh does not divide the model.
@@ -105,12 +104,12 @@ _AGAIN = {"none": 0, "needed": 1, "whole": 2}  # all-reduces of a layer that a r
 
 @attrs.frozen
 class PassWork:
-    """What a rank does in a stage's forward or backward pass of a micro-batch.
+    """A rank's work in a stage's forward or backward pass of a micro-batch.
 
     Attributes:
         operations: how often each runs: products of layers and of the head, and elementwise kernels.
-        calls: how many all-reduces of activations there are over tp.
-        elements: of all that is reduced, the loss's numbers included.
+        calls: the number of all-reduces of activations over tp.
+        elements: of everything that is reduced, including the loss's numbers.
     """
 
     operations: Mapping[SizedOperation, int]
@@ -167,12 +166,12 @@ class RankShare:
 
 
 def rank_share(model: Transformer, plan: MeshPlan, place: int = 0) -> RankShare:
-    """What a rank at some place of the pipeline has and does.
+    """What a rank at some place of the pipeline stores, computes and sends.
 
-    Laws 21, 40 and 55: a ledger counts what is in ``sent``, except padding and scalars. Over tp and in products it is what
-    ``stage_passes`` has. A boundary between stages on two ranks passes an activation on and its gradient back. Over dp it is
-    what ZeRO sends; stage 3 gathers each unit twice a micro-batch. A tied head on another rank than the embedding is a table of
-    its own; what keeps both equal is left out.
+    Laws 21, 40 and 55: ``sent`` is what a ledger counts, except padding and scalars. Over tp, and in products, it is what
+    ``stage_passes`` has. A boundary between stages on two ranks sends an activation and its gradient. Over dp it is what ZeRO
+    sends; stage 3 gathers each unit twice a micro-batch. A tied head on another rank than the embedding is a separate table;
+    the communication that keeps both equal is not counted.
 
     Args:
         model: the transformer.

@@ -1,4 +1,4 @@
-"""``predict_run``: the time, memory, traffic and bubble of a training run, from sizes alone."""
+"""``predict_run``: predicts a training run's time, memory, traffic and bubble from sizes."""
 
 from collections.abc import Mapping
 
@@ -17,22 +17,22 @@ __all__ = ["PredictedRun", "predict_run"]
 
 _SPENT = ("products", "kernels", "tensor")
 _LIVE = 3  # units that stage 3 has at one time by default: two whole, one ahead
-_UPDATED = 26  # bytes of an element that Adam reads and writes beside the gradient: fp32 master and moments, 16-bit param
+_UPDATED = 26  # bytes of an element that Adam reads and writes besides the gradient: fp32 master and moments, 16-bit param
 
 
 @attrs.frozen
 class PredictedRun:
-    """A run on paper.
+    """A predicted run.
 
     Attributes:
         model: what is trained.
         plan: on which mesh.
         machine: on which devices.
-        shares: what the pipeline's ranks have and do, by place.
+        shares: what the pipeline's ranks store and compute, by place.
         memories: their bytes, by place.
-        bubble: the part of the pipeline's time in which a rank does not compute, on average; messages' delays included.
-        seconds: of a step, one after another: ``products`` and ``kernels`` of the busiest rank, ``tensor``, its all-reduces,
-            ``pipeline``, its waits, ``data``, what ZeRO sends and nothing hides, and ``update``.
+        bubble: the average fraction of the pipeline's time in which a rank does not compute, including message delays.
+        seconds: of a step, by component: ``products`` and ``kernels`` of the busiest rank, ``tensor``, its all-reduces,
+            ``pipeline``, its waits, ``data``, ZeRO's communication that is not overlapped, and ``update``.
     """
 
     model: Transformer
@@ -50,17 +50,17 @@ class PredictedRun:
 
     @property
     def memory(self) -> Memory:
-        """Of the fullest rank."""
+        """Of the rank with the most."""
         return max(self.memories, key=lambda each: each.total)
 
     @property
     def fits(self) -> bool:
-        """Whether that is within a device's memory."""
+        """Whether that fits in a device's memory."""
         return self.memory.total <= self.machine.memory
 
     @property
     def flops_per_second(self) -> float:
-        """Of a rank, by the papers' convention, which counts a recomputation as a whole one."""
+        """Of a rank, by the papers' convention, which counts a recomputation as a full one."""
         tokens = self.plan.rows * self.model.length
         whole = self.model.step_flops(tokens, recompute=self.plan.recompute != "none")
         return whole / self.step_seconds / self.plan.ranks
@@ -71,7 +71,7 @@ class PredictedRun:
         return self.plan.rows * self.model.length / self.step_seconds
 
     def utilisation(self) -> float:
-        """The part of the devices' rate that the model needs, recomputations left out (MFU)."""
+        """Model FLOPs utilisation (MFU), without recomputation."""
         tokens = self.plan.rows * self.model.length
         return self.model.step_flops(tokens) / self.step_seconds / self.plan.ranks / self.machine.flops
 
@@ -79,15 +79,14 @@ class PredictedRun:
 def predict_run(model: Transformer, plan: MeshPlan, machine: Machine) -> PredictedRun:
     """Predicts a run of mixed precision and Adam: 16-bit params, gradients and activations, fp32 masters and moments.
 
-    What is counted is exact, and tests execute it: parameters, operations, elements sent, state bytes, and the schedule,
-    which is the pipeline's own, timed by ``pp.timeline``. What is assumed: products run at the
-    machine's rate, elementwise kernels at the memory's bandwidth, a collective takes what a ring takes, each times its factor;
-    ZeRO has one for each unit,
-    links are not shared, and all ranks are equally fast.
+    Counts are exact, and checked by tests: parameters, operations, elements sent, state bytes, and the pipeline's own schedule,
+    timed by ``pp.timeline``. Assumptions: products run at the machine's rate, elementwise kernels at the memory's bandwidth,
+    and collectives as rings, each times its factor; ZeRO has one for each unit, links are not shared, and all ranks are equally
+    fast.
 
     Args:
         model: the transformer.
-        plan: the mesh, and what a rank does in a step.
+        plan: the mesh, and the settings of a step.
         machine: the devices and links.
 
     Raises:
@@ -145,7 +144,7 @@ def predict_run(model: Transformer, plan: MeshPlan, machine: Machine) -> Predict
 
 
 def _seconds(work: PassWork, plan: MeshPlan, machine: Machine) -> dict[str, float]:
-    """Of a pass, by what they are spent on."""
+    """Of a pass, by component."""
     found = dict.fromkeys(_SPENT, 0.0)
     for operation, count in work.operations.items():
         found["products" if operation.flops else "kernels"] += count * machine.operation_seconds(operation)

@@ -76,13 +76,13 @@ class Transformer:
 
     @property
     def layer_cut(self) -> int:
-        """A layer's parameters that tensor parallelism cuts: the products, and biases of those that are cut by columns."""
+        """A layer's parameters that tensor parallelism splits: the products, and biases of column-parallel ones."""
         biases = self.width + 2 * self.key_width + (2 if self.gated else 1) * self.mlp
         return self.layer_matrices + biases * self.biased
 
     @property
     def layer_whole(self) -> int:
-        """A layer's other parameters: two norms, and biases of the products that are cut by rows."""
+        """A layer's other parameters: two norms, and biases of row-parallel products."""
         return (6 if self.biased else 2) * self.width
 
     @property

@@ -1,1 +1,1 @@
-"""Second derivatives of a step's loss: products with its Hessian."""
+"""Second derivatives of a step's loss: Hessian-vector products."""

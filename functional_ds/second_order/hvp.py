@@ -1,4 +1,4 @@
-"""Products of the loss's Hessian with a vector."""
+"""Hessian-vector products of a step's loss."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,27 +18,27 @@ __all__ = ["hvp"]
 def hvp(
     step: Step, state: State, batch: Any, vector: Sequence[Tensor], *, inner: Callable[..., Any] = Step.gradients
 ) -> list[Tensor]:
-    """H v: the Hessian of the mean loss over all ranks' batches, times a vector; both lie as the optimizer has its tensors.
+    """Hessian-vector product H v of the mean loss over all ranks' batches, sharded like the optimizer's tensors.
 
-    It is the gradient of <g, v>, where g is the gradient of the loss with its graph, so that the step's own phase ``gradients``
-    computes it: with the gathers, casts, micro-batches and reductions of its transforms. Exact in every stage of ZeRO.
+    It is the gradient of <g, v>, where g is the gradient of the loss with its graph, computed by the step's own phase
+    ``gradients``: with the gathers, casts, micro-batches and reductions of its transforms. Exact in every stage of ZeRO.
 
-    Law: on one device it is ``torch.autograd.functional.hvp`` of the mean loss by the trained leaves. It is linear in v, and
-    ``step.dot(state, u, hvp(v)) = step.dot(state, hvp(u), v)``.
+    Law: on one device it equals ``torch.autograd.functional.hvp`` of the mean loss by the trained leaves. It is linear in v,
+    and ``step.dot(state, u, hvp(v)) = step.dot(state, hvp(u), v)``.
 
-    Cost: a forward pass and two backward passes. The vector is whole on every rank meanwhile. ZeRO-3 gathers each unit as in a
-    step, and sends v as ``step.params`` sends the params. What a codec of ``T.compressed_gradients`` does to gradients it does
-    to H v.
+    Cost: a forward pass and two backward passes, during which every rank holds the whole vector. ZeRO-3 gathers each unit as in
+    a step, and sends v as ``step.params`` sends the params. The codec of ``T.compressed_gradients`` applies to H v as to
+    gradients.
 
     Args:
         step: whose loss.
-        state: stays as it is.
+        state: unchanged.
         batch: this rank's.
-        vector: lines up with ``step.trained(state)``.
-        inner: within a transform's own ``gradients``: its ``inner``, which would else call the transform again.
+        vector: tensors like ``step.trained(state)``.
+        inner: within a transform's own ``gradients``: its ``inner``, to avoid calling the transform again.
 
     Raises:
-        ValueError: the vector does not line up; ranks divide the model or the sequence, as in tensor parallelism.
+        ValueError: the vector does not match; ranks divide the model or the sequence, as in tensor parallelism.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (params["w"] ** 3 * x).sum(), fds.sgd(0.1))
@@ -57,7 +57,7 @@ def hvp(
     paths = [leaf.path for leaf in step.leaf_map(state).leaves]
 
     def product(below: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
-        viewed = tree.map(lambda leaf: leaf.view_as(leaf), params)  # tensors, whatever stands for them in the tree
+        viewed = tree.map(lambda leaf: leaf.view_as(leaf), params)  # tensors, for any leaf types in the tree
         loss, _ = below(step, state, viewed, batch)
         leaves = dict(tree.named(viewed))
         trained = [leaves[path] for path in paths]
@@ -73,6 +73,6 @@ def hvp(
 
 
 def _inner(grad: Tensor, v: Tensor) -> Tensor:
-    """Real: of complex tensors that of their pairs of reals."""
+    """The real inner product; complex tensors are treated as pairs of reals."""
     product: Tensor = grad * v.to(grad.dtype).conj()
     return product.real.sum() if grad.is_complex() else product.sum()

@@ -1,1 +1,1 @@
-"""A simulated CUDA device on the CPU, which names races, early frees and hidden synchronisation."""
+"""A simulated CUDA device on the CPU that detects races, early frees and hidden synchronisation."""

@@ -1,6 +1,6 @@
-"""Collectives of tensors on the simulated device: work on a stream of each communicator's own, as NCCL's.
+"""Collectives of tensors on the simulated device: on a separate stream per communicator, as in NCCL.
 
-A world of processes sends them over Gloo, a simulated world as it sends any tensor; the streams' clocks are NCCL's.
+A world of processes uses Gloo, a simulated world its own transport; the streams' ordering is NCCL's.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,9 +65,9 @@ def collective(gpu: SimulatedGpu, func: Any, args: Any, kwargs: Any) -> Any:
 def _arrived(
     gpu: SimulatedGpu, access: Access, done: SimulatedEvent, given: Sequence[Tensor], wait: Callable[[], list[Tensor]]
 ) -> list[Tensor]:
-    """What a collective of a simulated world gives, as the device sees it: the current stream waits for ``done``.
+    """The results of a simulated world's collective on the device: the current stream waits for ``done``.
 
-    ``given`` is held as long as the call is, as NCCL holds it.
+    ``given`` is held as long as the call is, as NCCL does.
     """
     results = wait()
     fresh = [result for result in results if gpu.memory_of(result) is None]

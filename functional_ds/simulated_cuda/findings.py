@@ -1,4 +1,4 @@
-"""What the simulated device finds, and the lines of code that it names."""
+"""What the simulated device detects, with lines of code."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ _STANDARD = (str(Path(os.__file__).parent / "contextlib.py"), str(Path(os.__file
 
 @attrs.frozen
 class Site:
-    """A line of code, and the nearest one of another file that led to it."""
+    """A line of code, and the nearest calling line in another file."""
 
     file: str
     line: int
@@ -33,12 +33,12 @@ class Site:
 
 @attrs.frozen
 class Finding:
-    """A fault, or a wait of the host that the program did not ask for.
+    """A fault, or a wait of the host that the program did not request.
 
     Attributes:
         kind: "race", "early free" or "host sync".
         text: what is wrong and what to do instead.
-        first: the earlier access; None where the memory had none.
+        first: the earlier access; None if the memory had none.
         second: the later access, the line that frees the memory, or the line that waits.
     """
 
@@ -58,7 +58,7 @@ def is_programs(frame: FrameType) -> bool:
 
 
 def here() -> Site:
-    """The innermost line outside of torch and of the simulation, and the nearest one of another file that led to it."""
+    """The innermost line outside of torch and of the simulation, and the nearest calling line in another file."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[str, int]] = []
     while frame is not None and len(found) < 2:
@@ -72,11 +72,11 @@ def here() -> Site:
 
 @attrs.define(eq=False)
 class Findings:
-    """What a device has found so far.
+    """What a device has detected so far.
 
     Attributes:
-        findings: races, early frees, and waits of the host that the program did not ask for; each once.
-        waits: the waits that it asked for: ``synchronize`` of streams, of events, and of the device, with their lines.
+        findings: races, early frees, and waits of the host that the program did not request; each once.
+        waits: requested waits: ``synchronize`` of streams, of events, and of the device, with their lines.
     """
 
     findings: list[Finding] = attrs.field(factory=list)
@@ -98,12 +98,12 @@ class Findings:
         return self._of("host sync")
 
     def clear(self) -> None:
-        """Forgets what was found so far, for example in a first step."""
+        """Clears the findings so far, for example after a first step."""
         self.findings.clear()
         self.waits.clear()
 
     def check(self, *, host_syncs: bool = False) -> None:
-        """Raises AssertionError with all races and early frees, and with ``host_syncs`` these, too."""
+        """Raises AssertionError with all races and early frees, and with ``host_syncs`` also those."""
         found = [each for each in self.findings if host_syncs or each.kind != "host sync"]
         if found:
             raise AssertionError(f"{len(found)} findings on the simulated device\n" + "\n".join(map(str, found)))

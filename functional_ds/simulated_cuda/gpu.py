@@ -1,4 +1,4 @@
-"""A simulated device: which memory is on it, what has been launched, and what went wrong."""
+"""A simulated device: its memory, its launched work, and its findings."""
 
 import itertools
 import sys
@@ -26,7 +26,7 @@ _MARK = "_fds_simulated_gpu"  # the attribute of a tensor without memory that sa
 
 @attrs.frozen
 class Access:
-    """A read or a write of memory by work on a stream, which is the stream's ``time``-th."""
+    """A read or a write of memory by work on a stream; ``time`` numbers the stream's work."""
 
     stream: SimulatedStream
     time: int
@@ -48,7 +48,7 @@ class Touch:
     write: bool
 
     def covers(self, other: "Touch") -> bool:
-        """Whether what must follow both must follow this one only: it follows the other, with no fewer bytes."""
+        """Whether waiting for this implies waiting for the other: it follows the other, with no fewer bytes."""
         inside = self.start <= other.start and other.stop <= self.stop
         return inside and (self.write or (not other.write and self.access.stream is other.access.stream))
 
@@ -63,7 +63,7 @@ class SimulatedMemory:
 
     Attributes:
         text: dtype and shape, for messages.
-        nbytes: that it takes on the device.
+        nbytes: its size on the device.
         device: whether it is on the device.
         home: the stream that it was allocated for.
         touches: the accesses that later ones may have to follow.
@@ -81,7 +81,7 @@ class SimulatedMemory:
     ref: Any = None
 
     def touch(self, touch: Touch) -> list[Touch]:
-        """Notes an access; returns the earlier ones that it must follow and does not."""
+        """Records an access; returns the earlier ones that it must follow and does not."""
         clock = touch.access.stream.clock
         found = [each for each in self.touches if touch.conflicts(each) and not each.access.over(clock)]
         self.touches = [each for each in self.touches if not touch.covers(each)]
@@ -97,15 +97,15 @@ class SimulatedMemory:
 
 @attrs.define(eq=False, repr=False)
 class SimulatedGpu(Findings):
-    """The simulated device of one thread, which is one rank, and what went wrong on it.
+    """The simulated device of one thread, which is one rank.
 
     Attributes:
         stream: the current stream.
         default: the default stream.
-        host: the host, as a stream whose work is over at once.
-        streams: all others that there are.
+        host: the host, as a stream whose work is done immediately.
+        streams: all others.
         random: the state of the device's random generator.
-        moves_to_host: whether modules go to the host now, with their tensors.
+        moves_to_host: whether modules are being moved to the host, with their tensors.
         intent: whether the memory that a torch function allocates is on the device; None outside of one.
         function: the frame that called this torch function.
         assigns: whether it runs within ``x[i] = value``.
@@ -135,7 +135,7 @@ class SimulatedGpu(Findings):
     # -- memory ----------------------------------------------------------------------------------------------------------
 
     def memory_of(self, tensor: Tensor) -> SimulatedMemory | None:
-        """What is known of a tensor's memory; None for plain host memory, and for a tensor that has none."""
+        """The record of a tensor's memory; None for plain host memory, and for a tensor that has none."""
         if has_own_dispatch(tensor):
             return None
         with disable_torch_function():
@@ -227,7 +227,7 @@ class SimulatedGpu(Findings):
     # -- waits of the host -----------------------------------------------------------------------------------------------
 
     def wait_for(self, clock: Clock, what: str) -> None:
-        """The program lets the host wait."""
+        """The program makes the host wait."""
         self.waits.append((what, here()))
         self._reach(clock)
 
@@ -242,7 +242,7 @@ class SimulatedGpu(Findings):
         self._messages[access] = (tensors, wait)
 
     def finish(self, access: Access) -> None:
-        """Waits until a collective has carried its values."""
+        """Waits until a collective has finished."""
         _, wait = self._messages.pop(access, ((), lambda: None))
         with self.paused():
             wait()
@@ -261,7 +261,7 @@ class SimulatedGpu(Findings):
         self.wait_for(everything, "torch.cuda.synchronize")
 
     def block(self, what: str, tensor: Tensor | None) -> None:
-        """An operation lets the host wait for the current stream, which the program did not ask for."""
+        """An operation makes the host wait for the current stream, which the program did not request."""
         memory = None if tensor is None else self.memory_of(tensor)
         made = None if memory is None else memory.written
         source = f", computed by {made.what} on {made.stream.name}" if made else ""
@@ -270,7 +270,7 @@ class SimulatedGpu(Findings):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within the block nothing is noted, and all tensors are the host's."""
+        """A context in which nothing is recorded, and all tensors are the host's."""
         self._paused += 1
         try:
             yield
@@ -283,12 +283,12 @@ class SimulatedGpu(Findings):
 
     @property
     def active(self) -> bool:
-        """Whether what this thread does is noted."""
+        """Whether this thread's work is recorded."""
         return not self._paused
 
     @contextmanager
     def intending(self, device: bool | None, *, assigns: bool = False) -> Iterator[None]:
-        """Within the block new memory is on the device, or on the host."""
+        """A context in which new memory is on the device, or on the host."""
         before = self.intent, self.function, self.assigns
         self.intent, self.function, self.assigns = device, sys._getframe(2), assigns
         try:
@@ -308,7 +308,7 @@ class SimulatedGpu(Findings):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Within the block torch's default generator is the device's."""
+        """A context in which torch's default generator is the device's."""
         before = torch.default_generator.get_state()
         torch.default_generator.set_state(self.random)
         try:
@@ -322,13 +322,13 @@ class SimulatedGpu(Findings):
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:
-    """Whether a tensor is of a kind that carries operators out in its own way, and may have no memory."""
+    """Whether a tensor's type executes operators itself, and may have no memory."""
     kind = type(tensor)
     return kind is not Tensor and kind is not nn.Parameter and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor spans, with what lies between its rows."""
+    """The bytes of its storage that a tensor spans, including gaps between its rows."""
     if not tensor.numel():
         return 0, 0
     with disable_torch_function():

@@ -68,7 +68,7 @@ def _memory_id(tensor: Tensor) -> int:
 
 
 class Functions(TorchFunctionMode):
-    """Sees torch functions as the program calls them: where the program wants new memory to be."""
+    """Intercepts torch functions as the program calls them, to see where it wants new memory."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Functions(TorchFunctionMode):
         if not self.gpu.active:
             return func(*args, **kwargs)
         kind = next((each for each in types if _has_own_functions(each)), None)
-        if kind is not None and func != self._given_on:  # ``is`` would not do: getters are made at each access
+        if kind is not None and func != self._given_on:  # not ``is``: getters are made at each access
             return self._give_on(kind, func, types, args, kwargs)
         device = kwargs.get("device")
         if device is None:
@@ -91,7 +91,7 @@ class Functions(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _give_on(self, kind: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Lets a subclass of tensors carry the function out, and sees the functions that it calls."""
+        """Passes the function to a tensor subclass, and intercepts the functions that it calls."""
         before, self._given_on = self._given_on, func
         try:
             with self:
@@ -112,7 +112,7 @@ def is_device(device: Any) -> bool:
 
 
 class Operators(TorchDispatchMode):
-    """Carries operators out on the host's memory, and notes what they do on the device."""
+    """Executes operators on the host's memory, and records what they do on the device."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Operators(TorchDispatchMode):
             gpu.block(operator.name, next(x for x, on in zip(given, held, strict=True) if on))
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``_to_copy``. What torch itself calls with the CPU for a tensor on the device changes its dtype alone."""
+        """``_to_copy``. A call by torch itself with the CPU for a tensor on the device changes only its dtype."""
         gpu, source = self.gpu, args[0]
         device, asked = gpu.holds(source), kwargs.get("device")
         target = not gpu.moves_to_host and (device or (asked is not None and asked.type == "cuda"))

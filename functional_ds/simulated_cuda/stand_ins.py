@@ -1,4 +1,4 @@
-"""What stands in for torch's CUDA while a thread has a simulated device. Other threads get torch's own."""
+"""Replacements for torch's CUDA functions in threads with a simulated device. Other threads get torch's own."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -194,7 +194,7 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
 
 
 class _Autocast(torch.autocast):
-    """Casts on the host where the device is asked for: its operators are what runs."""
+    """Casts on the host when the device is asked for, because its operators are what runs."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         simulated = device_type == "cuda" and current_gpu() is not None
@@ -223,7 +223,7 @@ def _grouped(found: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """A backward pass: what it allocates is where its outputs are; hooks call torch functions as any program."""
+    """A backward pass: its allocations are where its outputs are; hooks call torch functions like any program."""
     gpu = current_gpu()
     if gpu is None or not gpu.active:
         return original(outputs, *args, **kwargs)
@@ -232,7 +232,7 @@ def _backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: 
 
 
 def _beside(gpu: SimulatedGpu, original: Any, world: Any, steps: Any, lane: Any, device: torch.device) -> Any:
-    """A chain of collectives, launched on a side stream as a world of processes does it."""
+    """A chain of collectives, launched on a side stream as in a world of processes."""
     if device.type != "cuda":
         return original(world, steps, lane, device)
     return SideStream.run(steps, gpu.communicator(("lane", lane.ranks, lane.name), f"{lane.name} (chains)"))
@@ -275,7 +275,7 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
 
 
 class _Installed:
-    """The stand-ins are torch's attributes while any thread has a simulated device."""
+    """The replacements are torch's attributes while any thread has a simulated device."""
 
     def __init__(self) -> None:
         self._lock, self._count, self._stack = threading.Lock(), 0, ExitStack()
@@ -299,26 +299,26 @@ _INSTALLED = _Installed()  # torch's attributes are the process's
 
 @contextmanager
 def simulated_cuda(*, check: bool = True) -> Iterator[SimulatedGpu]:
-    """Gives this thread a CUDA device that is simulated on the CPU, and names what would go wrong on a real one.
+    """Simulates a CUDA device on the CPU for this thread, and detects races, early frees and host synchronisation.
 
-    Within the block ``device="cuda"`` works without a GPU: tensors have values and say that they are on ``cuda:0``. Streams and
-    events are vector clocks, so that a fault is found whether or not it changes a value this time:
+    Within the block ``device="cuda"`` works without a GPU: tensors have values and report ``cuda:0`` as their device. Streams
+    and events are vector clocks, so a fault is detected whether or not it changes a value in this run:
 
     - a race: an access that is not ordered after the last conflicting one;
     - an early free: memory that is freed while work on another stream may still use it, without ``record_stream``;
-    - a host sync: ``.item()``, a blocking copy, and whatever else lets the host wait without ``synchronize``.
+    - a host sync: ``.item()``, a blocking copy, and anything else that makes the host wait without ``synchronize``.
 
     Each finding names the lines of both accesses. Enter the block on the rank: in the program that ``comm.simulate`` or
-    ``comm.spawn`` runs. Collectives then run on a stream of their communicator's own, as NCCL's do.
+    ``comm.spawn`` runs. Collectives then run on a separate stream per communicator, as in NCCL.
 
     Args:
-        check: whether to raise at the end of the block if there were races or early frees.
+        check: whether to raise an error at the end of the block if there were races or early frees.
 
     Raises:
         AssertionError: at the end of the block: all races and early frees, with their lines.
 
-    Cost: about 0.1 ms an operator, and the host computes it. Backward passes run on the stream that is current when they
-    start; background threads see host tensors.
+    Cost: about 0.1 ms an operator, in addition to its computation on the host. Backward passes run on the stream that is
+    current when they start; background threads see host tensors.
 
     >>> with simulated_cuda() as gpu:
     ...     x = torch.ones(3, device="cuda")

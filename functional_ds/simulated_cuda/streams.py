@@ -1,4 +1,4 @@
-"""Streams and events as vector clocks: which work is known to be over when other work begins."""
+"""Streams and events as vector clocks: which work is known to be finished when other work begins."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _IDS = itertools.count(1)
 
 
 class Clock(dict[int, int]):
-    """For each stream, by its number, the latest of its work that is over."""
+    """For each stream, by its number, the latest of its work that is finished."""
 
     def join(self, other: "Clock") -> None:
         """Adds what the other clock knows."""

@@ -1,1 +1,1 @@
-"""States as named global tensors: which elements of which leaf each shard holds."""
+"""Sharded state dicts: states as named global tensors, with the elements of each leaf that each shard holds."""

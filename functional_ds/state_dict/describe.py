@@ -33,18 +33,18 @@ class TensorShard:
     """This rank's shard of a global tensor: a range of its flattened elements, or of those of its slice.
 
     Attributes:
-        name: ``role/leaf`` where the tensor belongs to a leaf of the model, else a path in the state.
-        region: which of the global tensor's elements this rank's slice has; all where no dim is cut.
+        name: ``role/leaf`` if the tensor belongs to a leaf of the model, else a path in the state.
+        region: which of the global tensor's elements this rank's slice has; all if no dim is split.
         offset: the first element's place in the flattened slice.
-        view: the elements, flat, in the state's own memory, or on the disk.
-        shared: whether one scalar stands for several names, as Adam's counts do.
-        per_rank: whether each rank has a value of its own.
+        view: the elements, flat, in the state's own memory, or on disk.
+        shared: whether one scalar has several names, as Adam's counts do.
+        per_rank: whether ranks have different values.
     """
 
     name: str
     region: LeafRegion
     offset: int
-    view: Any = attrs.field(repr=False)  # a Tensor, but for describe_in_place
+    view: Any = attrs.field(repr=False)  # a Tensor, except in describe_in_place
     shared: bool = False
     per_rank: bool = False
 
@@ -62,11 +62,11 @@ class TensorShard:
 def describe(state: State) -> list[TensorShard]:
     """All shards of a state whose leaves are all tensors.
 
-    If the tensors of a list have the layouts of the stored params, or of the trained ones, the list holds values for the
-    model's leaves in the same order. So a new optimizer or transform needs no registration. A scalar in such a list counts for
-    each leaf at its place. All other tensors are one value that is equal on all ranks, named by its path.
+    A list whose tensors have the layouts of the stored params, or of the trained ones, holds values for the model's leaves in
+    the same order, so new optimizers and transforms need no registration. A scalar in such a list belongs to each leaf at its
+    place. All other tensors are one value that is equal on all ranks, named by its path.
 
-    Names leave out the numbers in a path (an optimizer's place in a chain or a route); a second shard of a name gets ``#1``.
+    Names omit the numbers in a path (an optimizer's place in a chain or a param group); a second shard of a name gets ``#1``.
 
     >>> import functional_ds as fds
     >>> state = fds.train_step(lambda params, x: params["w"].sum(), fds.adamw(0.1)).init({"w": torch.ones(3)})
@@ -90,13 +90,13 @@ def describe(state: State) -> list[TensorShard]:
 
 
 def _of_model(state: State, shard: TensorShard) -> TensorShard:
-    """The shard as one of this rank's model, where ranks have models of their own; ``step/outer.0`` counts its updates."""
+    """The shard as one of this rank's model, if ranks train separate models; ``step/outer.0`` counts its updates."""
     role, _, leaf = shard.name.partition("/")
     return shard if shard.per_rank else attrs.evolve(shard, name=f"{role}/{Apart.named(state, leaf)}".removesuffix("/"))
 
 
 def describe_in_place(state: State) -> list[TensorShard]:
-    """All shards of a state, of which offloaded tensors stay on the disk.
+    """All shards of a state, with offloaded tensors left on disk.
 
     Law: the names and values of ``describe(as_tensors(state))``; a view of an offloaded tensor is a ``StoredView``.
 
@@ -150,7 +150,7 @@ def dense(state: State) -> State:
 
 
 def as_before(leaf: Any, value: Tensor) -> Any:
-    """A tensor as the kind of leaf that ``leaf`` is: a tensor, a number, or values on the same disk."""
+    """A tensor in the form of ``leaf``: a tensor, a number, or values on the same disk."""
     if isinstance(leaf, Tensor):
         return value
     return leaf.written([value.reshape(-1)]) if _is_elsewhere(leaf) else type(leaf)(value.item())
@@ -166,7 +166,7 @@ def _as_tensor(leaf: Any) -> Tensor:
 
 
 def _is_elsewhere(leaf: Any) -> bool:
-    """Whether it stands for an offloaded tensor: it can read values from its file, and write others."""
+    """Whether it is the handle of an offloaded tensor, which reads and writes its file."""
     return callable(getattr(leaf, "read", None)) and callable(getattr(leaf, "written", None))
 
 
@@ -194,7 +194,7 @@ class _Walk:
                 self.visit((*path, *filter(None, [str(entry)])), child, frames, parts)
 
     def slot(self, name: str, slot: Any, frames: Sequence[Frame], parts: LeafMap) -> None:
-        """A transform's slot: fields with a role are named by it, whichever transform keeps them."""
+        """A transform's slot: fields with a role are named by it, for any transform."""
         fields = getattr(slot, "roles", {})
         apart = getattr(slot, "per_rank", ())
         for field, role in fields.items():
@@ -213,7 +213,7 @@ class _Walk:
                 self.visit((*rest, field.name), getattr(slot, field.name), frames, parts)
 
     def match(self, node: Any, frames: Sequence[Frame]) -> tuple[list[Any], Frame] | None:
-        """The node's children, with the frame that they fit."""
+        """The node's children, with the frame that they match."""
         if not frames:
             return None
         if type(node) in (list, tuple):

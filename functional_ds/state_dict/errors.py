@@ -1,10 +1,10 @@
-"""What can be wrong with a checkpoint, this library's or another's."""
+"""Errors of checkpoints, this library's or others'."""
 
 __all__ = ["BusyError", "CheckpointError", "DamagedError", "NewerFormatError", "NoCheckpointError", "StructureError"]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. Earlier checkpoints are as they were."""
+    """A checkpoint could not be written or read. Earlier checkpoints are unaffected."""
 
 
 class DamagedError(CheckpointError):

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, by which ranks find out whether their copies are equal."""
+"""Fingerprints of tensors, by which ranks check that their copies are equal."""
 
 import zlib
 from collections.abc import Sequence

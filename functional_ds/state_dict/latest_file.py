@@ -12,10 +12,10 @@ _LONGEST = 1 << 12  # bytes; a path on Linux has no more
 
 
 def latest_tag(folder: Path) -> str | None:
-    """The tag in the file ``latest`` of a folder; None where there is no such file.
+    """The tag in the file ``latest`` of a folder; None if there is no such file.
 
     Raises:
-        DamagedError: it cannot be read, is too long, or is no text.
+        DamagedError: it cannot be read, is too long, or is not text.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Which elements of which leaves are where in the tensors of a state: data and index arithmetic."""
+"""Which elements of which leaves are where in a state's tensors, as data."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 @attrs.frozen
 class Cut:
-    """``numel`` neighbouring elements of a rank's leaf: from ``offset`` on in it, flattened, from ``start`` on in a tensor."""
+    """``numel`` consecutive elements of a rank's leaf: from ``offset`` on in it, flattened, from ``start`` on in a tensor."""
 
     leaf: int
     offset: int
@@ -64,7 +64,7 @@ class TensorLayout:
     complex: bool
 
     def form_of(self, tensor: Tensor) -> tuple[TensorForm, int] | None:
-        """The form that a tensor has, with its lanes; None if it has none of them."""
+        """The form that a tensor has, with its lanes; None if it matches none."""
         for form in self.forms:
             lanes = form.lanes(tensor)
             if lanes == 1 or (lanes == 2 and self.complex):
@@ -102,7 +102,7 @@ class StateLayout:
     Attributes:
         stored: the layouts of the tensors that are stored as params.
         trained: those of the trained tensors.
-        parts: what the optimizer knows of the trained tensors.
+        parts: the optimizer's leaf map of the trained tensors.
         spec: the structure of the params.
     """
 

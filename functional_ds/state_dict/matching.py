@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint fills which shard of a state, and where the two differ."""
+"""Which tensor of a checkpoint fills which shard of a state, and how the two differ."""
 
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,14 +15,14 @@ from .errors import StructureError
 
 __all__ = ["Choice", "Differences", "StoredShape", "fits", "match", "patterns_of", "per_rank_name", "without_rank"]
 
-# The forms in which a leaf of the model is stored, the most exact first. A state need not have those of the checkpoint.
+# The forms in which a leaf of the model is stored, the most precise first. A state need not have those of the checkpoint.
 _FORMS = (Role.MASTER.value, Role.EXACT.value, "params")  # the forms of a leaf, the most exact first
 _POLICY = (f"{Role.SETTING.value}.*",)  # comes and goes with the precision
 _SHOWN = 8
 
 
 def fits(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name, or the part before its slash or first dot, matches. Masters are params."""
+    """Whether a name, or the part before its slash or first dot, matches. Masters are named params."""
     role, _, leaf = name.partition("/")
     names = {name, role, role.partition(".")[0]} | ({"params", f"params/{leaf}"} if role in _FORMS else set())
     return any(fnmatchcase(each, pattern) for each in names for pattern in patterns)
@@ -122,7 +122,7 @@ def match(
     choice: Choice,
     rank: int | None,
 ) -> tuple[list[str | None], Differences]:
-    """For each shard of a state the name of the stored tensor that fills it, or None; and what does not fit.
+    """For each shard of a state the name of the stored tensor that fills it, or None; and the differences.
 
     Args:
         shards: this rank's.
@@ -151,7 +151,7 @@ class _Matcher:
         return {base for base, own in map(without_rank, self.stored) if own}
 
     def source(self, shard: TensorShard) -> str | None:
-        """The name of what fills a shard; None to leave it. Notes what does not fit."""
+        """The name of the tensor that fills a shard; None to leave it. Records differences."""
         if not self.choice.wants(shard.name):
             return None
         name = self.best_form(shard)
@@ -178,12 +178,12 @@ class _Matcher:
         return name
 
     def leave(self, shard: TensorShard, why: str) -> None:
-        """Keeps like's value in place of what each rank had of its own; notes it, unless it may be missing."""
+        """Keeps like's value of a per-rank tensor; records a difference, unless it may be missing."""
         if not fits(shard.name, self.choice.allow_missing):
             self.found.other.add(f"{shard.name} (each rank had its own, and {why}; allow_missing=... keeps like's)")
 
     def best_form(self, shard: TensorShard) -> str:
-        """The form of a leaf to read: its own if state and checkpoint have the same forms and dtype, else the most exact."""
+        """The form of a leaf to read: its own if state and checkpoint have the same forms and dtype, else the most precise."""
         name, (role, _, leaf) = shard.name, shard.name.partition("/")
         if role not in _FORMS:
             return name
@@ -198,7 +198,7 @@ class _Matcher:
         return shard.shared and model is not None and not model.numel
 
     def find_extra(self) -> None:
-        """Notes what the checkpoint has and no rank wants."""
+        """Records what the checkpoint has and no rank needs."""
         allowed = (*self.choice.allow_extra, *_POLICY)
         for name, tensor in self.stored.items():
             base = name if name in self.known else without_rank(name)[0]

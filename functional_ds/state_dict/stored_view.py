@@ -1,4 +1,4 @@
-"""Elements of offloaded tensors that are read from their files piece by piece, when they are used."""
+"""Views of offloaded tensors, read from their files piece by piece on demand."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ class StoredTensorPieces(Protocol):
 
 @attrs.define(eq=False)
 class PieceReader:
-    """Reads pieces, and keeps the last one: neighbouring views lie in the same."""
+    """Reads pieces, and caches the last one, which neighbouring views share."""
 
     _source: Any = None
     _index: int = -1
@@ -40,7 +40,7 @@ class PieceReader:
 
 @attrs.frozen(eq=False)
 class StoredView:
-    """The elements ``start`` to ``stop`` of a flattened offloaded tensor, with what a save asks of a flat tensor.
+    """The elements ``start`` to ``stop`` of a flattened offloaded tensor, with the methods of a flat tensor that a save needs.
 
     Attributes:
         source: the offloaded tensor.
@@ -61,7 +61,7 @@ class StoredView:
 
     @property
     def device(self) -> torch.device:
-        """Where the elements are once they are read."""
+        """The device of the elements once they are read."""
         return torch.device("cpu")
 
     def numel(self) -> int:
@@ -78,10 +78,10 @@ class StoredView:
         return StoredView(self.source, self.start + low, self.start + high, self.reader)
 
     def pieces(self) -> Iterator[Tensor]:
-        """The elements in order; one piece of the file is in memory at a time. The tensors are valid until the next one.
+        """The elements in order; one piece of the file is in memory at a time. Tensors are valid until the next one.
 
         Raises:
-            OSError: the file cannot be read, or is not as it was written.
+            OSError: the file cannot be read, or was changed.
         """
         chunk, low = self.source.chunk, self.start
         while low < self.stop:

@@ -1,1 +1,1 @@
-"""``Step`` and its phases, ``wrap`` and ``compose``, the state, module buffers, the view of params and the pass."""
+"""Training steps: ``Step`` and its phases, ``wrap`` and ``compose``, the state, module buffers, views of params and passes."""

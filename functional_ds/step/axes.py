@@ -1,7 +1,7 @@
-"""The axes of a running step: what transforms let a model's functions know of its parallelism, such as groups.
+"""The axes of a running step: how a model's functions get the groups of its parallelism.
 
-Functions that are registered once for a process, as attention is in Hugging Face's registries, must not hold a group, as
-simulated ranks are threads of one process. They find it through the step that runs.
+Functions that are registered once per process, such as attention in Hugging Face's registries, must not hold a group, because
+simulated ranks are threads of one process. They look it up in the running step.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,37 +25,37 @@ __all__ = [
 
 IN_ORDER = "the order of what a rank holds"  # what functions ask for that are known to depend on it: drops, other attentions
 _FOR_SHAPES = "results of the right shape will do"
-SUMS_EXPERTS = "tp sums experts"  # the slot of a pass that says: what calls an experts function sums its results over tp
+SUMS_EXPERTS = "tp sums experts"  # the slot of a pass that means: the caller of an experts function sums its results over tp
 
 
 def axis(name: str) -> Any:
-    """What a transform of the running step has put under the name; None where there is no such transform, or no step."""
+    """The value that a transform of the running step has set for the name; None if there is no such transform, or no step."""
     note_asked(name)
     return axes().get(name)
 
 
 def note_asked(name: str) -> None:
-    """Notes for ``asked`` that a function of the pass that runs has asked for this."""
+    """Records for ``asked`` that a function of the current pass has asked for the name."""
     pass_ = current_pass()
     if pass_ is not None:
         pass_.asked.add(name)
 
 
 def asked(name: str) -> bool:
-    """Whether a function has asked for this axis in the pass that runs."""
+    """Whether a function has asked for this axis in the current pass."""
     pass_ = current_pass()
     return pass_ is not None and name in pass_.asked
 
 
 def axes() -> Mapping[str, Any]:
-    """All that transforms have put there, by name."""
+    """All axes of the running step, by name."""
     pass_ = current_pass()
     return {} if pass_ is None else pass_.axes
 
 
 @contextmanager
 def with_axes(found: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block these are the axes."""
+    """A context in which these are the axes."""
     pass_ = current_pass()
     if pass_ is None:
         yield
@@ -69,18 +69,18 @@ def with_axes(found: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def for_shapes() -> Iterator[None]:
-    """Within the block a model runs for the shapes of its results alone, on whole leaves and outside of any axis."""
+    """A context in which a model runs only for the shapes of its results, on whole leaves and outside of any axis."""
     with nullcontext() if current_pass() else Pass(trains=False), with_axes({_FOR_SHAPES: True}):
         yield
 
 
 def is_for_shapes() -> bool:
-    """Whether a function that needs an axis has none because it runs ``for_shapes``."""
+    """Whether a function has no axis because it runs ``for_shapes``."""
     return bool(axes().get(_FOR_SHAPES))
 
 
 def with_axis(name: str, value: Any, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The function of a batch, inside of which and in whose recomputation ``axis(name)`` is the value.
+    """The function of a batch, run, and recomputed, with ``axis(name)`` set to the value.
 
     For a transform's ``forward`` phase: ``lambda inner, step, state, function, batch: inner(step, state, with_axis("tp", group,
     function), batch)``.

@@ -1,4 +1,4 @@
-"""What a step refuses at its boundary: params, batches and states of the wrong kind, and ranks that have another step."""
+"""Checks of a step's arguments: params, batches and states, and that ranks have the same step."""
 
 import warnings
 import zlib
@@ -35,7 +35,7 @@ __all__ = [
     "warning_of_lone_ranks",
 ]
 
-_PLAIN = (bool, int, float, complex, str, bytes)  # beside tensors, a batch may have these
+_PLAIN = (bool, int, float, complex, str, bytes)  # leaves of a batch that are not tensors
 
 
 class Strategy(Protocol):
@@ -76,7 +76,7 @@ def refuse_inference(step: Strategy, *args: Any) -> None:
 
 
 def refuse_torch_func(step: Strategy, *args: Any) -> None:
-    """Refuses to run within ``torch.func.grad``, ``jvp`` or ``vmap``, to which most steps would give zeros, or torch's errors.
+    """Refuses to run within ``torch.func.grad``, ``jvp`` or ``vmap``, which most steps do not support.
 
     Raises:
         RuntimeError: one of them runs, and this step is not differentiable.
@@ -89,7 +89,7 @@ def refuse_torch_func(step: Strategy, *args: Any) -> None:
 
 
 def check_state(step: Strategy, state: Any, *args: Any) -> None:
-    """Refuses what is no state, and a state whose slots are not those of the step's transforms.
+    """Refuses a value that is not a State, and a state whose slots are not those of the step's transforms.
 
     Raises:
         TypeError: the former.
@@ -110,18 +110,18 @@ def check_state(step: Strategy, state: Any, *args: Any) -> None:
 
 
 def name_sum(step: Strategy, state: State, metrics: Mapping[str, Any], call: str) -> Tensor | None:
-    """What ranks sum to see that their metrics have the same names; None after the first such call, whose names count.
+    """What ranks sum to check that their metrics have the same names; None after the first call.
 
-    Sums over ranks match metrics by their places. The numbers are small, so their sum is exact in fp32 for 4,096 ranks.
+    Sums over ranks match metrics by position. The numbers are small, so their sum is exact in fp32 for 4,096 ranks.
 
     Args:
-        step: whose metrics.
-        state: knows the names so far.
-        metrics: of this rank.
+        step: the step whose loss returned them.
+        state: records the names.
+        metrics: this rank's metrics.
         call: "step" or "measure", whose names may differ.
 
     Raises:
-        ValueError: the names are others than before.
+        ValueError: the names differ from those of the first call.
     """
     if not step.sums or state.step.is_meta:
         return None
@@ -140,10 +140,10 @@ def name_sum(step: Strategy, state: State, metrics: Mapping[str, Any], call: str
 
 
 def refuse_other_names(metrics: Mapping[str, Any], total: Tensor | None) -> None:
-    """Refuses metrics that have other names on another rank.
+    """Refuses metrics whose names differ between ranks.
 
     Raises:
-        ValueError: they have.
+        ValueError: they differ.
     """
     if total is None or total.is_meta:
         return
@@ -161,18 +161,18 @@ def _two_numbers(metrics: Mapping[str, Any]) -> list[float]:
 
 
 def structure_of(batch: Any) -> optree.PyTreeSpec:
-    """The structure of a batch, whose containers are trees from now on."""
+    """The structure of a batch; registers its containers as pytrees."""
     if not all(isinstance(leaf, Tensor) for leaf in tree.leaves(batch)):
         register_containers(batch)
     return tree.structure(batch)
 
 
 def check_batch(step: Strategy, state: State, batch: Any) -> None:
-    """Refuses batches that are no trees of tensors and numbers, or have another structure than those before.
+    """Refuses batches that are not trees of tensors and numbers, or whose structure differs from the previous ones.
 
     Raises:
         TypeError: a leaf of the batch is neither a tensor nor a number or string.
-        ValueError: the structure is another than that of the batches before; the params have no values, and the batch has.
+        ValueError: the structure differs from that of earlier batches; the params are meta tensors, and the batch is not.
     """
     if batch is None:
         return
@@ -204,7 +204,7 @@ def _check_leaves(batch: Any) -> None:
 
 
 def _refuse_bare(step: Strategy, state: State, batch: Any) -> None:
-    """Params without values are for predictions, whose batches have none either."""
+    """Raises an error for params without values, which are for dry runs, whose batches have none either."""
     if not _on_meta(state.params) or all(map(_on_meta, tree.leaves(batch))):
         return
     tensors, leaf_map = trainable(state.params), step.leaf_map(state)
@@ -222,9 +222,9 @@ def _on_meta(values: Any) -> bool:
 
 @contextmanager
 def warning_of_lone_ranks(step: Strategy, state: State) -> Iterator[None]:
-    """Warns of a first step that has sent nothing, so that each rank trains a model of its own; one rank says so.
+    """Warns, on one rank, of a first step without communication, in which each rank trains its own model.
 
-    In a simulation ranks often run single-device steps beside each other, to compare with them.
+    Simulated ranks do not warn: they often run single-device steps for comparison.
     """
     here = comm.world()
     counts = state.batch is None and here.size > 1 and here.rank == 0 and not any(layer.axes for layer in step.layers)

@@ -1,4 +1,4 @@
-"""``wrap`` makes a transform of functions that wrap phases; ``compose`` makes one transform of several."""
+"""``wrap`` makes a transform from functions that wrap phases; ``compose`` combines transforms."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Unpack, cast
@@ -16,14 +16,14 @@ _NONE: PhaseFunctions = {}
 
 
 def check_step(transform: object, step: object) -> None:
-    """Raises TypeError where a transform is given something else than a step, such as the loss function."""
+    """Raises TypeError if a transform is applied to something other than a step, such as the loss function."""
     if not isinstance(step, Step):
         raise TypeError(f"{transform} is a transform: give it a step, as fds.train_step(loss, ...) makes them, not {step!r}")
 
 
 @attrs.frozen(eq=False, repr=False)
 class _Wrap:
-    """The transform that adds one layer to a step. It prints as its name."""
+    """A transform that adds one layer to a step. It prints as its name."""
 
     name: str
     slot: str | None
@@ -82,29 +82,37 @@ def wrap(
     guards: PhaseFunctions = _NONE,
     **phases: Unpack[PhaseFunctions],
 ) -> Transform:
-    """The transform that replaces phases: ``wrap("half", rate=lambda inner, step, state: inner(step, state) / 2)``.
+    """Makes a transform that wraps phases: ``wrap("half", rate=lambda inner, step, state: inner(step, state) / 2)``.
 
-    Each function takes ``inner``, the phase so far, the finished ``step``, and what the phase takes (the table in ``Step``).
-    Those of ``wrap``'s functions that are given to ``innermost`` or ``outermost`` first keep that place in any composition.
+    Each function takes ``inner``, the phase so far, the finished ``step``, and the phase's arguments (see ``Phases``).
+    Functions passed through ``innermost`` or ``outermost`` keep that place in any composition.
 
     Args:
-        name: what the transform is called in errors and in ``print(step)``.
-        slot: the name of what it keeps in ``state.slots``; no two transforms of a step may have one name.
+        name: the transform's name in errors and in ``print(step)``.
+        slot: the name of its entry in ``state.slots``, unique among a step's transforms.
         traits: what other transforms may ask the step for.
-        check: is called with the step before it is wrapped, and raises an error if this transform must not follow its others.
-        options: what all ranks must give the transform alike, by name; None where its name says so. Ranks compare them at
+        check: is called with the step before it is wrapped; raises an error if this transform must not follow its transforms.
+        options: values that must be equal on all ranks, by name; None if its name contains them. Ranks compare them at
             ``init``: numbers and functions by what they compute with, groups by their sizes, other objects by their types.
         axes: the mesh axes over which the transform divides a step, or sums or exchanges values: their ranks compare the whole
             step at ``init``. Norms, sums over ranks, shards of batches and buffers follow from them.
-        micro_batches: into how many micro-batches it cuts a rank's batch.
-        guards: functions of the same form, by phase, that change nothing and refuse what would be wrong. Each runs around the
-            transform's own function of the phase; ``step.without_guards()`` leaves them out.
+        micro_batches: the number of micro-batches into which it splits a rank's batch.
+        guards: functions of the same form, by phase, that change nothing and raise errors for misuse. Each runs around the
+            transform's own function of the phase; ``step.without_guards()`` omits them.
         phases: the functions, by the phase that they wrap.
 
     Raises:
-        ValueError: a name that is no phase; ``micro_batches`` is no positive integer; when it is applied: another transform of
-            the step has this slot.
-        TypeError: a function takes other arguments than its phase gives; when it runs: it returns something else.
+        ValueError: an unknown phase; ``micro_batches`` is not a positive integer; when it is applied: another transform of the
+            step has this slot.
+        TypeError: a function takes other arguments than its phase passes; when it runs: it returns another type.
+
+    >>> import functional_ds as fds
+    >>> import torch
+    >>> half = wrap("half", rate=lambda inner, step, state: inner(step, state) / 2)
+    >>> step = half(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0)))
+    >>> state, _ = step(step.init({"w": torch.zeros(1)}), torch.ones(1))
+    >>> step.params(state)["w"].item()
+    -0.5
     """
     functions, looks = cast(dict[str, Any], phases), cast(dict[str, Any], guards)
     check_phases(name, functions)
@@ -115,12 +123,13 @@ def wrap(
 
 
 def compose(*transforms: Transform) -> Transform:
-    """One transform from several, applied from left to right.
+    """Combines transforms into one, applied from left to right: ``compose(f, g)(step) = g(f(step))``.
 
-    List the transforms of what is stored first, and those of the whole step last: ``compose(mixed_precision("bf16"),
-    zero(3))`` stores fp32, casts to bf16, gathers.
+    List transforms of the stored params first, and those of the whole step last: ``compose(mixed_precision("bf16"), zero(3))``
+    stores fp32 masters, casts to bf16, then shards and gathers.
 
-    Law: ``compose(f, g)(step) = g(f(step))``.
+    Raises:
+        TypeError: an argument is not callable, or is a step.
 
     >>> from functional_ds import transforms as T
     >>> compose(T.accumulate(2), T.clip(1.0))

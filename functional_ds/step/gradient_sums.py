@@ -1,4 +1,4 @@
-"""Norms and products of gradients over all ranks, each part counted once."""
+"""Norms and inner products of gradients over all ranks, each element counted once."""
 
 import functools
 import operator
@@ -50,7 +50,7 @@ def per_leaf(step: Divided, state: State, function: Callable[..., Tensor], *list
     """``LeafMap.sums`` by path.
 
     Raises:
-        ValueError: a leaf is cut by tensor or expert parallelism; the optimizer sums the gradients.
+        ValueError: a leaf is split by tensor or expert parallelism; the optimizer sums the gradients.
     """
     _refuse_partial(step)
     leaf_map = step.leaf_map(state)
@@ -65,7 +65,7 @@ def _refuse_partial(step: Divided) -> None:
 
 
 def _parts_of(step: Divided, state: State, *lists: list[Tensor]) -> tuple[list[list[Tensor]], list[tuple[Axis, GradientParts]]]:
-    """Lists of tensors like the trained ones, without padding where axes may divide them, and the axes that do."""
+    """Lists of tensors like the trained ones, without padding if axes divide them, and the axes that do."""
     _refuse_partial(step)
     axes = [axis for axis in axes_of(step) if axis.parts is not None]
     leaf_map = step.leaf_map(state) if axes else None
@@ -93,7 +93,7 @@ def _total(
 
 
 def _dtype(dividing: Sequence[tuple[Axis, GradientParts]], tensors: Sequence[Tensor]) -> torch.dtype:
-    """Of their norm on all ranks: fp32, or fp64 where one of them is."""
+    """The dtype of a norm on all ranks: fp64 if any tensor is fp64, else fp32."""
     return next((parts.dtype for _, parts in dividing if parts.dtype is not None), widest(tensors))
 
 
@@ -116,7 +116,7 @@ def _dot(state: State, one: list[Tensor], other: list[Tensor], wide: torch.dtype
 
 
 def finite(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
-    """Finite on this rank, and on all ranks of the axes that divide gradients."""
+    """Whether the gradients are finite on this rank, and on all ranks of the axes that divide gradients."""
     axes = [axis for axis in axes_of(step) if axis.summed_in == "update" or (axis.parts and axis.parts(step, state))]
     for axis in axes:
         if axis.summed_in == "update":

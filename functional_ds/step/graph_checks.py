@@ -1,4 +1,4 @@
-"""Guards of a loss: what would lose gradients without an error is refused, in each new kind of graph; bits, to see writes."""
+"""Checks each new autograd graph of a loss for gradients that would be lost silently; bit sums that detect writes."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -18,13 +18,13 @@ _WATCHED = "_fds_watched"  # on leaves of views: a loss may go through the funct
 
 
 def watched(leaf: T) -> T:
-    """The leaf, marked as one that some step trains."""
+    """The leaf, marked as trained by some step."""
     setattr(leaf, _WATCHED, True)
     return leaf
 
 
 def check_graph(loss: Weighted, leaves: Sequence[Tensor]) -> None:
-    """Refuses a loss that nothing would be trained by. One of weight zero has no part in the step.
+    """Raises an error for a loss that trains nothing. One of weight zero is allowed.
 
     Raises:
         RuntimeError: as ``backward`` does.
@@ -38,13 +38,13 @@ def check_graph(loss: Weighted, leaves: Sequence[Tensor]) -> None:
 
 
 def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> None:
-    """Refuses graphs that lose gradients.
+    """Raises an error for graphs that lose gradients.
 
-    Three things go past what a view can see: reentrant checkpoints, whose inside is not part of the graph; functions that
-    take a placeholder of a parameter as if it were the parameter; and parameters that are no params of the step.
+    A view cannot see three things: the inside of reentrant checkpoints, which is not part of the graph; functions that use a
+    lazy placeholder as if it were the parameter; and parameters that are not params of the step.
 
     Args:
-        roots: what the backward pass begins at.
+        roots: where the backward pass begins.
         placeholders: paths of the tensors that stand for a parameter, by id.
 
     Raises:
@@ -76,7 +76,7 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> N
 
 
 def bypassed(path: str) -> RuntimeError:
-    """What to raise where a function took a placeholder in place of its leaf."""
+    """The error for a function that used a placeholder instead of its leaf."""
     return RuntimeError(
         f"the parameter {path!r} went straight into a custom autograd.Function, a compiled function or a transform of "
         "torch.func, where its gradient would be lost; pass p.view_as(p) instead of p"
@@ -84,7 +84,7 @@ def bypassed(path: str) -> RuntimeError:
 
 
 def refuse_late_hooks(leaves: Sequence[Tensor]) -> None:
-    """Refuses hooks that would never run.
+    """Raises an error for hooks that would never run.
 
     Raises:
         RuntimeError: the loss has registered one.

@@ -1,4 +1,4 @@
-"""What a step's init refuses: params of the wrong kind, and ranks that have another step; the guards of each call of a step."""
+"""Checks of a step's init, of params and that all ranks have the same step, and the guards of each call of a step."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,12 +25,12 @@ __all__ = ["GUARDS", "check_same_leaves", "entries"]
 
 
 def check_params(step: Strategy, params: Any) -> None:
-    """Refuses what is no tree of tensors.
+    """Refuses params that are not a tree of tensors.
 
     Raises:
-        TypeError: a leaf is none; ``params`` is a module.
-        ValueError: two leaves have one path; two parameters of modules share memory, so that the step would part what is tied
-            (other tensors are values).
+        TypeError: a leaf is not a tensor; ``params`` is a module.
+        ValueError: two leaves have one path; two parameters of modules share memory, so that the step would untie them (other
+            tensors are treated as values).
     """
     if isinstance(params, nn.Module):
         raise TypeError(
@@ -50,9 +50,9 @@ def check_params(step: Strategy, params: Any) -> None:
 
 
 def entries(step: Strategy) -> dict[str, Entry]:
-    """What all ranks of a step must have alike, by name.
+    """What must be equal on all ranks of a step, by name.
 
-    Neither the loss nor the batch is among it: these may be a rank's own, as may the names of groups.
+    Loss and batch are not included: they may differ between ranks, as may the names of groups.
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
@@ -81,20 +81,20 @@ def _of_layer(layer: Layer, groups: Sequence[comm.Group]) -> Entry:
 
 
 def _without_names(text: str, groups: Iterable[comm.Group]) -> str:
-    """The text without the groups' names, which may differ between ranks that lie along another axis."""
+    """The text without the groups' names, which may differ between ranks along another axis."""
     for group in groups:
         text = re.sub(rf"{re.escape(repr(group.name))} of (?=\d)", "", text)
     return text
 
 
 def _groups(step: Strategy) -> list[comm.Group]:
-    """The groups of its transforms that have this rank and others, each once, in the order of the transforms."""
+    """The groups of its transforms that contain this rank and others, each once, in the order of the transforms."""
     given = [axis.ranks() for layer in step.layers for axis in layer.axes]
     return list({group.ranks: group for group in given if group.size > 1 and group.rank >= 0}.values())
 
 
 def check_same_leaves(params: Any, group: comm.Group) -> None:
-    """Refuses params that differ between the ranks in more than their values.
+    """Raises an error for params that differ between the ranks in more than their values.
 
     Raises:
         ValueError: on all ranks: paths, shapes, dtypes, or which leaves are trained.
@@ -107,10 +107,10 @@ def check_same_leaves(params: Any, group: comm.Group) -> None:
 def check_same_step(step: Strategy, *args: Any) -> None:
     """Refuses steps that differ among the ranks that train together: those of the groups of the transforms, along all axes.
 
-    Cost: one all-reduce of 16 bytes a group, on its channel "control"; the texts, where they differ.
+    Cost: one all-reduce of 16 bytes a group, on its channel "control"; if they differ, also the texts.
 
     Raises:
-        ValueError: on all ranks: names what differs, and which ranks have what.
+        ValueError: on all ranks: names what differs, and on which ranks.
     """
     groups = _groups(step)
     if not groups:
@@ -166,7 +166,7 @@ def refuse_halves(step: Strategy, *args: Any) -> None:
 Guard = Callable[..., None]
 
 GUARDS: Mapping[str, tuple[Guard, ...]] = MappingProxyType(
-    {  # what each call of a step looks for before it begins; the guards of its transforms stand beside their phases
+    {  # checks before each call of a step; the guards of its transforms are with their phases
         "init": (refuse_inference, refuse_torch_func, check_params, check_same_step),
         "step": (refuse_inference, refuse_torch_func, check_state, check_batch),
         "open": (refuse_inference, refuse_torch_func, refuse_halves, check_state, check_batch),

@@ -1,4 +1,4 @@
-"""The mesh axes that transforms add to a step, as data, and what follows from them: sums, shards of batches, buffers."""
+"""Mesh axes that transforms add to a step, as data, and what follows from them: sums, shards of batches, buffers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ __all__ = ["OVER_RANKS", "Axis", "AxisRole", "FollowsFromAxes", "GradientParts",
 
 
 class AxisRole(Enum):
-    """What the ranks of an axis divide; ``Step.has`` asks for it, as for a trait."""
+    """What the ranks of an axis divide; ``Step.has`` accepts it like a trait."""
 
-    BATCH = "dp"  # rows: each rank has its own, as in data parallelism
-    SEQUENCE = "sp"  # positions of the same rows; an axis of role BATCH has these ranks, too, and sums over them
-    STAGES = "pp"  # the model's stages, of which the last alone has the loss
-    EXPERTS = "ep"  # stacks of experts, and tokens by expert; the ranks are of an axis of role BATCH, too
-    APART = "outer"  # nothing: each rank has a model of its own by design, and a batch for it
+    BATCH = "dp"  # rows: different ones on each rank, as in data parallelism
+    SEQUENCE = "sp"  # positions of the same rows; an axis of role BATCH includes these ranks and sums over them
+    STAGES = "pp"  # the model's stages; only the last has the loss
+    EXPERTS = "ep"  # stacks of experts, and tokens by expert; an axis of role BATCH includes these ranks
+    APART = "outer"  # nothing: each rank trains its own model, on its own batch
     MODEL = "tp"  # leaves, or what functions exchange, of one batch or of one that another axis divides
 
 
@@ -36,11 +36,11 @@ class GradientParts:
     """How a gradient is divided over the ranks of an axis.
 
     Attributes:
-        holders: how many ranks have the same part as this one, by the place of a trained tensor; 0 where another of them counts
+        holders: how many ranks have the same part as this one, by the index of a trained tensor; 0 if another of them counts
             it.
-        others: the same of all other tensors; None where they are whole on all ranks.
-        counts: which such numbers there are beside 0, on all ranks of the step alike.
-        dtype: of sums over the axis, if the ranks' own tensors differ in theirs, as those of a pipeline's stages do.
+        others: the same of all other tensors; None if they are whole on all ranks.
+        counts: which such numbers occur in addition to 0, equal on all ranks of the step.
+        dtype: the dtype of norms, if the dtypes of the ranks' tensors differ, as in the stages of a pipeline.
     """
 
     holders: Mapping[int, int] = attrs.field(factory=dict)
@@ -49,29 +49,29 @@ class GradientParts:
     dtype: torch.dtype | None = None
 
     def only(self, grads: Sequence[Tensor], count: int | None) -> list[Tensor]:
-        """The gradients of which so many ranks have the same part; others are emptied."""
+        """The gradients of which exactly ``count`` ranks have the same part; others are emptied."""
         places = enumerate(grads)
         return [grad if self.holders.get(place, self.others) == count else grad.new_empty(0) for place, grad in places]
 
 
 @attrs.frozen(eq=False)
 class Axis:
-    """The ranks of one axis, and what a transform divides over them: ``wrap(..., axes=[Axis(group, AxisRole.BATCH)])``.
+    """The ranks of one mesh axis, and what a transform divides over them: ``wrap(..., axes=[Axis(group, AxisRole.BATCH)])``.
 
-    From the axes of its transforms a step computes whatever concerns several ranks: ``norm``, ``finite``, ``sum_over_ranks``,
-    ``batch_shard`` and ``sync_buffers``.
+    From the axes of its transforms a step computes ``norm``, ``finite``, ``sum_over_ranks``, ``batch_shard`` and
+    ``sync_buffers``.
 
     Attributes:
-        group: the ranks; None for the world in which the program runs. They compare the whole step at ``init``.
+        group: the ranks, which compare the whole step at ``init``; None for the current world.
         role: what they divide.
-        parts: (step, state) -> how the gradient that an update gets is divided; None, or a result of None, where it is the same
-            on all ranks.
-        summed_in: the phase that sums gradients over the ranks; "update" where the optimizer does.
-        name: under which a model's functions find the axis, by ``axis(name)``; None where they need not.
-        value: what they find there; None for the group.
+        parts: (step, state) -> how the gradient that an update gets is divided; None, or a result of None, if it is the same on
+            all ranks.
+        summed_in: the phase that sums gradients over the ranks; "update" if the optimizer does.
+        name: under which a model's functions get the axis, by ``axis(name)``; None if they need not.
+        value: what ``axis(name)`` returns; None for the group.
 
     Raises:
-        TypeError: ``group`` is no group.
+        TypeError: ``group`` is not a ``comm.Group``.
     """
 
     group: comm.Group | None
@@ -90,12 +90,12 @@ class Axis:
         return "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
 
     def ranks(self) -> comm.Group:
-        """The group; the default is wherever the program runs."""
+        """The group, by default the current world."""
         return self.group or comm.world()
 
     @property
     def compares(self) -> bool:
-        """Whether there are other ranks with values of their own, with which this one's can be compared."""
+        """Whether there are other ranks with real values to compare with."""
         group = self.ranks()
         return group.size > 1 and not comm.is_symmetric(group)
 
@@ -109,7 +109,7 @@ class Axis:
 
 
 class Divided(Protocol):
-    """The part of a step that says how it is divided."""
+    """The part of a step that defines how it is divided."""
 
     @property
     def layers(self) -> Sequence[Any]: ...
@@ -118,27 +118,27 @@ class Divided(Protocol):
 
 
 def axes_of(step: Divided) -> list[Axis]:
-    """The axes of its transforms, in the order of composition: of those that divide a batch, the outermost first."""
+    """The axes of its transforms, in the order of composition; of those that divide a batch, the outermost first."""
     return [axis for layer in step.layers for axis in layer.axes]
 
 
 def micro_batches(step: Divided, state: State) -> int:
-    """The product of what the transforms say."""
+    """The product of the transforms' numbers of micro-batches."""
     return math.prod(layer.micro_batches for layer in step.layers)
 
 
 def sum_over_ranks(step: Divided, state: State, scalars: Any) -> Any:
-    """Over each axis that divides rows, and over stages, of which one has values that are not zero."""
+    """Sums over each axis that divides rows, and over stages, of which one has nonzero values."""
     axes = [axis for axis in axes_of(step) if axis.sums]
     if axes and comm.world().world.watch is not None:
-        comm.varying(scalars)  # what all ranks have counts n times, and so does its weight
+        comm.varying(scalars)  # what all ranks have is summed n times, and so is its weight
     for axis in axes:
         scalars = comm.all_reduce(scalars, axis.ranks())
     return scalars
 
 
 def sync_buffers(step: Divided, state: State) -> State:
-    """Ranks with other rows agree as the step's policy says; ranks of stages have the buffers of all, each from who ran it."""
+    """Ranks with other rows agree by the step's policy; ranks of stages get each buffer from a rank that ran its module."""
     for axis in axes_of(step):
         if axis.sums:
             state = synced(state, axis.ranks(), policy="writer" if axis.role is AxisRole.STAGES else None)
@@ -152,7 +152,7 @@ def sync_buffers(step: Divided, state: State) -> State:
 
 
 def batch_shard(step: Divided, state: State) -> tuple[int, int]:
-    """The place among the ranks that divide rows, without the axes along which these have the same rows.
+    """The place among the ranks that divide rows, without the axes along which they have the same rows.
 
     Raises:
         ValueError: gradients are not summed over an axis of sequences, or over a part of it.
@@ -175,7 +175,7 @@ OVER_RANKS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 class FollowsFromAxes:
-    """The part of a step that it computes over all its ranks from the axes of its transforms.
+    """The part of a step that is computed over all its ranks from the axes of its transforms.
 
     Attributes:
         layers: what each transform added.
@@ -198,7 +198,7 @@ class FollowsFromAxes:
         return self.over_ranks["sum_over_ranks"](self, state, scalars)
 
     def norm(self, state: State, grads: list[Tensor]) -> Tensor:
-        """The 2-norm of the whole gradient, replicas counted once."""
+        """The 2-norm of the whole gradient, over all ranks, replicas counted once."""
         self._guard("norm", state, grads)
         return self.over_ranks["norm"](self, state, grads)  # type: ignore[no-any-return]
 
@@ -210,7 +210,7 @@ class FollowsFromAxes:
     def per_leaf(self, state: State, function: Callable[..., Tensor], *lists: list[Tensor]) -> dict[str, Tensor]:
         """A sum over the elements of each leaf, over all ranks, by its path; one collective for all leaves.
 
-        ``step.per_leaf(state, lambda g: g.square().sum(), grads.sum)`` has the square of each leaf's gradient norm.
+        ``step.per_leaf(state, lambda g: g.square().sum(), grads.sum)`` gives the squared gradient norm of each leaf.
 
         Args:
             state: whose leaves; in a pipeline those of this stage.
@@ -225,13 +225,13 @@ class FollowsFromAxes:
         return self.over_ranks["finite"](self, state, grads)  # type: ignore[no-any-return]
 
     def sync_buffers(self, state: State) -> State:
-        """The state with the module buffers that ranks with other rows agree on."""
+        """The state with module buffers that are equal on all ranks."""
         return self.over_ranks["sync_buffers"](self, state)  # type: ignore[no-any-return]
 
     def batch_shard(self, state: State) -> tuple[int, int]:
-        """Which of how many equal parts of the global batch this rank has."""
+        """``(index, count)``: which of how many equal shards of the global batch this rank has."""
         return self.over_ranks["batch_shard"](self, state)  # type: ignore[no-any-return]
 
     def micro_batches(self, state: State) -> int:
-        """Into how many micro-batches this step cuts a rank's batch."""
+        """The number of micro-batches into which this step splits a rank's batch."""
         return self.over_ranks["micro_batches"](self, state)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A pass as a function found it, for when the backward pass runs the function again."""
+"""Captures a pass, to restore it when the backward pass recomputes a function."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,7 +14,7 @@ __all__ = ["Moment"]
 
 @attrs.frozen(eq=False)
 class Moment:
-    """A pass as a function found it, for when the backward pass runs the function again.
+    """A captured pass, to restore when the backward pass recomputes a function.
 
     In a pipeline one pass has many micro-batches, whose axes differ in their documents.
     """
@@ -25,17 +25,17 @@ class Moment:
 
     @staticmethod
     def now() -> "Moment":
-        """As it is in this thread."""
+        """Captures this thread's pass."""
         pass_ = current_pass()
         return Moment(None) if pass_ is None else Moment(pass_, pass_.calls, pass_.axes)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a param, whose memory comes and goes."""
+        """Whether the tensor is in the memory of a param that is gathered and freed."""
         return self.pass_ is not None and self.pass_.owns(tensor) is not None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the pass is current again as it was."""
+        """A context in which the pass is current again, as it was."""
         pass_ = self.pass_
         if pass_ is None:
             yield

@@ -1,4 +1,4 @@
-"""A step in halves: one forward pass and its backward passes as values, for training loops of a user's own."""
+"""A step in two halves, for custom training loops: a forward pass and its backward passes as values."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -33,20 +33,20 @@ class OpenPass:
     ```
     run = step.open(state, batch, grads)       nothing is computed yet
     y = run(function, *args)                   function(params, *args): casts, remat, gathers, buffers as in the step
-    grads = run.backward(loss(y))              adds its gradients to those before
+    grads = run.backward(loss(y))              adds its gradients to those of earlier passes
     ```
 
     The passes of a step are micro-batches: their weights add up, so the update gets the mean. Several losses of one pass are
-    summed, as ``.grad`` sums them. A pass closes with its ``backward``, with ``close``, or at the end of a ``with`` block.
+    summed, as in ``.grad``. A pass closes with its ``backward``, with ``close``, or at the end of a ``with`` block.
 
-    Passes of several steps may be open at once and share tensors. A loss is differentiated by the params of the pass whose
-    ``backward`` is called, also through functions of other passes that are still open, and by no others.
+    Passes of several steps may be open at once and share tensors. ``backward`` differentiates only by the params of its own
+    pass, also through functions of other open passes.
 
     Attributes:
         batch: what it was opened with.
-        last: whether no further pass of this step has a backward, so that stages 0 and 1 sum over the ranks during this one's.
-            All ranks say the same. It changes no gradient: where it was wrong, two sums over the ranks are added, and where no
-            pass was the last, ``finish`` sums.
+        last: whether no further pass of this step has a backward, so that ZeRO stages 0 and 1 reduce during this one's. It must
+            be equal on all ranks. It changes no gradient: if it is wrong, two reductions are added; if no pass was the last,
+            ``finish`` reduces.
     """
 
     def __init__(self, step: RunsPasses, so_far: Gradients, batch: Any, *, trains: bool) -> None:
@@ -55,10 +55,10 @@ class OpenPass:
         self._rows = 0 if batch is None else rows_of(batch)
         self._keyed = False
         self._scope = BufferScope(state.slots.get(BUFFERS), keeps=trains)
-        self._pass: Pass | None = None  # once something runs
-        self._pulling: Pulling | None = None  # of a ``loss.backward()`` of somebody else
+        self._pass: Pass | None = None  # None until something runs
+        self._pulling: Pulling | None = None  # of a ``loss.backward()`` that other code runs
         self._thread = get_ident()
-        self._scaled: tuple[Weighted, dict[str, Weighted]] | None = None  # the loss that somebody else differentiates
+        self._scaled: tuple[Weighted, dict[str, Weighted]] | None = None  # the loss that other code differentiates
         self._weighed = False  # whether one of its losses has counted
         self._closed = False
         self.last = True
@@ -70,7 +70,7 @@ class OpenPass:
         """A pass of a step.
 
         Raises:
-            ValueError: a transform needs the whole batch; ``so_far`` is of another state or was used.
+            ValueError: a transform needs the whole batch; ``so_far`` belongs to another state or was used already.
         """
         for layer in step.layers:
             if "gradients" in layer.phases and Trait.SPLITS_BATCHES not in layer.traits:
@@ -95,12 +95,12 @@ class OpenPass:
 
     @property
     def key(self) -> Key | None:
-        """What the loss function would get as its key; None in an evaluation, and where the pass was given no batch."""
+        """The key that the loss function would get; None in an evaluation, and for a pass without a batch."""
         if not self._keyed:
             self._keyed = True
             key = None
             if self._trains and self.batch is not None:
-                with self._ends_if_it_fails(), comm.world().world.step():  # ranks may tell each other their numbers of rows
+                with self._ends_if_it_fails(), comm.world().world.step():  # ranks may exchange their numbers of rows
                     key = self._grads.key_at(self._step, self._grads.state, self._rows)
             self._state = tree.replace(self._state, key=key)
         return self._state.key
@@ -132,16 +132,16 @@ class OpenPass:
         close: bool = True,
         weighs: bool | None = None,
     ) -> Gradients:
-        """The gradients of a loss, added to those of the passes before.
+        """The gradients of a loss, added to those of earlier passes.
 
         Args:
             loss: as a loss function returns it: a scalar, ``Weighted(sum, weight)``, or a pair of that and further metrics;
                 None for the step's own, of the pass's batch.
-            last: the attribute, where it is to be another.
-            retain_graph: whether a later ``backward`` goes through this graph again. The pass stays open.
-            close: False for further losses of this pass, whose graphs have nothing in common with this one.
-            weighs: whether the loss's weight counts; by default that of the pass's first. False for what is summed with the
-                loss of another pass, as two losses of one micro-batch are.
+            last: overrides the attribute.
+            retain_graph: whether a later ``backward`` uses this graph again. The pass stays open.
+            close: False for further losses of this pass, whose graphs share nothing with this one.
+            weighs: whether the loss's weight counts; by default that of the pass's first. False for a loss that is added to
+                that of another pass, such as a second loss of one micro-batch.
 
         Raises:
             RuntimeError: the loss has no graph; the pass is closed.
@@ -162,22 +162,22 @@ class OpenPass:
             return self._add(loss, metrics, close and not retain_graph, retain_graph=retain_graph)
 
     def scaled(self, loss: Any, *, weighs: bool | None = None) -> Tensor:
-        """The loss as ``backward`` would differentiate it; after its ``.backward()`` there is ``collect``."""
+        """The loss as ``backward`` would differentiate it; call its ``.backward()``, then ``collect``."""
         self._refuse_untrained()
         with self._ends_if_it_fails(), comm.world().world.step():
             self._scaled = self._weighted(loss, weighs)
         return self._scaled[0].sum  # type: ignore[no-any-return]
 
     def collect(self, *, close: bool = True) -> Gradients:
-        """What ``backward`` would return, after ``loss.backward()`` of torch instead.
+        """What ``backward`` would return, after a call of torch's ``loss.backward()``.
 
-        The loss is a plain mean of what this pass returned, or ``scaled`` has given it.
+        The loss must be a plain mean of what this pass returned, or come from ``scaled``.
 
         Args:
             close: as for ``backward``.
 
         Raises:
-            RuntimeError: no backward pass went through what the pass has returned; losses of this step are scaled.
+            RuntimeError: no backward pass went through what the pass returned; the step scales losses, and this one was not.
         """
         self._refuse_untrained()
         self._opened()
@@ -200,7 +200,7 @@ class OpenPass:
             return self._add(*scaled, close, known=known, pulling=pulling)
 
     def close(self) -> None:
-        """Ends the pass; a graph that is left cannot be differentiated. Again does nothing."""
+        """Ends the pass, once; its graph cannot be differentiated afterwards."""
         self._end(None)
 
     # -- inside ------------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class OpenPass:
         return self._pass is not None and self._grads.state.step is state.step
 
     def written(self) -> State:
-        """The state that a closed pass has left."""
+        """The state after a closed pass."""
         return with_buffers(self._state, self._scope)
 
     def _refuse_closed(self) -> None:
@@ -237,7 +237,7 @@ class OpenPass:
         return self._pass
 
     def _weighted(self, loss: Any, weighs: bool | None) -> tuple[Weighted, dict[str, Weighted]]:
-        """A loss as the step's ``loss`` phase has it, the user's function replaced by what was computed already."""
+        """A loss after the step's ``loss`` phase, with the user's function replaced by the given value."""
         pass_ = self._opened()
         forward = nullcontext() if pass_.forward_ended else pass_.forward()
         with pass_.resumed(), forward, torch.set_grad_enabled(self._trains):
@@ -274,14 +274,14 @@ class OpenPass:
         return grads
 
     def _follow(self, found: Any) -> None:
-        """Sees to it that a backward pass which comes to what a function has returned finds this pass ready for it."""
+        """Hooks what a function returned, so that a backward pass that reaches it resumes this pass."""
         register_containers(found)
         for leaf in tree.leaves(found):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._reached)
 
     def _reached(self, grad: Tensor) -> None:
-        """A backward pass has come to what this pass returned, and goes on into it."""
+        """A backward pass has reached what this pass returned, and continues into it."""
         pass_ = self._pass
         if pass_ is None:
             raise RuntimeError("the loss was computed in a pass that is closed; call backward before it closes")

@@ -1,4 +1,4 @@
-"""What the passes of one optimizer step have left so far, for loops of a user's own."""
+"""Gradients accumulated over the passes of one optimizer step, for custom training loops."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -50,22 +50,22 @@ class Closes(Protocol):
     def close(self) -> None: ...
 
     def written(self) -> State:
-        """The state that a closed pass has left."""
+        """The state after a closed pass."""
 
 
 @attrs.define(eq=False)
 class Gradients:
-    """What the passes of one optimizer step have left so far. ``OpenPass.backward`` adds to it, ``Step.finish`` takes it.
+    """Gradients of the passes of one optimizer step so far. ``OpenPass.backward`` adds to it, ``Step.finish`` consumes it.
 
-    It can be used once, as its sums grow in place.
+    It can be used only once, because its sums grow in place.
 
     Attributes:
         state: what the passes were opened with.
         batch: the structure of the batches.
         metrics: the sums of the losses and of further metrics on this rank.
         carry: sums that the next pass adds to.
-        final: those of passes that were the last: they are summed over the ranks.
-        last_pass: the pass that has added to it last and may be open.
+        final: sums of passes marked as last, reduced over the ranks.
+        last_pass: the last pass that was added, which may still be open.
     """
 
     state: State
@@ -74,7 +74,7 @@ class Gradients:
     carry: Weighted | None = None
     final: Weighted | None = None
     last_pass: "Closes | None" = None
-    _after: State | None = None  # with what the passes have written, but for that one's buffers
+    _after: State | None = None  # with what the passes have written, except that one's buffers
     _key: Key | None = None  # at this rank's first row
     _rows: int = 0  # of the passes so far
     _summed: int = 0  # how many backward passes are in ``carry``
@@ -84,10 +84,10 @@ class Gradients:
         return f"Gradients({self._rows} rows, {'used' if self._used else ', '.join(self.metrics) or 'none yet'})"
 
     def check(self, state: State) -> None:
-        """Refuses a value that is of another state, or was used.
+        """Raises an error for gradients that belong to another state, or were used already.
 
         Raises:
-            ValueError: it is.
+            ValueError: they do.
         """
         if self.state is not state:
             raise ValueError(
@@ -99,18 +99,18 @@ class Gradients:
             )
 
     def taken(self) -> "Gradients":
-        """The same, as a new value, which others are added to; this one cannot be used any more."""
+        """The same as a new value; this one cannot be used any more."""
         self.check(self.state)
         new = attrs.evolve(self)
         self._use_up()
         return new
 
     def _use_up(self) -> None:
-        """Lets go of the tensors, which this value may outlive in a custom loop."""
+        """Drops the tensors, which this value may outlive in a custom loop."""
         self._used, self.carry, self.final, self._after, self.last_pass = True, None, None, None, None
 
     def add(self, total: Weighted, metrics: Mapping[str, Weighted], after: State, rows: int, *, last: bool) -> None:
-        """Takes what a backward pass over so many rows has left: gradients, ``carry`` included, metrics and the state."""
+        """Adds what a backward pass over so many rows returned: gradients, ``carry`` included, metrics and the state."""
         self.carry, self.final = (None, _sum(self.final, total)) if last else (total, self.final)
         self._summed = 0 if last else self._summed + 1
         known = self.metrics
@@ -118,7 +118,7 @@ class Gradients:
         self._after, self._rows = after, self._rows + rows
 
     def after(self) -> State:
-        """The state with what the passes have written; the last one is closed."""
+        """The state with what the passes have written; closes the last one."""
         if self.last_pass is not None:
             self.last_pass.close()
             self._after, self.last_pass = self.last_pass.written(), None
@@ -133,7 +133,7 @@ class Gradients:
         return self._key.at(step=state.step, rows=self._rows) if self._key is not None and self._rows else self._key
 
     def total(self, step: RunsPasses, state: State, *, donate: bool) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """The gradients of all passes, reduced as the step wants them, with the state that they leave and their metrics."""
+        """The reduced gradients of all passes, with the state after them and their metrics."""
         self.check(state)
         after, carry, final = tree.replace(self.after(), key=state.key), self.carry, self.final
         if carry is None and final is None:
@@ -147,7 +147,7 @@ class Gradients:
 
 
 def _flushed(step: RunsPasses, state: State, carry: Weighted, count: int) -> Weighted:
-    """The sums of passes of which none was the last, reduced over the ranks if that was put off."""
+    """The sums of passes none of which was the last, reduced over the ranks if that was deferred."""
     if not step.has(Trait.SUMS_LAST):
         return carry
     view = step.view(state)

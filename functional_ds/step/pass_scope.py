@@ -1,4 +1,4 @@
-"""``Pass``: the dynamic scope of one forward pass and its backward, which gives a state and gradients."""
+"""``Pass``: the dynamic scope of one forward pass and its backward."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ __all__ = ["Pass", "current_pass", "detached", "differentiated", "evaluated", "w
 
 T = TypeVar("T")
 
-_HERE = threading.local()  # the passes that this thread is in
+_HERE = threading.local()  # this thread's stack of passes
 
 
 def current_pass() -> "Pass | None":
@@ -37,19 +37,19 @@ def current_pass() -> "Pass | None":
 
 @attrs.define(eq=False)
 class Pass:
-    """One forward pass and its backward: the only dynamic scope beside the world. It is current inside of ``with pass_:``.
+    """One forward pass and its backward: the only dynamic scope besides the world. It is current inside of ``with pass_:``.
 
-    Modules that were given a step's params keep them until the pass ends: a recomputation in the backward pass reads them.
+    Modules keep the step's params until the pass ends, because a recomputation in the backward pass reads them.
 
     Attributes:
         trains: whether gradients are wanted.
-        buffers: what modules hold beside parameters in this pass; None where nothing that they write is to be kept.
-        graphs: the kinds of graphs that were looked through before; None where none is looked through.
-        view: the params; None where several views serve one pass, as in a pipeline.
-        loss: the loss, where it was computed already; else the function of the step computes it.
-        roots: further tensors to begin the backward pass at, with gradient zero, so that their nodes run in any case.
-        calls: who runs modules inside of a module, the outermost last.
-        axes: what transforms have put there for the functions that run, by name.
+        buffers: module buffers in this pass; None if nothing that modules write is kept.
+        graphs: which graphs were inspected before; None to inspect none.
+        view: the params; None if several views serve one pass, as in a pipeline.
+        loss: the loss, if it was computed already; else the step's function computes it.
+        roots: further tensors to begin the backward pass at, with zero gradients, so that their nodes always run.
+        calls: the module call stack: what runs modules inside of a module, the outermost last.
+        axes: what transforms have set for the functions that run, by name.
         asked: the names that functions have asked for.
         slots: what transforms keep for this pass, by name.
         modules: the copies of modules that this pass uses.
@@ -89,16 +89,16 @@ class Pass:
     # -- being current -----------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Is the current pass from now on."""
+        """Makes this the current pass."""
         _HERE.__dict__.setdefault("passes", []).append(self)
 
     def pause(self) -> None:
-        """Makes way for the pass before."""
+        """Makes the previous pass current."""
         _HERE.passes.remove(self)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Inside, this pass is the current one again: several that are open take turns."""
+        """A context in which this pass is current again: several open passes take turns."""
         self.resume()
         try:
             yield
@@ -106,7 +106,7 @@ class Pass:
             _HERE.passes.pop()
 
     def resume_until_backward_ends(self) -> None:
-        """Is the current pass until the backward pass that runs, which other code has begun, is over."""
+        """Makes this the current pass until the running backward pass, which other code has begun, ends."""
         self.resume()
         passes = _HERE.passes
 
@@ -120,13 +120,13 @@ class Pass:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Inside, functions of the view's params run; it may be entered several times."""
+        """A context for functions of the view's params; it may be entered several times."""
         with torch.set_grad_enabled(self.trains), nullcontext() if self.view is None else self.view.scope():
             yield
 
     @contextmanager
     def run_by(self, *calls: Any, inside: tuple[Any, ...] = ()) -> Iterator[None]:
-        """Inside, these run the modules inside of a module, before those that did so far, and ``inside`` after them."""
+        """A context in which ``calls`` run modules inside of a module, before the present ones, and ``inside`` after them."""
         before, self.calls = self.calls, (*calls, *self.calls, *inside)
         try:
             yield
@@ -135,7 +135,7 @@ class Pass:
 
     @contextmanager
     def holding(self, slot: str, value: Any) -> Iterator[None]:
-        """Inside, a slot has this value."""
+        """A context in which a slot has this value."""
         before, self.slots[slot] = self.slots.get(slot), value
         try:
             yield
@@ -143,26 +143,26 @@ class Pass:
             self.slots[slot] = before
 
     def owns(self, tensor: Tensor) -> str | None:
-        """The path of the param in whose memory a tensor lies, where that memory comes and goes; else None."""
+        """The path of the param whose memory holds a tensor, if that memory is gathered and freed; else None."""
         return None if self.view is None or self.view.owns is None else self.view.owns(tensor)
 
     @property
     def placeholders(self) -> Mapping[int, str]:
-        """The paths of tensors that only stand for a param, by id."""
+        """The paths of tensors that stand for a param, by id."""
         return {} if self.view is None else self.view.placeholders
 
     def at_forward_end(self, work: Callable[[], None]) -> None:
-        """Does ``work`` between the forward pass and the backward, unless the forward pass failed; the latest comes first."""
+        """Runs ``work`` between the forward pass and the backward, unless the forward failed; last in, first out."""
         self._at_forward_end.append(work)
 
     def at_end(self, work: Callable[[], None]) -> None:
-        """Does ``work`` when the pass ends, whatever happened."""
+        """Runs ``work`` when the pass ends, also after an error."""
         self._ending.callback(work)
 
     # -- backward ----------------------------------------------------------------------------------------------------------
 
     def end_forward(self) -> None:
-        """Ends the forward pass; again does nothing."""
+        """Ends the forward pass, once."""
         work, self._at_forward_end = self._at_forward_end, []
         with torch.set_grad_enabled(self.trains):
             for check in reversed(work):
@@ -175,7 +175,7 @@ class Pass:
         """The gradients of a loss by the stored leaves, plus ``carry``: those of the view's ``pull``.
 
         Args:
-            loss: None where another backward pass is about to run.
+            loss: None if other code is about to run the backward pass.
             carry: as for ``View.pull``.
             last: as for ``View.pull``.
             retain_graph: as for ``View.pull``.
@@ -193,7 +193,7 @@ class Pass:
         return self.view.pull(outputs, carry, last, retain_graph=retain_graph)
 
     def inspect_again(self, loss: Tensor, unused: tuple[int, ...]) -> None:
-        """Looks through the graph if no other has left the same leaves without a gradient, which may be lost ones."""
+        """Inspects the graph if the set of leaves without a gradient is new, since gradients may have been lost."""
         if loss.requires_grad and self.graphs is not None and self.graphs.is_new(unused):
             self._inspect([loss, *self.roots])
 
@@ -201,7 +201,7 @@ class Pass:
         inspect_graph(roots, self.placeholders)
 
     def end(self, *, failed: bool = False) -> None:
-        """Ends the pass. One that has not failed ends its forward pass first, in which other ranks may take part."""
+        """Ends the pass. If it has not failed, its forward pass ends first, a collective for some views."""
         try:
             if not failed:
                 self.end_forward()
@@ -219,13 +219,13 @@ class Pass:
 
 
 def evaluated(step: Any, state: State, function: Callable[[Any], T], *, apart: bool = False) -> T:
-    """``function(params)`` without gradients, in a pass of its own that leaves nothing behind.
+    """``function(params)`` without gradients, in a new pass that keeps nothing.
 
     Args:
         step: whose phases.
         state: whose params.
         function: of the params as the loss sees them.
-        apart: whether what it returns may be in the memory of the params, and is to be copied then.
+        apart: whether to copy results that may share memory with the params.
     """
     stored = {storage_id(x) for x in tree.leaves(state.params) if isinstance(x, Tensor)} if apart else set()
 
@@ -246,10 +246,10 @@ def evaluated(step: Any, state: State, function: Callable[[Any], T], *, apart: b
 
 
 def whole_if_needed(run: Callable[[bool], T], before: RngState | None = None) -> T:
-    """``run(False)``; if it needs params whole, ``run(True)``, from the state of random draws before."""
+    """``run(False)``; if it needs whole params, ``run(True)`` with the random state from before."""
     with suppress(NeedsWhole):
         return run(False)
-    if before is not None:  # outside of the handler, which would hold the memory of the first run
+    if before is not None:  # outside of the handler, which would keep alive the memory of the first run
         before.restore()
     return run(True)
 
@@ -258,7 +258,7 @@ def whole_if_needed(run: Callable[[bool], T], before: RngState | None = None) ->
 
 
 def with_buffers(state: State, scope: BufferScope) -> State:
-    """The state with the buffers that a pass has left."""
+    """The state with the buffers after a pass."""
     return state if scope.buffers is None else state.put(**{BUFFERS: scope.collect()})
 
 
@@ -273,17 +273,17 @@ def differentiated(
     retain_graph: bool = False,
     pulling: Pulling | None = None,
 ) -> tuple[State, Weighted]:
-    """The state and the gradients after a backward pass from a loss; ``carry`` is added.
+    """The state and the gradients after a backward pass from a loss, plus ``carry``.
 
     Args:
         step: whose pass it is.
-        state: as the forward pass has left it.
+        state: as after the forward pass.
         pass_: is open, and current.
-        loss: of its forward pass; where other code has differentiated it, its weight counts alone.
+        loss: of its forward pass; if other code has differentiated it, only its weight counts.
         carry: the sums of earlier micro-batches.
         last: whether no further one follows.
-        retain_graph: whether another backward pass will go through this graph.
-        pulling: what takes the gradients of a backward pass that other code has run.
+        retain_graph: whether another backward pass will use this graph.
+        pulling: takes the gradients of a backward pass that other code has run.
     """
     if pulling is None:
         if pass_.graphs is not None:
@@ -296,5 +296,5 @@ def differentiated(
 
 
 def detached(loss: Weighted, metrics: Mapping[str, Weighted]) -> dict[str, Weighted]:
-    """A pass's metrics, the loss among them."""
+    """A pass's metrics, including the loss."""
     return tree.map(torch.detach, {"loss": loss, **metrics})  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What each phase of a step takes and returns: a typed method for each, from which all else that is known of it follows."""
+"""What each phase of a step takes and returns: one typed method per phase, from which everything else is derived."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +25,7 @@ Wraps = Callable[Concatenate[Callable[Concatenate[Any, P], R], Any, P], R]  # of
 
 
 class Phases:
-    """The phases of a step, as finally composed. A transform's function takes ``(inner, step, ...)`` and what the method takes.
+    """The phases of a step, as finally composed. A transform's function takes ``(inner, step, ...)`` and their arguments.
 
     Attributes:
         phases: each as a function of (step, ...).
@@ -34,7 +34,7 @@ class Phases:
     phases: Mapping[str, Phase]
 
     def prepare(self, params: Any) -> Any:
-        """The params, marked before any transform cuts the tree up."""
+        """Marks the params, before any transform changes the tree."""
         return self.phases["prepare"](self, params)
 
     def init(self, params: Any) -> State:
@@ -42,7 +42,7 @@ class Phases:
         return self.phases["init"](self, params)  # type: ignore[no-any-return]
 
     def view(self, state: State, trains: bool = True, whole: bool = False) -> View:
-        """The params that the loss sees, and how gradients come back from them.
+        """The params that the loss sees, and how gradients flow back from them.
 
         Args:
             state: whose params.
@@ -56,7 +56,7 @@ class Phases:
         return self.phases["loss"](self, state, params, batch)  # type: ignore[no-any-return]
 
     def forward(self, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """``function(batch)``, run as the user's function is."""
+        """``function(batch)``, run like the user's loss function."""
         return self.phases["forward"](self, state, function, batch)
 
     def measure(self, state: State, batch: Any) -> dict[str, Any]:
@@ -68,20 +68,20 @@ class Phases:
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
         """The state after the forward and backward passes, ``carry`` plus a batch's gradients, and the batch's metrics.
 
-        Sums may be this rank's alone: ``reduce`` gives those over all ranks. The state is not donated yet: a phase puts new
+        The sums may be this rank's only: ``reduce`` gives those over all ranks. The state is not donated yet: a phase puts new
         tensors into the one that it returns and changes none in place.
         """
         return self.phases["gradients"](self, state, batch, carry, last)  # type: ignore[no-any-return]
 
     def reduce(self, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        """The gradients after the last micro-batch, as the update wants them: over all ranks; and what this leaves behind.
+        """The gradients over all ranks, after the last micro-batch, as the update needs them; and the state.
 
         The state is not donated yet: a phase puts new tensors into the one that it returns and changes none in place.
         """
         return self.phases["reduce"](self, state, grads)  # type: ignore[no-any-return]
 
     def comm_dtype(self, state: State, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of a dtype travel between ranks."""
+        """The dtype in which gradients of a dtype are reduced."""
         return self.phases["comm_dtype"](self, state, dtype)  # type: ignore[no-any-return]
 
     def scatter(self, state: State) -> State:
@@ -89,27 +89,27 @@ class Phases:
         return self.phases["scatter"](self, state)  # type: ignore[no-any-return]
 
     def update(self, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        """The state after the optimizer; owns the state that it is given."""
+        """The state after the optimizer's update; it owns the state that it is given."""
         return self.phases["update"](self, state, grads)  # type: ignore[no-any-return]
 
     def publish(self, state: State) -> State:
-        """The inverse of ``scatter``: what is stored, made of what the optimizer holds. Collective in ZeRO 1 and 2."""
+        """The inverse of ``scatter``: stores what the optimizer holds. Collective in ZeRO 1 and 2."""
         return self.phases["publish"](self, state)  # type: ignore[no-any-return]
 
     def rate(self, state: State) -> float | Tensor:
-        """What multiplies the learning rate in this step."""
+        """The factor of the learning rate in this step."""
         return self.phases["rate"](self, state)  # type: ignore[no-any-return]
 
     def params(self, state: State) -> Any:
-        """The user's tree, whole."""
+        """The user's tree, unsharded."""
         return self.phases["params"](self, state)
 
     def leaf_map(self, state: State) -> LeafMap:
-        """Which leaf's elements lie where in the tensors that the optimizer gets, on every rank."""
+        """Which leaf's elements are where in the tensors that the optimizer gets, on every rank."""
         return self.phases["leaf_map"](self, state)  # type: ignore[no-any-return]
 
     def select(self, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
-        """A state restricted to the leaves of these paths, a dict of them once viewed, and their gradients' indices."""
+        """A state restricted to the leaves of these paths, which is viewed as a dict of them, and their gradients' indices."""
         return self.phases["select"](self, state, paths)  # type: ignore[no-any-return]
 
 
@@ -123,7 +123,7 @@ PHASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def _results(phase: str) -> tuple[str, tuple[type, ...]] | None:
-    """What a phase returns, in words and as types; None where anything goes."""
+    """What a phase returns, in words and as types; None for any type."""
     hint = get_type_hints(getattr(Phases, phase))["return"]
     parts = get_args(hint) if get_origin(hint) is tuple else (hint,)
     types = tuple(get_origin(part) or part for part in parts)
@@ -165,7 +165,7 @@ def bound(name: str, phase: str, outer: Phase, inner: Phase) -> Phase:
     """A phase of (step, ...): that of the transform ``name``, which gets the phase so far as ``inner``.
 
     Raises:
-        TypeError: it returns what is none of the phase's; the message names the transform and the phase.
+        TypeError: it returns another type than the phase; names the transform and the phase.
     """
     return lambda step, *args: _check_result(name, phase, outer(inner, step, *args))
 

@@ -1,4 +1,4 @@
-"""Layers: what a transform adds to a step, and how the functions that wrap a phase are composed."""
+"""Layers: what each transform adds to a step, and how functions that wrap a phase are composed."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,26 +15,26 @@ from .state.state import State
 __all__ = ["OF_A_STEP", "Layer", "Trait", "check_phases", "compose_phase", "innermost", "mapped", "outermost"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-OF_A_STEP = frozenset({"loss", "forward", "gradients", "reduce", "comm_dtype", "update", "rate"})  # others give params a form
+OF_A_STEP = frozenset({"loss", "forward", "gradients", "reduce", "comm_dtype", "update", "rate"})  # others change storage
 
 
 class Trait(Enum):
-    """What a transform does to a step, where the order of composition depends on it.
+    """What a transform does to a step, for the transforms whose order depends on it.
 
-    A transform hands its traits to ``wrap``; ``Step.has`` asks for them.
+    A transform passes its traits to ``wrap``; ``Step.has`` asks for them.
     """
 
-    SHARDS_PARAMS = auto()  # stores params in shards and gathers them while they are used: ZeRO-3
-    SHARDS_STATE = auto()  # keeps the optimizer's state in shards: ZeRO 1 to 3
-    KEEPS_WHOLE = auto()  # keeps some params whole although it stores the rest in shards
-    SUMS_LAST = auto()  # does so after the last micro-batch, in its backward pass
-    SPLITS_BATCHES = auto()  # its ``gradients`` only cut the batch: whoever has micro-batches can do without
+    SHARDS_PARAMS = auto()  # shards params and gathers them for use: ZeRO-3
+    SHARDS_STATE = auto()  # shards the optimizer's state: ZeRO 1 to 3
+    KEEPS_WHOLE = auto()  # keeps some params whole although it shards the rest
+    SUMS_LAST = auto()  # sums gradients over ranks in the backward pass of the last micro-batch
+    SPLITS_BATCHES = auto()  # its ``gradients`` only splits the batch: a caller with micro-batches can do without
     COPIES_PARAMS = auto()  # keeps a copy of the params in its slot: masters, averages
     OFFLOADS = auto()  # moves params, slots or the optimizer's state off the device
     RESIDENT_SLOT = auto()  # its slot must stay on the device
     USES_FILES = auto()  # reads and writes files in each step
     CASTS = auto()  # stores params in another dtype than the optimizer updates
-    HEEDS_SKIPS = auto()  # its update and its slot change in a step that a loss scale skips only as they must
+    HEEDS_SKIPS = auto()  # handles steps that a loss scale skips: update and slot change only as they must
 
 
 @attrs.frozen(eq=False)
@@ -43,14 +43,14 @@ class Layer:
 
     Attributes:
         name: of the transform, for errors.
-        phases: its functions by phase, alone or with their place.
-        guards: functions of the same form that only refuse what would be wrong: each around the layer's function of the phase.
+        phases: its functions by phase, perhaps with their place.
+        guards: functions of the same form that only raise errors for misuse: each around the layer's function of the phase.
         traits: what other transforms may ask the step for.
-        slot: the name of what it keeps in the state.
-        options: what all ranks must give it alike; None where the name says so.
+        slot: the name of its entry in the state's slots.
+        options: values that must be equal on all ranks; None if the name contains them.
         axes: the mesh axes over which it divides a step, or sums and exchanges values.
-        micro_batches: into how many parts it cuts a rank's batch.
-        due: whether its phases run in the step of a state, where that is not always so; asked on the host, before the step.
+        micro_batches: into how many micro-batches it splits a rank's batch.
+        due: whether its phases run in the step of a state; asked on the host, before the step. None for always.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Layer:
     due: Callable[[State], bool] | None = None
 
     def acting(self, due: bool) -> "Layer":
-        """The layer in a step in which it is due, or is not: then without the phases that a step runs."""
+        """The layer in a step in which it is due; if not, without the phases that a step runs."""
         if due:
             return attrs.evolve(self, due=None)
         phases, guards = ({p: f for p, f in each.items() if p not in OF_A_STEP} for each in (self.phases, self.guards))
@@ -92,7 +92,7 @@ class _Placed:
 
 
 def innermost(phase: F) -> F:
-    """For ``wrap``: this function runs inside all others that wrap the phase, whatever is composed before it.
+    """For ``wrap``: this function runs inside all others that wrap the phase, in any order of composition.
 
     >>> from functional_ds import compose, sgd, train_step, wrap
     >>> noted = []
@@ -106,12 +106,12 @@ def innermost(phase: F) -> F:
 
 
 def outermost(phase: F) -> F:
-    """For ``wrap``: this function runs around all others that wrap the phase, whatever is composed after it."""
+    """For ``wrap``: this function runs around all others that wrap the phase, in any order of composition."""
     return cast(F, _Placed("outermost", phase))
 
 
 def mapped(layer: Layer, change: Callable[[str, Phase], Phase]) -> Layer:
-    """The layer with ``change(phase, function)`` for each of its functions, which keep their places in any composition."""
+    """The layer with ``change(phase, function)`` for each of its functions, which keep their places."""
 
     def changed(phase: str, given: Any) -> Any:
         if isinstance(given, _Placed):
@@ -124,7 +124,7 @@ def mapped(layer: Layer, change: Callable[[str, Phase], Phase]) -> Layer:
 def compose_phase(phase: str, base: Phase, layers: tuple[Layer, ...], *, guarded: bool = True) -> Phase:
     """The base function inside of all that wrap it, in their order.
 
-    Law 66: what guards refuse apart, the phase is the same without them.
+    Law 66: guards change no value.
     """
     places: dict[str, list[tuple[str, list[Phase]]]] = {"innermost": [], "": [], "outermost": []}
     for layer in layers:
@@ -146,7 +146,7 @@ def compose_phase(phase: str, base: Phase, layers: tuple[Layer, ...], *, guarded
 
 
 def check_phases(name: str, phases: Mapping[str, Any]) -> None:
-    """Refuses functions that are for no phase, or take other arguments than their phase gives."""
+    """Raises an error for unknown phases and for functions whose arguments differ from their phase's."""
     unknown = phases.keys() - PHASES.keys()
     if unknown:
         raise ValueError(f"{name} wraps {sorted(unknown)}, which are no phases; the phases are {', '.join(PHASES)}")

@@ -1,4 +1,4 @@
-"""The view of a step on one device: the stored params themselves."""
+"""The view of a single-device step: the stored params themselves."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +17,10 @@ __all__ = ["stored_view"]
 
 
 def stored_view(params: Any, *, trains: bool) -> View:
-    """The stored params themselves; their transpose is autograd's.
+    """The stored params themselves; their gradients come from autograd.
 
-    A custom function's backward may run backward passes of its own, as reversible blocks do: what these leave in ``.grad``
-    belongs to the gradients. What a ``backward()`` inside of the loss left there does not.
+    A custom function's backward may run nested backward passes, as reversible blocks do: what these leave in ``.grad`` is added
+    to the gradients. What a ``backward()`` inside of the loss left there is not.
     """
     leaves: list[Tensor] = []
 
@@ -49,12 +49,12 @@ def stored_view(params: Any, *, trains: bool) -> View:
 
         return Pulling(wait)
 
-    # ``close`` lets go of the leaves: the view is in a cycle, and their memory should not wait for the garbage collector
+    # ``close`` drops the leaves: the view is in a cycle, and their memory should not wait for garbage collection
     return View(tree.map(seen, params), pull, leaves, finish=finish, close=leaves.clear)
 
 
 def _added(leaves: Sequence[Tensor], grads: Sequence[Tensor | None], carry: list[Tensor] | None, last: bool) -> list[Tensor]:
-    """Gradients, zeros for None, in ``carry``, or in memory of their own."""
+    """Gradients, zeros for None, added to ``carry``, or in new memory."""
     new = [torch.zeros_like(leaf) if grad is None else dense(grad) for grad, leaf in zip(grads, leaves, strict=True)]
     if carry is None:
         return _apart(new) if last else [wide(grad) for grad in new]
@@ -62,9 +62,9 @@ def _added(leaves: Sequence[Tensor], grads: Sequence[Tensor | None], carry: list
 
 
 def _apart(grads: list[Tensor]) -> list[Tensor]:
-    """Each dense and in memory of its own, because updates write into gradients.
+    """Each gradient dense and in separate memory, because updates write into gradients.
 
-    Autograd gives two leaves that are added one tensor, and one that is summed an expanded scalar.
+    Autograd gives two leaves that are added one tensor, and a leaf that is summed an expanded scalar.
     """
     known: set[int] = set()
     alone = []

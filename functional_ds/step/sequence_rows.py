@@ -1,4 +1,4 @@
-"""Which rows a rank has where others have parts of the same rows."""
+"""Batch shards of ranks that have parts of the same rows."""
 
 import torch
 
@@ -10,17 +10,17 @@ __all__ = ["row_of"]
 def row_of(
     name: str, group: comm.Group, index: int, count: int, *, known: dict[tuple[comm.Group, int, int], tuple[int, int]]
 ) -> tuple[int, int]:
-    """The shard of ranks that have the same rows as those beside them along an axis.
+    """The batch shard of ranks that share rows along an axis.
 
     Args:
         name: of the transform, for errors.
         group: the ranks of the axis.
         index: this rank's place among those that divide rows.
         count: how many those are.
-        known: what the ranks have told each other before.
+        known: results of earlier exchanges.
 
     Raises:
-        ValueError: the group is no axis of those ranks.
+        ValueError: the group is not an axis of those ranks.
     """
     control = group.channel("control")
     if group.size == 1:

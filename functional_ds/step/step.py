@@ -40,28 +40,26 @@ Transform = Callable[["Step"], "Step"]
 
 @attrs.frozen(eq=False, repr=False)
 class Step(Phases, FollowsFromAxes):
-    """``state, metrics = step(state, batch)``: one optimizer step.
+    """A training step: ``state, metrics = step(state, batch)`` is one optimizer step.
 
-    Each phase is a function whose first argument is the finished step, so that a phase sees every other phase as finally
-    composed (open recursion). Hence transforms that wrap different phases commute, and only those that wrap the same
-    phase have an order (law 30).
+    A step consists of phases, each a function whose first argument is the finished step, so that a phase calls every other
+    phase as finally composed (open recursion). Hence transforms that wrap different phases commute; only those that wrap the
+    same phase have an order (law 30). ``Phases`` documents each phase; docs/steps.md has the table.
 
-    ``Phases`` has a method for each, which says what it takes, returns and means; docs/steps.md has the table.
-
-    Gradients are a ``Weighted`` list: a sum for each trained stored leaf, and one weight. ``gradients`` adds to ``carry``,
-    the Weighted list of earlier micro-batches (or None), and ``last`` says that no further one follows. The state that it
-    returns has the module buffers that the forward pass has written, and whatever else a transform keeps of a batch.
+    Gradients are a ``Weighted`` list: a sum for each trained stored leaf, and one weight. ``gradients`` adds to ``carry``, the
+    ``Weighted`` list of earlier micro-batches (or None); ``last`` means that no further one follows. It returns the state with
+    the module buffers that the forward pass has written.
 
     Attributes:
-        base: the phases' meaning on one device.
+        base: the phases of the single-device step.
         name: of the step without transforms.
         layers: what each transform added, in the order of composition.
         buffers: which rank's module buffers data-parallel transforms keep: "first", "mean" or "own".
         draws: whether the loss function draws random numbers, so that ranks must know how many rows come before theirs.
-        skips_unused: whether the optimizer leaves leaves alone that no rank's loss has used; else their gradients are zeros.
-        options: what else all ranks must give it alike: the optimizer and the seed.
-        guarded: whether what would be wrong is refused; ``without_guards`` gives a step that does not look.
-        keeps_graph: whether gradients flow through what it returns: ``fds.differentiable`` makes such a step.
+        skips_unused: whether the optimizer skips leaves that no rank's loss has used; else their gradients are zeros.
+        options: further values that must be equal on all ranks: the optimizer and the seed.
+        guarded: whether misuse is checked; ``without_guards`` gives a step without checks.
+        keeps_graph: whether gradients flow through what it returns, as for ``fds.differentiable``.
         over_ranks: what it computes over all its ranks from the axes of its transforms, by the name of the method; no transform
             wraps it.
     """
@@ -77,7 +75,7 @@ class Step(Phases, FollowsFromAxes):
     keeps_graph: bool = False
     over_ranks: Mapping[str, Callable[..., Any]] = attrs.field(factory=lambda: {**OVER_RANKS, **GRADIENT_SUMS})
     phases: Mapping[str, Phase] = attrs.field(init=False)
-    _acting: dict[tuple[bool, ...], "Step"] = attrs.field(factory=dict, init=False)  # by which layers are due
+    _acting: dict[tuple[bool, ...], "Step"] = attrs.field(factory=dict, init=False)  # by the layers that are due
 
     @phases.default
     def _composed(self) -> Mapping[str, Phase]:
@@ -89,18 +87,18 @@ class Step(Phases, FollowsFromAxes):
     def init(self, params: Any, *, modules: Any = None) -> State:
         """The state before the first update. ``params`` is copied, never changed.
 
-        The buffers of the modules whose parameters these are, as ``fds.functional`` gave them, become part of the state.
+        The buffers of modules whose parameters came from ``fds.functional`` become part of the state. Ranks that train together
+        first compare their steps: optimizer, transforms with their options, seed and versions.
 
-        Ranks that train together compare their steps first: optimizer, transforms with their options, seed and versions.
-
-        Cost: one all-reduce of 16 bytes over each group that the transforms were given, beyond what these send.
+        Cost: one all-reduce of 16 bytes over each group of the transforms, in addition to what these send.
 
         Args:
             params: a tree of tensors.
-            modules: an ``apply`` of ``fds.functional``, or a dict of several by name, where ``params`` has other tensors than
-                those that ``fds.functional`` gave.
+            modules: an ``apply`` of ``fds.functional``, or a dict of several by name, if ``params`` has other tensors than
+                those that ``fds.functional`` returned.
 
         Raises:
+            TypeError: ``params`` is a module, or a leaf is not a tensor.
             ValueError: another rank has another step; names what differs, and the ranks.
         """
         self._guard("init", params)
@@ -118,18 +116,18 @@ class Step(Phases, FollowsFromAxes):
         return state if buffers is None else state.put(**{BUFFERS: buffers})
 
     def __call__(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
-        """One update: the new state, and metrics as tensors (nothing is read back to the host).
+        """One update: returns the new state, and metrics as tensors, without waiting for the device.
 
-        ``donate=True`` takes the state's memory once the gradients are there, and using it again raises
-        DonatedStateError; an error before that leaves it intact. ``donate=False`` keeps it, at the price of a copy. Both
-        give the same result (law 31).
+        ``donate=True`` reuses the state's memory once the gradients are computed, and using the state again raises
+        DonatedStateError; an error before that leaves it intact. ``donate=False`` keeps it, at the cost of a copy. Both give
+        the same result (law 31).
 
         Raises:
-            ValueError: the batch has another structure than the last, the loss is no scalar, the params have no values, or the
-                state is another strategy's.
+            ValueError: the batch has another structure than the last, the loss is not a scalar, the params have no values, or
+                the state belongs to other transforms.
             RuntimeError: the loss has no graph, or inference mode is on.
-            UpdateError: the update failed and changed nothing; the state is as it was.
-            CommError: the step before failed on this rank alone, within collectives in which the other ranks still wait.
+            UpdateError: the update failed and changed nothing; the state stays valid.
+            CommError: the step before failed on this rank only, within collectives in which the other ranks still wait.
         """
         donate = donate and not self.keeps_graph
         with comm.world().world.step():
@@ -143,24 +141,25 @@ class Step(Phases, FollowsFromAxes):
                 return acting._updated(state, found, self._structure(state, batch), donate)
 
     def open(self, state: State, batch: Any = None, so_far: Gradients | None = None, *, trains: bool = True) -> OpenPass:
-        """One forward pass, whose ``backward`` gives gradients for ``finish``: the first half of a step, for loops of your own.
+        """Opens a forward pass, whose ``backward`` gives gradients for ``finish``: the first half of a step, in custom loops.
 
-        Law 57: ``step.finish(state, step.open(state, batch).backward()) = step(state, batch)``, bit for bit; and a loop over
-        micro-batches, ``grads = step.open(state, micro, grads).backward(last=...)``, is the step with ``T.accumulate(k)``. Put
-        that into the step, if the loss draws by ``key`` or is a mean in fp16: both depend on how many micro-batches there are.
+        Law 57: ``step.finish(state, step.open(state, batch).backward()) = step(state, batch)``, bitwise; a loop over
+        micro-batches, ``grads = step.open(state, micro, grads).backward(last=...)``, equals the step with ``T.accumulate(k)``.
+        If the loss draws by ``key`` or is a mean in fp16, use ``T.accumulate`` instead, since both depend on the number of
+        micro-batches.
 
-        Nothing is computed before the pass is used, and one that is closed without ``backward`` leaves no trace. The ranks send
-        what ``step(state, batch)`` sends; each backward that wrongly claims to be the last sends the gradients once more.
+        Nothing is computed before the pass is used; a pass closed without ``backward`` has no effect. Cost: that of
+        ``step(state, batch)``; each backward that is wrongly marked as last reduces the gradients once more.
 
         Args:
-            state: stays as it is until ``finish``.
-            batch: a micro-batch of this rank; None where the calls of the pass get what they need.
+            state: stays valid until ``finish``.
+            batch: a micro-batch of this rank; None if the calls of the pass are given what they need.
             so_far: the gradients of earlier passes of this step, to which those of this pass are added.
-            trains: False for an evaluation: no gradients, and buffers stay as they are.
+            trains: False for an evaluation: no gradients, and buffers stay unchanged.
 
         Raises:
-            ValueError: a transform of the step needs the whole batch, such as ``pipeline``; ``so_far`` is of another state, or
-                was used already.
+            ValueError: a transform of the step needs the whole batch, such as ``pipeline``; ``so_far`` belongs to another
+                state, or was used already.
 
         >>> import functional_ds as fds
         >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
@@ -181,13 +180,13 @@ class Step(Phases, FollowsFromAxes):
 
         Args:
             state: that the passes were opened with.
-            grads: what the last ``backward`` has returned.
+            grads: what the last ``backward`` returned.
             donate: as for a call of the step.
 
         Raises:
-            ValueError: the gradients are of another state, or were used already; another pass of the state is open, and its
-                memory is to be donated.
-            UpdateError: the update failed and changed nothing; the state is as it was.
+            ValueError: the gradients belong to another state, or were used already; another pass of the state is open, and its
+                memory would be donated.
+            UpdateError: the update failed and changed nothing; the state stays valid.
         """
         with comm.world().world.step():
             self._guard("finish", state, None)
@@ -195,7 +194,7 @@ class Step(Phases, FollowsFromAxes):
             return acting._updated(state, grads.total(acting, state, donate=donate), grads.batch, donate)
 
     def evaluate(self, state: State, batch: Any) -> Tensor:
-        """The loss over all ranks' batches, without gradients; the params are viewed as in training."""
+        """The mean loss over all ranks' batches, without gradients; params are cast and gathered as in training."""
         return self.measure(state, batch)["loss"]
 
     def measure(self, state: State, batch: Any) -> Metrics:
@@ -210,38 +209,39 @@ class Step(Phases, FollowsFromAxes):
         return _means(metrics)
 
     def params(self, state: State) -> Any:
-        """The user's tree again, whole; collective where the params are sharded."""
+        """The params as the user's tree, unsharded; collective if they are sharded."""
         self._guard("params", state, None)
         return self.phases["params"](self, state)
 
     def module_buffers(self, state: State) -> Any:
-        """The buffers of the step's modules: a dict by name, or a dict of such dicts where there are several modules.
+        """The buffers of the step's modules: a dict by name, or a dict of such dicts if there are several modules.
 
-        ``apply(step.params(state) | step.module_buffers(state), x)`` runs a module as the state has it.
+        ``apply(step.params(state) | step.module_buffers(state), x)`` runs a module as it is in the state.
         """
         held = state.slots.get(BUFFERS)
         return held.named() if isinstance(held, Buffers) else {}
 
     def trained(self, state: State) -> list[Tensor]:
-        """The trained tensors as the optimizer holds them: they line up with the gradients, and have the dtype of updates.
+        """The trained tensors as the optimizer holds them, in the order of the gradients and in the dtype of updates.
 
-        Under ZeRO 1 to 3 they are this rank's shards; with mixed precision they are the masters. A phase may ask for them at
-        any place among the transforms: in an inner ``init`` or ``update``, which has this form already, too.
+        In ZeRO 1 to 3 they are this rank's shards; with mixed precision they are the masters. A phase may call it at any place
+        among the transforms, also in an inner ``init`` or ``update``.
         """
         return trainable(self.scatter(state).params)
 
     def with_trained(self, state: State, tensors: Sequence[Tensor]) -> State:
-        """The state with these trained params: another point, at which to run or differentiate the loss.
+        """The state with other trained params: another point at which to run or differentiate the loss.
 
         Law: ``step.trained(step.with_trained(state, x))`` is x, and ``with_trained(state, step.trained(state))`` the state.
-        Frozen params, the optimizer's state and all slots stay. It may share memory with the state. Collective in ZeRO 1 and 2.
+        Frozen params, the optimizer's state and all slots stay. The result may share memory with the state. Collective in ZeRO
+        1 and 2.
 
         Args:
-            state: stays as it is.
-            tensors: line up with ``step.trained(state)``: as many, of as many elements each.
+            state: stays unchanged.
+            tensors: as many as ``step.trained(state)``, of the same numbers of elements.
 
         Raises:
-            ValueError: they do not.
+            ValueError: their numbers of elements differ.
         """
         held = self.scatter(state)
         leaves, spec = tree.flatten(held.params)
@@ -258,21 +258,21 @@ class Step(Phases, FollowsFromAxes):
         return self.publish(tree.replace(held, params=tree.unflatten(spec, leaves)))
 
     def placed(self, state: State, whole: Any) -> list[Tensor]:
-        """A tree like the user's, or a dict of whole tensors by path, as the optimizer has its tensors: this rank's part.
+        """This rank's part, as the optimizer holds it, of a tree like the user's, or of a dict of whole tensors by path.
 
         Law: ``step.params(step.with_trained(state, step.placed(state, whole)))`` is ``whole``. Nothing is sent.
 
         Raises:
-            ValueError: a trained leaf is missing, has another number of elements, or is cut by tensor parallelism.
+            ValueError: a trained leaf is missing, has another number of elements, or is split by tensor parallelism.
         """
         return self.leaf_map(state).placed(whole, self.trained(state))
 
     def run(self, state: State, function: Callable[[Any, Any], Any], batch: Any = None) -> Any:
         """``function(params, batch)`` at the params of a state, without gradients: a forward pass within a transform.
 
-        It runs as the step runs its loss function: with the casts, gathers and axes of the transforms. It leaves nothing
-        behind, neither gradients nor module buffers. Law: it is ``function(step.params(state), batch)``, as exact as the loss.
-        Collective where the loss is. In an ``update`` before ``zero`` or ``mixed_precision`` pass ``step.publish(state)``.
+        It runs like the loss function, with the casts, gathers and axes of the transforms, and changes neither gradients nor
+        module buffers. Law: it equals ``function(step.params(state), batch)``, as exactly as the loss does. Collective if the
+        loss is. In an ``update`` before ``zero`` or ``mixed_precision`` pass ``step.publish(state)``.
 
         >>> import functional_ds as fds
         >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
@@ -326,7 +326,7 @@ class Step(Phases, FollowsFromAxes):
             raise
         own = tree.replace(own, skip=None, finite=None, reduced=None)
         if donate:
-            own = tree.replace(own, step=own.step.detach()) if own.step is before.step else own  # an update that counted none
+            own = tree.replace(own, step=own.step.detach()) if own.step is before.step else own  # an update without weight
             mark_donated(before)
         return with_idle(own, unused, before.step), {**_means(metrics), **more}
 
@@ -339,7 +339,7 @@ class Step(Phases, FollowsFromAxes):
         return loss, metrics
 
     def forward(self, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """As ``Phases.forward``; the function finds the axes that have names."""
+        """As ``Phases.forward``, with the named axes set."""
         for axis in axes_of(self):
             if axis.name is not None:
                 function = with_axis(axis.name, axis.value or axis.ranks(), function)
@@ -348,7 +348,7 @@ class Step(Phases, FollowsFromAxes):
     def gradients(
         self, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """As ``Phases.gradients``; what it gives is not reduced yet."""
+        """As ``Phases.gradients``; the result is not reduced yet."""
         return super().gradients(tree.replace(state, reduced=False), batch, carry, last)
 
     def reduce(self, state: State, grads: Weighted) -> tuple[State, Weighted]:
@@ -396,7 +396,7 @@ class Step(Phases, FollowsFromAxes):
         return attrs.evolve(self, layers=(*self.layers, layer))
 
     def acting(self, state: State) -> "Step":
-        """The step that a state makes: without the transforms that are not due in it, as ``T.every`` says."""
+        """The step for a state: without the transforms that are not due in it (``T.every``)."""
         if all(layer.due is None for layer in self.layers):
             return self
         due = tuple(layer.due is None or layer.due(state) for layer in self.layers)
@@ -406,14 +406,15 @@ class Step(Phases, FollowsFromAxes):
         return self._acting[due]
 
     def without_guards(self) -> "Step":
-        """The step that does not look for what would be wrong: the same values, of right programs.
+        """The step without checks for misuse: the same values for correct programs.
 
-        Law 66: equal bits, and from the second step on equal traffic; ``guards`` lists what it no longer refuses.
+        Law 66: bitwise equal results, and from the second step on equal communication; ``guards`` lists what is no longer
+        checked.
         """
         return attrs.evolve(self, guarded=False)
 
     def guards(self) -> dict[str, list[str]]:
-        """What this step looks for, in one line each: by call of the step, and by phase and transform.
+        """What this step checks, one line each: by call of the step, and by phase and transform.
 
         >>> import functional_ds as fds
         >>> fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)).guards()["norm"]
@@ -437,7 +438,7 @@ class Step(Phases, FollowsFromAxes):
         return html_table(["transform", "wraps", "slot"], [(self.name, "all", ""), *rows])
 
     def at_rows(self, state: State, rows: int) -> State:
-        """The state as the gradients of so many rows a rank see it: its key at this step and at this rank's rows."""
+        """The state as the gradients of so many rows per rank see it: its key at this step and at this rank's rows."""
         if state.key is None:
             return state
         index, count = self.batch_shard(state)
@@ -451,7 +452,7 @@ class Step(Phases, FollowsFromAxes):
 
 
 def _release_before_first(state: State) -> None:
-    """Before the first step: what its params were copied from may be gone, and is not to stay in memory."""
+    """Before the first step: drops references to what its params were copied from."""
     if state.batch is None and (host := comm.world().world.host) is not None:
         host.release()
 

@@ -1,4 +1,4 @@
-"""The single-device training step: what every transform starts from and every law compares with."""
+"""The single-device training step, to which transforms are applied and with which tests compare."""
 
 import inspect
 import math
@@ -43,20 +43,23 @@ def _takes_key(loss_fn: Callable[..., Any]) -> bool:
 def train_step(
     loss_fn: Callable[..., Any], optimizer: Any, *, seed: int | Tensor = 0, buffers: str = "first", unused: str = "skip"
 ) -> Step:
-    """The step that minimises ``loss_fn(params, batch)`` on one device.
+    """The single-device training step, which minimises ``loss_fn(params, batch)``; apply transforms to it.
 
     Args:
-        loss_fn: pure; returns a scalar mean, or ``Weighted(sum, weight)`` where batches differ in weight, or a pair of that
-            and a dict of further such metrics. If it has a parameter ``key``, it gets a ``Key`` for its random draws
-            (None while evaluating).
-        optimizer: ``fds.adamw(...)``, ``fds.sgd(...)`` or an optax-shaped pair, which under ``zero`` 1 to 3 must move every
-            element alike.
+        loss_fn: pure; returns a scalar mean, or ``Weighted(sum, weight)`` if batches differ in weight, or a pair of that and a
+            dict of further such metrics. A parameter ``key`` receives a ``Key`` for random draws (None while evaluating).
+        optimizer: ``fds.adamw(...)``, ``fds.sgd(...)`` or an optax-like ``(init, update)`` pair, which must be elementwise
+            under ``zero`` 1 to 3.
         seed: of the key.
-        buffers: which of the buffers that modules write (running statistics, say) data-parallel ranks keep: "first", those of
-            the first rank, as DistributedDataParallel does; "mean", the mean of floating ones; "own", each rank its own.
-        unused: what the optimizer makes of trained leaves that the loss used on no rank and in no micro-batch: "skip" leaves
-            them and their part of its state alone, as ``torch.optim`` does where ``grad`` is None; "zeros" gives it zeros, so
-            that momentum and weight decay go on.
+        buffers: which module buffers (running statistics, for example) data-parallel ranks keep: "first", those of the first
+            rank, as in DistributedDataParallel; "mean", the mean of floating-point ones; "own", each rank its own.
+        unused: what the optimizer does with trained leaves that the loss used on no rank and in no micro-batch: "skip" leaves
+            them and their state unchanged, as ``torch.optim`` does if ``grad`` is None; "zeros" gives them zero gradients, so
+            momentum and weight decay still apply.
+
+    Raises:
+        TypeError: ``loss_fn`` is not callable, or ``optimizer`` is not an optimizer.
+        ValueError: an unknown word for ``buffers`` or ``unused``.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
@@ -121,12 +124,12 @@ def train_step(
 
 
 def updating(rule: BoundOptimizer) -> Phase:
-    """The base of ``update``: an optimizer moves the trained leaves."""
+    """The base of ``update``: the optimizer's update of the trained leaves."""
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         leaves, spec = tree.flatten(state.params)
         weight = torch.as_tensor(grads.weight)
-        weight = torch.where(weight == 0, math.inf, weight)  # nothing weighed: no gradient, not 0 / 0
+        weight = torch.where(weight == 0, math.inf, weight)  # no weight: gradient zero, not 0 / 0
         grads = tree.replace(grads, weight=weight, skip=state.skip, unused=unused_leaves(step, state))
         rate = step.rate(state)
         if not step.keeps_graph and any(isinstance(x, Tensor) and x.requires_grad for x in (rate, weight, *grads.sum)):
@@ -149,7 +152,7 @@ def updating(rule: BoundOptimizer) -> Phase:
 
 
 def _refuse_no_rows(error: RuntimeError, batch: Any) -> None:
-    """Says what torch's own error about an empty batch means.
+    """Explains torch's error about an empty batch.
 
     Raises:
         ValueError: it is such an error.
@@ -164,7 +167,7 @@ def _refuse_no_rows(error: RuntimeError, batch: Any) -> None:
 
 
 def _with_metrics(found: Any) -> tuple[Any, dict[str, Any]]:
-    """What a loss function returned: the loss, and further metrics."""
+    """The loss and further metrics, from what a loss function returned."""
     if not isinstance(found, tuple):
         return found, {}
     if len(found) != 2 or not isinstance(found[1], dict):
@@ -176,7 +179,7 @@ def _with_metrics(found: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _moved(leaf: Tensor, new: Tensor) -> Tensor:
-    """What an optimizer made of a leaf, marked as the leaf is."""
+    """The optimizer's new value of a leaf, marked like the leaf."""
     return new if new is leaf else like_marked(new, leaf)
 
 
@@ -205,7 +208,7 @@ def _select(step: Step, state: State, paths: Collection[str]) -> tuple[State, tu
 def autograd(
     step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
 ) -> tuple[State, Weighted, dict[str, Weighted]]:
-    """Autograd through loss ∘ view. The graphs of a state's first batch are looked through for what would lose gradients."""
+    """Autograd through loss ∘ view. The graph of a state's first batch is inspected for lost gradients."""
 
     def run(whole: bool) -> tuple[State, Weighted, dict[str, Weighted]]:
         scope = BufferScope(state.slots.get(BUFFERS))
@@ -216,5 +219,5 @@ def autograd(
             after, grads = differentiated(step, state, pass_, loss, carry, last)
         return with_buffers(after, scope), grads, detached(loss, metrics)
 
-    before = RngState.now() if state.batch is None or step.has(Trait.SHARDS_PARAMS) else None  # who else raises ``NeedsWhole``
+    before = RngState.now() if state.batch is None or step.has(Trait.SHARDS_PARAMS) else None  # what else raises ``NeedsWhole``
     return whole_if_needed(run, before)

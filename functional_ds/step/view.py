@@ -1,4 +1,4 @@
-"""``View``: the params as a loss sees them, and ``pull``, the transpose of what made them."""
+"""``View``: the params as a loss sees them, and ``pull``, the backward pass (VJP) to the stored leaves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,18 +28,18 @@ __all__ = [
     "wide_dtype",
 ]
 
-Outputs = Sequence[tuple[Tensor, Tensor | None]]  # what a backward pass begins at, with gradients; None for a loss's one
+Outputs = Sequence[tuple[Tensor, Tensor | None]]  # where a backward pass begins, with gradients; None means one, for a loss
 
 
 class NeedsWhole(BaseException):
-    """A loss does what a view of params in shards cannot serve: it may run once more on a view with ``whole=True``.
+    """Raised if a loss needs whole params and the view has shards: the loss may run again on a view with ``whole=True``.
 
-    It is no ``Exception``, so that a loss that catches those does not catch it.
+    It is not an ``Exception``, so that a loss that catches those does not catch it.
     """
 
 
 class Pulled(NamedTuple):
-    """Gradients of the stored leaves, those of earlier passes included, and the places of the leaves that got none now."""
+    """Gradients of the stored leaves, with those of earlier passes, and the places of the leaves without one in this pass."""
 
     sums: list[Tensor]
     unused: Sequence[int]
@@ -47,11 +47,11 @@ class Pulled(NamedTuple):
 
 @attrs.frozen(eq=False)
 class Pulling:
-    """A pull that has begun, whose reductions over the ranks may be under way.
+    """A pull whose reductions over the ranks may still be running.
 
     Attributes:
-        wait: gives its result, once.
-        drop: gives it up, on all ranks.
+        wait: returns its result, once.
+        drop: abandons it, on all ranks.
     """
 
     wait: Callable[[], Pulled]
@@ -59,7 +59,7 @@ class Pulling:
 
 
 class Pull(Protocol):
-    """The transpose of a view: from gradients of what was computed from its params to those of the stored leaves.
+    """The transpose (VJP) of a view: from gradients of what was computed from its params to those of the stored leaves.
 
     Law 64: it is linear, ``<pull(c), dp> = <c, view'(dp)>``.
     """
@@ -76,12 +76,12 @@ class Pull(Protocol):
         """Runs a backward pass.
 
         Args:
-            outputs: tensors computed from the view's params, or these params, with their gradients; None where a
-                ``loss.backward()`` of other code is about to run, whose gradients ``wait`` then takes.
+            outputs: tensors computed from the view's params, or these params, with their gradients; None if other code is about
+                to run ``loss.backward()``, whose gradients ``wait`` then takes.
             carry: the sums of earlier micro-batches, which are consumed.
             last: whether no further micro-batch follows.
-            retain_graph: whether another backward pass will go through this graph.
-            passes: how many passes are in ``carry``, where it is only to be reduced and ``outputs`` is empty.
+            retain_graph: whether another backward pass will use this graph.
+            passes: how many passes are in ``carry``, if it is only to be reduced and ``outputs`` is empty.
         """
         ...
 
@@ -92,7 +92,7 @@ def _never(node: Any, output: int) -> str | None:
 
 @attrs.frozen(eq=False, repr=False)
 class View:
-    """The params that a loss sees, and how gradients come back from them: ``params, pull = vjp(view, state)``.
+    """The params that a loss sees, and how gradients flow back from them: ``params, pull = vjp(view, state)``.
 
     ```
     view = step.view(state, trains=True)
@@ -102,19 +102,19 @@ class View:
     view.close()
     ```
 
-    A transform that wraps the phase changes params by ``map``; autograd takes their gradients back.
+    A transform that wraps the phase changes params by ``map``; autograd differentiates it.
 
     Attributes:
-        params: a tree, of leaves or of placeholders that fetch them.
+        params: a tree of tensors, or of lazy tensors that fetch them.
         pull: the transpose. It ends the forward pass first.
         leaves: what a backward pass differentiates by.
-        scope: makes a context for each run of a function of ``params``: saved-tensor hooks, say.
-        finish: ends the forward pass; collective where params are gathered. Again does nothing.
-        close: lets go of everything, whatever happened.
-        placeholders: the paths of tensors that only stand for a leaf, by id; what is fetched together is in a row.
-        owns: the path of the leaf in whose memory a tensor lies; None where all memory stays for the whole pass.
-        path_of: the path of the leaf that is an output of a node of the graph, where the view makes such nodes.
-        guards: functions that look through a new graph, from what the backward pass begins at.
+        scope: makes a context for each run of a function of ``params``, with saved-tensor hooks for example.
+        finish: ends the forward pass, once; collective if params are gathered.
+        close: releases everything, also after an error.
+        placeholders: the paths of tensors that stand for a leaf, by id; those fetched together are adjacent.
+        owns: the path of the leaf whose memory holds a tensor; None if all memory stays for the whole pass.
+        path_of: the path of the leaf that is an output of a node of the graph, if the view makes such nodes.
+        guards: functions that inspect a new graph, from where the backward pass begins.
     """
 
     params: Any
@@ -145,23 +145,23 @@ class View:
 
 
 def in_this_thread() -> AbstractContextManager[None]:
-    """Keeps backward passes in this thread, whose pass a recomputation looks for; on a GPU they have threads of their own."""
+    """Keeps backward passes in this thread, so that recomputation finds its pass; on a GPU they have their own threads."""
     return torch.autograd.grad_mode.set_multithreading_enabled(False)
 
 
 def differentiate(
     outputs: Outputs, leaves: Sequence[Tensor], *, retain_graph: bool = False, suspects: Mapping[str, Tensor] | None = None
 ) -> list[Tensor | None]:
-    """The gradients of outputs, weighed by theirs, by some leaves; None where there is none.
+    """The gradients of outputs, weighted by theirs, by some leaves; None for unused leaves.
 
     Args:
         outputs: may be among the leaves.
         leaves: what to differentiate by.
-        retain_graph: whether another backward pass will go through this graph.
-        suspects: placeholders that may have gone into a function in place of their leaf, by path.
+        retain_graph: whether another backward pass will use this graph.
+        suspects: placeholders that a function may have used instead of their leaf, by path.
 
     Raises:
-        RuntimeError: one has.
+        RuntimeError: a function has used one.
     """
     places = {id(leaf): place for place, leaf in enumerate(leaves)}
     grads: list[Tensor | None] = [None] * len(leaves)
@@ -189,10 +189,10 @@ def sum_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def dense(grad: Tensor) -> Tensor:
-    """A gradient, which must not be sparse.
+    """The gradient.
 
     Raises:
-        ValueError: it is.
+        ValueError: it is sparse.
     """
     if grad.layout != torch.strided:
         raise ValueError(
@@ -203,10 +203,10 @@ def dense(grad: Tensor) -> Tensor:
 
 
 def wide(grad: Tensor) -> Tensor:
-    """A copy as something that sums of micro-batches may grow in."""
+    """A copy in the dtype of sums over micro-batches."""
     return grad.to(wide_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of micro-batches' gradients grow in: fp32 for half precision, else the same."""
+    """The dtype of sums over micro-batches: fp32 for half precision, else the same."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

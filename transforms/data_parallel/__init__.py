@@ -1,1 +1,1 @@
-"""Data parallelism with whole params on every rank: gradients combined by a function, through a codec, or by the optimizer."""
+"""Data parallelism with replicated params: gradients combined by a function, through a codec, or by the optimizer."""

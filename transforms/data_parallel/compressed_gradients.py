@@ -1,4 +1,4 @@
-"""Data parallelism whose gradients travel through a biased codec, with error feedback."""
+"""Data parallelism with compressed gradients and error feedback."""
 
 import functools
 
@@ -12,28 +12,29 @@ __all__ = ["compressed_gradients"]
 
 
 def compressed_gradients(codec: comm.codecs.Codec, group: comm.Group | None = None) -> Transform:
-    """Each rank of ``group`` has its own batch; gradients are summed through ``codec``, and what it leaves out is sent later.
+    """Data parallelism that sums gradients through a lossy ``codec`` with error feedback.
 
-    With C for the codec, gᵢ for a rank's gradient of the mean loss and e for the slot ``compressed_gradients`` of the state:
+    With C for the codec, gᵢ for a rank's gradient of the mean loss and e, e' for the residuals in the slot
+    ``compressed_gradients`` of the state:
 
     ```
-    p = gᵢ + e;  e ← p - C(p)           on the way out, on every rank
-    q = Σ C(p) / n + e';  e' ← q - C(q)   on the way back, on the rank that sums a piece
+    p = gᵢ + e;  e ← p - C(p)             before sending, on every rank
+    q = Σ C(p) / n + e';  e' ← q - C(q)   before sending back, on the rank that sums a piece
     ```
 
-    Law 38: ``Σₜ C(qₜ) = Σₜ gₜ - (e + e' at the end)``: nothing is lost, it comes later. So 1-bit and top-k gradients, which
-    are biased, converge (Seide et al. 2014; Stich and Karimireddy 2019; both ways, Tang et al. 2019). Means are what is
-    fed back, so a loss scale may change. A step whose gradients are not finite on any rank leaves what is owed as it was.
+    Law 38: ``Σₜ C(qₜ) = Σₜ gₜ - (e + e' at the end)``: errors are sent later, never lost, so biased codecs such as 1-bit and
+    top-k converge (Seide et al. 2014; Stich and Karimireddy 2019; both directions, Tang et al. 2019). The residuals are of
+    means, so a loss scale may change between steps. A step whose gradients are not finite leaves the residuals unchanged.
 
-    It wraps ``reduce``: transforms that wrap ``update``, ``clip`` for one, get the sum, the same bits on all ranks. Rank 0's
-    params count at ``init``.
+    The transform wraps ``reduce``, so transforms that wrap ``update``, such as ``clip``, get the sum, which is bitwise equal on
+    all ranks. ``init`` uses rank 0's params.
 
-    Cost: in bytes of the codec's payload, each rank sends (n - 1) / n of each leaf and (n - 1) times its piece, which is
-    1/n; and 8 bytes for the weight and for whether all gradients are finite. Memory: one fp32 tensor a leaf and 1/n of one.
+    Cost: in bytes of the codec's payload, each rank sends (n - 1) / n of each leaf and (n - 1) times its piece, which is 1/n of
+    the leaf; and 8 bytes for the weight and the overflow check. Memory: fp32 residuals of (1 + 1/n) times the leaves.
 
     Raises:
         ValueError: the ranks' params differ in structure; another transform reduces gradients, such as ``zero``.
-        TypeError: ``group`` is no group, or ``codec`` no codec.
+        TypeError: ``group`` is not a ``comm.Group``, or ``codec`` not a codec.
 
     >>> import torch
     >>> import functional_ds as fds

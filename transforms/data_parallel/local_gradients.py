@@ -1,4 +1,4 @@
-"""Data parallelism whose gradients stay where they are, for optimizers that sum them."""
+"""Data parallelism for optimizers that reduce gradients themselves."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ __all__ = ["local_gradients"]
 
 
 def local_gradients(group: comm.Group | None = None) -> Transform:
-    """Each rank of ``group`` has its own batch and keeps its own gradients; the optimizer sums them, in its own way.
+    """Data parallelism that leaves gradients unreduced, for optimizers that reduce them themselves.
 
-    For ``fds.one_bit_adam`` and ``fds.zero_one_adam``, which learn from ``LeafMap.reduce_group`` over which ranks. Rank 0's
-    params count at ``init``. Weights, metrics and the check for overflow are summed over the ranks as ever. There is no
-    whole gradient to take a norm of, so ``clip`` raises an error.
+    For ``fds.one_bit_adam`` and ``fds.zero_one_adam``, which get the group from ``LeafMap.reduce_group``. Weights, metrics and
+    the overflow check are still summed over the ranks. ``init`` uses rank 0's params. No rank has the summed gradient, so
+    ``clip`` raises an error.
 
     Raises:
-        ValueError: the optimizer does not sum gradients; the ranks' params differ in structure; a norm is asked for; another
-            transform reduces gradients, such as ``zero``.
-        TypeError: ``group`` is no group.
+        ValueError: the optimizer does not reduce gradients; the ranks' params differ in structure; a transform asks for a norm;
+            another transform reduces gradients, such as ``zero``.
+        TypeError: ``group`` is not a ``comm.Group``.
 
     >>> import functional_ds as fds
     >>> str(local_gradients()(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.one_bit_adam(0.5, warmup=10))))[
@@ -54,5 +54,5 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
 
 
 def _sums(state: Any) -> bool:
-    """Whether this state's optimizer sums gradients; of several, each of other leaves, whether all do."""
+    """Whether the optimizer of this state, or each of several, reduces gradients."""
     return all(map(_sums, state.states)) if isinstance(state, GroupStates) else bool(getattr(state, "reduces", False))

@@ -1,4 +1,4 @@
-"""Data parallelism with whole params on every rank: what its transforms share."""
+"""Data parallelism with replicated params: what its transforms share."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ __all__ = ["Replicas"]
 
 @attrs.frozen(eq=False)
 class Replicas(Axis):
-    """Ranks that each have all params and a part of the batch."""
+    """The mesh axis of ranks that each have all params and a part of the batch."""
 
     role: AxisRole = AxisRole.BATCH
 
     def alone(self, step: Step, what: str) -> None:
-        """Raises an error for a step whose params another transform has spread over ranks already."""
+        """Raises an error for a step whose params another transform has sharded."""
         if step.wraps("view"):
             raise ValueError(
                 f"{what}: this step has a transform that reduces gradients already ({step}); use either, since it would "
@@ -32,7 +32,7 @@ class Replicas(Axis):
         """Rank 0's params, on every rank.
 
         Raises:
-            ValueError: the ranks' params differ in structure, or some leaf is not the same on all ranks.
+            ValueError: the ranks' params differ in structure, or a leaf is shared by a part of the ranks only, such as experts.
         """
         group = self.ranks()
         for path, leaf in tree.named(params):

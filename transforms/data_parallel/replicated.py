@@ -1,4 +1,4 @@
-"""Data parallelism with whole params on every rank, and gradients that are combined as the user says."""
+"""Data parallelism with replicated params and a custom reduction of gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,22 +27,22 @@ def replicated(
     slot: str = "replicated",
     name: str | None = None,
 ) -> Transform:
-    """Each rank of ``group`` has its own batch and all params; ``reduce`` makes one gradient of the ranks' gradients.
+    """Data parallelism with replicated params, in which ``reduce`` combines the ranks' gradients.
 
-    What ``reduce`` must do is what ``T.Combine`` says; ``T.zero(stage, aggregate=T.Combine(reduce, init=init))`` is the same
-    with states in shards. The memory is the slot ``slot`` of the state. Transforms that wrap ``update``, ``clip`` for one, get
-    the combined gradient. Rank 0's params count at ``init``.
+    ``reduce`` must satisfy what ``T.Combine`` documents; ``T.zero(stage, aggregate=T.Combine(reduce, init=init))`` is the same
+    with sharded states. Its memory is the slot ``slot`` of the state. Transforms that wrap ``update``, such as ``clip``, get
+    the combined gradient. ``init`` uses rank 0's params.
 
     Args:
         group: the ranks; None for the whole world.
         reduce: ``(gradients, memory, group) -> (gradients, memory)``, as for ``T.Combine``.
         init: ``(trained tensors, group) -> memory``, a pytree; None for no memory.
         slot: the name of the memory in ``state.slots``.
-        name: what the transform is called in errors.
+        name: the transform's name in errors.
 
     Raises:
         ValueError: the ranks' params differ in structure; another transform reduces gradients, such as ``zero``.
-        TypeError: ``group`` is no group, or ``reduce`` no function.
+        TypeError: ``group`` is not a ``comm.Group``, or ``reduce`` not a function.
 
     >>> import functional_ds as fds
     >>> def vote(grads, memory, group):  # signSGD with majority vote (Bernstein et al. 2018)

@@ -1,4 +1,4 @@
-"""Optimizer states and params on the host or a disk: plans, files, buffers, and updates in pieces."""
+"""Offloaded optimizer states and params: plans, files, buffers, and updates in pieces."""
 
 from .files import DiskTraffic, OffloadError
 from .handles import OnDisk, OnHost, fetched, restored

@@ -1,4 +1,4 @@
-"""Files of offloaded tensors: a scratch folder, locked while its process lives, and reads and writes with checksums."""
+"""Files of offloaded tensors: a scratch folder, locked while its process runs, and checksummed reads and writes."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ class OffloadError(UpdateError):
 
 @attrs.define(eq=False)
 class VersionedFile:
-    """Versions of one tensor in one file, one after the other. The next version takes the space of one that no ``Extent`` uses.
+    """A file with several versions of one tensor. A new version takes the space of one that no ``Extent`` uses.
 
     Attributes:
         path: the file.
@@ -60,7 +60,7 @@ class VersionedFile:
         """Reserves disk space for more versions.
 
         Raises:
-            OffloadError: the disk is full; the file stays as it was.
+            OffloadError: the disk is full; the file is unchanged.
         """
         with self._lock:
             self._grow(versions)
@@ -92,14 +92,14 @@ class VersionedFile:
 
 @attrs.frozen(eq=False)
 class Extent:
-    """The space of one version of a tensor, which is freed with the last reference to this object."""
+    """The space of one version of a tensor, freed with the last reference to this object."""
 
     file: VersionedFile
     index: int
 
     @property
     def offset(self) -> int:
-        """Where it begins in the file, in bytes."""
+        """The offset in the file, in bytes."""
         return self.index * self.file.nbytes
 
     def __del__(self) -> None:
@@ -111,7 +111,7 @@ class ScratchFolder:
     """One rank's files for a state and its successors. They are deleted with the last value in them, or with the process.
 
     Attributes:
-        path: a new folder within the one that the user named.
+        path: a new folder within the one that the user gave.
         files: by name.
     """
 
@@ -122,17 +122,17 @@ class ScratchFolder:
     def create(root: Path, sizes: Mapping[str, int], *, versions: int = 2) -> "ScratchFolder":
         """A new folder with reserved space.
 
-        Folders that dead processes of this host left are removed first, with a warning.
+        Folders of ended processes of this host are removed first, with a warning.
 
         Args:
-            root: the folder that the user named.
+            root: the folder that the user gave.
             sizes: for each file's name the size of one version in bytes.
-            versions: how many versions of each file space is reserved for.
+            versions: for how many versions of each file to reserve space.
 
         Raises:
-            OffloadError: the disk is too small, or a file cannot be made.
+            OffloadError: the disk is too small, or a file cannot be created.
         """
-        with lock_folder(root):  # ranks share the disk's free space, and must not take a folder without a lock for a dead one
+        with lock_folder(root):  # ranks share the disk's free space; a folder not locked yet must not look dead
             _remove_dead(root)
             _check_space(root, versions * sum(map(padded, sizes.values())))
             path = root / f"{_PREFIX}{uuid.uuid4().hex[:12]}"
@@ -189,7 +189,7 @@ def _remove_dead(root: Path) -> None:
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether a process of this host made the folder and has ended. Locks of other hosts' processes may not be visible here."""
+    """Whether a process of this host made the folder and has ended. Locks of other hosts' processes may be invisible here."""
     owner = FileLock.owner(path / _LOCK)
     if owner is None or owner["host"] != process_note()["host"]:
         return False
@@ -204,7 +204,7 @@ def _is_dead(path: Path) -> bool:
 
 @attrs.define(eq=False)
 class DiskTraffic:
-    """What was read from and written to the disk so far, and how long updates waited for it.
+    """Bytes read from and written to the disk so far, and how long updates waited for it.
 
     Attributes:
         read: bytes.
@@ -234,8 +234,8 @@ class Disk:
         folder: the files.
         pool: reads and writes.
         background: runs work that waits for the pool.
-        direct: whether accesses bypass the page cache (O_DIRECT) where the file system can.
-        traffic: what was read and written so far.
+        direct: whether to bypass the page cache (O_DIRECT), if the file system can.
+        traffic: bytes read and written so far.
     """
 
     folder: ScratchFolder
@@ -251,7 +251,7 @@ class Disk:
         Args:
             folder: the files.
             threads: how many read and write.
-            direct: whether accesses bypass the page cache.
+            direct: whether to bypass the page cache.
         """
         pool = ThreadPoolExecutor(threads, thread_name_prefix="offload")
         background = ThreadPoolExecutor(1, thread_name_prefix="offload")
@@ -260,7 +260,7 @@ class Disk:
     def read(
         self, extent: Extent, offset: int, *, into: Tensor, nbytes: int, checksum: int, after: "Sequence[Future[int]]" = ()
     ) -> "Future[int]":
-        """Starts a read. Its future raises OffloadError, which names the file, if the bytes are not those that were written.
+        """Starts a read. Its future raises OffloadError, which names the file, if the bytes differ from those written.
 
         Args:
             extent: the version to read.
@@ -268,7 +268,7 @@ class Disk:
             into: ``uint8`` memory in whole pages, all of which is filled.
             nbytes: how many of these bytes the checksum covers.
             checksum: their CRC-32.
-            after: earlier reads and writes of this disk that must be over first.
+            after: earlier reads and writes of this disk to wait for.
         """
         return self.pool.submit(self._read, extent, offset, _bytes(into), nbytes, checksum, after)
 

@@ -1,4 +1,4 @@
-"""Leaves of a state that are not in the device's memory, and how to get their values."""
+"""Handles: leaves of a state whose values are not in the device's memory."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,20 +34,20 @@ class _TensorInfo:
         return int(self.numel() * self.dtype.itemsize)
 
     def is_floating_point(self: Any) -> bool:
-        """Whether the tensor is."""
+        """Whether the tensor is floating-point."""
         return bool(self.dtype.is_floating_point)
 
     def is_complex(self: Any) -> bool:
-        """Whether the tensor is."""
+        """Whether the tensor is complex."""
         return bool(self.dtype.is_complex)
 
 
 @attrs.frozen(eq=False, repr=False)
 class OnDisk(_TensorInfo):
-    """A tensor in a file: an immutable value, whose room on the disk is free again when nothing refers to it.
+    """A tensor in a file: an immutable value, whose disk space is freed with the last reference to it.
 
     Copies of a state may share it, because an update writes new values elsewhere. ``detach()`` returns the tensor on its
-    device, which is all that a view of shards asks of its leaves.
+    device.
 
     Attributes:
         shape: of the tensor.
@@ -72,21 +72,21 @@ class OnDisk(_TensorInfo):
 
     @property
     def device(self) -> torch.device:
-        """Where ``detach`` puts it."""
+        """The device to which ``detach`` moves it."""
         return self.prefetcher.copies.device
 
     @property
     def name(self) -> str:
-        """What distinguishes it from the others of its folder, the same from update to update."""
+        """Its name, unique in its folder and the same from update to update."""
         return self.extent.file.path.name
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """The elements ``start..stop`` of the flattened tensor, in host memory.
 
-        It reads and checks whole pieces, and holds one at a time beside the result.
+        It reads and checks whole pieces, and holds one at a time in addition to the result.
 
         Raises:
-            OffloadError: the file is not as it was written; the message names it.
+            OffloadError: the file was changed or cannot be read; names the file.
         """
         stop = self.numel() if stop is None else min(stop, self.numel())
         found = torch.empty(max(stop - start, 0), dtype=self.dtype)
@@ -100,10 +100,10 @@ class OnDisk(_TensorInfo):
         return found
 
     def piece(self, index: int) -> Tensor:
-        """The elements of a piece, in memory of their own.
+        """The elements of a piece, in new memory.
 
         Raises:
-            OffloadError: the file is not as it was written; the message names it.
+            OffloadError: the file was changed or cannot be read; names the file.
         """
         room = aligned(self._count(index) * self.dtype.itemsize)
         self.read_piece(index, into=room).result()
@@ -133,7 +133,7 @@ class OnDisk(_TensorInfo):
         """The same tensor with other values, on the same disk: its flattened elements in order, in pieces of any size.
 
         Raises:
-            OffloadError: the disk has no room, or cannot be written.
+            OffloadError: the disk is full, or cannot be written.
             ValueError: there are more or fewer elements.
         """
         version, count = Version(self.shape, self.dtype, self.chunk, self.extent.file, self.disk, self.prefetcher), 0
@@ -160,10 +160,10 @@ class OnDisk(_TensorInfo):
 
 @attrs.define(eq=False, repr=False)
 class Version:
-    """The next version of a tensor on the disk, which is written piece by piece.
+    """The next version of a tensor on disk, written piece by piece.
 
     Raises:
-        OffloadError: when it is made: the disk has no room.
+        OffloadError: when it is made: the disk is full.
     """
 
     shape: torch.Size
@@ -179,7 +179,7 @@ class Version:
         self._extent = self.file.take()
 
     def write(self, values: Tensor, room: Tensor) -> "Future[int]":
-        """Starts to write the next piece, which lies in ``room``, whole pages of memory, or is copied there."""
+        """Starts to write the next piece, which is in ``room``, whole pages of memory, or is copied there."""
         nbytes = values.numel() * self.dtype.itemsize
         own = typed(room, self.dtype, values.shape)
         if own.data_ptr() != values.data_ptr():
@@ -189,7 +189,7 @@ class Version:
         return self.writes[-1]
 
     def done(self) -> OnDisk:
-        """The handle of it, once all is written.
+        """Its handle, once everything is written.
 
         Raises:
             OffloadError: it could not be written.
@@ -200,11 +200,11 @@ class Version:
 
 @tree.record
 class OnHost(_TensorInfo):
-    """A tensor in the host's memory that is used on a device; ``detach()`` returns it there.
+    """A tensor in host memory that is used on a device; ``detach()`` returns it there.
 
     Attributes:
         host: the values.
-        name: what distinguishes it from the others of its state, the same from update to update.
+        name: unique in its state and the same from update to update.
         prefetcher: fetches it to its device.
     """
 
@@ -214,21 +214,21 @@ class OnHost(_TensorInfo):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor."""
+        """The tensor's shape."""
         return self.host.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor."""
+        """The tensor's dtype."""
         return self.host.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where ``detach`` puts it."""
+        """The device to which ``detach`` moves it."""
         return self.prefetcher.copies.device
 
     def begin(self) -> Arrival:
-        """Starts the copy, beside the device's computation."""
+        """Starts the copy, which overlaps the device's computation."""
         return self.prefetcher.copies.to_device(self.host.detach())
 
     def end(self, begun: Arrival) -> Tensor:
@@ -242,7 +242,7 @@ class OnHost(_TensorInfo):
 
 @attrs.frozen
 class OnPaper(_TensorInfo):
-    """A tensor on the disk in a state without values, which only says how many bytes it would have."""
+    """A tensor on disk in a state without values, which only counts its bytes."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -250,23 +250,23 @@ class OnPaper(_TensorInfo):
 
     @property
     def device(self) -> torch.device:
-        """Where ``detach`` puts it."""
+        """The device to which ``detach`` moves it."""
         return torch.device("meta")
 
     def detach(self) -> Tensor:
-        """The tensor, without values."""
+        """The tensor, as a meta tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def is_handle(leaf: Any) -> bool:
-    """Whether a leaf's values are elsewhere."""
+    """Whether a leaf is a handle."""
     return isinstance(leaf, OnDisk | OnHost)
 
 
 def fetched(state: Any) -> Any:
-    """The tree with a tensor in place of every handle, for example for a checkpoint.
+    """The tree with every handle replaced by its tensor, for example for a checkpoint.
 
-    Law 28: ``restored(fetched(s), s) = s``, and ``fetched`` of an offloaded run's state is the other run's, both bitwise.
+    Law 28: ``restored(fetched(s), s) = s``, and ``fetched`` of an offloaded run's state equals the other run's, both bitwise.
     """
     return optree.tree_map(
         lambda leaf: leaf.end(leaf.begin()) if is_handle(leaf) else leaf, state, is_leaf=is_handle, namespace=NAMESPACE
@@ -274,7 +274,7 @@ def fetched(state: Any) -> Any:
 
 
 def restored(values: Any, like: Any) -> Any:
-    """The tree with handles in place of tensors, as ``like``, a tree of the same structure, has them.
+    """The tree with tensors replaced by handles wherever ``like``, a tree of the same structure, has them.
 
     Raises:
         ValueError: the trees differ in structure, or a tensor in shape or dtype from its handle.

@@ -1,4 +1,4 @@
-"""The plan of an offloaded state, from shapes alone, and the first state, piece by piece."""
+"""Plans an offloaded state from shapes, and makes the first state piece by piece."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ __all__ = ["Options", "initial_state", "plan_of"]
 
 @attrs.frozen
 class Options:
-    """What the user asked for: places, the part of the elements that is offloaded, bytes of a buffer."""
+    """The user's options: places, the fraction to offload, bytes of a buffer."""
 
     optimizer: Place
     params: Place
@@ -38,9 +38,9 @@ def plan_of(inner: Any, step: Step, params: Any, options: Options) -> OffloadPla
     """Runs the inner init on shapes, for the whole tree and for each leaf alone.
 
     Raises:
-        ValueError: the state cannot be taken apart by leaves.
+        ValueError: the state cannot be split by leaves.
     """
-    parts, asked = step.leaf_map(State.fresh(params, (), 0)), []  # who asks for the leaf map sees leaves, and gets whole ones
+    parts, asked = step.leaf_map(State.fresh(params, (), 0)), []  # an optimizer that asks for the leaf map gets whole leaves
 
     def alone(leaf: Tensor, trained: int | None) -> State:
         def leaf_map(*_: Any) -> LeafMap:
@@ -92,7 +92,7 @@ def _trained(leaves: list[Tensor]) -> list[int | None]:
 
 
 def _offloaded(trained: list[int | None], parts: LeafMap, ratio: float) -> list[bool]:
-    """The first leaves, up to this part of the trained elements of all ranks, and the frozen ones."""
+    """The first leaves, up to this fraction of the trained elements of all ranks, and the frozen ones."""
     sizes: dict[int, int] = {}
     for piece in (piece for pieces in parts.shards_by_rank for piece in pieces):
         sizes[piece.tensor] = sizes.get(piece.tensor, 0) + piece.numel
@@ -104,7 +104,7 @@ def _offloaded(trained: list[int | None], parts: LeafMap, ratio: float) -> list[
 
 
 def _check(whole: Any, rests: list[Any]) -> None:
-    """Refuses a state that is not the states of its leaves."""
+    """Raises an error for a state that is not composed of the states of its leaves."""
     large = [node for node in shared(whole) if isinstance(node, Tensor) and node.numel() > 1]
     try:
         same = tree.structure(joined(rests, whole)) == tree.structure(whole)
@@ -122,7 +122,7 @@ def _check(whole: Any, rests: list[Any]) -> None:
 
 
 def initial_state(inner: Any, step: Step, params: Any, storage: Storage) -> State:
-    """The first state. Beside what stays in memory, no more than a buffer's worth of it is there at once."""
+    """The first state. Memory: what stays in memory, and at most one buffer more."""
     leaves, spec = tree.flatten(params)
     plan, contents = storage.plan, []
     first: State | None = None
@@ -171,13 +171,13 @@ class _UnitState:
             write.result()
 
     def done(self) -> list[Any]:
-        """The leaves of the state, with handles for what is elsewhere."""
+        """The leaves of the state, with handles for offloaded ones."""
         return [
             self._handle(i, tensor, leaf) for i, (tensor, leaf) in enumerate(zip(self.unit.tensors, self.leaves, strict=True))
         ]
 
     def _allocated(self, tensor: StateTensor | None, leaf: Any) -> Any:
-        """What stays in memory: of a whole unit its value, else room for it."""
+        """What stays in memory: the value of a whole unit, else empty memory for it."""
         if tensor is None or tensor.place == "disk":
             return leaf if tensor is None else None
         pinned = tensor.place == "cpu" and self.storage.cuda

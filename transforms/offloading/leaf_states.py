@@ -1,7 +1,7 @@
-"""A state taken apart into what belongs to each stored leaf, and put together again.
+"""Splits a state into what belongs to each stored leaf, and joins it again.
 
-An optimizer's state, and a slot such as masters, can be taken apart if it consists of lists with a place for each leaf. What
-is in no list (a step count, a loss scale) is shared by all leaves.
+An optimizer's state, or a slot such as masters, can be split if it consists of lists with an entry for each leaf. What is in no
+list (a step count, a loss scale) is shared by all leaves.
 """
 
 from collections.abc import Collection, Sequence
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def on_device(values: Any, device: torch.device) -> Any:
-    """The tree with every tensor on the device. The host waits for what it gets, but not for the device to get its scalars."""
+    """The tree with every tensor on the device. The host waits for copies to it, not for scalars to reach the device."""
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -44,7 +44,7 @@ def on_device(values: Any, device: torch.device) -> Any:
 
 
 def flat(tree_: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves, handles among them, and the structure."""
+    """The leaves, including handles, and the structure."""
     return optree.tree_flatten(tree_, is_leaf=is_handle, namespace=NAMESPACE)
 
 
@@ -54,7 +54,7 @@ def beside_params(state: State, slots: Collection[str]) -> dict[str, Any]:
 
 
 def content(state: State, slots: Collection[str]) -> dict[str, Any]:
-    """A state's params and what lies beside them; the params are flattened first."""
+    """A state's params, flattened first, its optimizer state and these slots."""
     return {"params": state.params, "rest": beside_params(state, slots)}
 
 
@@ -63,7 +63,7 @@ def _is_list(node: Any) -> bool:
 
 
 def _skeleton(rest: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The outermost lists, and whatever is in none, as leaves."""
+    """The outermost lists, and what is in none, as leaves."""
     return optree.tree_flatten(rest, is_leaf=lambda node: _is_list(node) or is_handle(node), namespace=NAMESPACE)
 
 
@@ -83,7 +83,7 @@ def without_leaves(rest: Any) -> Any:
 
 
 def joined(rests: Sequence[Any], like: Any) -> Any:
-    """Concatenates the lists of the states of single leaves; what is in no list is that of ``like``.
+    """Concatenates the lists of the states of single leaves; takes what is in no list from ``like``.
 
     Raises:
         ValueError: their structures differ.
@@ -120,7 +120,7 @@ def assembled(
 ) -> State:
     """The state of all leaves: ``base`` with their contents, and with the step and the shared values of ``first``.
 
-    ``params`` is the structure of the params, ``slots`` names the slots that were taken apart, ``device`` gets what is shared.
+    ``params`` is the structure of the params, ``slots`` names the slots that were split, ``device`` gets what is shared.
     """
     rest = joined([found["rest"] for found in contents], on_device(without_leaves(beside_params(first, slots)), device))
     return tree.replace(

@@ -1,4 +1,4 @@
-"""The inner update of one piece, which asks its questions about the whole state."""
+"""The inner update of one piece, with norms and finiteness of the whole state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,9 +24,9 @@ __all__ = ["PieceUpdate"]
 class PieceUpdate:
     """Runs the inner update on states of one piece.
 
-    The inner update must be elementwise, except for what it asks of the step: ``norm`` and ``finite`` answer for all gradients,
-    and ``leaf_map`` says which elements the piece has. What leaves share, for example a loss scale, every piece gets as it was
-    before the update, and the first piece's result counts.
+    The inner update must be elementwise, except for what it asks of the step: ``norm`` and ``finite`` cover all gradients, and
+    ``leaf_map`` tells which elements the piece has. Shared values, such as a loss scale, are passed to every piece as they were
+    before the update; the first piece's results are kept.
     """
 
     inner: Any
@@ -60,7 +60,7 @@ class PieceUpdate:
         return flat(content(after, self.plan.slots))[0]
 
     def first(self) -> tuple[State, Metrics]:
-        """The first piece's result. A rank without pieces runs an empty one, and so asks the others what they ask."""
+        """The first piece's result. A rank without pieces runs an empty one, so that it takes part in the collectives."""
         if not self._first:
             empty = {"params": [], "rest": without_leaves(beside_params(self.state, self.plan.slots))}
             self.run(empty, [], device=self.device, leaf_map=lambda parts: cut(parts, None, 0, 0))
@@ -75,7 +75,7 @@ class PieceUpdate:
         return state, on_device(metrics, self.device)
 
     def _ask(self, name: str) -> Tensor:
-        """The step's answer for all gradients: asked by the first piece, before any gradient is written over."""
+        """The step's answer for all gradients: computed by the first piece, before any gradient is overwritten."""
         if name not in self._answers:
             self._answers[name] = self.step.over_ranks[name](self.step, self.state, self.grads.sum)
         return self._answers[name]

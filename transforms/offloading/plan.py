@@ -1,4 +1,4 @@
-"""Which tensors of a state an update needs together, where they are, and in which pieces: data, made from shapes alone."""
+"""Plans of offloaded states, from shapes: which tensors an update needs together, where they are, and in which pieces."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ __all__ = ["LeafPiece", "OffloadPlan", "OffloadedLeaf", "Place", "StateTensor", 
 
 Place = Literal["device", "cpu", "disk"]  # from near to far
 
-_GRAIN = 64  # elements; pieces begin at multiples of it, so that kernels vectorise them as they do the whole
+_GRAIN = 64  # elements; pieces begin at multiples of it, so that kernels vectorise alike
 
 
 @attrs.frozen
@@ -30,7 +30,7 @@ class StateTensor:
     Attributes:
         path: in the unit's content.
         shape: of the whole tensor.
-        dtype: its own.
+        dtype: of the tensor.
         place: where it is between updates.
         each: how many of its elements belong to one element of the param; 0 if it cannot be divided.
     """
@@ -54,14 +54,14 @@ class StateTensor:
 
 @attrs.frozen
 class OffloadedLeaf:
-    """A stored leaf with all tensors of the state that an update of it needs.
+    """A stored leaf with all tensors of the state that its update needs.
 
     Attributes:
         leaf: its index among the stored leaves.
         trained: its index among the trained leaves, None if it is frozen.
         name: its path.
         shape: of the stored leaf.
-        offloaded: whether it is updated on the host: on every rank, also on one that has no element of it.
+        offloaded: whether it is updated on the host: the same on every rank, even one that has no element of it.
         chunk: how many of its elements an update takes at a time.
         tensors: of its content's leaves, in order; None for small ones, which stay in memory.
         spec: its content's structure.
@@ -91,7 +91,7 @@ class OffloadedLeaf:
         return [(i, tensor) for i, tensor in enumerate(self.tensors) if tensor is not None and tensor.place == "disk"]
 
     def pieces(self) -> "Iterator[LeafPiece]":
-        """What an update takes at a time; one piece where the unit is empty."""
+        """The pieces of an update; one piece if the unit is empty."""
         starts = range(0, max(self.numel, 1), max(self.chunk, 1))
         return (LeafPiece(self, start, min(start + self.chunk, self.numel)) for start in starts)
 
@@ -111,18 +111,18 @@ class OffloadedLeaf:
 
 @attrs.frozen
 class LeafPiece:
-    """The elements ``start..stop`` of a unit, with those of its tensors that belong to them."""
+    """The elements ``start..stop`` of a unit, with the matching elements of its tensors."""
 
     unit: OffloadedLeaf
     start: int
     stop: int
 
     def span(self, tensor: StateTensor) -> tuple[int, int]:
-        """Its elements of a tensor."""
+        """The range of its elements in a tensor."""
         return (0, tensor.numel) if self.unit.whole else (self.start * tensor.each, self.stop * tensor.each)
 
     def shape(self, tensor: StateTensor) -> tuple[int, ...]:
-        """The shape in which an update gets them."""
+        """The shape of its elements in an update."""
         return tensor.shape if self.unit.whole else (self.stop - self.start, *tensor.shape[len(self.unit.shape) :])
 
     def nbytes(self, tensor: StateTensor) -> int:
@@ -136,7 +136,7 @@ class LeafPiece:
         return values.detach().view(-1)[low:high].view(self.shape(tensor))
 
     def leaf_map(self, parts: LeafMap) -> LeafMap:
-        """Which leaves its elements are."""
+        """Which leaves its elements belong to."""
         return cut(parts, self.unit.trained, self.start, self.stop)
 
 
@@ -146,8 +146,8 @@ class OffloadPlan:
 
     Attributes:
         units: each leaf's tensors that are moved together.
-        parts: which leaves the elements of the trained leaves are.
-        slots: the names of the slots that are taken apart.
+        parts: which leaves the elements of the trained leaves belong to.
+        slots: the names of the slots that are split.
         lengths: for each unit the lengths of its lists.
     """
 
@@ -161,7 +161,7 @@ class OffloadPlan:
 
 
 def cut(parts: LeafMap, tensor: int | None, start: int, stop: int) -> LeafMap:
-    """The leaf map of a stretch of one of the tensors, as the only tensor; leaves that are not in it are empty."""
+    """The leaf map of a range of one of the tensors, as the only tensor; leaves outside it are empty."""
     ranks = tuple(
         tuple(_cut(p, start, stop) for p in shards if _meets(p, tensor, start, stop)) for shards in parts.shards_by_rank
     )
@@ -211,7 +211,7 @@ def chunk_of(tensors: Sequence[StateTensor | None], numel: int, *, room: int, st
         tensors: the unit's.
         numel: the unit's elements.
         room: bytes of the buffer.
-        staged: bytes an element that the buffer must hold beside what comes from the disk.
+        staged: bytes per element that the buffer needs in addition to what comes from disk.
     """
     found = [tensor for tensor in tensors if tensor is not None]
     if any(tensor.each == 0 for tensor in found):

@@ -1,4 +1,4 @@
-"""Prefetching: what was asked for next the last time is fetched while what is asked for now is used."""
+"""Prefetching: while a handle is used, the one that followed it last time is fetched."""
 
 import weakref
 from typing import Any
@@ -13,10 +13,10 @@ __all__ = ["Prefetcher", "refuse_streams"]
 
 
 def refuse_streams(overlaps: bool) -> None:
-    """Refuses to trace copies beside a device.
+    """Raises an error where copies on a side stream would be traced.
 
     Raises:
-        RuntimeError: a graph would have to hold them.
+        RuntimeError: a graph would have to contain them.
     """
     if overlaps and current_recorder() is not None:
         raise RuntimeError("offload copies between a device and the host on streams, which no graph holds")
@@ -24,9 +24,9 @@ def refuse_streams(overlaps: bool) -> None:
 
 @attrs.define(eq=False)
 class Prefetcher:
-    """Guesses the next handle from the last two that were asked for, and starts to fetch it.
+    """Predicts the next handle from the last two that were asked for, and starts to fetch it.
 
-    A guess changes no value: if the handle is not asked for, what was fetched is dropped. It fetches at most one ahead.
+    A prediction changes no value: if it is wrong, the fetched tensor is dropped. At most one handle is fetched ahead.
 
     Attributes:
         copies: from the host to the device.
@@ -39,11 +39,11 @@ class Prefetcher:
     _begun: "tuple[weakref.ref[Any], Any] | None" = None  # weak, because handles refer to their prefetcher
 
     def __reduce__(self) -> Any:
-        return Prefetcher, (self.copies,)  # a copy has guesses of its own
+        return Prefetcher, (self.copies,)  # a copy makes its own predictions
 
     def know(self, handle: Any) -> None:
         """Makes the handle the newest one of its name, and drops what was prefetched."""
-        if current_recorder() is None:  # what is traced has no values to fetch later
+        if current_recorder() is None:  # traced tensors have no values to prefetch
             self._handles[handle.name] = handle
             self._begun = None
 

@@ -1,4 +1,4 @@
-"""Where an offloaded state is stored: its plan, its disk, and the buffers that updates go through."""
+"""The storage of an offloaded state: its plan, its disk, and the buffers of updates."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,12 +23,12 @@ __all__ = ["GRAD", "GRAD_BYTES", "PARAM", "Buffer", "OffloadSlot", "Storage", "m
 
 
 PARAM, GRAD = 0, -1  # the indices of a unit's param among its tensors, and of its gradient, which is none of them
-GRAD_BYTES = 16  # an element's, of whatever dtype
+GRAD_BYTES = 16  # of an element of any dtype
 
 
 @attrs.define(eq=False, repr=False)
 class Buffer:
-    """What an update needs of one piece, on its way in or out.
+    """The memory for one piece of an update, on its way in or out.
 
     Attributes:
         memory: bytes on the host.
@@ -55,13 +55,13 @@ class Buffer:
             self._arrived = self.incoming.copy(pairs, after=self._left)
 
     def wait(self) -> None:
-        """Waits until they are there."""
+        """Waits for the copies."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
 
     def copy_out(self, region: slice, value: Tensor, target: Tensor) -> None:
-        """Starts to copy a value, by way of the region if it lies elsewhere, to a target outside the buffer."""
+        """Starts to copy a value, through the region if it is elsewhere, to a target outside the buffer."""
         own = self.tensor(region, value.dtype, value.shape)
         if self.outgoing.overlaps and own.data_ptr() != value.data_ptr():
             value = own.copy_(value)
@@ -71,13 +71,13 @@ class Buffer:
 def regions_of(units: Iterable[OffloadedLeaf], *, files: bool, cuda: bool) -> dict[int, dict[int, slice]]:
     """For each unit, by its leaf, the bytes of a buffer that each of its tensors takes.
 
-    What is copied from memory lies in the front, and what is read from the disk behind it: so a copy may begin while the last
-    piece is still being written.
+    Copies from memory are at the front, and reads from disk behind them, so a copy may begin while the last piece is still
+    being written.
 
     Args:
         units: those that go through buffers.
-        files: whether there are files: params must then stay as they are until the update is complete.
-        cuda: whether host and device are two.
+        files: whether there are files: params must then stay unchanged until the update is complete.
+        cuda: whether host and device differ.
     """
     units = list(units)
     staged = [_staged_bytes(unit, files=files, cuda=cuda) for unit in units]
@@ -113,10 +113,10 @@ class Storage:
     """What all states of one run share. None of it is a value of a state.
 
     Attributes:
-        plan: which tensors go together, and where they are.
+        plan: which tensors belong together, and where they are.
         device: where the loss is computed.
         disk: the files, if there are any.
-        buffer_count: how many buffers there are.
+        buffer_count: the number of buffers.
         prefetcher: fetches params to the device.
         incoming: copies from the device to buffers.
         outgoing: copies from buffers to the device.
@@ -141,12 +141,12 @@ class Storage:
 
     @property
     def cuda(self) -> bool:
-        """Whether host and device are two."""
+        """Whether host and device differ."""
         return self.incoming.overlaps
 
     @property
     def on_paper(self) -> bool:
-        """Whether params have no values: then the state has none, and no files."""
+        """Whether params have no values: then the state has neither values nor files."""
         return self.device.type == "meta"
 
     @property
@@ -159,10 +159,10 @@ class Storage:
         return self._pool
 
     def version(self, unit: OffloadedLeaf, tensor: StateTensor) -> Version:
-        """Room for the next version of a tensor.
+        """Space for the next version of a tensor.
 
         Raises:
-            OffloadError: the disk has none.
+            OffloadError: the disk is full.
         """
         if self.disk is None:
             raise RuntimeError(f"{tensor.path} of {unit.name}: this state has no files")
@@ -171,14 +171,14 @@ class Storage:
         return Version(torch.Size(tensor.shape), tensor.dtype, chunk, file, self.disk, self.prefetcher)
 
     def on_host(self, unit: OffloadedLeaf, values: Tensor) -> OnHost:
-        """The handle of a param in the host's memory."""
+        """The handle of a param in host memory."""
         return OnHost(values, f"{unit.leaf:05d}", self.prefetcher)
 
     def __repr__(self) -> str:
         return f"Storage({len(self.plan.units)} units, {self.device}, {self.disk and str(self.disk.folder.path)!r})"
 
     def __eq__(self, other: object) -> bool:
-        """Two states do not differ in structure because of it."""
+        """Always true: storage makes no difference between the structures of two states."""
         return isinstance(other, Storage)
 
     __hash__ = None  # type: ignore[assignment]
@@ -192,7 +192,7 @@ class OffloadSlot:
 
 
 def make_disk(root: Path, plan: OffloadPlan, *, threads: int, direct: bool) -> Disk:
-    """The files of a plan, with room for two versions of each.
+    """The files of a plan, with space for two versions of each.
 
     Raises:
         OffloadError: the disk is too small.
@@ -202,7 +202,7 @@ def make_disk(root: Path, plan: OffloadPlan, *, threads: int, direct: bool) -> D
 
 
 def traffic(state: State) -> DiskTraffic:
-    """What went to the disk and back so far in the run that the state belongs to.
+    """The disk traffic so far of the run that the state belongs to.
 
     Raises:
         ValueError: the state has no files.

@@ -1,4 +1,4 @@
-"""An update in pieces, all or nothing: the next piece is fetched and the last one written back while one is computed."""
+"""Updates in pieces, all or nothing: the next piece is fetched and the last written back while one is computed."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -35,15 +35,15 @@ __all__ = ["Transaction", "Update"]
 class Transaction:
     """Collects the new values of offloaded units.
 
-    Where there are files, no value of the old state is written over before ``commit``: tensors on the disk get new versions,
-    and params in memory are written where their gradients were. Without files nothing can fail, so all is written in place.
+    With files, no value of the old state is overwritten before ``commit``: tensors on disk get new versions, and params in
+    memory are written where their gradients were. Without files nothing can fail, so everything is written in place.
 
     Attributes:
         storage: the state's.
         grads: of the trained units, by leaf.
         old: for each unit the leaves of its content before the update.
         new: after it; complete after ``commit``.
-        error: the first that a file raised. Reads and writes that follow are of no use.
+        error: the first error of a file. Later reads and writes are ignored.
     """
 
     storage: Storage
@@ -53,7 +53,7 @@ class Transaction:
     error: OffloadError | None = None
     _versions: dict[tuple[int, int], Version] = attrs.field(factory=dict)
     _params: dict[int, Tensor] = attrs.field(factory=dict)  # new values of params in memory
-    _holders: Counter[int] = attrs.field(init=False)  # how many gradients lie in a storage
+    _holders: Counter[int] = attrs.field(init=False)  # how many gradients share a storage
 
     def __attrs_post_init__(self) -> None:
         self.new = [[*leaves] for leaves in self.old]
@@ -61,7 +61,7 @@ class Transaction:
 
     @staticmethod
     def of(storage: Storage, state: State, grads: list[Tensor]) -> "Transaction":
-        """The transaction of a state, taken apart by units."""
+        """The transaction of a state, split by units."""
         rests = parted(beside_params(state, storage.plan.slots), storage.plan.lengths)
         pairs = zip(flat(state.params)[0], rests, strict=True)
         old = [flat({"params": [param], "rest": rest})[0] for param, rest in pairs]
@@ -69,23 +69,23 @@ class Transaction:
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """Goes on after an error of a file: other ranks are waiting in the collectives that follow."""
+        """Continues after a file error, because other ranks are waiting in the collectives that follow."""
         try:
             yield
         except OffloadError as error:
             self.error = self.error or error
 
     def grad(self, piece: LeafPiece) -> Tensor:
-        """The piece's stretch of its gradient."""
+        """The piece's range of its gradient."""
         found = self.grads[piece.unit.leaf]
         return found if piece.unit.whole else found.view(-1)[piece.start : piece.stop]
 
     def in_memory(self, piece: LeafPiece, i: int, tensor: StateTensor) -> Tensor:
-        """The piece's stretch of a tensor in memory, leaf ``i`` of the content."""
+        """The piece's range of a tensor in memory, leaf ``i`` of the content."""
         return piece.of(tensor, _values(self.old[piece.unit.leaf][i]))
 
     def put(self, piece: LeafPiece, found: list[Any], buffer: Buffer) -> None:
-        """Starts to bring the new values of a piece, which may lie in the buffer, where they belong."""
+        """Starts to store the new values of a piece, which may be in the buffer."""
         unit, regions = piece.unit, self.storage.regions[piece.unit.leaf]
         buffer.writes = tuple(write for write in buffer.writes if not write.done())
         for i, (tensor, value) in enumerate(zip(unit.tensors, found, strict=True)):
@@ -107,7 +107,7 @@ class Transaction:
         return self._versions[unit.leaf, i]
 
     def _param(self, unit: OffloadedLeaf) -> Tensor:
-        """Where the new values of a param in memory are written."""
+        """The memory for the new values of a param in memory."""
         if unit.leaf not in self._params:
             param = _values(self.old[unit.leaf][PARAM])
             self._params[unit.leaf] = param.detach() if self.storage.disk is None else self._spare(unit, param)
@@ -121,14 +121,14 @@ class Transaction:
         return torch.empty_like(param, pin_memory=param.is_pinned())
 
     def finish_writes(self) -> None:
-        """Waits until all is written."""
+        """Waits for all writes."""
         for version in self._versions.values():
             for write in version.writes:
                 with self.noting_errors():
                     write.result()
 
     def commit(self, unit: OffloadedLeaf) -> None:
-        """Puts the new values of a unit in place of the old ones."""
+        """Replaces the old values of a unit by the new ones."""
         leaves = self.new[unit.leaf]
         for i, _ in unit.on_disk():
             leaves[i] = self._versions[unit.leaf, i].done()
@@ -147,7 +147,7 @@ def _values(leaf: Any) -> Tensor:
 
 
 def _begins_with(own: Tensor, value: Tensor) -> bool:
-    """Whether both begin at one place of one memory; tensors without values have no addresses."""
+    """Whether both begin at the same address; tensors without values have none."""
     places = [(storage_id(x), x.storage_offset() * x.element_size()) for x in (own, value)]
     return places[0] == places[1]
 
@@ -168,8 +168,8 @@ class _Fetching:
 class Update:
     """One update of an offloaded state by the inner update.
 
-    A rank whose disk fails goes on with zeros, so that no other rank waits for it. Then all ranks vote, and either all commit
-    or all raise and keep the old state.
+    A rank whose disk fails continues with zeros, so that no other rank waits for it. Then all ranks vote: either all commit, or
+    all raise and keep the old state.
     """
 
     storage: Storage
@@ -189,13 +189,13 @@ class Update:
         """The state after it.
 
         Raises:
-            OffloadError: a file went wrong, here or on another rank; the state is as it was.
+            OffloadError: a file failed, here or on another rank; the old state stays valid.
         """
         began, disk = perf_counter(), self.storage.disk
         trained = [unit for unit in self.storage.plan.units if unit.trained is not None]
         offloaded, resident = [u for u in trained if u.offloaded], [u for u in trained if not u.offloaded]
         if disk is None:
-            self._update_resident(resident)  # first, so that the device computes beside the host
+            self._update_resident(resident)  # first, so that device and host compute concurrently
         self._update_offloaded([piece for unit in offloaded for piece in unit.pieces()])
         if disk is not None:
             self._vote()
@@ -214,13 +214,13 @@ class Update:
             self.changes.new[unit.leaf] = self.inner.run(content, grads, device=device, leaf_map=piece.leaf_map)
 
     def _update_offloaded(self, pieces: list[LeafPiece]) -> None:
-        """Fetch | compute | write back: all buffers but the one that is computed are being filled or emptied."""
+        """Fetch | compute | write back: all buffers except the one being computed are being filled or emptied."""
         if not pieces:
             return
         buffers, fetching = self.storage.buffers, deque[_Fetching]()
         for stream in (self.storage.incoming, self.storage.outgoing):
             stream.wait_for_device()
-        # A fetch that nobody asked for may still read params on the host, which are written once ``incoming`` has come.
+        # A wrong prefetch may still read params on the host, which are written once ``incoming`` is done.
         self.storage.incoming.wait_for(self.storage.prefetcher.copies)
         todo = zip(pieces, cycle(buffers), strict=False)
         try:
@@ -273,7 +273,7 @@ class Update:
         self.changes.put(piece, found, buffer)
 
     def _operand(self, piece: LeafPiece, i: int, buffer: Buffer) -> Any:
-        """A leaf of the piece's content, in the host's memory."""
+        """A leaf of the piece's content, in host memory."""
         tensor, regions = piece.unit.tensors[i], self.storage.regions[piece.unit.leaf]
         if tensor is None:
             leaf = self.changes.old[piece.unit.leaf][i]
@@ -283,10 +283,10 @@ class Update:
         return self.changes.in_memory(piece, i, tensor)
 
     def _vote(self) -> None:
-        """All ranks that share a batch go on, or none does.
+        """All ranks that share a batch commit, or none does.
 
         Raises:
-            OffloadError: a file went wrong on one of them.
+            OffloadError: a file failed on one of them.
         """
         self.inner.first()
         state, error = self.inner.state, self.changes.error

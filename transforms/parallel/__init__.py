@@ -1,1 +1,1 @@
-"""Transforms of tensor, sequence and expert parallelism: which slices, positions and experts each rank has."""
+"""Tensor, sequence (context) and expert parallelism: which slices, positions and experts each rank has."""

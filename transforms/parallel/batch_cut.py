@@ -1,4 +1,4 @@
-"""Batches of whole sequences, and this rank's positions of them."""
+"""Splits the sequences of a batch over ranks."""
 
 import re
 from collections.abc import Mapping
@@ -37,11 +37,11 @@ _KNOWN = {
 
 @tree.record
 class CutBatch:
-    """A batch with this rank's positions, and what masks go with the whole sequence.
+    """A batch of this rank's positions, and what masks need of the whole sequence.
 
     Attributes:
         batch: what the loss function gets.
-        documents: as in ``SequenceAxis``; they go with the rows of the batch.
+        documents: as in ``SequenceAxis``, for the rows of this batch.
         axis: without documents.
     """
 
@@ -51,9 +51,9 @@ class CutBatch:
 
 
 def entered(function: Any, given: Any) -> Any:
-    """``function`` of the batch inside, with the axis of its sequence in the step that runs.
+    """``function``, called with the inner batch under the ``axis("sp")`` of its sequence.
 
-    ``given`` is a ``CutBatch`` or has one in it. A batch that was not cut goes to the function as it is.
+    ``given`` is a ``CutBatch`` or contains one. A batch that was not split is passed through.
     """
     found: list[CutBatch] = []
 
@@ -71,14 +71,13 @@ def entered(function: Any, given: Any) -> Any:
 
 @attrs.frozen(eq=False)
 class BatchCut:
-    """Which leaves of a batch are sequences, and what is made of them.
+    """Which leaves of a batch are sequences, and how they are split.
 
     Attributes:
-        dims: from a regular expression for whole paths to the dim that is cut, None for a leaf that goes whole to every rank;
-            or the dim of all leaves that have it; None: leaves with known names along dim 1, and a lone tensor of tokens.
-        shift: whether a dict's ``labels`` become ``shift_labels``, each position having the next one's label.
-        pad: whether sequences are padded to a length that lies on the ranks: what with, by expressions for paths; or True for
-            leaves with known names alone.
+        dims: from a regular expression for whole paths to the dim to split, None for a leaf that every rank gets whole; or the
+            dim to split of all leaves that have it; None: leaves with known names along dim 1, and a lone tensor of tokens.
+        shift: whether a dict's ``labels`` become ``shift_labels``, where each position has the next one's label.
+        pad: the padding value by expressions for paths, or True for leaves with known names only; False for no padding.
         whole: whether ranks are given whole sequences, not their pieces.
     """
 
@@ -95,7 +94,7 @@ class BatchCut:
                 check_expression(f"{option}: ", pattern)
 
     def prepared(self, batch: Any) -> Any:
-        """The batch with labels that need not be shifted, and a lone tensor of tokens by name."""
+        """The batch with shifted labels, and with a lone tensor of tokens as a dict."""
         if (
             isinstance(batch, Tensor)
             and self.dims is None
@@ -117,11 +116,11 @@ class BatchCut:
         return {**{name: leaf for name, leaf in batch.items() if name != "labels"}, "shift_labels": shifted}
 
     def sequences(self, batch: Any) -> dict[str, int]:
-        """The leaves that are cut, with their dims.
+        """The leaves to split, with their dims.
 
         Raises:
-            ValueError: a leaf has another number of dims than its name says, or the length of the others without a rule for it;
-                an expression matches no path; there is none to cut.
+            ValueError: a leaf with a known name has another number of dims, or a leaf without a rule has the sequence's length;
+                an expression matches no path; there is nothing to split.
         """
         named = [(path, leaf) for path, leaf in tree.named(batch) if isinstance(leaf, Tensor)]
         found = {path: dim for path, leaf in named if (dim := self._dim(path, leaf)) is not None}
@@ -177,10 +176,10 @@ class BatchCut:
                     raise ValueError(f"{option}: {pattern!r} matches no path; {nearest(pattern, leaves)}")
 
     def filler(self, path: str) -> float:
-        """What a leaf is padded with.
+        """The padding value of a leaf.
 
         Raises:
-            ValueError: nothing says so.
+            ValueError: there is none for it.
         """
         if isinstance(self.pad, Mapping):
             for pattern, value in self.pad.items():
@@ -217,18 +216,18 @@ class BatchCut:
         leaves = [piece(path, leaf) for path, leaf in tree.named(batch)]
         own = tree.unflatten(tree.structure(batch), leaves)
         if isinstance(own, Mapping) and "position_ids" not in own and ("input_ids" in own or "inputs_embeds" in own):
-            # [1, positions]: one row goes with all; padding takes the last position, which every table of positions has
+            # [1, positions]: one row for all; padding gets the last position, which every table of positions has
             own = {**own, "position_ids": positions.clamp(max=length - 1)[None]}
         return CutBatch(own, documents, axis)
 
     def _documents(self, named: Mapping[str, Tensor], axis: SequenceAxis, length: int) -> Tensor | None:
-        """The documents of the whole sequence; padding is in none."""
+        """The documents of the whole sequence; padding belongs to none."""
         by_name = {path.rpartition(".")[2]: leaf for path, leaf in named.items()}
         mask, given, found = (by_name.get(name) for name in ("attention_mask", "position_ids", "documents"))
         if mask is not None and mask.device.type == "cpu" and self.whole and bool((mask != 0).all()):
             mask, given = None, None  # it masks nothing, and attention without a mask is faster
         if mask is not None:
-            given = None  # as transformers has it: positions say where documents begin only where there is no mask
+            given = None  # as in transformers: positions mark documents only where there is no mask
         if not self.whole:
             mask, given, found = (None if leaf is None else _gathered(leaf, axis) for leaf in (mask, given, found))
         found = documents_of(mask, position_ids=given) if found is None else found
@@ -249,6 +248,6 @@ def _gathered(piece: Tensor, axis: SequenceAxis) -> Tensor:
 
 
 def padded(layout: SequenceLayout, length: int, ranks: int) -> tuple[SequenceLayout, int]:
-    """The layout and the length of a sequence that is padded so that it lies on so many ranks."""
+    """The layout and length of a sequence that is padded to split evenly over so many ranks."""
     missing = layout.padding(length, ranks)
     return layout.extended(missing), length + missing

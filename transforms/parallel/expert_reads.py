@@ -1,4 +1,4 @@
-"""What a loss reads of experts beside what it sends among their ranks."""
+"""Finds reads of experts that bypass the token exchange."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +13,12 @@ __all__ = ["read_alone"]
 def read_alone(
     roots: Sequence[Tensor], ep: comm.Group, path_of: Callable[[Any, int], str | None], matches: Callable[[str], bool]
 ) -> str | None:
-    """The path of a leaf of experts to which a gradient flows without a collective over the ranks of ``ep``; None without one.
+    """The path of an expert leaf that a gradient reaches without a collective over ``ep``; None if there is none.
 
     Args:
-        roots: what the backward pass begins at.
-        ep: the ranks that experts are cut over.
-        path_of: the path of the leaf that is an output of a node of the graph; None where it is no leaf.
+        roots: where the backward pass begins.
+        ep: the ranks that experts are split over.
+        path_of: the path of the leaf that is an output of a node of the graph; None if it is not a leaf.
         matches: whether a path is that of experts.
     """
     todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]

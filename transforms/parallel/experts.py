@@ -1,4 +1,4 @@
-"""Expert parallelism: experts in slices over some of the data-parallel ranks (Lepikhin et al., "GShard", 2020)."""
+"""Expert parallelism: experts split over some of the data-parallel ranks (Lepikhin et al., "GShard", 2020)."""
 
 import re
 from collections.abc import Sequence
@@ -38,36 +38,36 @@ def _is_group(experts: Any, field: Any, value: Any) -> None:
 
 @attrs.frozen(eq=False, repr=False)
 class Experts:
-    """Stores 1/n of the experts on each of the n ranks of ``ep``; each rank has its own batch, as without experts.
+    """Expert parallelism: stores 1/n of the experts on each of the n ranks of ``ep``, which stay data-parallel.
 
-    Leaves whose paths match hold one expert at each place along dim 0, say ``[E, a, b]``. Rank r of ``ep`` has the experts from
-    ``r E/n`` on, and the loss sees these: it sends each token to the ranks that hold the token's experts. Such ranks are
-    data-parallel for all other leaves. ``axis("ep")`` tells a model's functions the group.
+    Leaves whose paths match hold one expert per index of dim 0, for example ``[E, a, b]``. Rank r of ``ep`` has experts ``r
+    E/n`` to ``(r + 1) E/n - 1``, and the loss sees only these: it sends each token to the ranks that hold its experts. For all
+    other leaves the ranks are data-parallel. ``axis("ep")`` gives a model's functions the group.
 
-    Law 47: it is the single-device step on the whole leaves and the concatenated batch, whatever the size of ``ep``. The
-    gradients of experts come over ``ep`` by the transpose of the loss's exchange; ``zero`` sums them over ``edp``, the ranks
+    Law 47: for any size of ``ep`` it equals the single-device step on the whole leaves and the concatenated batch. The
+    gradients of experts cross ``ep`` through the transpose of the loss's exchange; ``zero`` sums them over ``edp``, the ranks
     that hold the same experts, and divides them by the weight of all ranks' batches. The norm counts each expert once.
 
-    Put it after ``zero``, whose group is that of both axes together: ``mesh["dp"]`` for ``mesh.split("dp", edp=..., ep=...)``.
-    Where several axes share the batch, ``edp`` has them, too: ``experts["edp", "sp"]``.
+    Put it after ``zero``, whose group must be that of both axes together: ``mesh["dp"]`` for ``mesh.split("dp", edp=...,
+    ep=...)``. If several axes share the batch, ``edp`` includes them: ``experts["edp", "sp"]``.
 
-    Sends nothing in a step, beyond what the loss does. With Ψ elements of experts on a rank, ``zero`` gathers and reduces these
-    over d ranks in place of n d: each rank sends 2Ψ(d-1)/d in stages 0 to 2, and nothing where d = 1.
+    Cost: it sends nothing itself. With Ψ elements of experts on a rank, ``zero`` gathers and reduces them over the d ranks of
+    ``edp`` instead of n d: each rank sends 2Ψ(d-1)/d in stages 0 to 2, and nothing if d = 1.
 
-    Each rank cuts its own params at ``init``, or reads its part of deferred ones, so build the same model on every rank. The
-    optimizers that look at whole leaves refuse slices, but for ``muon`` and ``per_matrix`` with ``stacks``.
+    At ``init`` each rank keeps its part of its own params, or reads its part of deferred ones, so build the same model on every
+    rank. Optimizers that need whole leaves raise an error, except ``muon`` and ``per_matrix`` with ``stacks``.
 
     Args:
         pattern: a regular expression for the paths of the leaves that hold experts.
-        ep: the ranks over which experts are cut.
-        edp: the ranks that hold the same experts as this one; None where no other rank does.
+        ep: the ranks over which experts are split.
+        edp: the ranks that hold the same experts as this one; None if there are none.
 
     Raises:
-        TypeError: ``ep`` or ``edp`` is no group.
-        ValueError: the expression matches no path; the number of experts does not divide by the ranks; a leaf is cut along dim
-            0 already; it is a module's that is no stack of experts; the groups make no grid, or are not that of ``zero``; no
-            transform before this one sums gradients; in the first step: a module that sends nothing among the ranks of
-            ``ep``, a loss that reads experts beside what it sends there, such as a penalty on all params.
+        TypeError: ``ep`` or ``edp`` is not a ``comm.Group``.
+        ValueError: the expression matches no path; the number of experts is not divisible by the ranks; a leaf is split along
+            dim 0 already; it belongs to a module that is not a stack of experts; the groups form no grid, or do not match
+            ``zero``'s; no transform before this one sums gradients; in the first step: a module that sends nothing over ``ep``,
+            or a loss that reads experts outside the exchange, such as a penalty on all params.
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
@@ -96,7 +96,7 @@ class Experts:
         self._check_blocks(self.blocks)
 
     def __call__(self, step: Step) -> Step:
-        """The step with the phases that experts wrap."""
+        """The step, wrapped."""
         return wrap(
             str(self),
             axes=[
@@ -136,7 +136,7 @@ class Experts:
             )
 
     def check(self, step: Step) -> None:
-        """Refuses a step whose gradients are not summed, and one that has experts already.
+        """Raises an error for a step whose gradients are not summed, or that has experts already.
 
         Raises:
             ValueError: it is such a step.
@@ -173,7 +173,7 @@ class Experts:
         return self.ep.size > 1 and re.search(self.pattern, path) is not None
 
     def _check_lists(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Refuses experts that are leaves of their own, in a list: they are not cut, but shared out.
+        """Raises an error for a list of experts, each with leaves of its own: only stacks can be split.
 
         Raises:
             ValueError: there is such a list.
@@ -237,7 +237,7 @@ class Experts:
     # -- guards --------------------------------------------------------------------------------------------------------
 
     def guard_view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
-        """Refuses a loss that reads experts beside what it sends among their ranks, where a graph is looked through.
+        """Refuses a loss that reads experts outside the exchange.
 
         Raises:
             ValueError: a gradient reaches experts without a collective over ``ep``.
@@ -263,7 +263,7 @@ class Experts:
         return attrs.evolve(view, guards=(*view.guards, inspect))
 
     def guard_forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
-        """Refuses, in the first pass, modules' experts whose loss sends nothing among the ranks of ``ep``.
+        """Refuses, in the first pass, a module with experts whose loss sends nothing over ``ep``.
 
         Raises:
             ValueError: it is such a loss.
@@ -296,7 +296,7 @@ def _in_experts(error: Exception) -> bool:
 
 
 def _owner_of(leaf: Tensor) -> tuple[nn.Module | None, bool]:
-    """The module whose parameter a leaf is, and whether that is in a stack of experts."""
+    """The module whose parameter a leaf is, and whether it belongs to a stack of experts."""
     known = module_of(leaf)
     if known is None:
         return None, False

@@ -1,4 +1,4 @@
-"""Balance of experts without a loss: biases of routers that follow the load (Wang et al. 2024, arXiv:2408.15664)."""
+"""Auxiliary-loss-free load balancing of experts (Wang et al. 2024, arXiv:2408.15664)."""
 
 import re
 from collections.abc import Mapping
@@ -27,33 +27,33 @@ __all__ = ["balance"]
 
 
 def balance(rate: float, routers: Mapping[str, int] | str, *, over: comm.Group | None = None) -> Transform:
-    """Moves a bias of each expert against its load, once an update, as DeepSeek-V3 does; no loss term is needed.
+    """Balances experts by router biases, once an update, as DeepSeek-V3 does, without an auxiliary loss.
 
     ```
-    b_i ← b_i + rate · sign(mean of c - c_i)        c_i: how many choices fell on expert i in the whole batch
+    b_i ← b_i + rate · sign(mean of c - c_i)        c_i: tokens routed to expert i in the whole batch
     ```
 
-    A router chooses experts by its scores plus b, and weighs them by the scores alone. The loss function reads b by
-    ``fds.moe.router_bias(name)`` and says by ``fds.moe.count_demand(name, routing.demand())`` what was chosen.
+    A router selects experts by its scores plus b, and weights them by the scores alone. The loss function reads b with
+    ``fds.moe.router_bias(name)`` and reports its choices with ``fds.moe.count_demand(name, routing.demand())``.
 
-    Law 48: c is counted over all micro-batches and ranks, whatever they are; a recomputation does not count again. An update
-    that is skipped moves no bias. So the biases are the single device's, bit for bit: c and its mean are compared as integers.
+    Law 48: the biases equal the single-device ones bitwise: c is counted over all micro-batches and ranks, and compared with
+    its mean as integers. Recomputation is not counted twice, and a skipped update moves no bias.
 
     Put it after ``offload``. The metric ``max_violation`` is the largest (c_i - mean) / mean of all routers.
 
-    Sends one all-reduce an update: 8 bytes an expert and router. The biases are a slot, saved and loaded as such.
+    Cost: one all-reduce an update, of 8 bytes per expert and router. The biases are a slot, saved and loaded with the state.
 
     Args:
-        rate: how far a bias moves; 0.001 in DeepSeek-V3, whose scores lie between 0 and 1.
-        routers: the number of experts by router, for biases that lie in the slot; or a regular expression for module buffers
-            that are such biases, ``"e_score_correction_bias$"`` for Hugging Face's DeepSeek-V3: then these are moved.
-        over: further ranks whose tokens differ, beside those over which the step sums its metrics: tensor-parallel ranks whose
-            routers see a part of the sequence each.
+        rate: how far a bias moves; 0.001 in DeepSeek-V3, whose scores are between 0 and 1.
+        routers: the number of experts by router name; or, if the biases are module buffers, a regular expression for them,
+            ``"e_score_correction_bias$"`` for Hugging Face's DeepSeek-V3.
+        over: further ranks with other tokens, in addition to those over which the step sums its metrics: tensor-parallel ranks
+            whose routers each see a part of the sequence.
 
     Raises:
-        ValueError: a rate that is not positive, no routers, no regular expression, or a number of experts below 1; in the first
-            step: the loss counted no choices of a router, or no buffer has such a name.
-        TypeError: ``over`` is no group.
+        ValueError: a rate that is not positive, no routers, an invalid regular expression, or a number of experts below 1; in
+            the first step: the loss reported no choices of a router, or no buffer matches.
+        TypeError: ``over`` is not a ``comm.Group``.
 
     >>> import functional_ds as fds
     >>> def loss(p, x):
@@ -85,9 +85,9 @@ class Balanced:
     """balance's slot in the state.
 
     Attributes:
-        bias: [E], of each router; none where the biases are module buffers.
-        demand: within a step, how many choices each expert has got so far on this rank, by router.
-        counting: what takes the demands of the pass that runs; None where nothing is counted.
+        bias: [E], of each router; empty if the biases are module buffers.
+        demand: within a step, this rank's tokens per expert so far, by router.
+        counting: collects the demands of the current pass; None where nothing is counted.
     """
 
     bias: dict[str, Tensor]
@@ -125,7 +125,7 @@ class _Balance:
         return state.put(balance=Balanced({name: torch.zeros(size, device=state.step.device) for name, size in sizes.items()}))
 
     def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
-        """The function, inside of which ``axis("balance")`` has the biases and takes the demands."""
+        """The function, run with an ``axis("balance")`` that has the biases and collects the demands."""
         counting: Demands | None = state.slots["balance"].counting
         found = Demands()
 
@@ -140,7 +140,7 @@ class _Balance:
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """The inner gradients; what was chosen on the way is added to what was chosen before."""
+        """The inner gradients; adds this micro-batch's demands to the earlier ones."""
         slot: Balanced = state.slots["balance"]
         found = Demands(dict(slot.demand))
         state, grads, metrics = inner(step, state.put(balance=tree.replace(slot, counting=found)), batch, carry, last)

@@ -1,4 +1,4 @@
-"""Whether the order of a rank's positions matters, where only attention may know it: compared once, in the first step."""
+"""Checks, in the first step, that only attention depends on the order of a rank's positions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,16 +14,16 @@ __all__ = ["in_halves", "in_other_orders"]
 
 
 def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch]:
-    """This rank's piece twice, with other tokens in its places; a single token stays, as other ranks may have more.
+    """This rank's piece twice, in two orders of its tokens; a single token stays, as other ranks may have more.
 
-    What a right model makes of each token is the same in both, to the last bits: tokens go with their labels and their
-    ``position_ids``, and attention sees nothing of where they lie. Each attends to itself, and in every four neighbours the
-    second to the first and the fourth to the third. In the second batch the middle two of the four have changed places, so what
-    counts positions itself, or mixes neighbours, finds other ones.
+    A correct model gives each token the same result in both, up to rounding: tokens move with their labels and
+    ``position_ids``, and attention does not see the move. Each token attends to itself, and in every four neighbours the second
+    to the first and the fourth to the third. The second batch swaps the middle two of the four, so code that counts positions
+    itself, or mixes neighbours, gives another result.
 
     Args:
         piece: of the batch.
-        dims: of the leaves that were cut, by path.
+        dims: of the leaves that were split, by path.
     """
     axis = piece.axis
     ranks, layout = axis.group.size, axis.layout
@@ -67,13 +67,13 @@ def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch,
 
 
 def in_halves(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch, CutBatch]:
-    """This rank's piece, its first half twice, and its second half twice, where each token attends to itself alone.
+    """This rank's piece, its first half twice, and its second half twice, where each token attends only to itself.
 
-    A sum over tokens is in the first the mean of the two others. A single token stays in all three.
+    For a sum over tokens, the first is the mean of the other two. A single token stays in all three.
 
     Args:
         piece: of the batch.
-        dims: of the leaves that were cut, by path.
+        dims: of the leaves that were split, by path.
     """
     axis = piece.axis
     held = axis.layout.order(axis.length, axis.group.size).view(axis.group.size, -1)

@@ -1,4 +1,4 @@
-"""Sequence parallelism: ranks that have other positions of the same sequences."""
+"""Sequence (context) parallelism: each rank has other positions of the same sequences."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,8 +29,8 @@ from .order_check import in_halves, in_other_orders
 
 __all__ = ["sequence"]
 
-_ZEROS = "a matrix of zeros"  # the kind of a state, while a layer hides those before it
-_KINDS = 256  # of batches that are remembered: documents, which a layout knows, may differ in each
+_ZEROS = "a matrix of zeros"  # noted if a matrix is zeros at first, which hides the layers before it
+_KINDS = 256  # how many batches to remember: each may have other documents, which a layout knows
 
 
 def sequence(
@@ -43,49 +43,50 @@ def sequence(
     whole: bool = True,
     tokenwise: bool = False,
 ) -> Transform:
-    """Each rank of ``group`` computes the loss of its positions of the same sequences.
+    """Sequence (context) parallelism: each rank of ``group`` computes the loss of its positions of the same sequences.
 
-    Laws 44, 49, 53: it is the single-device step on the whole batch, for any layout, with a loss that sums over tokens and
-    returns ``Weighted(sum, tokens)``. Ranks may have different numbers of tokens that count. A ``Key`` draws at the sequence's
-    positions what a single device draws there, along dim 1 of what it draws for; ``places={1: None}`` is for tensors without a
-    sequence. Attention across ranks is the model's: ``fds.seq.ring`` and its kin find group, layout and masks here.
+    Laws 44, 49, 53: for any layout, it equals the single-device step on the whole batch, if the loss sums over tokens and
+    returns ``Weighted(sum, tokens)``; ranks may have different numbers of counted tokens. A ``Key`` draws for each position
+    along dim 1 what a single device draws there; use ``places={1: None}`` for tensors without a sequence dim. Attention across
+    ranks is the model's: ``fds.seq.ring`` and similar functions get group, layout and masks from ``axis("sp")``.
 
-    All ranks of the group get the same batch. A dict's ``labels`` become ``shift_labels``, each position with the next one's
-    label, before anything is cut, and ``position_ids`` are added. A lone tensor of tokens [rows, positions] is taken as
-    ``{"input_ids": tokens, "labels": tokens}``. Then the leaves that are sequences are cut in the layout. ``attention_mask``,
-    ``documents`` [rows, positions], or ``position_ids`` that begin anew where there is no mask, tell attention what to mask.
+    All ranks of the group get the same batch. A dict's ``labels`` become ``shift_labels`` before the split, and
+    ``position_ids`` are added. A lone tensor of tokens [rows, positions] becomes ``{"input_ids": tokens, "labels": tokens}``.
+    Then the sequence leaves are split in the layout. Attention masks follow from ``attention_mask``, ``documents`` [rows,
+    positions], or, without a mask, ``position_ids`` that restart.
 
-    It reduces no gradients: compose it with ``T.zero(k, mesh["dp", "sp"])``, which sums gradients and weights over both axes.
-    Rows are counted over "dp" alone. It stands after ``pipeline``, and before or after any other transform.
+    It does not reduce gradients: compose it with ``T.zero(k, mesh["dp", "sp"])``, which sums gradients and weights over both
+    axes. Rows are counted over "dp" alone. Put it after ``pipeline``; it may be before or after any other transform.
 
-    Sends nothing in a step, but for a batch of a new shape or layout a small message, by which ranks compare layouts, lengths
-    and batches (the host waits for that), and with ``whole=False`` the masks. The first step computes the loss five times more
-    without gradients and with keys whose draws are constant, to see whether anything but attention depends on the order of a
-    rank's tokens, and whether the loss is a sum over tokens; the second, too, where a matrix was zeros at first. Not in
-    pipelines, nor where attention is another than ``fds.seq``'s. A loss that reduces over the ranks itself may be any function.
+    Cost: one small message, on which the host waits, for each new shape or layout of batches, by which ranks compare them; with
+    ``whole=False`` also the masks. The first step runs five more forward passes, with dropout off, to check that only attention
+    depends on the order of a rank's tokens, and that the loss is a sum over tokens; the second step too, if a matrix was all
+    zeros at first. There is no such check in pipelines, nor with attention other than ``fds.seq``'s or a window of 2; a loss
+    that reduces over the ranks itself need not be a sum over tokens.
 
     Args:
-        group: the ranks among which sequences are cut; None for the whole world.
-        layout: "contiguous", "zigzag", "striped", a ``SequenceLayout``, or a function from the batch to one, as where documents
+        group: the ranks over which sequences are split; None for the whole world.
+        layout: "contiguous", "zigzag", "striped", a ``SequenceLayout``, or a function from the batch to one, for documents that
             differ from batch to batch.
-        dims: which leaves are cut. None: ``input_ids``, ``inputs_embeds``, ``labels``, ``shift_labels``, ``attention_mask``,
+        dims: which leaves are split. None: ``input_ids``, ``inputs_embeds``, ``labels``, ``shift_labels``, ``attention_mask``,
             ``position_ids``, ``token_type_ids``, ``loss_mask`` and ``documents``, along dim 1, wherever they are. A number: all
             leaves that have this dim. A dict from regular expressions for whole paths to dims, None for leaves that stay whole.
         shift: whether ``labels`` are shifted.
-        pad: whether sequences that do not lie on the ranks are padded to a length that does: True where all leaves that are cut
-            have the names above, else what each is padded with, by expressions for paths. Padding is masked in attention; the
-            loss leaves it out by its label, -100. Otherwise such lengths are refused.
-        whole: whether ranks get whole batches. If not, each gets its positions, in the layout, with labels that are shifted.
-        tokenwise: whether the loss has no attention. Otherwise a first step in which no function asks for this axis is refused,
-            as a model that attends to a rank's own positions alone would train, but wrongly. In a pipeline one stage must ask.
+        pad: whether to pad sequences that do not split evenly: True if all leaves to split have the names above, else the
+            padding values, by expressions for paths. Padding is masked in attention; in the loss its label is -100. Without
+            ``pad`` such lengths raise an error.
+        whole: whether ranks get whole batches. If not, each gets its positions, in the layout, with shifted labels.
+        tokenwise: whether the loss has no attention. Otherwise the first step raises an error if no function asks for this
+            axis, since a model that attends only to a rank's own positions would train wrongly. In a pipeline one stage must
+            ask.
 
     Raises:
-        TypeError: ``group`` is no group.
-        ValueError: an unknown layout; when it runs: a length that does not lie on the ranks, leaves of different lengths or
-            without a rule, ranks with other layouts, lengths or batches, gradients that nothing sums over the group, a loss
-            that is a plain mean or no sum over tokens, a model that does not ask for this axis, one that counts positions
-            itself or mixes neighbours.
-        RuntimeError: when it runs first: the loss draws from torch's generator.
+        TypeError: ``group`` is not a ``comm.Group``.
+        ValueError: an unknown layout; in a step: a length that does not split evenly, leaves of different lengths or without a
+            rule, ranks with different layouts, lengths or batches, gradients that no transform sums over the group, a loss that
+            is a plain mean or not a sum over tokens, a model that does not ask for this axis, counts positions itself or mixes
+            neighbours.
+        RuntimeError: in the first step: the loss draws from torch's generator.
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
@@ -111,10 +112,10 @@ class _SequenceParallel:
     Attributes:
         mesh_axis: the ranks.
         layout: one for all batches, or a function from a batch to its layout.
-        rules: what of a batch is cut, and how.
+        rules: which leaves of a batch are split, and how.
         tokenwise: whether the loss has no attention.
-        axes: those of the batches so far, by group, layout and length; one for all batches of a kind, so that these are equal.
-        agreed: the kinds of batches that ranks have compared.
+        axes: of the batches so far, by group, layout and length, so that batches of one shape share one.
+        agreed: the shapes of batches that ranks have compared.
     """
 
     mesh_axis: Axis
@@ -141,7 +142,7 @@ class _SequenceParallel:
         return f"sequence({getattr(self.layout, 'kind', self.layout)}, {self.mesh_axis})"
 
     def check(self, step: Step) -> None:
-        """Refuses a second one."""
+        """Raises an error for a second sequence axis."""
         other = step.has(AxisRole.SEQUENCE)
         if other is not None:
             raise ValueError(f"{self}: this step cuts sequences already, by {other} ({step})")
@@ -151,7 +152,7 @@ class _SequenceParallel:
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """Those of this rank's positions."""
+        """The gradients of this rank's positions."""
         if self._has_no_sequences(batch):
             return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
         piece, length, _ = self.cut(step, state, batch)
@@ -168,12 +169,12 @@ class _SequenceParallel:
         return inner(step, state, piece)  # type: ignore[no-any-return]
 
     def _has_no_sequences(self, batch: Any) -> bool:
-        """Whether it is one of a prediction of memory, in which rows are all that counts."""
+        """Whether the batch is one of a memory forecast, in which only rows count."""
         return comm.is_symmetric(self.mesh_axis.ranks()) and isinstance(batch, Tensor) and batch.is_meta and batch.dim() < 2
 
     def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int, dict[str, int]]:
-        """This rank's piece of the batch, the length of the whole sequence without padding, and which leaves are cut."""
-        step.batch_shard(state)  # refuses a step that sums nothing over the group
+        """This rank's piece of the batch, the unpadded length of the whole sequence, and which leaves are split."""
+        step.batch_shard(state)  # raises an error if the step sums nothing over the group
         group = self.mesh_axis.ranks()
         layout = self.layout if isinstance(self.layout, SequenceLayout) else self.layout(batch)
         if not isinstance(layout, SequenceLayout):
@@ -207,10 +208,10 @@ class _SequenceParallel:
         return self.axes[key]
 
     def _compare(self, group: comm.Group, layout: SequenceLayout, length: int, pieces: Mapping[str, Tensor]) -> None:
-        """Compares batches of a new kind.
+        """Compares batches of a new shape over the ranks.
 
         Raises:
-            ValueError: ranks have other layouts, lengths or leaves, or, where they get whole batches, other values.
+            ValueError: ranks have different layouts, lengths or leaves, or, where they get whole batches, different values.
         """
         kind = (group, layout, tuple((path, tuple(leaf.shape)) for path, leaf in pieces.items()))
         if kind in self.agreed or not self.mesh_axis.compares or any(x.is_meta for x in pieces.values()):
@@ -247,9 +248,9 @@ class _SequenceParallel:
     def guard_gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """Refuses losses that see a sequence by more than attention, and such as are no sums over it.
+        """Raises an error for losses that see order outside attention, or are not sums over tokens.
 
-        In the first step, and in the second where a matrix began as zeros, behind which nothing shows.
+        It checks the first step, and the second if a matrix was zeros at first.
         """
         if carry is not None or self._has_no_sequences(batch) or not self.is_due(state):
             return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
@@ -270,7 +271,7 @@ class _SequenceParallel:
         return _ZEROS in graphs.kinds and current_recorder() is None and graphs.is_new("second step over sequences")
 
     def guard_forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """Refuses draws by torch's generator, a loss that is None, and one that asks for no ranks of its sequence.
+        """Refuses draws from torch's generator, a loss that is None, and a loss that does not ask for the axis.
 
         Raises:
             RuntimeError: the loss drew from torch's generator.
@@ -313,7 +314,7 @@ class _SequenceParallel:
         return total  # type: ignore[no-any-return]
 
     def check_order(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
-        """Refuses a loss to which the order of a rank's positions matters beside attention, by two passes without gradients.
+        """Raises an error for a loss that depends on the order of positions outside attention; two forward passes.
 
         Raises:
             ValueError: on all ranks.
@@ -340,7 +341,7 @@ class _SequenceParallel:
             )
 
     def check_sum(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
-        """Refuses a loss that is no sum over a rank's tokens, unless it sums over the ranks itself: three passes more.
+        """Raises an error for a loss that is not a sum over a rank's tokens, unless it reduces over ranks; three passes.
 
         Raises:
             ValueError: on all ranks.
@@ -367,7 +368,7 @@ class _SequenceParallel:
             )
 
     def check_stages(self, step: Step, state: State, device: torch.device) -> None:
-        """Refuses a pipeline none of whose stages asks for this axis, after its first pass.
+        """Raises an error, after the first pass, for a pipeline in which no stage asks for this axis.
 
         Raises:
             ValueError: on all ranks.

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks must have alike, compared once: batches, losses, and gradients of leaves that are not cut."""
+"""Checks that tensor-parallel ranks have equal batches, losses, and gradients of leaves that are not split."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def check_batch(batch: Any, group: comm.Group) -> None:
-    """Refuses batches that differ over the group, before the first step."""
+    """Raises an error for batches that differ over the group, before the first step."""
     known = [x.detach().flatten() for x in tree.leaves(batch) if isinstance(x, Tensor) and x.layout == torch.strided]
     if known and not any(x.is_meta for x in known):
         own = torch.tensor(fingerprints(known), device=group.world.device)
@@ -46,13 +46,13 @@ def check_batch(batch: Any, group: comm.Group) -> None:
 
 
 def declared_batch(batch: T, group: comm.Group) -> T:
-    """The batch, of which all ranks have the same rows."""
+    """The batch, declared equal on all ranks."""
     comm.replicated([x for x in tree.leaves(batch) if isinstance(x, Tensor)], group)
     return batch
 
 
 def declared_loss(found: T, group: comm.Group) -> T:
-    """The loss, which all ranks compute and differentiate alike."""
+    """The loss, declared equal on all ranks, which differentiate it alike."""
     loss = found[0] if isinstance(found, tuple) and found else found
     parts = [loss.sum, loss.weight] if isinstance(loss, Weighted) else [loss]
     comm.invariant([x for x in parts if isinstance(x, Tensor) and x.numel() == 1], group)
@@ -60,7 +60,7 @@ def declared_loss(found: T, group: comm.Group) -> T:
 
 
 def check_loss(found: Any, group: comm.Group) -> None:
-    """Refuses losses that differ over the group, in the first pass.
+    """Raises an error for losses that differ over the group, in the first pass.
 
     Raises:
         ValueError: on all ranks.
@@ -82,10 +82,10 @@ def check_loss(found: Any, group: comm.Group) -> None:
 
 
 def check_draws(drawn: Sequence[Drawn], group: comm.Group) -> set[str]:
-    """Refuses draws without ``places`` for values that differ over the group, in the first pass that makes them.
+    """Raises an error for draws without ``places`` for values that differ over the group, in the first pass that makes them.
 
     Returns:
-        The names of draws for values that are the same; of zeros, as a layer may begin with, nothing is known yet.
+        The names of draws for values that are equal. Draws for zeros, as in a new layer, stay undecided.
 
     Raises:
         ValueError: on all ranks.
@@ -108,7 +108,7 @@ def check_draws(drawn: Sequence[Drawn], group: comm.Group) -> set[str]:
 
 
 def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collection[str], group: comm.Group) -> "Compared":
-    """Refuses gradients of leaves that are not cut and that differ over the group.
+    """Raises an error for gradients of leaves that are not split and that differ over the group.
 
     Raises:
         ValueError: on all ranks.
@@ -128,9 +128,9 @@ def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collecti
 
 
 def check_partial_gradients(parts: LeafMap, grads: Sequence[Tensor], cuts: Cuts, group: comm.Group) -> "Compared":
-    """Refuses equal gradients of leaves whose gradients would be summed over the group by a word.
+    """Raises an error if gradients that the plan would sum over the group are equal on all ranks.
 
-    Nothing is said where the gradients of all slices are equal, too, as of layers that begin with one number everywhere.
+    It raises nothing if the gradients of all slices are equal too, as in layers that begin with one number everywhere.
 
     Raises:
         ValueError: on all ranks.
@@ -174,7 +174,7 @@ class Compared:
 def _gradients_told(
     parts: LeafMap, grads: Sequence[Tensor], paths: Collection[str], group: comm.Group
 ) -> Iterator[tuple[str, list[list[float]]]]:
-    """Of each leaf that this rank has a part of, three numbers of its gradients on every rank."""
+    """For each leaf that this rank has a part of, three statistics of its gradient on every rank."""
     shards = [shard for shard in parts.shards if parts.leaves[shard.leaf].path in paths and shard.numel]
     own: list[float] = []
     for shard in shards:

@@ -1,4 +1,4 @@
-"""Errors of a model that runs on slices: torch's own say which shapes do not fit, and this one whose they are."""
+"""Explains torch's shape errors in a model that runs on slices."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,18 +19,18 @@ _OURS = {Path(comm.__file__).parent, Path(torch_private.__file__).parent.parent,
 
 @contextmanager
 def named_errors(slices: Mapping[str, LeafSlice], group: comm.Group) -> Iterator[None]:
-    """Within it torch's errors about shapes name the module that failed, its slices and what to do instead.
+    """A context in which torch's shape errors name the module that failed, its slices and what to do instead.
 
-    An error outside of any module gets a note that names the leaves of which the loss has slices.
+    An error outside of any module gets a note that names the sliced leaves.
 
     Raises:
-        ValueError: in place of a ``RuntimeError`` of torch, which is its cause.
+        ValueError: replaces a ``RuntimeError`` of torch, which is its cause.
     """
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:
         stack = list(traced(error.__traceback__))
-        known = type(error) in (RuntimeError, IndexError) or "values to unpack" in str(error)  # of a split by a whole size
+        known = type(error) in (RuntimeError, IndexError) or "values to unpack" in str(error)  # splits by the unsliced size
         if group.size == 1 or not slices or not known or not stack:
             raise
         file, _ = stack[-1]
@@ -50,7 +50,7 @@ def named_errors(slices: Mapping[str, LeafSlice], group: comm.Group) -> Iterator
 
 
 def traced(trace: TracebackType | None) -> Iterator[tuple[Path, nn.Module | None]]:
-    """The files of an error's calls, outermost first, with the module of which each is a method."""
+    """The files of an error's calls, outermost first, each with its module if it is a method of one."""
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
         yield Path(trace.tb_frame.f_code.co_filename), owner if isinstance(owner, nn.Module) else None
@@ -59,7 +59,7 @@ def traced(trace: TracebackType | None) -> Iterator[tuple[Path, nn.Module | None
 
 def _text(modules: list[nn.Module], slices: Mapping[str, LeafSlice], group: comm.Group, error: Exception) -> str:
     names = {id(module): path for path, module in modules[0].named_modules(remove_duplicate=False)}
-    failed = next((each for each in reversed(modules) if any(each.children())), modules[-1])  # what puts layers together
+    failed = next((each for each in reversed(modules) if any(each.children())), modules[-1])  # containers of layers
     path, here = names.get(id(modules[-1]), ""), names.get(id(failed), "")
     cut = []
     for name, module in failed.named_modules():

@@ -1,4 +1,4 @@
-"""Tensor parallelism: leaves that are cut along a dim, a slice on each rank (Shoeybi et al., "Megatron-LM", 2019)."""
+"""Tensor parallelism: leaves sliced along a dim, one slice per rank (Shoeybi et al., "Megatron-LM", 2019)."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -48,58 +48,56 @@ _SLOT = "tensor_parallel"
 
 
 def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim: int = 1) -> Transform:
-    """Stores a slice of the leaves that a plan names on every rank of ``group``, and the rest on all.
+    """Tensor parallelism: each rank of ``group`` stores a slice of the leaves that a plan names, and all of the others.
 
-    A plan says by path how layers are cut. A key is a module's path, or a leaf's, or the last names of it, each of which may be
-    a pattern: ``"layers.*.q_proj"``. Modules of ``fds.functional`` run as they are: the transform puts the collectives around
-    the layers of the library's copy. ``fds.tp.plan_of(model)`` is a Hugging Face model's own plan; all its words are known.
+    A plan maps paths to how layers are sliced. A key is the path of a module or leaf, or its last names, each of which may be a
+    pattern: ``"layers.*.q_proj"``. Modules of ``fds.functional`` run unchanged: the transform adds the collectives around the
+    layers of the library's copy. ``fds.tp.plan_of(model)`` is a Hugging Face model's own plan; all its words are supported.
 
     | word | the weight of a linear | its output |
     |---|---|---|
-    | ``"colwise"`` | cut by outputs | this rank's features |
-    | ``"colwise_gather_output"`` | cut by outputs | whole |
-    | ``"rowwise"`` | cut by inputs; takes this rank's features | whole |
-    | ``"rowwise_split_input"`` | cut by inputs; takes a whole input | whole |
-    | ``"vocab"`` | cut by the vocabulary: an embedding, or a head, for ``fds.tp.cross_entropy`` | whole; a head's is cut |
-    | ``"packed_colwise"``, ``fds.tp.Packed(sizes)`` | cut by outputs, each of the blocks that it packs | this rank's |
+    | ``"colwise"`` | sliced by outputs | this rank's features |
+    | ``"colwise_gather_output"`` | sliced by outputs | whole |
+    | ``"rowwise"`` | sliced by inputs; takes this rank's features | whole |
+    | ``"rowwise_split_input"`` | sliced by inputs; takes a whole input | whole |
+    | ``"vocab"`` | sliced by the vocabulary: an embedding, or a head for ``fds.tp.cross_entropy`` | whole; a head's is sliced |
+    | ``"packed_colwise"``, ``fds.tp.Packed(sizes)`` | sliced by outputs, each packed block by itself | this rank's |
     | ``"replicated"`` | whole | whole |
     | ``"replicated_with_grad_allreduce"`` | whole, used on slices: gradients are summed over the ranks | as its input |
-    | ``"sequence_parallel"``, of a list of layers | activations between its layers are cut along ``sequence_dim`` | whole |
+    | ``"sequence_parallel"``, of a list of layers | activations between its layers are split along ``sequence_dim`` | whole |
     | ``"local"``, of an attribute | divided by the ranks while the module runs, as GPT-2's ``split_size`` | |
 
-    Heads stay whole. With fewer key-value heads than ranks, neighbouring ranks hold the same head and sum its gradients. A
-    weight with two places (a tied head) is cut in both, and counts once. Leaves of no module, for a loss of ``fds.tp``
-    functions, take words as ``torch.nn.Linear`` lays weights out. An int is a dim: ``{regular expression: dim}``. Of keys that
-    mean one layer the most exact counts: with ``"experts.up": "replicated"`` beside ``"up": "colwise"`` experts stay whole.
+    Heads are not divided. With fewer key-value heads than ranks, neighbouring ranks hold the same head and sum its gradients. A
+    weight with two places (a tied head) is sliced in both, and counts once. Without modules, for a loss of ``fds.tp``
+    functions, leaves take the same words, laid out as in ``torch.nn.Linear``, or ``{regular expression: dim}``. The most
+    specific key for a layer applies: with ``"experts.up": "replicated"`` in addition to ``"up": "colwise"`` experts stay whole.
 
-    Law 40: it is the single-device step on the whole leaves: loss, gradients, norms, updates, on any mesh, with any stage of
-    ZeRO, pipeline, precision and remat. Replicated leaves have equal bits on all ranks. The loss is the same on every rank of
-    the group, and so must the batch be. Replicated values: activations between blocks, the loss, leaves without a slice.
-    Varying: activations inside of blocks, and slices.
+    Law 40: it equals the single-device step on the whole leaves (loss, gradients, norms, updates) on any mesh, with any stage
+    of ZeRO, pipeline, precision and remat. Replicated leaves are bitwise equal on all ranks. Batch and loss are the same on
+    every rank of the group, as are the activations between blocks; activations inside blocks and slices differ.
 
     Cost: a layer of attention and MLP sends two all-reduces forward and two backward, of one activation each; with
-    ``"sequence_parallel"`` as many all-gathers and reduce-scatters, and the same elements. A step adds one all-reduce of the
+    ``"sequence_parallel"`` as many all-gathers and reduce-scatters, with the same elements. A step adds one all-reduce of the
     gradients of replicated leaves that are used on slices, one among the ranks that share heads, and a few scalars; the first
-    step compares the ranks' batches, and the first pass with a draw what it is for.
+    step compares the ranks' batches, and the first pass with random draws what they are for.
 
-    Put it after ``zero`` and ``pipeline``, whose ranks lie along other axes. It sums nothing over these: without ``zero`` each
-    row of a mesh trains alone, as any step does. ``init`` takes rank 0's params. Optimizers that
-    look at whole leaves (``lamb``, ``muon``) refuse slices. Torch's own random draws (``nn.Dropout``) are refused: a rank would
-    draw other masks than a single device; use ``Key``.
+    Put it after ``zero`` and ``pipeline``, whose ranks are along other axes. It sums nothing over those: without ``zero`` each
+    row of a mesh trains alone. ``init`` uses rank 0's params. Optimizers that need whole leaves (``lamb``, ``muon``) raise an
+    error. So do draws from torch's generator (``nn.Dropout``), whose masks would differ from a single device's; use ``Key``.
 
     Args:
-        plan: from path to word, or from a regular expression for paths to the dim that is cut.
-        group: the ranks; None for the whole world. Functions of ``fds.tp`` find it as ``axis("tp")``.
+        plan: from path to word, or from a regular expression for paths to the dim to slice.
+        group: the ranks; None for the whole world. Functions of ``fds.tp`` get it from ``axis("tp")``.
         sequence_dim: of activations between layers, for ``"sequence_parallel"``.
 
     Raises:
-        ValueError: a key matches no path, or is no regular expression; two keys cut one leaf, or contradict each other, neither
-            being more exact; a word is unknown, or a layer's param has another than the layer; a size or a number of heads does
-            not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's; the
-            ranks' params differ in more than values; in the first step: the ranks' batches differ; a key draws for slices
-            without ``places``; the plan would sum gradients that each rank has whole.
-        TypeError: ``group`` is no group.
-        RuntimeError: when the step runs: the loss draws from torch's generator.
+        ValueError: a key matches no path, or is not a regular expression; two equally specific keys slice one leaf, or
+            contradict each other; a word is unknown, or a layer's param has another than the layer; a size or a number of heads
+            is not divisible by the ranks; another transform has sliced a leaf along the dim; the group shares ranks with
+            ZeRO's; the ranks' params differ in more than values; in the first step: the ranks' batches differ; a key draws for
+            slices without ``places``; the plan would sum gradients that each rank has whole.
+        TypeError: ``group`` is not a ``comm.Group``.
+        RuntimeError: in a step: the loss draws from torch's generator.
 
     >>> import torch
     >>> import functional_ds as fds
@@ -124,12 +122,12 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
 
 @attrs.define(eq=False)
 class _KnownCuts:
-    """A plan's cuts in the state: not compared with another state's structure.
+    """A plan's slices in the state: not compared with another state's structure.
 
     Attributes:
         cuts: which leaves are slices.
         calls: runs modules on this rank; None before the first pass.
-        draws: what keys draw for in the pass that runs.
+        draws: what keys draw for in the current pass.
     """
 
     cuts: Cuts
@@ -147,7 +145,7 @@ class _KnownCuts:
 
 @tree.record
 class TensorSlices:
-    """What this transform keeps in its slot: which leaves are slices."""
+    """tensor_parallel's slot in the state: which leaves are slices."""
 
     known: _KnownCuts = tree.static()
 
@@ -199,7 +197,7 @@ class _TensorParallel:
         return state
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
-        """The user's tree, slices put together."""
+        """The user's tree, gathered from the slices."""
         group, found, slices = self.axis.ranks(), inner(step, state), _cuts(state).slices
 
         def whole(path: str, leaf: Tensor) -> Tensor:
@@ -217,7 +215,7 @@ class _TensorParallel:
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """The inner gradients, by a key whose draws are checked, of leaves that are declared whole where anybody checks."""
+        """The inner gradients, with checks of a key's draws and of unsliced leaves."""
         key, group = state.key, self.axis.ranks()
         if group.world.watch is not None:
             comm.invariant(_whole(state, step.leaf_map(state)), group)  # also of a loaded state, and after an update
@@ -228,7 +226,7 @@ class _TensorParallel:
         return tree.replace(after, key=key), grads, metrics
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """The inner forward, with the layers that the plan cuts run in their ways."""
+        """The inner forward, with the plan's layers run on slices."""
         pass_, group, run = current_pass(), self.axis.ranks(), function
         if not step.has(AxisRole.STAGES):
             run = lambda given: declared_loss(function(declared_batch(given, group)), group)  # noqa: E731
@@ -266,11 +264,11 @@ class _TensorParallel:
     # -- guards ------------------------------------------------------------------------------------------------------------
 
     def guard_forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """Refuses batches, draws and losses that ranks have otherwise, and slices that the loss does not use as such.
+        """Refuses batches, draws and losses that differ over ranks, and slices not used as such.
 
         Raises:
             ValueError: the ranks' batches differ, or in the first pass their losses; a key draws for slices without ``places``;
-                the loss calls no module that the plan cuts, or functions of ``fds.tp`` although the plan cuts nothing.
+                the loss calls no module that the plan slices, or functions of ``fds.tp`` although the plan slices nothing.
             RuntimeError: the loss drew from torch's generator.
         """
         pass_, group, cuts, pipelines = current_pass(), self.axis.ranks(), _cuts(state), step.has(AxisRole.STAGES)
@@ -308,7 +306,7 @@ class _TensorParallel:
         return result
 
     def guard_reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        """Refuses gradients of whole leaves that differ over the group, or are to be summed and do not, in the first steps.
+        """Refuses, in the first steps, gradients of whole leaves that differ over the group, and partial ones that do not.
 
         Raises:
             ValueError: on all ranks.
@@ -336,7 +334,7 @@ def _cuts(state: State) -> Cuts:
 
 
 def _parts(step: Step, state: State) -> GradientParts:
-    """Slices, which several ranks may share, and leaves that are whole; a tensor's leaves are all alike."""
+    """Slices, which several ranks may share, and whole leaves; all leaves of a tensor are of one sort."""
     sharers = {path: len(cut.sharers) for path, cut in _cuts(state).slices.items()}
     leaf_map = step.leaf_map(state)
     held = ((p.tensor, sharers.get(leaf_map.leaves[p.leaf].path)) for shards in leaf_map.shards_by_rank for p in shards)
@@ -345,7 +343,7 @@ def _parts(step: Step, state: State) -> GradientParts:
 
 
 def _whole(state: State, parts: LeafMap) -> list[Tensor]:
-    """The trained tensors of the state that have no part of a slice."""
+    """The trained tensors of the state that contain no slice."""
     slices = _cuts(state).slices
     cut = {shard.tensor for shards in parts.shards_by_rank for shard in shards if parts.leaves[shard.leaf].path in slices}
     return [tensor for place, tensor in enumerate(trainable(state.params)) if place not in cut]

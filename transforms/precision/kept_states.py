@@ -1,4 +1,4 @@
-"""The optimizer's state in a narrow dtype, and the rounding of what an update has moved into what is stored."""
+"""Optimizer states in a narrow dtype, and the rounding of updated values into storage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,32 +17,32 @@ __all__ = ["KeptStates", "rounded", "rounds"]
 
 @attrs.frozen
 class KeptStates:
-    """In which dtype the optimizer's fp32 state is kept between updates.
+    """The dtype of the optimizer's fp32 state between updates.
 
     Attributes:
-        dtype: None keeps it as it is. Scalars, which count, stay in any case.
+        dtype: None keeps it as it is. Scalars, such as step counts, are never cast.
     """
 
     dtype: torch.dtype | None
 
     def narrow(self, leaf: Any) -> Any:
-        """A leaf of a new state as it is kept."""
+        """A leaf of a new state, in the stored dtype."""
         narrows = self.dtype is not None and isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.dim()
         return leaf.to(self.dtype) if narrows else leaf
 
     def wide(self, kept: Any) -> Any:
-        """The state as an update has it."""
+        """The state in the dtypes of an update."""
         if self.dtype is None:
             return kept
         return tree.map(lambda leaf: leaf.float() if self._is_narrow(leaf) else leaf, kept)
 
     def kept(self, kept: Any, wide: Any, draws: Draws | None) -> Any:
-        """The state after an update in the memory of the one before.
+        """The state after an update, in the memory of the one before.
 
         Args:
             kept: the state before.
-            wide: what the update gave.
-            draws: for stochastic rounding; None rounds to the nearest.
+            wide: what the update returned.
+            draws: for stochastic rounding; None rounds to nearest.
         """
         if self.dtype is None:
             return wide
@@ -58,12 +58,12 @@ class KeptStates:
 
 
 def rounds(old: Any, new: Any) -> bool:
-    """Whether a draw decides how the new value becomes the old one's."""
+    """Whether a value is rounded stochastically into the old one's dtype."""
     return isinstance(old, Tensor) and (old.dtype, new.dtype) == (torch.bfloat16, torch.float32)
 
 
 def rounded(stored: Sequence[Any], moved: Sequence[Any], uniforms: Sequence[Tensor | None]) -> list[Any]:
-    """Rounds what is wide into what is stored, which the update owns; what goes to the nearest in one call."""
+    """Rounds wide values into stored memory, which the update owns; those rounded to nearest in one call."""
     rounded, into, values = [], list[Tensor](), list[Tensor]()
     with torch.no_grad():
         for old, new, uniform in zip(stored, moved, uniforms, strict=True):

@@ -1,4 +1,4 @@
-"""Loss scales: what the loss is multiplied by, so that fp16 gradients do not vanish."""
+"""Loss scaling, so that fp16 gradients do not underflow."""
 
 import math
 from typing import Any, Protocol, TypeVar
@@ -16,7 +16,7 @@ S = TypeVar("S")
 
 
 class LossScale(Protocol):
-    """A pytree with the current scale, which nothing reads back from the device.
+    """A pytree with the current scale; no method waits for the device.
 
     Law 24: for a power of two ``unscale(Weighted(scale(x), w)).mean() = x / w``, bitwise, unless something overflows or
     underflows.
@@ -24,7 +24,7 @@ class LossScale(Protocol):
 
     @property
     def now(self) -> float | Tensor:
-        """What the loss is multiplied by."""
+        """The factor of the loss."""
         ...
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -32,16 +32,16 @@ class LossScale(Protocol):
         ...
 
     def unscale(self, scaled: Weighted) -> Weighted:
-        """What has the mean that it had before scaling: the weight is multiplied, so that no sum is touched."""
+        """The same mean as before scaling: multiplies the weight and leaves the sum."""
         ...
 
     def adjust(self: S, finite: Tensor) -> S:
-        """The scale for the next step; ``finite``, a bool scalar, says whether this step's gradients were."""
+        """The scale for the next step; ``finite``, a bool scalar, tells whether this step's gradients were."""
         ...
 
 
 class _Scaling:
-    """What all loss scales do alike."""
+    """What all loss scales share."""
 
     now: Any
 
@@ -60,7 +60,7 @@ class _Scaling:
 
 @tree.record
 class NoScale(_Scaling):
-    """Leaves the loss as it is, and steps unchecked for overflow."""
+    """No loss scaling and no overflow check."""
 
     @property
     def now(self) -> float:
@@ -78,7 +78,7 @@ class NoScale(_Scaling):
 
 @tree.record
 class StaticScale(_Scaling):
-    """One scale for all steps; those that overflow are skipped.
+    """A constant loss scale; steps that overflow are skipped.
 
     Raises:
         ValueError: the value is not positive, or infinite.
@@ -98,7 +98,7 @@ class StaticScale(_Scaling):
 
 @tree.record
 class DynamicScale(_Scaling):
-    """A scale that goes down where gradients overflow and up where they have not for a while.
+    """A loss scale that shrinks on overflow and grows after a number of steps without one.
 
     ```
     overflow:   patience > 1:  patience ← patience - 1
@@ -109,25 +109,25 @@ class DynamicScale(_Scaling):
                 consecutive:   patience ← hysteresis
     ```
 
-    So ``hysteresis`` overflows pass before the scale first goes down, and then each one lowers it, until patience is
-    restored: by the next growth, or, with ``consecutive``, by any step that does not overflow. With ``settle=1`` these are
-    the rules and defaults of DeepSpeed's fp16 settings; the scale's upper end is this library's.
+    The scale first shrinks at the ``hysteresis``-th overflow, and then at each one until patience is restored: by the next
+    growth, or, with ``consecutive``, by any step without overflow. With ``settle=1`` these are the rules and defaults of
+    DeepSpeed's fp16 settings, except ``maximum``, which DeepSpeed does not have.
 
     Attributes:
         initial: the first scale.
-        window: after how many steps in a row without overflow the scale grows.
+        window: steps in a row without overflow after which the scale grows.
         factor: by how much it grows and shrinks.
         hysteresis: how many overflows it takes to shrink.
         consecutive: whether these must follow each other.
         settle: steps without overflow, at the start and after each overflow, that do not count; DeepSpeed has one.
-        minimum: the scale never shrinks below; a loss that sums over many tokens may need less than one.
-        maximum: the scale never grows beyond; from about 2^60 on, norms of scaled gradients overflow, which are fp32.
-        value: the scale now, an fp32 scalar.
+        minimum: the lower limit; a loss that sums over many tokens may need less than one.
+        maximum: the upper limit; from about 2^60 on, fp32 norms of scaled gradients overflow.
+        value: the current scale, an fp32 scalar.
         run: steps since the last overflow or growth, less those that settle, int32.
         patience: overflows until it shrinks, int32.
 
     Raises:
-        ValueError: a number that makes no sense.
+        ValueError: a number out of range.
 
     >>> scale = DynamicScale(8.0, window=2, hysteresis=1)
     >>> for finite in (True, True, False):

@@ -1,4 +1,4 @@
-"""Mixed precision: what is stored, computed, updated and reduced in which dtype, and what happens on overflow."""
+"""Mixed-precision training: the dtypes of storage, computation, updates and reductions, and what happens on overflow."""
 
 import math
 import warnings
@@ -41,34 +41,34 @@ def mixed_precision(
     states: torch.dtype | None = None,
     stochastic: bool = False,
 ) -> Transform:
-    """Computes in half precision and updates what is wide.
+    """Mixed-precision training: computes in half precision and updates fp32 master weights.
 
-    With the policy ``"bf16"`` the stored params are bf16, so the loss, the gathers and the gradients are; fp32 masters lie
-    beside the optimizer's state, in whatever shards that has. With Adam's two moments that makes 2 + 2 + 12 bytes a
-    parameter for params, gradients and optimizer (law 20). Floating leaves of a batch are cast too; a loss comes back in
-    fp32. ``step.params`` gives the masters. ``"fp16"`` is the same with fp16 and a loss scale.
+    With the policy ``"bf16"`` the stored params, and so the loss, the gathers and the gradients, are bf16; fp32 masters are
+    stored, and sharded, like the optimizer's state. With Adam that is 2 + 2 + 12 bytes a parameter for params, gradients and
+    optimizer (law 20). Floating leaves of a batch are cast; the loss is returned in fp32, and ``step.params`` returns the
+    masters. ``"fp16"`` is the same with fp16 and a loss scale.
 
-    With a loss scale, the loss and its weight are multiplied alike, so gradients need no unscaling (law 24). A step whose
-    gradients are not finite on any rank changes neither params nor optimizer nor the count of steps on any (law 25): it has
-    the metric ``skipped`` 1.0. The metric ``loss_scale`` is what the step used. Nothing is read back from the device.
+    A loss scale multiplies both the loss and its weight, so gradients need no unscaling (law 24). If a gradient is not finite
+    on any rank, all ranks skip the step: params, optimizer state and step count stay unchanged (law 25), and the metric
+    ``skipped`` is 1.0. The metric ``loss_scale`` is the scale that the step used. The host does not wait for the device.
 
-    Put it before ``zero``: what is stored, then what is gathered. Integer and complex leaves stay as they are, and so does
-    a frozen leaf that has the stored dtype already. Buffers keep their dtype, and the weights of batch norms stay fp32, as
-    their running statistics do, unless an exception names them.
+    Put it before ``zero``. Integer and complex leaves stay as they are, as do frozen leaves in the stored dtype. Buffers keep
+    their dtype, and batch-norm weights stay fp32, unless an exception names them.
 
     Args:
-        policy: a ``Policy``, or the words of one.
-        loss_scale: a loss scale, or a number for a static one; by default ``DynamicScale()`` for fp16, else none.
-        autocast: the loss runs in ``torch.autocast``, which chooses the dtype of each operation; batches are not cast then.
-        states: the dtype of the optimizer's state between updates, scalars apart; None for the optimizer's own. An update
-            holds it in fp32.
-        stochastic: rounds to bf16 at random, what has no masters and ``states``, so that small changes are not lost. Draws
-            depend on seed, step and place in the tree (law 29).
+        policy: a ``Policy``, or text for ``Policy.parse``.
+        loss_scale: a loss scale, or a number for a static one; by default ``DynamicScale()`` for fp16, else none. A scale that
+            is not a power of two gives a warning, since it rounds gradients.
+        autocast: runs the loss in ``torch.autocast``, which chooses the dtype of each operation; batches are then not cast.
+        states: the dtype of the optimizer's state between updates, scalars excepted; None for the optimizer's own. Updates
+            compute in fp32.
+        stochastic: rounds to bf16 stochastically, for params without masters and for ``states``, so that small updates are not
+            lost. Draws depend on seed, step and place in the tree (law 29).
 
     Raises:
-        ValueError: an unknown policy; an autocast to fp32; ``states`` neither bf16 nor fp32; ``stochastic`` where nothing
-            is rounded to bf16, or after ``zero``; a second one.
-        TypeError: no policy or loss scale.
+        ValueError: an unknown policy; autocast to fp32; ``states`` neither bf16 nor fp32; ``stochastic`` where nothing is
+            rounded to bf16, or after ``zero``; a second ``mixed_precision``.
+        TypeError: ``policy`` or ``loss_scale`` has another type.
 
     >>> import functional_ds as fds
     >>> step = mixed_precision("fp16", 8.0)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)))
@@ -104,7 +104,7 @@ def _scale(given: Any, policy: Policy) -> LossScale:
 
 
 def _wide_norm(leaf: Tensor) -> Tensor:
-    """The leaf, marked to stay fp32 if it belongs to a batch norm: its kernels want weights of its statistics' dtype."""
+    """The leaf, marked to stay fp32 if it belongs to a batch norm, whose kernels need weights in their statistics' dtype."""
     found = None if stored_in(leaf) is not None else module_of(leaf)
     if found is None:
         return leaf
@@ -119,9 +119,9 @@ class Mixed:
     """mixed_precision's slot in the state.
 
     Attributes:
-        masters: for each stored leaf the params as the optimizer has them; None where what is stored is as wide.
-        loss_scale: what the next loss is multiplied by.
-        stored: the stored params and the optimizer's state as it is kept, while ``scatter`` has put wide ones in their place.
+        masters: for each stored leaf the param as the optimizer has it; None where the stored leaf is as wide.
+        loss_scale: the factor of the next loss.
+        stored: the stored params and optimizer state, while ``scatter`` has replaced them by wide ones.
     """
 
     masters: list[Tensor | None]
@@ -159,7 +159,7 @@ class _MixedPrecision:
         )
 
     def check(self, step: Step) -> None:
-        """Refuses a step that casts already or is offloaded; warns of one whose shards would not include the masters."""
+        """Raises an error for a step that casts or offloads already; warns if its shards would not include the masters."""
         if step.has(Trait.CASTS):
             raise ValueError(f"{self}: this step has a mixed precision already ({step})")
         if self.stochastic and step.wraps("view"):
@@ -187,12 +187,12 @@ class _MixedPrecision:
     # -- what is stored ------------------------------------------------------------------------------------------------
 
     def prepare(self, inner: Any, step: Step, params: Any) -> Any:
-        """Marks the exceptions while leaves have paths of their own."""
+        """Marks the exceptions while leaves still have paths."""
         marked = self.policy.mark(params)
         return inner(step, tree.map(_wide_norm, marked) if self.policy.compute.itemsize == 2 else marked)
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
-        """The optimizer's state of wide params, which then become masters, or go."""
+        """The optimizer's state for wide params, which become the masters or are dropped."""
         state: State = inner(step, tree.map(self._widen, params))
         leaves, spec = tree.flatten(state.params)
         stored = [self._store(leaf) for leaf in leaves]
@@ -213,7 +213,7 @@ class _MixedPrecision:
         return stored_in(leaf) or self.policy.compute
 
     def _widen(self, leaf: Tensor) -> Tensor:
-        """As the optimizer is to see it."""
+        """The leaf in the optimizer's dtype."""
         stored = self._stored_dtype(leaf)
         if not leaf.is_floating_point() or not (is_trainable(leaf) or leaf.dtype != stored):
             return leaf
@@ -221,14 +221,14 @@ class _MixedPrecision:
         return like_marked(leaf.detach().to(torch.promote_types(wide, torch.float32)), leaf)
 
     def _store(self, leaf: Tensor) -> Tensor:
-        """As the loss is to see it, without the mark."""
+        """The leaf in the loss's dtype, without the mark."""
         dtype = self._stored_dtype(leaf) if leaf.is_floating_point() else leaf.dtype
         return mark_stored(like_marked(leaf.detach().to(dtype), leaf), None)
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
     def loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
-        """The inner loss; scaled where gradients are wanted."""
+        """The inner loss, scaled if it is differentiated."""
         found, further = inner(step, state, params, batch)
         pass_, parts = current_pass(), 1
         if pass_ is not None and pass_.trains and pass_.slots["mean"] and self.policy.compute == torch.float16:
@@ -240,7 +240,7 @@ class _MixedPrecision:
         return loss, metrics
 
     def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
-        """The function of a cast batch, or in an autocast."""
+        """The function on a cast batch, or under autocast."""
         with torch.autocast(state.step.device.type, self.policy.compute) if self.autocast else nullcontext():
             return inner(step, state, function, batch if self.autocast else tree.map(self._cast, batch))
 
@@ -251,9 +251,9 @@ class _MixedPrecision:
         return like_marked(leaf.detach().to(self.policy.compute), leaf) if smooth else leaf
 
     def _share(self, found: Weighted, parts: int) -> Weighted:
-        """The part that a rank's micro-batch has in a mean over the whole batch.
+        """A micro-batch's part of the mean over the whole batch.
 
-        Its fp16 gradients are those that one device would have, so they overflow where those do, and so do their sums.
+        Its fp16 gradients equal a single device's, so they overflow where those do, and so do their sums.
         """
         loss = self._output(found)
         if parts == 1:
@@ -267,11 +267,11 @@ class _MixedPrecision:
     # -- what moves ----------------------------------------------------------------------------------------------------
 
     def comm_dtype(self, inner: Any, step: Step, state: State, dtype: torch.dtype) -> torch.dtype:
-        """What was computed in ``compute`` travels in ``reduce``; sums that are wider stay so."""
+        """Maps ``compute`` to ``reduce``; wider sums stay as they are."""
         return inner(step, state, self.policy.reduce if dtype == self.policy.compute else dtype)  # type: ignore[no-any-return]
 
     def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        """The inner sums, and whether they are finite: asked here, so that every transform's update knows of a skip."""
+        """The inner sums, and whether they are finite: computed here, so that every transform's update knows of a skip."""
         state, grads = inner(step, state, grads)
         if isinstance(_slot(state).loss_scale, NoScale):
             return state, grads
@@ -279,14 +279,14 @@ class _MixedPrecision:
         return tree.replace(state, finite=finite, skip=skip), grads
 
     def _asked(self, step: Step, state: State, grads: Weighted) -> tuple[Tensor, Tensor]:
-        """Whether these gradients, and those asked before, are finite, and whether the step is skipped."""
+        """Whether these gradients, and earlier ones, are finite, and whether the step is skipped."""
         finite = step.finite(state, grads.sum).to(state.step.device)
         finite = finite if state.finite is None else finite & state.finite
         skip = finite.logical_not()
         return finite, skip if state.skip is None else skip | state.skip
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        """The inner update, left out where gradients are not finite."""
+        """The inner update, skipped if gradients are not finite."""
         scale = _slot(state).loss_scale
         if isinstance(scale, NoScale):
             return self._move(inner, step, state, grads)
@@ -298,7 +298,7 @@ class _MixedPrecision:
         return state, {**metrics, "loss_scale": torch.as_tensor(scale.now), "skipped": skip.float()}
 
     def _move(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        """The inner update of what is wide, rounded into what is stored."""
+        """The inner update of wide values, rounded into the stored ones."""
         state = self._widened(state)
         key = state.key if self.stochastic else None
         draws = None if key is None else Draws.of(step.leaf_map(state), key, state.step)
@@ -306,11 +306,11 @@ class _MixedPrecision:
         return self._narrowed(state, draws), metrics
 
     def scatter(self, inner: Any, step: Step, state: State) -> State:
-        """The masters in place of what is stored."""
+        """Replaces the stored params by the masters."""
         return inner(step, self._widened(state))  # type: ignore[no-any-return]
 
     def publish(self, inner: Any, step: Step, state: State) -> State:
-        """What is stored, rounded to the nearest; in new memory."""
+        """The stored params, rounded to nearest, in new memory."""
         state = inner(step, state)
         slot = _slot(state)
         if slot.stored is None:
@@ -319,7 +319,7 @@ class _MixedPrecision:
         return self._narrowed(state.put(mixed_precision=fresh), None)
 
     def _widened(self, state: State) -> State:
-        """The state as the optimizer is to see it; what is stored waits in the slot."""
+        """The state as the optimizer sees it; the stored values move to the slot."""
         slot, (stored, spec) = state.slots.get(_SLOT), tree.flatten(state.params)
         if slot is None or slot.stored is not None:  # in an inner ``init`` or ``update``, where they are wide already
             return state
@@ -329,7 +329,7 @@ class _MixedPrecision:
         return widened.put(mixed_precision=slot)
 
     def _narrowed(self, state: State, draws: Draws | None) -> State:
-        """The inverse, in the memory of what was stored."""
+        """The inverse, in the memory of the stored values."""
         slot, (moved, spec) = _slot(state), tree.flatten(state.params)
         stored, kept = slot.stored or (moved, state.optimizer)
         masters = [None if master is None else new for master, new in zip(slot.masters, moved, strict=True)]
@@ -345,7 +345,7 @@ class _MixedPrecision:
 
 
 class _Share(torch.autograd.Function):
-    """``loss.to(dtype) / parts``. Its backward pass casts first: a scale that the loss's dtype does not hold is infinite."""
+    """``loss.to(dtype) / parts``. Its backward pass casts first: a scale that the loss's dtype cannot represent is infinite."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
@@ -363,7 +363,7 @@ def _slot(state: State) -> Mixed:
 
 
 def _with(params: Any, masters: list[Tensor | None]) -> Any:
-    """The params with every master in place of its copy."""
+    """The params, with masters in place of their copies."""
     leaves, spec = tree.flatten(params)
     return tree.unflatten(spec, [leaf if wide is None else wide for wide, leaf in zip(masters, leaves, strict=True)])
 
@@ -374,5 +374,5 @@ def _wide(leaf: Tensor) -> Tensor:
 
 
 def _trained_places(leaves: list[Tensor]) -> list[int]:
-    """For each leaf, how many trained ones come before it."""
+    """For each leaf, how many trained leaves precede it."""
     return [0, *accumulate(map(is_trainable, leaves))][:-1]

@@ -1,4 +1,4 @@
-"""In which dtypes a step keeps, computes, reports and reduces: a policy is data."""
+"""Mixed-precision policies: the dtypes of a step, as data."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -33,13 +33,13 @@ class Policy:
     """The dtypes of a step.
 
     Attributes:
-        params: of what the optimizer moves. Where it is not ``compute``, masters of this dtype lie beside the optimizer's
-            state; where it is, there are none.
-        compute: of the params and batches that the loss sees, and so of what is gathered.
-        output: of the loss and the metrics that come back.
-        reduce: of gradients on their way between ranks; ``compute`` if left out.
-        exceptions: the dtypes, instead of ``compute``, of leaves whose path matches a pattern (``fnmatch``'s, on the whole
-            path) or satisfies a function; the first rule that fits counts.
+        params: of what the optimizer updates. If it differs from ``compute``, masters of this dtype are stored with the
+            optimizer's state.
+        compute: of the params and batches that the loss sees, and so of gathers.
+        output: of the returned loss and metrics.
+        reduce: in which gradients are reduced over ranks; by default ``compute``.
+        exceptions: dtypes to use instead of ``compute`` for leaves whose path matches a pattern (``fnmatch``'s, on the whole
+            path) or satisfies a function; the first rule that matches applies.
 
     Raises:
         ValueError: ``params`` is neither f32, nor f64, nor ``compute``; a dtype that is not floating.
@@ -66,7 +66,7 @@ class Policy:
 
     @staticmethod
     def parse(text: str) -> "Policy":
-        """A policy from its words, which ``str`` gives back.
+        """Parses a policy; ``str`` is the inverse.
 
         A name may come first: ``f32``, ``bf16`` (params and output f32, the rest bf16) or ``fp16`` (likewise). Then come
         ``params=``, ``compute=``, ``output=``, ``reduce=`` and path patterns, which contain one of ``* ? [ .``
@@ -74,7 +74,7 @@ class Policy:
         Law: ``Policy.parse(str(policy)) == policy``, unless an exception is a function.
 
         Raises:
-            ValueError: an unknown word; the message names the nearest.
+            ValueError: an unknown word; the message suggests the nearest.
 
         >>> Policy.parse("bf16") == Policy.parse("params=f32,compute=bf16,output=f32,reduce=bf16")
         True
@@ -99,14 +99,14 @@ class Policy:
 
     @property
     def masters(self) -> bool:
-        """Whether what the optimizer moves is kept beside what computes."""
+        """Whether the optimizer updates master weights."""
         return self.params != self.compute
 
     def mark(self, params: Any) -> Any:
-        """The tree with the leaves that ``exceptions`` name marked.
+        """Marks the leaves that ``exceptions`` match.
 
         Raises:
-            ValueError: a rule fits no floating leaf; the message names the nearest path.
+            ValueError: a rule matches no floating leaf; the message suggests the nearest path.
         """
         leaves, spec = tree.flatten(params)
         paths = [path for path, _ in tree.named(params)]
@@ -118,7 +118,7 @@ class Policy:
         return tree.unflatten(spec, [mark_stored(leaf, dtype) for leaf, dtype in zip(leaves, marks, strict=True)])
 
     def reducing(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        """A reduction that sends what was computed in ``compute`` in ``reduce``, for ``zero``.
+        """A reduction, for ``zero``, that sends values of dtype ``compute`` as ``reduce``.
 
         >>> from functional_ds import comm
         >>> policy = Policy.parse("bf16,reduce=f32")
@@ -139,7 +139,7 @@ class _Reducing:
         return self.request(tensors, *args, **options).run()
 
     def request(self, tensors: Any, *args: Any, **options: Any) -> comm.table.Request[Any]:
-        """What ``comm.start`` starts."""
+        """The request that ``comm.start`` starts."""
         return comm.table.prepare(self.collective, tree.map(self._cast, tensors), *args, **options)
 
     def _cast(self, tensor: Tensor) -> Tensor:

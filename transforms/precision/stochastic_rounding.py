@@ -12,13 +12,13 @@ from functional_ds.sharding.leaf_region import LeafRegion, grouped
 
 __all__ = ["Draws", "round_stochastically"]
 
-_CHUNK = 1 << 20  # draws are made of a few int64 numbers each; so many at once
+_CHUNK = 1 << 20  # elements per batch of draws, which take a few int64 numbers each
 
 
 def round_stochastically(wide: Tensor, uniform: Tensor) -> Tensor:
-    """fp32 to bf16: up or down, with the probabilities that keep the mean, where ``uniform`` is uniform in [0, 1).
+    """Rounds fp32 to bf16, up or down with probabilities that preserve the mean; ``uniform`` is uniform in [0, 1).
 
-    Laws: a value that bf16 has stays as it is; the result is one of the two neighbours; E(result) = wide.
+    Laws: a value that bf16 represents is unchanged; the result is one of the two neighbours; E(result) = wide.
 
     >>> round_stochastically(torch.full((4,), 1 + 2.0**-9), torch.tensor([0.0, 0.7, 0.8, 0.9])).tolist()
     [1.0, 1.0, 1.0078125, 1.0078125]
@@ -34,10 +34,10 @@ class Draws:
     """The uniform numbers for one update.
 
     Laws 29, 49: an element's number depends on the seed, the step, the leaf and the place in the whole leaf, however leaves are
-    cut.
+    split.
 
     Attributes:
-        parts: what lies where in the tensors that the optimizer gets.
+        parts: which leaves the optimizer's tensors contain.
         key: the key at this step.
     """
 
@@ -46,12 +46,12 @@ class Draws:
 
     @staticmethod
     def of(parts: LeafMap, key: Key, step: Tensor) -> "Draws":
-        """The draws of a step, none of which waits for the device that ``step`` lies on."""
+        """The draws of a step; does not wait for ``step``'s device."""
         seed = key.seed.to(step.device, non_blocking=True)
         return Draws(parts, Key(seed, step, torch.zeros_like(step)))
 
     def for_param(self, which: int, like: Tensor, name: str = "param") -> Tensor:
-        """For the ``which``-th tensor that the optimizer gets; zero for padding."""
+        """The numbers for the optimizer's ``which``-th tensor; zero for padding."""
         found = torch.zeros(like.shape, device=like.device)
         for piece in self.parts.shards:
             if piece.tensor == which:
@@ -64,9 +64,9 @@ class Draws:
         return found
 
     def for_state(self, path: str, like: Tensor) -> Tensor:
-        """For a tensor of the optimizer's state: as for the param of its number, where its path is a name and a number.
+        """The numbers for a tensor of the optimizer's state: as for its param, if its path is a name and the param's number.
 
-        Optimizers that arrange their state otherwise get numbers by the place in this tensor, which depend on n.
+        Other state layouts get numbers by the place in the tensor, which depend on the number of ranks.
         """
         name, _, last = path.partition(".")
         if last.isdecimal() and self._fits(int(last), like):

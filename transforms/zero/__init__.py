@@ -1,1 +1,1 @@
-"""ZeRO: shards of states, gradients and params, gathered and reduced by FSDP units."""
+"""ZeRO: optimizer states, gradients and params sharded over ranks, gathered and reduced by FSDP units."""

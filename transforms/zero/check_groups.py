@@ -1,4 +1,4 @@
-"""Groups that make no grid of shards and replicas are refused."""
+"""Raises errors for groups that form no grid of shards and replicas."""
 
 from functional_ds import comm
 

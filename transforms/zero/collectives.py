@@ -1,4 +1,4 @@
-"""The collectives of a unit: gathers from shards and reductions to them, over one level of groups or several."""
+"""The collectives of a unit: all-gathers from shards and reductions to them, over one level of groups or several."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ PendingFlats = comm.Pending[Flats]
 
 @attrs.frozen(eq=False)
 class Collectives:
-    """The gathers and reductions that ``zero``'s arguments choose.
+    """The all-gathers and reductions that ``zero``'s arguments choose.
 
     | arguments | params | gradients |
     |---|---|---|
@@ -36,20 +36,20 @@ class Collectives:
     | aggregate="all_reduce" | the same | AR over the group, of which each rank keeps its shard |
     | aggregate="owner" | broadcast from the owner | reduce to the owner |
 
-    Leaves that only a block of the ranks shares, as experts are, travel within the block, in one level.
+    Leaves that only a block of the ranks shares, such as experts, are gathered and reduced within the block, in one level.
 
-    A codec encodes params once, whatever the number of levels, so the loss of precision does not depend on it. Gradients are
-    summed after each level and encoded anew.
+    A codec encodes params once, so its error does not depend on the number of levels. Gradients are summed after each level and
+    encoded again.
 
-    Reductions have a channel of their own, "reduce", since ranks may order them otherwise than gathers. So has the second
-    level of a gather, "gather": it starts when the first is done, at no fixed place among the loss function's collectives.
-    The later levels go on in the order in which the ranks started the first ones (``relay``), whatever a rank polls.
+    Reductions have their own channel, "reduce", since ranks may order them differently from gathers. So has the second level of
+    a gather, "gather", which starts when the first is done, at no fixed place among the loss function's collectives. Later
+    levels run in the order in which the ranks started the first ones (``relay``), in whichever order a rank polls them.
 
     Attributes:
         groups: the groups of this rank.
         config: the arguments of ``zero``.
         comm_dtype: maps a gradient's dtype to the dtype in which it is sent.
-        pool: has memory for gathered units and packed gradients.
+        pool: memory for gathered units and packed gradients.
     """
 
     groups: ProcessGroups
@@ -67,13 +67,13 @@ class Collectives:
         *,
         out: Flats | None = None,
     ) -> PendingFlats:
-        """Gathers flat tensors, ``[segment.size]``, from all ranks' shards of them.
+        """All-gathers flat tensors, ``[segment.size]``, from all ranks' shards.
 
         Args:
-            segments: how the tensors lie; all of one unit.
+            segments: of the tensors, all of one unit.
             shards: this rank's shards, ``[segment.shard]``.
             first_level: the result of ``gather_first_level`` for these shards, to skip that level.
-            out: memory for the flat tensors, of which the shards may be parts.
+            out: memory for the flat tensors, of which the shards may be views.
         """
         groups = self.groups.among(segments[0].sharers)
         if not groups.levels:  # one rank's shards are whole, wherever they are
@@ -90,14 +90,14 @@ class Collectives:
         return gathered.then(lambda found: _written(out, self._decoded(found, segments, shards)))
 
     def _room(self, segments: Sequence[Segment], shards: Sequence[Tensor]) -> Flats | None:
-        """Pooled memory for a unit of one segment; others travel side by side, in the transport's memory."""
+        """Pooled memory for a unit of one segment; others use the transport's memory."""
         if self.pool is None or len(segments) > 1 or not isinstance(shards[0], Tensor):
             return None
         room = self.pool.take(segments[0].size, shards[0].dtype, shards[0].device)
         return None if room is None else [room]
 
     def gather_first_level(self, shards: Sequence[Tensor]) -> "comm.Pending[Any]":
-        """The first level alone, encoded; any number of ``gather`` may use one result."""
+        """The first level only, encoded; any number of ``gather`` may use one result."""
         return self._first_level(shards, self.groups)
 
     def gather_all(self, segments: Sequence[Segment], stored: Flats, which: Sequence[int], out: Flats | None = None) -> Flats:
@@ -105,9 +105,9 @@ class Collectives:
 
         Args:
             segments: of all flat tensors.
-            stored: shards of those that are listed.
+            stored: shards of the listed segments.
             which: the list.
-            out: memory for whole segments, at their numbers.
+            out: memory for whole segments, by their numbers.
         """
         in_flight = deque[comm.Pending[tuple[int, Tensor]]]()
 
@@ -132,7 +132,7 @@ class Collectives:
         owner = segments[0].owner or 0
         own = group.rank == owner
         room = (torch.empty(s.size, dtype=x.dtype, device=x.device) for s, x in zip(segments, shards, strict=True))
-        whole = [x.detach() for x in shards] if own else list(room)  # shards may lie on the host
+        whole = [x.detach() for x in shards] if own else list(room)  # shards may be on the host
         return start(comm.broadcast, whole, owner, group)
 
     def _next_level(self, level: comm.Group, out: Flats | None) -> Callable[[Any], "comm.Pending[Any]"]:
@@ -165,7 +165,7 @@ class Collectives:
         """Sums gradients over the group, level by level.
 
         Args:
-            segments: how the gradients lie; all of one unit.
+            segments: of the gradients, all of one unit.
             flats: this rank's gradients, ``[segment.size]``.
 
         Returns:
@@ -191,10 +191,10 @@ class Collectives:
         """Sums ``added(shards)`` over the replicas.
 
         Args:
-            segments: how the gradients lie; all of one unit.
+            segments: of the gradients, all of one unit.
             shards: what ``reduce`` returned.
             added: adds the shards of earlier micro-batches.
-            device: where the gradients lie.
+            device: of the gradients.
         """
         replicas = self.groups.replicas
         if self.config.stage == 0 or replicas is None or replicas.size == 1:
@@ -214,14 +214,14 @@ class Collectives:
         return self._chain(
             start(comm.reduce_scatter, rows, _channel(group), tiled=False),
             lambda pieces: all_reduce(pieces, _channel(replicas)),
-            lambda pieces: start(comm.all_gather, pieces, group.channel("return")),  # starts in an order of its own
+            lambda pieces: start(comm.all_gather, pieces, group.channel("return")),  # starts at its own time
             device=rows[0].device,
         )
 
     def _chain(
         self, first: "comm.Pending[Any]", *rest: "Callable[[Any], comm.Pending[Any]]", device: torch.device
     ) -> PendingFlats:
-        """All reductions of a rank are one lane, those of a pipeline's stages included."""
+        """Chains reductions: all of a rank's reductions share one lane, those of pipeline stages included."""
         return relay(first, *rest, lane=_channel(self.groups.shards), device=device)
 
     def _reduce_to_owner(self, flats: Flats, owner: int, group: comm.Group) -> PendingFlats:
@@ -235,7 +235,7 @@ class Collectives:
         )
 
     def _in_place(self, flats: Flats, group: comm.Group) -> PendingFlats:
-        """The sums over a group, in the memory of the gradients where the collective is plain."""
+        """The sums over a group, in the gradients' memory if the collective is comm's own."""
         room = {"donate": True} if self.config.all_reduce is comm.all_reduce else {}
         return start(self.config.all_reduce, flats, group, **room)
 
@@ -260,7 +260,7 @@ def _numbered(index: int, flats: Flats) -> tuple[int, Tensor]:
 
 
 def _written(out: Flats | None, flats: Flats) -> Flats:
-    """The tensors, in this memory if there is some."""
+    """The tensors, copied into ``out`` if it is given."""
     if out is None:
         return flats
     return [room if room is flat else room.copy_(flat) for room, flat in zip(out, flats, strict=True)]

@@ -1,4 +1,4 @@
-"""How whole leaves' gradients of all ranks become one gradient, by a function of the user's."""
+"""Custom reductions of whole leaves' gradients over ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,26 +26,26 @@ __all__ = ["Combine", "combining"]
 
 @attrs.frozen
 class Combine:
-    """How gradients of whole leaves are combined over ranks: ``T.zero(stage, aggregate=T.Combine(reduce, init=init))``.
+    """A custom reduction of whole leaves' gradients: ``T.zero(stage, aggregate=T.Combine(reduce, init=init))``.
 
     With gᵢ for rank i's part of the gradient, scaled so that the gradient of the whole batch is the mean of all gᵢ, the update
     gets what ``reduce`` returns for g. Law: with ``reduce = lambda g, memory, group: (comm.all_reduce(g, group, op="avg"),
-    memory)`` it is the single-device step on the concatenated batch; with any function, all stages compute the same.
+    memory)`` it equals the single-device step on the concatenated batch; with any function, all stages compute the same.
 
-    ``reduce`` must return the same bits on all ranks, or params drift apart. It runs once a step. A step whose gradients are
-    not finite on any rank leaves the memory as it was. A leaf that no rank's loss uses is skipped by the optimizer, unless the
-    memory adds a gradient.
+    ``reduce`` runs once a step and must return bitwise equal results on all ranks, or their params diverge. A step whose
+    gradients are not finite on any rank leaves the memory unchanged. The optimizer skips a leaf that no rank's loss uses,
+    unless the memory adds a gradient.
 
-    Cost: what ``reduce`` sends, and 8 bytes for the weight and for whether all gradients are finite. Gradients are whole on
-    every rank, in fp32, from the first micro-batch to the update, in stages 2 and 3, too.
+    Cost: what ``reduce`` sends, and 8 bytes for the weight and the overflow check. Every rank holds whole gradients in fp32
+    from the first micro-batch to the update, also in stages 2 and 3.
 
     Args:
         reduce: ``(gradients, memory, group) -> (gradients, memory)``: lists of real tensors, fp32 at least, shaped like the
             trained leaves (complex ones with a last dim of 2), in the order of ``step.leaf_map(state).leaves``.
-        init: ``(trained tensors, group) -> memory``, a pytree; None for no memory. It is a slot of the state: each rank's own.
+        init: ``(trained tensors, group) -> memory``, a pytree, different on each rank; None for no memory.
 
     Raises:
-        TypeError: ``reduce`` or ``init`` is no function.
+        TypeError: ``reduce`` or ``init`` is not a function.
     """
 
     reduce: Callable[[list[Tensor], Any, comm.Group], tuple[Sequence[Tensor], Any]]
@@ -65,9 +65,9 @@ class Combine:
         return () if self.init is None else self.init(reals(leaves), ranks)
 
     def combined(self, step: Step, state: State, grads: Weighted, slot: str, ranks: comm.Group) -> tuple[State, Weighted]:
-        """Sums of all ranks from this rank's sums, a tensor a leaf; the memory is in the slot."""
+        """Combines this rank's sums into those of all ranks, one tensor per leaf; the memory is in the slot."""
         before = state.slots[slot]
-        comm.varying(grads.sum, ranks)  # ``reduce`` and the look for overflow may do to a rank's part what is not linear
+        comm.varying(grads.sum, ranks)  # ``reduce`` and the overflow check need not be linear
         bad = _finite(reals(grads.sum), grads.weight).logical_not()  # on this rank: ``reduce`` may make numbers of infinities
         weight, bad = comm.all_reduce(torch.stack([grads.weight, bad.to(grads.weight.dtype)]), ranks)
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)
@@ -84,7 +84,7 @@ class Combine:
 
 
 def combining(zero: Any, combine: Combine, step: Step) -> Step:
-    """A step of ``zero`` whose gradients, until then whole and each rank's own, are combined by leaves and cut into shards."""
+    """A step of ``zero`` that keeps each rank's whole gradients, combines them by leaves, then shards the result."""
 
     def init(inner: Any, step: Step, params: Any) -> State:
         state, groups = inner(step, params), ProcessGroups.by(zero)
@@ -120,7 +120,7 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
 
 
 def _unused(step: Step, state: State, means: Sequence[Tensor]) -> frozenset[str]:
-    """The leaves without a gradient from the loss or the memory; read on the host where the loss left some out."""
+    """The leaves without a gradient from the loss or the memory; read on the host if the loss left some out."""
     own = state.unused if step.skips_unused else None
     if not own or state.step.is_meta or current_recorder() is not None:
         return own or frozenset()
@@ -129,7 +129,7 @@ def _unused(step: Step, state: State, means: Sequence[Tensor]) -> frozenset[str]
 
 
 def _finite(tensors: Sequence[Tensor], model: Tensor) -> Tensor:
-    """Whether all of them are finite, a bool where the model is."""
+    """Whether all of them are finite, a bool on the model's device."""
     return torch.stack([x.isfinite().all() for x in tensors]).all() if tensors else torch.ones_like(model, dtype=torch.bool)
 
 
@@ -138,5 +138,5 @@ def _wide(grad: Tensor) -> Tensor:
 
 
 def _like(flat: Tensor, grad: Tensor) -> Tensor:
-    """As the gradient is shaped, complex where that is, but as wide as the sum."""
+    """The flat tensor in the gradient's shape, complex if that is, in the dtype width of the sum."""
     return torch.view_as_complex(flat.view(*grad.shape, 2)) if grad.is_complex() else flat.view(grad.shape)

@@ -1,4 +1,4 @@
-"""ZeRO's configuration: every argument of ``zero``, checked before anything is allocated."""
+"""The arguments of ``zero``, validated before anything is allocated."""
 
 import difflib
 import inspect
@@ -38,7 +38,7 @@ def _is_stage(config: Any, field: Any, value: Any) -> None:
 
 
 def _as_collective(value: Any) -> Any:
-    """A function that calls collectives, as one that can be started."""
+    """Wraps a function that calls collectives, so that it can be started asynchronously."""
     return comm.table.composed(value) if callable(value) and not hasattr(value, "request") else value
 
 
@@ -73,12 +73,12 @@ class ZeroConfig:
         self._check_collectives()
         self._check_stage()
         if self.group is not None:
-            ProcessGroups.by(self)  # refuses groups that do not factor
+            ProcessGroups.by(self)  # raises an error for groups that do not factor
 
     # -- what follows from it ------------------------------------------------------------------------------------------
 
     def layout(self, params: Any, n: int, ranks: Sequence[int] | None = None) -> Layout:
-        """How ``params`` lie in the shards of ``n`` ranks, in the order of the shards; None for ranks 0 to n - 1."""
+        """The layout of ``params`` in the shards of ``n`` ranks, in shard order; None for ranks 0 to n - 1."""
         return Layout.of(
             params,
             n,
@@ -89,12 +89,12 @@ class ZeroConfig:
         )
 
     def stays_whole(self, segment: Segment) -> bool:
-        """Whether every rank has the segment's params whole between steps."""
+        """Whether every rank stores the segment's params whole between steps."""
         return self.stage < 3 or segment.persistent
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Which of the collectives that can be passed carry params and gradients."""
+        """Which of the replaceable collectives this configuration uses."""
         if isinstance(self.aggregate, Combine):
             return ("all_gather",) if self.stage else ()
         if self.stage == 0:

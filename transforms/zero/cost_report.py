@@ -1,4 +1,4 @@
-"""The bytes that a configuration of ZeRO will store and send: a dry run of its step."""
+"""The memory and communication of a ZeRO configuration, from a dry run of its step."""
 
 import math
 from collections import Counter
@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 @attrs.frozen(repr=False)
 class CostReport:
-    """What a configuration makes of given params; as text, a few lines.
+    """The memory and communication of a configuration for given params; prints as a few lines.
 
     Attributes:
         config: the arguments of ``zero``.
         params: the user's tree, without values.
         layout: units, segments and shards.
-        ranks: the group's ranks.
+        ranks: the number of ranks in the group.
         block: how many of them make a block; None for one level.
         replicas: how many ranks have the same shard.
         stored_dtype: the dtype in which floating leaves are stored; None for their own.
@@ -69,7 +69,7 @@ class CostReport:
         return [s for s in self.layout.segments if not self.config.stays_whole(s)]
 
     def held(self, rank: int = 0) -> int:
-        """Bytes of params that a rank stores, exact shards beside compressed params included."""
+        """Bytes of params that a rank stores, including exact shards in addition to compressed params."""
 
         def program(config: ZeroConfig) -> int:
             state = self._step(config, 1, lambda params, batch: NotImplemented).init(self.params)
@@ -78,7 +78,7 @@ class CostReport:
         return self._on_rank(program, rank)
 
     def fetched(self) -> int:
-        """Bytes of the units that stage 3 has whole or in flight at once, at most: its largest ones."""
+        """The largest bytes of units that stage 3 has gathered or in flight at once."""
         sizes = [
             sum(s.size * self._dtype(s).itemsize for s in self._of(unit) if not (s.persistent or s.alone))
             for unit in range(len(self.layout.units))
@@ -94,12 +94,12 @@ class CostReport:
         return levels[0][1] * sum(self._payload(s) for s in self.sharded if s.sharers is None)
 
     def sent(self, *, micro_batches: int = 1, rank: int = 0, replica: int = 0) -> dict[tuple[str, str], int]:
-        """Bytes that a rank sends in a step, by collective and group, as a ledger names them.
+        """Bytes that a rank sends in a step, by collective and group, named as in a ledger.
 
-        These are params and gradients. Scalars, the optimizer's messages and the ranks' agreements are not counted. Stage 3 is
-        taken to use every unit once in the forward and once in the backward pass, but for integers, and frozen leaves before
-        the first trained one, which no gradient passes; without ``reshard_last_units`` it gathers up to ``max_live_units``
-        units fewer in each micro-batch.
+        Only params and gradients are counted, not scalars, the optimizer's messages and agreements between ranks. Stage 3 is
+        assumed to use every unit once in the forward and once in the backward pass, except integers, and frozen leaves before
+        the first trained one, which need no backward; without ``reshard_last_units`` it gathers up to ``max_live_units`` units
+        fewer in each micro-batch.
 
         Args:
             micro_batches: how many the step has.
@@ -119,8 +119,8 @@ class CostReport:
     # -- the dry run ---------------------------------------------------------------------------------------------------
 
     def _on_rank(self, program: Callable[[ZeroConfig], T], rank: int = 0, replica: int = 0) -> T:
-        """What a program makes of the configuration on the rank with a shard, in a world with shapes alone."""
-        from functional_ds.comm.worlds.shapes import rank_on_shapes  # training needs neither this nor another optimizer
+        """Runs a program for the configuration on the rank with a shard, in a world of shapes only."""
+        from functional_ds.comm.worlds.shapes import rank_on_shapes  # training does not need it
 
         count = self.layout.n // (self.block or 1)
         place = rank if self.block is None else rank % count * self.block + rank // count
@@ -177,7 +177,7 @@ class CostReport:
         return self.stored_dtype if self.stored_dtype is not None and dtype.is_floating_point else dtype
 
     def _payload(self, segment: Segment) -> int:
-        """Bytes that stand for a shard in a gather."""
+        """Bytes that a gather sends for a shard."""
         row, gather = torch.empty(1, segment.shard, dtype=self._dtype(segment), device="meta"), self.config.all_gather
         return sum(part.nbytes for part in encode_leaf(gather.codec, row)) if isinstance(gather, Compressed) else row.nbytes
 
@@ -244,7 +244,7 @@ def report_costs(
     stored_dtype: torch.dtype | None = None,
     comm_dtype: torch.dtype | None = None,
 ) -> CostReport:
-    """The bytes that a configuration stores and sends for these params, before anything runs: print it.
+    """The bytes that a configuration stores and sends for these params, without running it; print it.
 
     Args:
         config: ``zero(...)``, whose method this is.
@@ -252,11 +252,11 @@ def report_costs(
         n: how many ranks shard the state; by default the size of the group, or of the current world.
         intra_node: how many of them make a block; by default as given to ``zero``.
         replicas: how many replicas there are; by default as given to ``zero``.
-        stored_dtype: the dtype in which floating params are stored, where ``mixed_precision`` changes it.
+        stored_dtype: the dtype in which floating params are stored, if ``mixed_precision`` changes it.
         comm_dtype: the dtype in which their gradients are sent, likewise.
 
     Raises:
-        ValueError: n does not factor into blocks of ``intra_node`` ranks; gradients are combined by a function of yours.
+        ValueError: n does not factor into blocks of ``intra_node`` ranks; ``aggregate`` is a ``T.Combine``.
 
     >>> from functional_ds import transforms as T
     >>> print(T.zero(3, prefetch=2).cost_report({"h.0.w": torch.ones(8, 4), "h.1.w": torch.ones(8, 4)}, n=4))

@@ -1,4 +1,4 @@
-"""Whole units from shards: each gathered when first touched, some ahead, a bounded number at a time."""
+"""Gathers sharded units at first use, prefetches some, and bounds how many are whole at a time."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,22 +22,22 @@ _FINISHED, _FINISHED_WITH_NOTE = -1, -2
 
 @attrs.define(eq=False)
 class Gatherer:
-    """A source of units that are stored in shards.
+    """The source of units that are stored in shards.
 
-    Law: any rank may touch any units in any order, or none; every rank takes part in the same gathers.
+    Law: ranks may use any units in any order, or none; every rank takes part in the same gathers.
 
-    At most ``max_live_units + prefetch`` units are whole or in flight at once. Persistent segments come on top, and so does
-    what an operation still holds of an evicted unit.
+    At most ``max_live_units + prefetch`` units are whole or in flight at once, in addition to persistent segments and to what
+    an operation still holds of an evicted unit.
 
     Attributes:
         layout: the units.
         shards: this rank's shard of each segment, ``[segment.shard]``; persistent segments are whole.
         collectives: gathers a unit.
         on_drop: is called with each unit that is freed.
-        max_live_units: how many units are whole at once, beside those that are fetched ahead.
+        max_live_units: how many units are whole at once, without the prefetched ones.
         prefetch: how many units are fetched ahead of the one that is needed.
         hpz: whether to keep the first level of each gather, over ``inter_node``, and to send it once.
-        on_fetch: is called with a pass's plan and how many of its fetches were made, at the beginning and after each.
+        on_fetch: is called with a pass's plan and the number of its fetches so far, at the beginning and after each.
         whole: the flat tensors of whole units, ``[segment.size]``, by unit.
     """
 
@@ -52,7 +52,7 @@ class Gatherer:
     whole: dict[int, list[Tensor]] = attrs.field(factory=dict)
     _trace: FetchTrace = attrs.field(factory=FetchTrace)
     _plan: FetchPlan = attrs.field(factory=FetchPlan)
-    _made: int = 0  # fetches of the plan that were made
+    _made: int = 0  # fetches of the plan so far
     _in_flight: "deque[comm.Pending[list[Tensor]]]" = attrs.field(factory=deque)
     _asked: list[int] = attrs.field(factory=list)
     _first_levels: "dict[int, comm.Pending[object]]" = attrs.field(factory=dict)  # hpZ's secondary shards, by unit
@@ -66,11 +66,11 @@ class Gatherer:
         self.on_fetch(self._plan, 0)
 
     def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None]) -> None:
-        """Goes on with a pass after its loss has failed and runs again: the other ranks notice nothing of that."""
+        """Continues a pass whose loss failed and runs again; the other ranks are not involved."""
         self.on_drop, self.on_fetch = on_drop, on_fetch
 
     def fetch(self, unit: int) -> list[Tensor]:
-        """The unit's flat tensors, one a segment."""
+        """The unit's flat tensors, one per segment."""
         if unit not in self.whole and not self._sharded(unit):
             return [self.shards[index].detach() for index in self.layout.units[unit].segments]
         while unit not in self.whole and self._made < len(self._plan.fetches):
@@ -83,11 +83,11 @@ class Gatherer:
         """Ends a pass: takes part in the gathers that other ranks still need, then frees units.
 
         Args:
-            reshard: whether to free all units, or to leave those that the next pass may begin with.
-            note: what all ranks get to know.
+            reshard: whether to free all units, or to keep those that the next pass may begin with.
+            note: a flag to share with all ranks.
 
         Returns:
-            Whether any rank gave the note.
+            Whether any rank set the flag.
         """
         while self._made < len(self._plan.fetches):
             self._follow_plan()
@@ -100,7 +100,7 @@ class Gatherer:
         return _FINISHED_WITH_NOTE in last
 
     def release(self, unit: int) -> None:
-        """Frees a unit that nothing refers to any more, unless the plan uses it again."""
+        """Frees a unit that is no longer referred to, unless the plan uses it again."""
         if unit in self.whole and self._made >= self._plan.last_use.get(unit, 0):
             self._drop(unit)
 
@@ -120,7 +120,7 @@ class Gatherer:
         self.on_fetch(self._plan, self._made)
 
     def _sharded(self, unit: int) -> list[int]:
-        """The segments that are not whole here: the others are not shared, or they are persistent."""
+        """The segments to gather: those that are shared and not persistent."""
         return [i for i in self.layout.units[unit].segments if not self.layout.segments[i].persistent and not self._alone(i)]
 
     def _alone(self, index: int) -> bool:
@@ -144,7 +144,7 @@ class Gatherer:
     def _ask(self, unit: int) -> set[int] | None:
         """One round: each rank sends the unit that it needs, or that it has finished, and all fetch these units.
 
-        The hosts meet here, in ⌈log2 n⌉ messages each.
+        A barrier of the hosts, in ⌈log2 n⌉ messages each.
 
         Returns:
             What the ranks sent, if all have finished.
@@ -163,9 +163,9 @@ class Gatherer:
 
 @attrs.define(eq=False)
 class GatherOnce(Gatherer):
-    """The source of units of a step that is traced into a graph: each unit's gather stands where the unit is first touched.
+    """The source of units of a step that is traced into a graph: each unit is gathered at its first use.
 
-    What is freed and gathered again is the business of passes over the graph.
+    Graph passes decide what is freed and gathered again.
     """
 
     frees = False
@@ -174,7 +174,7 @@ class GatherOnce(Gatherer):
         """Does nothing."""
 
     def fetch(self, unit: int) -> list[Tensor]:
-        """The unit's flat tensors, one a segment."""
+        """The unit's flat tensors, one per segment."""
         if unit not in self.whole:
             with labelled(self.layout.units[unit].name):
                 found = Gatherer.fetch(self, unit) if not self._sharded(unit) else self._start(unit).wait()

@@ -1,4 +1,4 @@
-"""What each rank stores of the first params, as the first rank has them."""
+"""The initial shards that each rank stores, from the first rank's params."""
 
 from functools import partial
 
@@ -17,11 +17,11 @@ __all__ = ["InitialShards"]
 
 @attrs.frozen(eq=False)
 class InitialShards:
-    """The source of what this rank stores of the first params, which is made where it is stored.
+    """Makes what this rank stores of the initial params, on the device where it is stored.
 
     Attributes:
         layout: the segments.
-        leaves: this rank's params; the first rank's count.
+        leaves: this rank's params; the first rank's are used.
         groups: of this rank.
         whole: whether it stores whole segments, or its shards.
     """
@@ -40,7 +40,7 @@ class InitialShards:
         return self.layout.deferred(self.leaves, index, stop - start, self)
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
-        """Elements of what this rank stores of the segment with that number."""
+        """Elements of this rank's part of the segment with that number."""
         segment = self.layout.segments[int(path)]
         first, _ = self._cut(segment)
         bring = partial(_of_first, groups=self.groups.among(segment.sharers))

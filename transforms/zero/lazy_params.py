@@ -1,4 +1,4 @@
-"""The params that a loss function sees: fetched unit by unit at first use, and their gradients handed to a reducer."""
+"""Lazy params: gathered unit by unit at first use, with gradients passed to a reducer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,15 +31,14 @@ __all__ = ["LazyParams"]
 
 
 class _UnitNode(torch.autograd.Function):
-    """A node from the view's one differentiable leaf to a unit's trained leaves; its backward passes on their gradients.
+    """An autograd node from the view's one differentiable leaf to a unit's trained leaves, whose gradients it passes on.
 
-    It is made when the unit is first touched. Autograd runs later nodes first, so it completes a unit before it goes on to
-    earlier ones. The first output is a token among the roots of the backward pass: so the node runs exactly once on every
-    rank, whatever the loss used.
+    It is made at the unit's first use. Autograd runs later nodes first, so it completes a unit before earlier ones. The first
+    output is a token among the roots of the backward pass, so the node runs exactly once on every rank, for any loss.
 
-    A recomputation has a node of its own before the unit's leaves, since what a backward pass within it saves depends on which
-    leaves have one: autograd leaves out the gradients of whole nodes, not of single outputs. It has gradients to pass on only
-    where a custom function runs a backward pass on what it recomputes.
+    Each recomputation adds a node before the unit's leaves, because what a backward pass within it saves depends on which
+    leaves have one: autograd skips the gradients of whole nodes, not of single outputs. It passes gradients on only if a custom
+    function runs a backward pass on what it recomputes.
     """
 
     @staticmethod
@@ -54,7 +53,7 @@ class _UnitNode(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[None, ...]:
         if ctx.recomputed:
             ctx.params.nested(ctx.unit, grads)
-        elif token is None:  # of a backward pass that the loss, or a custom function, runs for itself
+        elif token is None:  # of a backward pass that the loss, or a custom function, runs
             ctx.params.found(ctx.unit, grads)
         else:
             ctx.params.completed(ctx.unit, grads)
@@ -69,21 +68,21 @@ _apply_node: Callable[..., tuple[Tensor, ...]] = _plain_function.apply
 class LazyParams:
     """The params of one view, as lazy tensors.
 
-    A first touch fetches the leaf's unit from the source. Where gradients are wanted it also puts a node into the graph, which
-    will hand the unit's gradients to the reducer. If the source frees units, what autograd saves of a unit is replaced by its
-    place, so that the unit can be freed after its forward and fetched again when the backward pass first needs it, without
-    recomputing activations. A leaf is one tensor throughout a pass: when its unit is freed, it lets go of the memory, and gets
-    the unit's new memory when that is fetched again. So all its uses are uses of one tensor, as on one device.
+    The first use of a leaf fetches its unit from the source. If gradients are wanted, it also adds an autograd node that passes
+    the unit's gradients to the reducer. If the source frees units, a saved-tensor hook replaces what autograd saves of a unit
+    by its place, so the unit can be freed after its forward and fetched again in the backward pass, without recomputing
+    activations. A leaf is one tensor throughout a pass: it releases its memory when its unit is freed, and gets new memory when
+    the unit is fetched again. So all its uses are uses of one tensor, as on a single device.
 
     Args:
         layout: the units.
         cache: of the state.
-        source: makes the source of units, which tells these params what it fetches and frees.
-        reducer: makes what takes the gradients of a backward pass, from ``pull``'s ``carry``, ``last`` and ``passes``.
-        device: where the params lie.
+        source: makes the source of units, which reports to these params what it fetches and frees.
+        reducer: makes the reducer of a backward pass, from ``pull``'s ``carry``, ``last`` and ``passes``.
+        device: of the params.
         trains: whether gradients are wanted.
-        whole: whether the loss is given all units before it begins, as one needs that could not go on without.
-        reshard_last_units: whether the units that are whole when the forward pass ends are freed before the backward pass.
+        whole: whether to gather all units before the loss begins, for losses that cannot continue without them.
+        reshard_last_units: whether to free the units that are whole at the end of the forward pass.
     """
 
     def __init__(
@@ -100,17 +99,17 @@ class LazyParams:
     ) -> None:
         self.layout, self.device, self._cache = layout, device, cache
         self._trains, self._whole, self._reshard = trains, whole, reshard_last_units
-        self.reducer: Reducer | None = None  # that of the backward pass that runs
+        self.reducer: Reducer | None = None  # of the current backward pass
         self._make_reducer = reducer
         self._leaves = UnitLeaves()
         self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
         self._saved = SavedPlaces(layout, self._fetch, self._freeable)
         self._begun = self._closed = False
         self._in_backward = False
-        self._outside = False  # whether somebody else runs the backward pass
+        self._outside = False  # whether other code runs the backward pass
         self._writes = WriteGuard(layout.paths, sums=cache.forward.uses is None)
-        self._bypassed = False  # whether a leaf was touched where autograd does not record
-        self._suspects: dict[str, Tensor] = {}  # the placeholders that may have gone into a function then, by path
+        self._bypassed = False  # whether a leaf was used where autograd does not record
+        self._suspects: dict[str, Tensor] = {}  # the lazy tensors that may have gone into a function then, by path
         wants_grads = trains and any(unit.trained_leaves for unit in layout.units)
         self._handle = watched(torch.zeros((), device=device).requires_grad_()) if wants_grads else None
         self._tokens: dict[int, Tensor] = {}  # of the units' nodes in the graph
@@ -136,29 +135,29 @@ class LazyParams:
         )
 
     def path_of(self, node: Any, output: int) -> str | None:
-        """The path of the leaf that is this output of a node of the graph; None where it is none of these params'."""
+        """The path of the leaf that is this output of a node of the graph; None if it is none of these params'."""
         if getattr(node, "params", None) is not self or not output:
             return None
         path: str = self.layout.paths[self._trained_leaves(node.unit)[output - 1]]
         return path
 
     def forget(self, unit: int) -> None:
-        """Lets go of the memory of a unit that the source has freed, except of leaves that are held elsewhere now."""
+        """Releases the memory of a unit that the source has freed, except of leaves that are still referenced."""
         if self._cache.functional and not self._in_backward:
             return
         self._writes.check(unit)
         self._leaves.free(unit)
 
     def fetched(self, plan: FetchPlan, made: int) -> None:
-        """Says that so many fetches of the pass's plan were made."""
+        """Records the number of the pass's planned fetches so far."""
         if self.reducer is not None:
             self.reducer.fetched(plan, made)
 
     def found(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """Takes the gradients of a backward pass that ``pull`` does not run.
 
-        Within the loss they are ``.grad`` of the leaves. After it they are those of a ``loss.backward()``, which runs a unit's
-        node once; what comes later is of backward passes within that one.
+        During the loss they are ``.grad`` of the leaves. After it they are those of a ``loss.backward()``, which runs a unit's
+        node once; later ones are of nested backward passes.
         """
         if self._outside and self.reducer is not None and not self.reducer.has(unit):
             self.completed(unit, grads)
@@ -166,7 +165,7 @@ class LazyParams:
             self.nested(unit, grads)
 
     def nested(self, unit: int, grads: Sequence[Tensor | None]) -> None:
-        """Takes the gradients of a backward pass within the loss, or within what another one recomputes."""
+        """Takes the gradients of a backward pass within the loss, or within a recomputation."""
         for leaf, grad in zip(self._trained_leaves(unit), grads, strict=True):
             if grad is not None:
                 self._found(leaf, grad)
@@ -190,7 +189,7 @@ class LazyParams:
         return leaves
 
     def _begin(self) -> None:
-        """Begins the forward pass; again does nothing."""
+        """Begins the forward pass, once."""
         if self._begun:
             return
         self._begun = True
@@ -204,7 +203,7 @@ class LazyParams:
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
-        """Replaces what autograd saves of units that are freed. torch.func refuses any hooks."""
+        """Saved-tensor hooks for units that are freed. torch.func does not allow hooks."""
         self._begin()
         replaces = self._trains and self.source.frees and not self._cache.functional
         try:
@@ -216,9 +215,9 @@ class LazyParams:
             raise
 
     def _again(self) -> BaseException:
-        """What is raised where torch.func comes between the loss and a unit: the loss runs again, with all units there.
+        """The error where a torch.func transform is between the loss and a unit: the loss runs again, with all units gathered.
 
-        A gather inside of a transform would be part of it; and forward-mode levels belong to the process, which simulated ranks
+        A gather inside a transform would become part of it; and forward-mode levels are per process, which simulated ranks
         share.
         """
         words = "the loss uses torch.func or forward_ad, which does not go with gathers and the saved-tensor hooks of zero(3)"
@@ -237,7 +236,7 @@ class LazyParams:
         return (self._enter(unit) if leaves is None else leaves)[leaf]
 
     def _enter(self, unit: int) -> dict[int, Tensor]:
-        """Fetches a unit; its leaves, the trained ones behind a node. Whatever mode the loss is in is none of theirs."""
+        """Fetches a unit; its leaves, the trained ones behind a node. The loss's grad and inference modes do not matter."""
         if torch.is_inference_mode_enabled() or in_torch_func():
             with torch.inference_mode(False), outside_functorch() as transforms:
                 if self.source.frees and transforms:
@@ -257,7 +256,7 @@ class LazyParams:
                 self._saved.add(unit, place, flat)
             leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
         if trained and self._handle is not None:
-            # ``data`` knows of no base, which would keep the memory of a leaf that lets go of its own.
+            # ``data`` has no base, which would keep alive the memory that a leaf releases.
             views = [leaves[leaf].data for leaf in trained]
             leaves.update(zip(trained, self._leaves.filled(unit, views, self._node), strict=True))
         if self.source.frees and not self._in_backward:
@@ -266,7 +265,7 @@ class LazyParams:
         return leaves
 
     def _node(self, unit: int, views: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs of a new node of the unit: the trained leaves that lie in ``views``."""
+        """The outputs of a new node of the unit: the trained leaves in ``views``."""
         with torch.enable_grad():
             token, *outputs = _apply_node(self, unit, tuple(views), self._handle, self._in_backward)
         if not self._in_backward:
@@ -274,13 +273,13 @@ class LazyParams:
         return outputs
 
     def finish(self) -> None:
-        """Ends the forward pass; again does nothing."""
+        """Ends the forward pass, once."""
         if self._in_backward or self._closed:
             return
         self._begin()
         if self._trains:
             for unit in range(len(self.layout.units)):
-                if self._trained_leaves(unit) and unit not in self._tokens:  # other ranks may have touched them
+                if self._trained_leaves(unit) and unit not in self._tokens:  # other ranks may have used them
                     self._node(unit, ())
         self._writes.check_all()
         self._set_grads_aside()
@@ -293,7 +292,7 @@ class LazyParams:
         self._in_backward = self._trains
 
     def _set_grads_aside(self) -> list[Tensor | None]:
-        """What was assigned to the leaves' ``grad``, which is None then: within the loss it has no part in the gradients."""
+        """Removes what was assigned to the leaves' ``grad``: within the loss it is no part of the gradients."""
         with disable_torch_function_subclass():
             found = [leaf.grad for leaf in self._lazy]
             for leaf, grad in zip(self._lazy, found, strict=True):
@@ -302,7 +301,7 @@ class LazyParams:
         return found
 
     def close(self) -> None:
-        """Lets go of everything. The graph's nodes refer to this object, and a cycle would keep the memory for a while."""
+        """Drops all references. The graph's nodes refer to this object: a cycle, which would keep memory alive for a while."""
         for held in (self._leaves, self._saved, self._nested, self._tokens, self._suspects):
             held.clear()
         self._lazy, self._handle, self.reducer, self._closed = [], None, None, True
@@ -320,7 +319,7 @@ class LazyParams:
         retain_graph: bool = False,
         passes: int = 0,
     ) -> Pulling:
-        """The transpose: autograd hands each unit's gradients to the reducer; gradients of the leaves go there at once."""
+        """The backward pass (VJP): autograd passes each unit's gradients to the reducer as soon as they are complete."""
         if passes:  # nothing was computed from these params
             self.source = WholeParams(self.layout, ())
         else:
@@ -362,7 +361,7 @@ class LazyParams:
         reducer = self.reducer
         if reducer is None:
             raise RuntimeError("the gradients of this view were taken already, or it is closed")
-        for unit in range(len(self.layout.units)) if self._outside else ():  # it may not have come to all of them
+        for unit in range(len(self.layout.units)) if self._outside else ():  # it may not have reached all of them
             if self._trained_leaves(unit) and not reducer.has(unit):
                 self.completed(unit, ())
         renew = self.source.finish(reshard=True, note=reducer.out_of_place)
@@ -375,7 +374,7 @@ class LazyParams:
         self.reducer, self._outside = None, False
 
     def _collect_nested(self, reducer: Reducer) -> None:
-        """Hands on what backward passes within this one left after their units were complete."""
+        """Passes on what nested backward passes left after their units were complete."""
         for index, grad in enumerate(self._set_grads_aside()):
             if grad is not None:
                 self._found(index, grad)

@@ -1,4 +1,4 @@
-"""The tensor subclass behind a leaf whose values are fetched at first use."""
+"""The tensor subclass for leaves whose values are fetched at first use."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ _PROPERTIES = (
     *("is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes", "grad", "grad_fn", "names"),
 )
 _GRAD: Any = Tensor.grad
-# The functions whose results follow from shape, dtype and device alone: they fetch nothing.
+# Functions whose results depend only on shape, dtype and device: they fetch nothing.
 _METADATA: frozenset[Any] = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
@@ -49,10 +49,10 @@ _WATCHED = frozenset([_DATA.__get__, _COPY, *_REFUSED, *filter(callable, _IN_PLA
 
 
 class LazyTensor(torch.Tensor):
-    """A leaf as the loss function sees it: shape, dtype and device are known, the values are fetched at first use.
+    """A leaf as the loss function sees it: it has shape, dtype and device; its values are fetched at first use.
 
-    Every torch function that is called with one is called with the fetched tensor instead. Modules need no hooks, so any
-    code that computes with tensors works.
+    A torch function called with one is called with the fetched tensor instead. Modules need no hooks, so any code that computes
+    with tensors works.
     """
 
     _fetch: Callable[[], Tensor]
@@ -89,12 +89,12 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        with torch.no_grad():  # below autograd, which has taken the placeholder for the param
+        with torch.no_grad():  # below autograd, which has recorded the lazy tensor as the param
             return func(*(fetched(x) for x in args), **{name: fetched(x) for name, x in (kwargs or {}).items()})
 
 
 def _watched(func: Any, leaf: LazyTensor, *others: Any, **named: Any) -> Any:
-    """What may write into the leaf. Where its memory comes and goes, its version must tell of that, and it is fetched last."""
+    """Runs an operation that may write into the leaf, which is fetched last, so that its version counter records the write."""
     if func in _REFUSED:
         raise RuntimeError(_REFUSED[func].format(shape=list(leaf.shape)))
     if func == _COPY:  # of a leaf, as a parameter is one
@@ -109,7 +109,7 @@ def _watched(func: Any, leaf: LazyTensor, *others: Any, **named: Any) -> Any:
 
 
 def fetched(value: Any) -> Any:
-    """The value with each lazy tensor in it replaced by what it fetches."""
+    """The value with each lazy tensor in it replaced by the tensor that it fetches."""
     if isinstance(value, LazyTensor):
         return value._fetch()
     if isinstance(value, (list, tuple)) and any(isinstance(v, (LazyTensor, list, tuple, dict)) for v in value):

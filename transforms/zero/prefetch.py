@@ -1,14 +1,14 @@
 """The order in which all ranks fetch units, as data.
 
-Fetching a unit is a collective: every rank must take part, at the same place among its other fetches, even where it does
-not use the unit. ``gather.Gatherer`` keeps to these rules:
+Fetching a unit is a collective: every rank must take part, at the same place among its other fetches, even if it does not use
+the unit. ``gather.Gatherer`` follows these rules:
 
-- The first pass has no plan. A rank that needs a unit asks: each rank sends one integer, and all ranks fetch every unit
-  that any rank asked for. A rank that has finished its pass keeps answering until all have finished.
-- The fetches of a pass are the plan of later passes. A rank that needs a unit follows the plan up to its fetch. No rank
-  asks, and the next fetches are known in advance.
-- A rank may need a unit beyond the plan. It then finishes the plan and asks; the other ranks meet that question at the
-  end of their pass. The plan grows by the units that were asked for.
+- The first pass has no plan. A rank that needs a unit asks: each rank sends one integer, and all ranks fetch every unit that
+  any rank asked for. A rank that has finished its pass keeps answering until all have finished.
+- The fetches of a pass are the plan of later passes. A rank that needs a unit follows the plan up to its fetch. No rank asks,
+  and the next fetches are known in advance.
+- A rank may need a unit beyond the plan. It then finishes the plan and asks; the other ranks answer at the end of their pass.
+  The plan grows by the units that were asked for.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ class FetchPlan:
 
     Attributes:
         fetches: in order.
-        last_use: unit -> how many fetches have been made when the unit is used for the last time.
-        end: the units that are whole when the pass is over.
+        last_use: unit -> how many fetches precede its last use.
+        end: the units that are whole when the pass ends.
     """
 
     fetches: tuple[Fetch, ...] = ()
@@ -81,7 +81,7 @@ def _next_use(uses: Sequence[int], now: int, unit: int) -> int:
 
 @attrs.define
 class FetchTrace:
-    """What all ranks fetched in earlier passes of one kind (forward or backward): the uses to plan for.
+    """What all ranks fetched in earlier forward, or earlier backward, passes: the uses to plan for.
 
     Attributes:
         uses: units in order; None before the first pass.
@@ -95,5 +95,5 @@ class FetchTrace:
             self.uses = tuple(asked)
         elif asked:
             longer = (*self.uses, *asked)
-            # A program that never asks for the same units twice would make plans without end: start again.
+            # A program that never asks for the same units twice would grow the plan without bound: start again.
             self.uses = longer if len(longer) <= 8 * n_units else None

@@ -1,4 +1,4 @@
-"""Which ranks share what: shards over one group, perhaps in two levels, and replicas of the shards over another."""
+"""Process groups of ZeRO: shards over one group, in one or two levels, and replicas of the shards over another."""
 
 from functools import cached_property
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ __all__ = ["ProcessGroups"]
 
 
 class GroupArguments(Protocol):
-    """The arguments of ``zero`` that say which ranks share what."""
+    """The arguments of ``zero`` that define its groups."""
 
     @property
     def group(self) -> comm.Group | None: ...
@@ -93,7 +93,7 @@ class ProcessGroups:
         """The groups over which leaves with these sharers are gathered and reduced: this rank's block, in one level.
 
         Args:
-            sharers: the blocks of shards, as ``Segment.sharers`` has them; None for leaves that all ranks share.
+            sharers: the blocks of shards, as in ``Segment.sharers``; None for leaves that all ranks share.
         """
         if sharers is None:
             return self

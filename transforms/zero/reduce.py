@@ -1,4 +1,4 @@
-"""The reduction of units' gradients: each as soon as it is complete, in one order on all ranks."""
+"""Reduces each unit's gradients as soon as they are complete, in the same order on all ranks."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -31,10 +31,10 @@ class ReduceOrder:
     Attributes:
         units: first the reverse of the layout's order; after the first pass, the order in which rank 0 completed them.
         traced: whether rank 0's order is known.
-        timeout_s: how long a rank waits for a reduction before it starts a third; 0 once that was in vain.
+        timeout_s: how long a rank waits for a reduction before it starts a third; 0 after a timeout that did not help.
         plan: the fetches of a backward pass for which the ranks agreed on ``after``.
         after: unit -> how many of these fetches all ranks start before the unit's reduction.
-        nested: the units that, on any rank, backward passes within the first one gave gradients. They are reduced twice.
+        nested: units that got gradients from nested backward passes on any rank. They are reduced twice.
     """
 
     units: tuple[int, ...]
@@ -52,11 +52,11 @@ class Reducer:
     A segment's gradients are first summed on this rank (``local``: over its uses and, in stages 0 and 1, over earlier
     micro-batches), then over the ranks, then onto ``sums`` (in stages 2 and 3, the shards of earlier micro-batches).
 
-    Law: every rank reduces every unit once, in ``order``, whenever and in whatever order it completes them.
+    Law: every rank reduces every unit once, in ``order``, in whichever order it completes them.
 
-    Gathers and reductions use groups of their own, and NCCL may block where ranks launch these in different orders. So in a
-    pass whose fetches are planned, the ranks agree after how many of them each unit was complete on all ranks; where the
-    next pass has the same plan, they start the unit's reduction there.
+    Gathers and reductions use separate groups, and NCCL may block if ranks launch them in different orders. So in a pass with
+    planned fetches, the ranks agree after how many fetches each unit was complete on all ranks; if the next pass has the same
+    plan, they start the unit's reduction there.
 
     Attributes:
         layout: the units.
@@ -80,7 +80,7 @@ class Reducer:
     _used: dict[int, list[bool]] = attrs.field(factory=dict)  # segment -> whether each leaf has got a gradient
     _posted: int = 0
     _plan: FetchPlan | None = None
-    _made: int = 0  # fetches of the plan that were made
+    _made: int = 0  # fetches of the plan so far
     _completed_after: dict[int, int] = attrs.field(factory=dict)  # unit -> fetches made
     _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # reductions in flight
 
@@ -93,12 +93,12 @@ class Reducer:
         return unit in self._completed_after
 
     def add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
-        """Adds the gradients of a unit's backward node, which complete it.
+        """Adds the gradients of a unit's backward node, which completes it.
 
         Args:
             unit: whose.
-            grads: of the unit's trained leaves, in layout order; None, or an empty list, stands for zeros.
-            device: where the sums lie.
+            grads: of the unit's trained leaves, in layout order; None, or an empty list, means zeros.
+            device: of the sums.
         """
         self._add(unit, grads, device)
         self._completed.append(unit)
@@ -106,7 +106,7 @@ class Reducer:
         self._post()
 
     def fetched(self, plan: FetchPlan, made: int) -> None:
-        """Says that so many fetches of the pass's plan were made."""
+        """Records the number of the pass's planned fetches so far."""
         self._plan, self._made = plan, made
         self._post()
 
@@ -116,12 +116,12 @@ class Reducer:
         return self._placed and any(made > self.order.after[unit] for unit, made in self._completed_after.items())
 
     def add_nested(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
-        """Adds gradients that came after the unit was complete: of a backward pass within the backward pass.
+        """Adds gradients of a nested backward pass, which come after the unit was complete.
 
         Args:
             unit: whose.
             grads: as for ``add``.
-            device: where the sums lie.
+            device: of the sums.
 
         Raises:
             RuntimeError: no rank had any in the first pass, so the other ranks would not join another reduction.
@@ -136,7 +136,7 @@ class Reducer:
         self._add(unit, grads, device)
 
     def finish(self, *, renew: bool = False) -> list[Tensor]:
-        """All gradients, one a trained segment, after the last reduction; ``renew`` says that a rank was late."""
+        """All gradients, one per trained segment, after the last reduction; ``renew`` means that a rank was late."""
         results = self.local
         if self.now:
             self._settle_all()
@@ -150,7 +150,7 @@ class Reducer:
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
 
     def unused(self) -> list[int]:
-        """The places of the leaves that have got no gradient in this pass, in the order of the leaf map."""
+        """The places of the leaves without a gradient in this pass, in the order of the leaf map."""
         trained = [(index, segment) for index, segment in enumerate(self.layout.segments) if segment.trainable]
         used: dict[int, bool] = {}
         for index, segment in trained:
@@ -186,7 +186,7 @@ class Reducer:
             move([view for view, _ in found], [grad for _, grad in found])
 
     def _dtype(self, segment: Segment, leaves: Sequence[Tensor | None]) -> torch.dtype:
-        """That of a segment's gradients: fp32 for half-precision sums over micro-batches."""
+        """The dtype of a segment's gradients: fp32 for half-precision sums over micro-batches."""
         half = segment.dtype in (torch.float16, torch.bfloat16)
         grown = not self.now or any(leaf is not None and leaf.dtype == torch.float32 for leaf in leaves)
         return torch.float32 if half and grown else segment.dtype
@@ -212,8 +212,8 @@ class Reducer:
     def _limit_in_flight(self) -> None:
         """Waits until fewer than two reductions are in flight, up to a timeout, which avoids a deadlock.
 
-        Where ranks touch units in different orders, the rank that has to join the oldest reduction may wait for a gather that
-        this rank has not reached. After the timeout a third reduction starts, at the cost of its memory.
+        If ranks use units in different orders, the rank that has to join the oldest reduction may wait for a gather that this
+        rank has not reached. After the timeout a third reduction starts, at the cost of its memory.
         """
         while len(self._own) >= _MAX_IN_FLIGHT:
             if not self._own[0][1].poll(self.order.timeout_s):
@@ -222,7 +222,7 @@ class Reducer:
             self._settle()
 
     def _start(self, unit: int, *, again: bool = False) -> None:
-        """Starts the reduction of what this rank has; ``again``: it is added to what was reduced before."""
+        """Starts the reduction of this rank's sums; ``again`` adds it to what was reduced before."""
         trained, collectives = self.trained(unit), self.collectives
         segments = [self.layout.segments[index] for index in trained]
         flats = [self.local.pop(index) for index in trained]
@@ -255,9 +255,9 @@ class Reducer:
         return wide(value) if self.more and value.element_size() == 2 else value
 
     def _trace_order(self, renew: bool) -> None:
-        """From the second pass on, all ranks keep the order in which rank 0 completed the units of the first.
+        """From the second pass on, all ranks reduce in the order in which rank 0 completed the units of the first.
 
-        Which units got gradients of nested passes, on any rank, they agree on then, too.
+        They also agree on which units got gradients of nested passes on any rank.
         """
         order, groups = self.order, self.collectives.groups
         device = groups.shards.channel("control").world.device

@@ -1,4 +1,4 @@
-"""The memory of gathered units, which comes and goes: what autograd saves of it is a place, and writes into it are refused."""
+"""Tracks the memory of gathered units: autograd saves places in it, and writes that would be lost raise an error."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ __all__ = ["SavedPlace", "SavedPlaces", "SavedTensor", "UnitLeaves", "WriteGuard
 
 
 class SavedPlace:
-    """What autograd saves in place of a tensor that lies in a unit: which unit, and where."""
+    """What autograd saves instead of a tensor in a unit's memory: the unit, and where the tensor is in it."""
 
     __slots__ = ("offset", "release", "segment", "shape", "stride", "unit")
 
@@ -29,7 +29,7 @@ class SavedPlace:
 
 
 class SavedTensor:
-    """What autograd saves of any other tensor. With hooks in force torch does not check for later changes, so this does."""
+    """What autograd saves of any other tensor. With hooks torch does not check for later writes, so this does."""
 
     __slots__ = ("tensor", "version")
 
@@ -39,7 +39,11 @@ class SavedTensor:
         self.version = version_of(tensor)
 
     def unchanged(self) -> Tensor:
-        """The tensor, as it was."""
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was written to since.
+        """
         if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 f"a tensor of shape {list(self.tensor.shape)} that the backward pass needs has been modified by an inplace "
@@ -53,8 +57,8 @@ class SavedPlaces:
 
     Args:
         layout: the units.
-        fetch: gives a unit's flat tensors, ``[segment.size]``, one a segment.
-        unused: is called with a unit when nothing saved refers to it any more.
+        fetch: gives a unit's flat tensors, ``[segment.size]``, one per segment.
+        unused: is called with a unit when no saved tensor refers to it any more.
     """
 
     def __init__(self, layout: Layout, fetch: Callable[[int], Sequence[Tensor]], unused: Callable[[int], None]) -> None:
@@ -63,21 +67,21 @@ class SavedPlaces:
         self._saved: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
 
     def add(self, unit: int, place: int, flat: Tensor) -> None:
-        """A segment of a unit lies in this tensor now."""
+        """Registers the tensor that holds a segment of a unit."""
         if flat.numel():
             storage = flat.untyped_storage()
             self._homes[_place(storage)] = (unit, place, StorageWeakRef(storage))
 
     def clear(self) -> None:
-        """Forgets where units lie."""
+        """Forgets all segments."""
         self._homes.clear()
 
     def refers_to(self, unit: int) -> bool:
-        """Whether anything saved refers to the unit."""
+        """Whether any saved tensor refers to the unit."""
         return self._saved[unit] > 0
 
     def pack(self, tensor: Tensor) -> SavedPlace | SavedTensor:
-        """What to save of a tensor."""
+        """What to save for a tensor."""
         home = self.home(tensor)
         if home is None:
             return SavedTensor(tensor)
@@ -85,28 +89,28 @@ class SavedPlaces:
         return SavedPlace(*home, tensor, self._released)
 
     def unpack(self, saved: SavedPlace | SavedTensor) -> Tensor:
-        """The tensor again."""
+        """The saved tensor."""
         if isinstance(saved, SavedTensor):
             return saved.unchanged()
         flat = self._fetch(saved.unit)[saved.segment]
         return torch.as_strided(flat, saved.shape, saved.stride, saved.offset)
 
     def home(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The unit, and the segment in it, in whose memory the tensor lies."""
+        """The unit and segment whose memory holds the tensor."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         try:
             home = self._homes.get(_place(tensor.untyped_storage()))
-        except RuntimeError:  # it has no memory: a derivative that is known to be zero, or a subclass
+        except RuntimeError:  # no memory: a derivative that is known to be zero, or a subclass
             return None
-        if home is None or home[2].expired():  # other memory may lie there now
+        if home is None or home[2].expired():  # the address may have been reused
             return None
         unit, place, _ = home
         segment = self._layout.segments[self._layout.units[unit].segments[place]]
         return (unit, place) if segment.dtype == tensor.dtype else None
 
     def owner(self, tensor: Tensor) -> str | None:
-        """The path of the leaf in whose memory the tensor lies."""
+        """The path of the leaf whose memory holds the tensor."""
         home = self.home(tensor)
         if home is None:
             return None
@@ -121,7 +125,7 @@ class SavedPlaces:
 
 
 def _place(storage: torch.UntypedStorage) -> int:
-    """Where the storage lies. All that have no values lie at 0: for them it is the negative address of the storage's record."""
+    """The storage's address. Storages without values all have address 0: they get the negative address of their record."""
     return storage.data_ptr() or -StorageWeakRef(storage).cdata
 
 
@@ -129,22 +133,22 @@ def _place(storage: torch.UntypedStorage) -> int:
 
 
 class UnitLeaves:
-    """The leaves of units within a pass. A trained leaf is one tensor throughout it: so all its uses are uses of one.
+    """The leaves of units within a pass. A trained leaf is one tensor throughout it, so all its uses are uses of one tensor.
 
-    When a unit is freed its leaves let go of the memory, and get the unit's new memory when it is fetched again.
+    When a unit is freed its leaves release their memory, and get the unit's new memory when it is fetched again.
 
     Attributes:
-        whole: of each unit that is there its leaves, by number.
+        whole: the leaves of each gathered unit, by number.
     """
 
     def __init__(self) -> None:
         self.whole: dict[int, dict[int, Tensor]] = {}
         self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout the pass
         self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
-        self._held: set[int] = set()  # freed units of which somebody else held a leaf
+        self._held: set[int] = set()  # freed units with a leaf that was still referenced
 
     def filled(self, unit: int, views: list[Tensor], make: Callable[[int, list[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """The unit's trained leaves in the memory of ``views``: those of earlier touches, or what ``make`` gives."""
+        """The unit's trained leaves in the memory of ``views``: those of earlier uses, or what ``make`` returns."""
         if unit not in self._trained:
             self._trained[unit] = make(unit, views)
         leaves = self._trained[unit]
@@ -154,7 +158,7 @@ class UnitLeaves:
         return leaves
 
     def free(self, unit: int) -> None:
-        """Lets go of the memory of a unit, except of leaves that are held elsewhere now."""
+        """Releases the memory of a unit, except of leaves that are still referenced."""
         self.whole.pop(unit, None)
         if unit in self._trained:
             self._empty[unit] = set()
@@ -162,12 +166,12 @@ class UnitLeaves:
             self._held = {freed for freed in self._held if not self._emptied(freed)}
 
     def clear(self) -> None:
-        """Lets go of all leaves."""
+        """Drops all leaves."""
         for held in (self.whole, self._trained, self._empty, self._held):
             held.clear()
 
     def _emptied(self, unit: int) -> bool:
-        """Whether no leaf of a freed unit has memory; takes that of leaves that are not held elsewhere."""
+        """Whether no leaf of a freed unit has memory; frees that of leaves that are no longer referenced."""
         leaves, empty = self._trained[unit], self._empty[unit]
         for place, held in enumerate(held_elsewhere(leaves)):
             if not held and place not in empty:
@@ -203,7 +207,7 @@ class WriteGuard:
 
     Attributes:
         paths: of the leaves.
-        sums: whether values are compared, too: a write by NumPy leaves no version behind.
+        sums: whether to compare values too: a write by NumPy does not change the version counter.
     """
 
     paths: Sequence[str]
@@ -211,14 +215,14 @@ class WriteGuard:
     _units: dict[int, dict[int, _LeafVersion]] = attrs.field(factory=dict)  # unit -> leaf -> as it was
 
     def note(self, unit: int, leaves: Mapping[int, Tensor]) -> None:
-        """The leaves of a unit that was fetched."""
+        """Records the leaves of a unit that was fetched."""
         self._units[unit] = {place: _LeafVersion.of(leaf, sums=self.sums) for place, leaf in leaves.items()}
 
     def check(self, unit: int) -> None:
-        """Looks at the leaves of a unit that is to be freed.
+        """Checks the leaves of a unit that is about to be freed.
 
         Raises:
-            RuntimeError: with the leaf's path.
+            RuntimeError: a leaf was written to; names its path.
         """
         for place, version in self._units.pop(unit, {}).items():
             if version.changed:
@@ -229,6 +233,6 @@ class WriteGuard:
                 )
 
     def check_all(self) -> None:
-        """Looks at those of all units, at the end of a forward pass."""
+        """Checks the leaves of all units, at the end of a forward pass."""
         for unit in [*self._units]:
             self.check(unit)

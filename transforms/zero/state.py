@@ -1,4 +1,4 @@
-"""ZeRO's slot in the state: how the params lie in shards, and the orders that the ranks have agreed on."""
+"""ZeRO's slot in the state: the layout of the shards, and the orders that the ranks have agreed on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -21,18 +21,18 @@ __all__ = ["Partition", "Subset", "ZeroCache"]
 
 @attrs.define(eq=False)
 class ZeroCache:
-    """The orders that the ranks agreed on in earlier steps, and what is computed once. It changes speed, never a value.
+    """The orders that the ranks agreed on in earlier steps, and cached values. It affects speed, never results.
 
     Attributes:
         order: in which order units are reduced.
-        leaf_map: which leaf lies where in the shards.
+        leaf_map: which leaf is where in the shards.
         forward: what forward passes fetched.
         backward: what backward passes fetched.
-        subsets: the same for some leaves alone, by their paths.
+        subsets: caches for subsets of the leaves, by their paths.
         layouts: the layout with other dtypes, by these.
-        pool: memory of units that are gathered, and of their gradients.
-        functional: whether this rank's loss uses torch.func, so that it is given all units before it begins.
-        interrupted: the source of units of a pass whose loss needs them whole, and runs again on a view of its own.
+        pool: memory for gathered units and their gradients.
+        functional: whether this rank's loss uses torch.func, so that all units are gathered before it begins.
+        interrupted: the source of units of a pass whose loss needs them whole and runs again with a new view.
     """
 
     order: ReduceOrder
@@ -52,7 +52,7 @@ class ZeroCache:
         return ZeroCache(ReduceOrder(tuple(units)), leaf_map)
 
     def subset(self, layout: Layout, paths: frozenset[str]) -> "Subset":
-        """The leaves with these paths, with a cache of their own."""
+        """The leaves with these paths, with their own cache."""
         if paths not in self.subsets:
             alone, segments = layout.restrict(paths)
             cache = ZeroCache.fresh(alone, LeafMap.of_layout(alone, None))
@@ -60,7 +60,7 @@ class ZeroCache:
         return self.subsets[paths]
 
     def __eq__(self, other: object) -> bool:
-        """Always, since a cache makes no difference between the structures of two states."""
+        """Always true: a cache makes no difference between the structures of two states."""
         return isinstance(other, ZeroCache)
 
     __hash__ = None  # type: ignore[assignment]
@@ -77,16 +77,15 @@ class Subset:
 
 @tree.record
 class Partition:
-    """How the params lie in shards.
+    """How the params are sharded.
 
     Attributes:
-        layout: where each leaf lies.
-        cache: what changes no value.
-        exact: where params are whole between steps and what is gathered is compressed: this rank's shards as the optimizer
-            has them, None for segments that are in shards anyway. Empty where there is nothing to keep, and after ``scatter``.
-        frozen: the whole frozen segments and these shards of them, by number, while ``scatter`` has put those in their place;
-            else None.
-        versions: how often each of these shards had been written to in place by then.
+        layout: where each leaf is.
+        cache: affects speed only.
+        exact: if params are whole between steps and gathers are compressed: this rank's exact shards for the optimizer, None
+            for segments that are sharded anyway. Empty if there is nothing to keep, and after ``scatter``.
+        frozen: the whole frozen segments and these shards of them, by number, while ``scatter`` has replaced them; else None.
+        versions: the version counters of these shards at that time.
     """
 
     layout: Layout = tree.static()
@@ -99,5 +98,5 @@ class Partition:
 
     @property
     def leaf_map(self) -> LeafMap:
-        """Which leaf lies where in what the optimizer gets."""
+        """Which leaf is where in what the optimizer gets."""
         return self.cache.leaf_map

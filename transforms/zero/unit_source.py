@@ -1,4 +1,4 @@
-"""Where a view's whole units come from."""
+"""Sources of a view's whole units."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,7 +14,7 @@ __all__ = ["UnitSource", "WholeParams"]
 
 
 class UnitSource(Protocol):
-    """Where whole units come from.
+    """A source of whole units.
 
     Attributes:
         frees: whether it may free a unit and fetch it again.
@@ -27,23 +27,23 @@ class UnitSource(Protocol):
         """Starts a pass over the units."""
 
     def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None]) -> None:
-        """Goes on with a pass whose loss runs again."""
+        """Continues a pass whose loss runs again."""
 
     def fetch(self, unit: int) -> Sequence[Tensor]:
-        """The unit's flat tensors, ``[segment.size]``, one a segment."""
+        """The unit's flat tensors, ``[segment.size]``, one per segment."""
         ...
 
     def finish(self, *, reshard: bool, note: bool = False) -> bool:
-        """Ends a pass; ``reshard`` frees all units. Whether any rank gave a note."""
+        """Ends a pass; ``reshard`` frees all units. Returns whether any rank set ``note``."""
         ...
 
     def release(self, unit: int) -> None:
-        """Says that nothing refers to the unit any more."""
+        """Signals that the unit is no longer referred to."""
 
 
 @attrs.frozen(eq=False)
 class WholeParams:
-    """The source of units that are whole all the time."""
+    """The source of units that are always whole."""
 
     layout: Layout
     flats: Sequence[Tensor]

@@ -41,59 +41,60 @@ __all__ = ["Zero", "zero"]
 
 @attrs.frozen(eq=False, repr=False)
 class Zero(ZeroConfig):
-    """Data parallelism over ``group``: each rank has its own batch, and the stage says which states lie in shards.
+    """ZeRO data parallelism over ``group``: each rank has its own batch; the stage determines what is sharded.
 
     | stage | stored on each rank | gather | reduce |
     |---|---|---|---|
     | 0 | everything | never | all-reduce, once a step |
     | 1 | params; 1/n of the optimizer's state (and masters) | after the update | reduce-scatter, once a step |
     | 2 | as 1, gradients 1/n too | after the update | reduce-scatter, each micro-batch |
-    | 3 | 1/n of everything | each unit, when first touched | reduce-scatter, each micro-batch |
+    | 3 | 1/n of everything | each unit, at first use | reduce-scatter, each micro-batch |
 
-    Law 19: any stage, group, unit partition and choice of all below is the single-device step on the concatenated batch.
-    Ranks may leave params unused, and touch them in different orders and several times.
+    Law 19: for any stage, group, unit partition and other arguments it equals the single-device step on the concatenated batch.
+    Ranks may leave params unused, and use them in different orders and several times.
 
-    Bytes (law 20), mixed-precision Adam, Ψ params: 16Ψ; 4Ψ + 12Ψ/n; 2Ψ + 14Ψ/n; 16Ψ/n, plus padding. Elements that each rank
-    sends in a step (law 21): 2Ψ(n-1)/n in stages 0 to 2, 3Ψ(n-1)/n in stage 3, less what ``reshard_last_units=False`` saves
-    there; docs/zero.md has the formulas of all other arguments. Gradients are sent in the dtype that the policy
-    of ``mixed_precision`` names. Reductions overlap the backward pass. ``init`` takes rank 0's params and ignores the others';
-    every rank reads deferred ones (``fds.deferred``, ``fds.from_source``). Leaves that ``experts`` has cut are gathered and
-    reduced among the ranks that hold the same experts.
-    ``print(zero(...).cost_report(params, n=8))`` shows the costs.
+    Bytes (law 20) for mixed-precision Adam with Ψ params: 16Ψ; 4Ψ + 12Ψ/n; 2Ψ + 14Ψ/n; 16Ψ/n, plus padding. Elements that each
+    rank sends in a step (law 21): 2Ψ(n-1)/n in stages 0 to 2, 3Ψ(n-1)/n in stage 3, less what ``reshard_last_units=False``
+    saves; docs/zero.md has the formulas for all other arguments. ``print(zero(...).cost_report(params, n=8))`` shows the costs.
+
+    Gradients are sent in the dtype that the policy of ``mixed_precision`` names; reductions overlap the backward pass. ``init``
+    uses rank 0's params; every rank reads its part of deferred ones (``fds.deferred``, ``fds.from_source``). Leaves that
+    ``experts`` has split are gathered and reduced among the ranks that hold the same experts.
 
     Args:
         stage: 0, 1, 2 or 3.
         group: the ranks that shard the state; None for the whole world.
-        intra_node: this rank's block of consecutive ranks of the group (``mesh["intra"]`` for a group
-            ``mesh["inter", "intra"]``), or how many ranks make a block. Gathers are hierarchical, first between the blocks and
-            then inside them; reductions go the other way. So 1/intra_node of the traffic crosses blocks.
-        replicate: the ranks that have the same shard as this one and batches of their own: HSDP and MiCS. They sum the
-            gradients of their shards once a step.
+        intra_node: this rank's block of consecutive ranks of the group (``mesh["intra"]`` for a group ``mesh["inter",
+            "intra"]``), or the number of ranks in a block. Gathers are hierarchical, first between the blocks and then inside
+            them; reductions in reverse. So 1/intra_node of the traffic crosses blocks.
+        replicate: the ranks that have the same shard as this one and their own batches: HSDP and MiCS. They sum the gradients
+            of their shards once a step.
         unit_of: maps a leaf's path to the name of its FSDP unit, or one of ``fds.units``; by default its repeated block.
-        reshard_last_units: whether stage 3 also frees the units that are whole at the end of the forward pass. The backward
-            pass needs these first, so by default it finds them there. All others are always freed after their forward, as
-            with FSDP2's ``reshard_after_forward=True``.
+        reshard_last_units: whether stage 3 also frees the units that are whole at the end of the forward pass, which the
+            backward pass needs first. All others are always freed after their forward, as with FSDP2's
+            ``reshard_after_forward=True``.
         prefetch: how many units stage 3 fetches ahead.
-        max_live_units: how many units are whole at once in stage 3 beside those: at most ``max_live_units + prefetch`` units
-            exist at once, and more only where one operation takes leaves of more units.
-        persistence_threshold: stage 3 keeps leaves of at most that many elements whole; it gathers them after the update, as in
-            stage 2.
+        max_live_units: how many units stage 3 keeps whole at once, without the prefetched ones: at most ``max_live_units +
+            prefetch`` units exist at once, and more only if one operation takes leaves of more units.
+        persistence_threshold: stage 3 keeps leaves of at most that many elements whole, and gathers them after the update, as
+            in stage 2.
         hpz: whether stage 3 keeps what the forward pass gathered between blocks until the end of the backward, which then
-            gathers inside blocks alone: ZeRO++'s hpZ. It costs 1/intra_node of the params.
+            gathers inside blocks only: ZeRO++'s hpZ. It costs 1/intra_node of the params.
         aggregate: how stages 1 to 3 sum gradients: "reduce_scatter"; "all_reduce", of which each rank keeps its shard; or
-            "owner": every unit belongs to one rank, which its gradients are reduced to and which broadcasts it. Or, in any
-            stage, ``T.Combine(reduce)``: a function that combines gradients of whole leaves once a step.
+            "owner": every unit belongs to one rank, to which its gradients are reduced and which broadcasts it. Or, in any
+            stage, ``T.Combine(reduce)``: a custom reduction of whole leaves' gradients, once a step.
         gradient_predivide_factor: gradients are divided by this before they are summed, so that a sum in fp16 stays in range.
-            The weight is divided, too, so the mean does not change.
-        all_gather: carries params to the loss in stages 1 to 3; compressed by ``comm.codecs.Blocks(8)`` it is ZeRO++'s qwZ. The
+            The weight is divided too, so the mean does not change.
+        all_gather: the collective for params in stages 1 to 3; compressed by ``comm.codecs.Blocks(8)`` it is ZeRO++'s qwZ. The
             optimizer's params, and those of ``step.params``, stay exact.
-        reduce_scatter: carries gradients in stages 1 to 3; compressed by blocks, with ``intra_node``, it is ZeRO++'s qgZ.
-        all_reduce: carries gradients in stage 0 and with ``aggregate="all_reduce"``; with replicas, between those.
+        reduce_scatter: the collective for gradients in stages 1 to 3; compressed by blocks, with ``intra_node``, it is ZeRO++'s
+            qgZ.
+        all_reduce: the collective for gradients in stage 0, with ``aggregate="all_reduce"``, and between replicas.
 
     Raises:
-        ValueError: a stage or word is unknown, a number is out of range, or an argument would change nothing in this stage;
-            a group does not factor into blocks; a pattern matches no path; the ranks' params differ in structure; the step has
-            a zero already, or a transform before this one wraps ``view``, which zero replaces.
+        ValueError: a stage or word is unknown, a number is out of range, or an argument has no effect in this stage; a group
+            does not factor into blocks; a pattern matches no path; the ranks' params differ in structure; the step has a zero
+            already, or a transform before this one wraps ``view``, which zero replaces.
         TypeError: a group is not a ``comm.Group``.
 
     >>> import functional_ds as fds
@@ -109,7 +110,7 @@ class Zero(ZeroConfig):
     cost_report = report_costs
 
     def __call__(self, step: Step) -> Step:
-        """The step with the phases that zero wraps."""
+        """The step, wrapped."""
         check_step(self, step)
         if step.wraps("view"):
             raise ValueError(
@@ -137,7 +138,7 @@ class Zero(ZeroConfig):
 
     @property
     def combine(self) -> Combine | None:
-        """The function that combines gradients of whole leaves, if there is one."""
+        """The custom reduction of whole leaves' gradients, if there is one."""
         return self.aggregate if isinstance(self.aggregate, Combine) else None
 
     def _axes(self) -> list[Axis]:
@@ -146,7 +147,7 @@ class Zero(ZeroConfig):
         return [*replicas, Axis(self.group, AxisRole.BATCH, self.parts, summed_in=summed_in)]
 
     def parts(self, step: Step, state: State) -> GradientParts | None:
-        """Shards; of whole gradients those of shared leaves, where the first rank that holds a leaf counts it."""
+        """Which gradients this rank counts: its shards; of whole gradients, those of shared leaves that it holds first."""
         if self.stage:
             return GradientParts()
         layout: Layout = state.slots["zero"].layout
@@ -189,7 +190,7 @@ class Zero(ZeroConfig):
     def _exact(
         self, layout: Layout, shards: Sequence[Tensor], whole: Sequence[int], groups: ProcessGroups
     ) -> Sequence[Tensor | None]:
-        """The exact shards to store beside whole segments, where gathers are not exact."""
+        """The exact shards to store in addition to whole segments, if gathers are not exact."""
         if groups.n == 1 or not self.inexact:
             return ()
         kept = [index in whole and not segment.alone for index, segment in enumerate(layout.segments)]
@@ -204,25 +205,25 @@ class Zero(ZeroConfig):
         return layout.unflatten(exactly.gather_all(layout.segments, [*stored], _in_shards(layout, stored, groups)))
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        """Where params are whole: the inner update of this rank's shards, then a gather of all ranks' new shards.
+        """If params are whole: the inner update of this rank's shards, then a gather of all ranks' new shards.
 
-        The state is donated, so what is gathered takes the memory of the params before.
+        The state is donated, so the gather reuses the memory of the old params.
         """
         before = [flat.detach() if isinstance(flat, Tensor) else flat for flat in state.params]  # others are on the host
         state, metrics = inner(step, self._scattered(state), grads)
         return self._published(state, before), metrics
 
     def scatter(self, inner: Any, step: Step, state: State) -> State:
-        """This rank's shards in place of what is whole."""
+        """Replaces whole segments by this rank's shards."""
         return inner(step, self._scattered(state))  # type: ignore[no-any-return]
 
     def publish(self, inner: Any, step: Step, state: State) -> State:
-        """All ranks' shards, gathered."""
+        """Gathers all ranks' shards."""
         return self._published(inner(step, state))
 
     def _scattered(self, state: State) -> State:
         partition: Partition | None = state.slots.get("zero")
-        if partition is None or partition.frozen is not None:  # in an inner ``init`` or ``update``, which have shards already
+        if partition is None or partition.frozen is not None:  # in an inner ``init`` or ``update``, which already have shards
             return state
         layout, rank, flats = partition.layout, ProcessGroups.by(self).shards.rank, state.params
         whole = self._whole(layout)
@@ -250,7 +251,7 @@ class Zero(ZeroConfig):
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
     def view(self, inner: Any, step: Step, state: State, trains: bool, whole: bool) -> View:
-        """Lazy leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
+        """Lazy leaves: of whole units in stages 0 to 2, of units that are gathered at first use in stage 3."""
         partition: Partition = state.slots["zero"]
         if partition.frozen is not None:
             raise ValueError(
@@ -311,7 +312,7 @@ class Zero(ZeroConfig):
     ) -> Reducer:
         """Stages 0 and 1 add micro-batches up and reduce the last; 2 and 3 reduce each and add the shards up.
 
-        What combines whole leaves does so in the phase ``reduce``, so that here all stages add up alone.
+        A ``T.Combine`` runs in the phase ``reduce``, so with one all stages only add up here.
         """
         each = self.stage >= 2 and self.combine is None
         last = last and self.combine is None
@@ -330,11 +331,11 @@ class Zero(ZeroConfig):
         )
 
     def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        """The sums were divided by ``gradient_predivide_factor``, so the weight is divided, too."""
+        """Divides the weight by ``gradient_predivide_factor``, as the sums were."""
         state, grads = inner(step, state, grads)
         return state, tree.replace(grads, weight=grads.weight / self.gradient_predivide_factor)
 
-    # -- what lies where -----------------------------------------------------------------------------------------------
+    # -- what is where ------------------------------------------------------------------------------------------------
 
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """The leaves in this rank's shards, in stage 0 in whole segments."""
@@ -342,7 +343,7 @@ class Zero(ZeroConfig):
         return attrs.evolve(parts, group=ProcessGroups.by(self).shards) if self.stage else parts
 
     def select(self, inner: Any, step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
-        """The segments of these leaves, with a cache of their own."""
+        """The segments of these leaves, with their own cache."""
         partition: Partition = state.slots["zero"]
         known = partition.cache.subset(partition.layout, frozenset(paths))
         trained = [i for i, segment in enumerate(partition.layout.segments) if segment.trainable]
@@ -355,7 +356,7 @@ zero = Zero
 
 
 def _as_stored(partition: Partition, stored: Sequence[Any]) -> Layout:
-    """The layout with the dtypes of ``stored``: mixed precision stores others than ``init`` was given."""
+    """The layout with the dtypes of ``stored``, which mixed precision changes after ``init``."""
     dtypes, known = tuple(flat.dtype for flat in stored), partition.cache.layouts
     if dtypes not in known:
         pairs = zip(partition.layout.segments, dtypes, strict=True)
@@ -369,7 +370,7 @@ def _either(exact: Sequence[Tensor | None], stored: Sequence[Tensor]) -> list[Te
 
 
 def _in_shards(layout: Layout, stored: Sequence[Tensor], groups: ProcessGroups) -> list[int]:
-    """The segments that are not whole here. The owner of a segment cannot tell, so then the ranks decide together."""
+    """The segments that are sharded here. A segment's owner cannot tell, so with owners the ranks decide together."""
     cut = torch.tensor([flat.numel() != s.size for flat, s in zip(stored, layout.segments, strict=True)], dtype=torch.int64)
     if any(segment.owner is not None for segment in layout.segments):
         cut = comm.all_reduce(cut, groups.group.channel("control"), op="max")

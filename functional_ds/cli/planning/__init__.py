@@ -1,1 +1,1 @@
-"""What a step will hold, send and take, from shapes: models by name, strategies, machines, and a step without values."""
+"""Predicts what a step holds, sends and takes, from shapes: models by name, strategies, machines, and dry runs."""

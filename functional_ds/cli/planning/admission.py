@@ -1,4 +1,4 @@
-"""``why_refused``: whether a model can be trained on a mesh at all, and what to do instead."""
+"""``why_refused``: whether a model can be trained on a mesh, and what to do instead."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ __all__ = ["not_admitted", "why_refused"]
 
 
 def not_admitted(subject: Subject, axis: str, ranks: int) -> str | None:
-    """Why a model admits no ranks of an axis at all: the option, its value, and what to do instead; None where it does.
+    """Why a model supports no ranks of an axis: the option, its value, and what to do instead; None if it does.
 
     Args:
         subject: the model.
@@ -40,9 +40,9 @@ def not_admitted(subject: Subject, axis: str, ranks: int) -> str | None:
 
 
 def why_refused(subject: Subject, job: Job) -> str | None:
-    """Why a model does not admit a candidate's axes: the option, its value, and what to do instead; None where it does.
+    """Why a model does not support a candidate's axes: the option, its value, and what to do instead; None if it does.
 
-    It knows what the model says of itself. What else is unsupported is found when the step is made.
+    It uses what the model specifies about itself. Other errors come when the step is made.
     """
     return next(_reasons(subject, job), None)
 

@@ -119,7 +119,7 @@ def candidate(
 
 
 def _check_axes(job: Job) -> None:
-    """Refuses a mesh for which it is unknown which ranks have different rows."""
+    """Raises an error for a mesh for which it is unknown which ranks have different rows."""
     unknown = next((axis for axis in job.mesh if axis not in (*AXES, "edp")), None)
     if unknown is not None:
         raise CommandError(
@@ -155,7 +155,7 @@ def _data(sizes: Mapping[str, int]) -> list[str]:
 def _on_axes(
     calls: list[CallEntry], sizes: Mapping[str, int], schedule: str, times: int
 ) -> tuple[list[CallEntry], dict[str, int] | None]:
-    """The transforms of these axes, and the mesh; None where all ranks are of dp."""
+    """The transforms of these axes, and the mesh; None if all ranks are of dp."""
     dp, ep = sizes["dp"], sizes["ep"]
     if dp % ep:
         fits = ", ".join(str(count) for count in range(1, dp + 1) if dp % count == 0)
@@ -195,7 +195,7 @@ def _put(calls: list[CallEntry], name: str, arguments: dict[str, Any] | None) ->
 def _changed_config(
     config: dict[str, Any], stage: int | None, precision: str | None, micro: int, times: int, sizes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A pipeline has the micro-batches in place of accumulation."""
+    """A pipeline uses the micro-batches instead of accumulation."""
     if stage is not None:
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
     if precision is not None:
@@ -217,7 +217,7 @@ def several(job: Job) -> frozenset[str]:
 
 
 def first_ranks(job: Job) -> tuple[int, ...]:
-    """For each place of the pipeline, the rank there that is the first of all other axes: others do the same."""
+    """For each place of the pipeline, its first rank along all other axes, whose ranks do the same."""
     stride, found = 1, tuple[int, ...]((0,))
     for axis, count in reversed(job.mesh.items()):
         if axis == "pp":
@@ -273,7 +273,7 @@ def line_of(job: Job, subject: Subject | None = None) -> str:
 
     Args:
         job: the candidate.
-        subject: the model, which says how sequences are cut, and which leaves are experts.
+        subject: the model, which defines how sequences are split, and which leaves are experts.
 
     >>> job = Job(model="a:B", steps=1, optimizer={"adamw": 1e-3}, strategy=[{"clip": 1.0}])
     >>> line_of(candidate(job, stage=0, accumulate=2, recompute=True))
@@ -345,10 +345,10 @@ def ds_config_of(job: Job) -> dict[str, Any]:
 
 
 def write_out(job: Job, out: str | None) -> str:
-    """Writes a candidate: a job's file where its name ends with .toml, a DeepSpeed config where with .json; a line to print.
+    """Writes a candidate: a job file if the name ends with .toml, a DeepSpeed config if with .json; returns a line to print.
 
     Raises:
-        CommandError: another name, or what the file cannot say.
+        CommandError: another name, or what the file cannot express.
     """
     if out is None:
         return ""

@@ -1,4 +1,4 @@
-"""What a candidate will hold, send and take on a machine, and whether it fits."""
+"""Predicts what a candidate holds, sends and takes on a machine, and whether it fits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,19 +42,19 @@ def once(row: Row, data: Sequence[str]) -> bool:
 def bubble_seconds(
     schedule: Schedule, machine: Machine, busy: Sequence[float], beside: Sequence[float], messages: Sequence[Row]
 ) -> float:
-    """Seconds that the busiest rank does not compute in a step.
+    """Seconds in which the busiest rank does not compute in a step.
 
-    The schedule is timed by ``pipelining.timeline``. A rank's stages share what it computes equally, and so do a stage's
+    The schedule is timed by ``pipelining.timeline``. A rank's stages share its computation equally, as do a stage's
     micro-batches.
 
-    Law: where ranks are equally busy and messages take no time, one rank's ``busy`` times (p - 1) / m under 1F1B on p ranks.
+    Law: if ranks are equally busy and messages take no time, it is one rank's ``busy`` times (p - 1) / m under 1F1B on p ranks.
 
     Args:
         schedule: of the pipeline.
         machine: for the links.
-        busy: by rank, the seconds of what it computes and sends for its micro-batches.
+        busy: by rank, the seconds of computation and communication for its micro-batches.
         beside: by rank, the seconds of what it does once a step.
-        messages: rows of the ledgers of what crosses stages.
+        messages: ledger rows of messages between stages.
 
     >>> from functional_ds.pipelining import one_f_one_b
     >>> here = Machine("m", flops=1e12, flops_fp32=1e12, memory_bandwidth=1e12, link_bandwidth=1e9)
@@ -80,10 +80,10 @@ class Forecast:
 
     Attributes:
         job: the candidate.
-        shape: what its step is like, on the rank that needs the most memory.
+        shape: the dry run of its step, on the rank that needs the most memory.
         machine: where it would run; None if unknown.
         limit: bytes of a rank; 0 for none.
-        stages: of a pipeline, what its ranks' steps are like, by their places.
+        stages: of a pipeline, the dry runs of its ranks' steps, by their places.
         line: the transforms as Python.
     """
 
@@ -96,7 +96,7 @@ class Forecast:
 
     @property
     def peak(self) -> int:
-        """The most bytes at one time."""
+        """The peak bytes."""
         return self.shape.peak
 
     @property
@@ -106,7 +106,7 @@ class Forecast:
 
     @property
     def why_not(self) -> str:
-        """What is too much, and by how much; empty where it fits."""
+        """What exceeds the limit, and by how much; empty if it fits."""
         if self.fits:
             return ""
         kinds = {kind: getattr(self.shape.memory, kind) for kind in KINDS} | {"activations": self.shape.activations}
@@ -119,7 +119,7 @@ class Forecast:
 
     @property
     def perfect_seconds(self) -> dict[str, float] | None:
-        """What a fit of the machine's factors starts from. None without a machine or a loss."""
+        """The input of a fit of the machine's factors. None without a machine or a loss."""
         if self.machine is None or not self.shape.work:
             return None
         return self.machine.perfect_seconds(self.busiest.work, self._own_rows(self.busiest))
@@ -130,7 +130,7 @@ class Forecast:
         return max(self.stages, key=lambda each: sum(self._seconds_of(each).values()), default=self.shape)
 
     def _own_rows(self, shape: StepShape) -> list[Row]:
-        """What a rank sends beside messages between stages, which go on while it computes."""
+        """What a rank sends except messages between stages, which overlap computation."""
         return [row for row in shape.sent if not self.stages or not crosses(row)]
 
     def _seconds_of(self, shape: StepShape) -> dict[str, float]:
@@ -156,7 +156,7 @@ class Forecast:
 
     @property
     def seconds(self) -> dict[str, float] | None:
-        """Of a step, by what the busiest rank spends it on; communication overlaps nothing. None without machine or loss."""
+        """Of a step, by component on the busiest rank, without overlap. None without machine or loss."""
         perfect = self.perfect_seconds
         return None if self.machine is None or perfect is None else self.machine.scaled(perfect)
 
@@ -211,8 +211,8 @@ def forecast(subject: Subject, job: Job, *, machine: Machine | None, limit: int,
         subject: its model, without values.
         job: the candidate.
         machine: for times.
-        limit: bytes of a rank; 0 for the machine's own, if it says.
-        device: the kind of device, where there is no machine.
+        limit: bytes of a rank; 0 for the machine's own, if known.
+        device: the device type, without a machine.
 
     Raises:
         CommandError: the strategy is unsupported, or the model's loss needs values.

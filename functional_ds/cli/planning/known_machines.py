@@ -1,4 +1,4 @@
-"""Machines by name: data sheets, files, and this one, whose rates short runs of single operations measure."""
+"""Machines by name: data sheets, files, and this one, measured by short runs of single operations."""
 
 import json
 import os
@@ -67,10 +67,10 @@ _TINY, _CALLS = 8, 10  # a model's width and layers; calls of a collective, or o
 
 
 def measured_here(ranks: int = 1, *, seconds: float = 0.2) -> Machine:
-    """This machine as one of several ranks sees it, all of which are measured at once: they may share cores and memory.
+    """This machine as seen by one of several ranks, measured concurrently, as they may share cores and memory.
 
-    Rates are those of square products and of copies. A kind's factor is how many times longer its operations take than these
-    rates say; a start is a part of a tiny model's whole step, Python included.
+    Rates are those of square products and of copies. A category's factor is the measured time of its operations relative to
+    these rates; a start is a part of a tiny model's whole step, Python included.
 
     Args:
         ranks: how many processes; each has a GPU, or its share of the cores.
@@ -130,7 +130,7 @@ def _on_a_rank(device: str, seconds: float) -> Machine:
 
 
 def _seconds(run: Callable[[], Any], place: torch.device, budget: float) -> float:
-    """The median of a run's times, of all ranks at once."""
+    """The median of a run's times, over all ranks."""
     run()
     comm.all_reduce(torch.zeros(1, device=place))
     times: list[float] = []
@@ -145,7 +145,7 @@ def _of_calls(run: Callable[[], Any], place: torch.device) -> float:
 
 
 def _kinds(fresh: Iterator[Tensor], device: str) -> Mapping[str, list[Callable[[], Any]]]:
-    """What each kind of operation is measured by."""
+    """The operation that measures each category."""
     x, dtype = next(fresh), torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v = (next(fresh)[: 1 << 18].view(1, 4, -1, 64).to(dtype).requires_grad_() for _ in range(3))
     params = [torch.ones(8 * len(x) if device == "cpu" else len(x), device=x.device)]
@@ -212,7 +212,7 @@ def _tiny_step(place: torch.device, count: int) -> tuple[Step, State, Tensor]:
 
 
 def _overlaps(x: Tensor, compute: Callable[[], Any]) -> float:
-    """The part of an all-reduce's time that a product beside it does not get longer by. 1 for one rank."""
+    """The fraction of an all-reduce's time that a concurrent product hides. 1 for one rank."""
     if comm.world().size == 1:
         return 1.0
 

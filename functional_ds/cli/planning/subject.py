@@ -1,4 +1,4 @@
-"""A model as the command line names it, as a job: a function or class, a Hugging Face config, shapes, or a job's file."""
+"""A model from its name on the command line, as a job: a function or class, a Hugging Face config, shapes, or a job file."""
 
 import importlib.util
 import math
@@ -18,7 +18,7 @@ from functional_ds.jobs.job_subject import Subject, subject_of
 
 __all__ = ["job_of", "planned", "shapes_alone"]
 
-_SHAPES = "shapes:alone"  # the model of a job that nobody can run
+_SHAPES = "shapes:alone"  # the model of a job that cannot be run
 
 
 def job_of(name: str, *, seq: int = 1024, allow_import: Sequence[str] = ()) -> Job:
@@ -77,15 +77,15 @@ def _job(model: Any, *, data: Any = None, **more: Any) -> Job:
 
 
 def shapes_alone(job: Job, subject: Subject) -> bool:
-    """Whether a job names a model of which nothing but the shapes are known, so that it cannot be run."""
+    """Whether only the shapes of a job's model are known, so that it cannot be run."""
     return job.model.name == _SHAPES or (job.file is None and subject.own is None and subject.config is None)
 
 
 def planned(job: Job) -> Subject:
     """What a job trains, without values.
 
-    A module of its own code, without ``loss`` and ``batch``, is a model for tokens in a job's file; named on the command line
-    it is shapes alone.
+    A user's module without ``loss`` and ``batch`` is a model for tokens in a job's file; on the command line only its shapes
+    are used.
 
     Raises:
         CommandError: the model is unsupported, or building it raises an error.

@@ -1,4 +1,4 @@
-"""A whole step without values, as one rank of many: what is allocated at most, what is sent, which operations run."""
+"""Dry runs of a whole step as one rank of many: peak memory, communication, operations."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,11 +30,11 @@ __all__ = ["StepShape", "sent_by_all", "step_shape"]
 
 @attrs.frozen
 class StepShape:
-    """What a rank's step is like.
+    """The dry run of a rank's step.
 
     Attributes:
-        memory: by kind, between steps and of gradients and gathered units.
-        peak: the most bytes that are allocated at one time, batch included; without a loss, of the state and gradients alone.
+        memory: by category, between steps and of gradients and gathered units.
+        peak: the peak bytes, batch included; without a loss, only of the state and gradients.
         sent: the ledger's rows of a step.
         flops: of a step, on this rank; 0 without a loss.
         work: how often each operation runs; empty without a loss.
@@ -50,20 +50,20 @@ class StepShape:
 
     @property
     def activations(self) -> int:
-        """What of the peak is in no other kind: activations, and gradients before they are reduced."""
+        """The part of the peak in no other category: activations, and gradients before they are reduced."""
         return max(0, self.peak - self.memory.total)
 
 
 def step_shape(subject: Subject, candidate: Job, *, rank: int = 0, device: str = "cpu") -> StepShape:
     """Runs a candidate's step without values, as one rank of ``candidate.world_size`` whose other ranks do the same.
 
-    Law 20: the bytes of the state are those that ``fds.memory.measured`` finds in a run. Law 21: so are those sent.
+    Law 20: the bytes of the state are those that ``fds.memory.measured`` gives in a run. Law 21: so are those sent.
 
     Args:
         subject: the model, on the meta device.
         candidate: the strategy.
         rank: as which rank.
-        device: the kind of device whose kernels are meant.
+        device: the device type whose kernels are assumed.
 
     Raises:
         CommandError: the strategy is unsupported, or the model's loss reads values.

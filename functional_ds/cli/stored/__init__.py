@@ -1,1 +1,1 @@
-"""Checkpoints of all kinds as named tensors: what is in a path, and how its tensors are read and written."""
+"""Checkpoints of all formats as named tensors: reading and writing."""

@@ -1,4 +1,4 @@
-"""What kind of checkpoint a path holds, and its tensors by name."""
+"""Detects a checkpoint's format, and opens its tensors by name."""
 
 import io
 import pickle
@@ -45,7 +45,7 @@ _LONGEST = 1 << 30  # bytes of metadata
 
 
 class _KnownClasses(pickle.Unpickler):
-    """Makes objects of known classes alone."""
+    """Creates only objects of known classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -55,10 +55,10 @@ class _KnownClasses(pickle.Unpickler):
 
 
 def check_metadata(path: Path) -> None:
-    """Raises an error for a pickle that names anything but the classes of which such metadata are made.
+    """Raises an error for a pickle that refers to classes other than those of such metadata.
 
     Raises:
-        CommandError: it names something else, or is damaged.
+        CommandError: it refers to another one, or is damaged.
     """
     try:
         _KnownClasses(io.BytesIO(read_regular(path, limit=_LONGEST))).load()
@@ -78,9 +78,9 @@ class NamedTensors:
         kind: one of ``KINDS_OF_FILES``.
         path: its file or folder.
         tensors: all, by name, without values, on the device "meta".
-        params: from a parameter's name to the name in ``tensors`` that has its most exact values; buffers are among them.
+        params: from a parameter's or buffer's name to the name in ``tensors`` with its most precise values.
         notes: what else is known: tags, the number of updates, ranks.
-        left_out: names of what are no tensors.
+        left_out: names of values that are not tensors.
         read: the values of names.
     """
 
@@ -94,14 +94,14 @@ class NamedTensors:
 
 
 def open_checkpoint(name: str, *, tag: str | None = None) -> NamedTensors:
-    """Opens any file of a path; no code of a file runs.
+    """Opens a checkpoint of any format, without running code from its files.
 
     Args:
         name: a file or folder.
         tag: which checkpoint of a folder with several; the newest by default.
 
     Raises:
-        CommandError: nothing is there, it is of no known kind, damaged, or holds objects that could run code.
+        CommandError: nothing is there, its format is unknown, it is damaged, or holds objects that could run code.
     """
     path = Path(name)
     if not path.exists():
@@ -169,11 +169,11 @@ def _ours(path: Path, tag: str | None) -> NamedTensors:
 
 def _load(values: dict[str, Tensor], reader: StorageReader) -> None:
     held: dict[str, Any] = dict(values)
-    with warnings.catch_warnings():  # that there is one process is what is meant
+    with warnings.catch_warnings():  # a single process is intended
         warnings.simplefilter("ignore", UserWarning)
         try:
             state_dict_loader.load(held, storage_reader=reader, no_dist=True)
-        except CheckpointException as found:  # no subclass of Exception
+        except CheckpointException as found:  # not a subclass of Exception
             error = next((each[0] for each in found.failures.values()), found)
             raise (error if isinstance(error, Exception) else DamagedError(str(found))) from None
 

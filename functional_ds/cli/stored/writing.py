@@ -1,4 +1,4 @@
-"""A checkpoint of any kind into another: its tensors under the names of this library's states, and files of every kind."""
+"""Converts a checkpoint of any format into another: tensor names of this library's states, and files of every format."""
 
 import re
 import warnings
@@ -39,11 +39,11 @@ _MOMENT = re.compile(r"(?:\w+\.)?state\.(.+)\.(\w+)")  # torch's get_state_dict:
 
 
 def state_names(found: NamedTensors) -> dict[str, str]:
-    """From the names of a state's tensors to a checkpoint's names of them. What is not among them, no state takes.
+    """From the names of a state's tensors to the checkpoint's names of them; other tensors belong to no state.
 
-    This library's checkpoints, and files with its names, keep them. DeepSpeed's masters are the params. Of torch's distributed
+    This library's checkpoints, and files with its names, keep them. DeepSpeed's masters are the params. In torch's distributed
     checkpoints ``<prefix>.<param>`` are params and ``<prefix>.state.<param>.exp_avg`` the optimizer's, as
-    ``torch.distributed.checkpoint.state_dict`` names them; the owners of an optimizer's tensors under numbers are unknown.
+    ``torch.distributed.checkpoint.state_dict`` names them; the params of numbered optimizer tensors are unknown.
 
     >>> import torch
     >>> from pathlib import Path
@@ -113,7 +113,7 @@ def written_as(
         tensors: by name.
         path: of a file or folder.
         shard_bytes: of a safetensors file in a folder.
-        overwrite: whether what is there is replaced.
+        overwrite: whether to replace what exists.
         step: the number of updates, for a checkpoint of this library.
         extra: the JSON values of such a checkpoint.
 
@@ -131,7 +131,7 @@ def written_as(
             with written_atomically(path) as file:  # the values may be views of this very file
                 torch.save({name: x.clone() for name, x in values.items()}, file)
         elif kind == "dcp":
-            with warnings.catch_warnings():  # that there is one process is what is meant
+            with warnings.catch_warnings():  # a single process is intended
                 warnings.simplefilter("ignore", UserWarning)
                 state: dict[str, Any] = {name: x.clone() for name, x in values.items()}
                 state_dict_saver.save(state, storage_writer=FileSystemWriter(path), no_dist=True)

@@ -1,1 +1,1 @@
-"""Measurements of candidates: short runs in separate processes, and successive halving."""
+"""Measures candidates: short runs in separate processes, and successive halving."""

@@ -1,4 +1,4 @@
-"""Factors of a machine, fitted to the times of runs."""
+"""Fits the factors of a machine to the times of runs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,15 +17,14 @@ _ROUNDS = 30
 
 
 def fitted(machine: Machine, runs: Sequence[tuple[Mapping[str, float], float]]) -> Machine:
-    """The machine with the factors, none negative, for which predictions are nearest to runs.
+    """The machine with the non-negative factors for which predictions are nearest to runs.
 
-    It minimises Huber's loss (1964) of relative errors: squares up to 5 %, from there on absolute values, so a run that another
-    program slowed down counts little. What the runs say little about stays near the machine's own factors, and there where no
-    run has it. Law: where times are a machine's, and runs differ enough, the fit finds it, also if a few of the times
-    are wrong.
+    It minimises Huber's loss (1964) of relative errors: squares up to 5 %, absolute values beyond, so a run that another
+    program slowed down has little weight. Factors that the runs hardly determine stay near the machine's own. Law: if times are
+    a machine's, and runs differ enough, the fit recovers it, even if a few of the times are wrong.
 
     Args:
-        machine: its rates stay; its factors are where the fit begins.
+        machine: its rates stay; its factors are the starting point.
         runs: the machine's ``perfect_seconds`` of each run's step, and the seconds that a step took.
 
     >>> here = Machine("m", flops=1e12, flops_fp32=1e12, memory_bandwidth=1e12, link_bandwidth=1e9, device="cpu")
@@ -39,7 +38,7 @@ def fitted(machine: Machine, runs: Sequence[tuple[Mapping[str, float], float]]) 
     now = torch.tensor([machine.factors[name] for name in FACTORS], dtype=torch.float64)
     near, ones = _TRUST * torch.eye(len(FACTORS), dtype=torch.float64), torch.ones(len(runs), dtype=torch.float64)
     found, weights = machine, ones
-    for _ in range(_ROUNDS):  # on a GPU, either the device or the host is what counts, and the fit may change which
+    for _ in range(_ROUNDS):  # on a GPU, either the device or the host is the bottleneck, and the fit may change which
         rows = torch.stack([_counting(found, perfect) / seconds for perfect, seconds in runs]) * own
         weighted = torch.cat([weights[:, None] * rows, near])
         factors = non_negative_least_squares(weighted, torch.cat([weights * ones, _TRUST * now / own]))
@@ -53,7 +52,7 @@ def fitted(machine: Machine, runs: Sequence[tuple[Mapping[str, float], float]]) 
 
 
 def _counting(machine: Machine, perfect: Mapping[str, float]) -> Tensor:
-    """The seconds that count: on a GPU those of the device, or those of the host, whichever takes longer."""
+    """The seconds that matter: on a GPU those of the device or of the host, whichever are longer."""
     hidden: tuple[str, ...] = ()
     if machine.device != "cpu":
         hidden = WORK_KINDS if machine.scaled(perfect)["starts"] > 0 else ("starts",)

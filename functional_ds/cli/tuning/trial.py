@@ -1,4 +1,4 @@
-"""Trials: short runs of candidates in separate processes, so that a run that dies is a result; and successive halving."""
+"""Short runs of candidates in separate processes, so that a crash is a result; and successive halving."""
 
 import contextlib
 import ctypes
@@ -37,13 +37,13 @@ C = TypeVar("C")
 
 @attrs.frozen
 class Measurement:
-    """What one short run found.
+    """The result of one short run.
 
     Attributes:
-        seconds: of a step, the median; None where the run did not end well.
-        peak: bytes of the rank that had most.
+        seconds: of a step, the median; None if the run failed.
+        peak: the largest rank's peak bytes.
         state: bytes of the largest rank's state.
-        why: why the run did not end well; empty where it did.
+        why: why the run failed; empty if it did not.
     """
 
     seconds: float | None = None
@@ -54,7 +54,7 @@ class Measurement:
 
 @attrs.frozen
 class TrialRun(Generic[C]):
-    """A candidate's last run: in which round, for how many steps, and what it found."""
+    """A candidate's last run: its round, number of steps, and result."""
 
     candidate: C
     round: int
@@ -63,10 +63,10 @@ class TrialRun(Generic[C]):
 
 
 def halve(candidates: Sequence[C], measure: Callable[[C, int], Measurement], *, steps: int = 4) -> list[TrialRun[C]]:
-    """The last run of each candidate, the fastest first, those that did not end well last. A run that dies ends only itself.
+    """Successive halving: the last run of each candidate, the fastest first, failed ones last. A crash ends only its own run.
 
-    Law: of candidates whose times do not depend on the number of steps, the first is the fastest. n candidates cost
-    n · steps in each of about log2 n rounds.
+    Law: of candidates whose times do not depend on the number of steps, the first is the fastest. n candidates cost n · steps
+    in each of about log2 n rounds.
 
     Args:
         candidates: what to compare.
@@ -83,7 +83,7 @@ def halve(candidates: Sequence[C], measure: Callable[[C, int], Measurement], *, 
     while left:
         runs = [TrialRun(each, round_, steps << round_, measure(each, steps << round_)) for each in left]
         well = sorted((run for run in runs if run.found.seconds is not None), key=lambda run: run.found.seconds or 0.0)
-        kept = (len(well) + 1) // 2 if len(well) > 1 else 0  # one alone has nobody to be compared with
+        kept = (len(well) + 1) // 2 if len(well) > 1 else 0  # a single one has none to be compared with
         done += well[kept:] + [run for run in runs if run.found.seconds is None]
         left, round_ = [run.candidate for run in well[:kept]], round_ + 1
     return sorted(done, key=lambda run: (run.found.seconds is None, -run.round, run.found.seconds or 0.0))
@@ -136,7 +136,7 @@ def _why(code: int, errors: str) -> str:
 
 
 def run_rank(job: Job) -> tuple[float, int, int]:
-    """A rank's part: seconds of a step, its peak in bytes, its state's bytes. The values of the rows are any."""
+    """A rank's part: seconds of a step, its peak in bytes, its state's bytes. The rows have arbitrary values."""
     device = torch.device("cuda", comm.get_local_rank()) if job.device == "cuda" else torch.device("cpu")
     if device.type == "cpu":
         _warm_up(job)
@@ -164,7 +164,7 @@ def run_rank(job: Job) -> tuple[float, int, int]:
 
 
 def _warm_up(job: Job) -> None:
-    """A step of a small product, so that what libraries take once is no part of the peak."""
+    """A step of a small product, so that one-time allocations of libraries are not part of the peak."""
     optimizer, side = strategy_of(job, Surroundings(comm.mesh(**job.mesh) if job.mesh else None))[1], 256
     step = zero(1)(train_step(lambda params, x: (x @ params["w"]).square().mean(), optimizer))
     step(step.init({"w": torch.ones(side, side)}), torch.ones(rows_of_rank(job), side))
@@ -172,7 +172,7 @@ def _warm_up(job: Job) -> None:
 
 @attrs.frozen
 class ProcessMemory:
-    """What this process has in memory: of a GPU by torch's allocator, of a CPU by the system.
+    """This process's memory: of a GPU by torch's allocator, of a CPU by the system.
 
     Attributes:
         device: which memory.
@@ -181,7 +181,7 @@ class ProcessMemory:
     device: torch.device
 
     def now(self) -> int:
-        """Bytes; on a CPU after what its allocator keeps but does not use was given back. On a GPU only the peak counts: 0."""
+        """Bytes; on a CPU after its allocator has returned unused memory. On a GPU only the peak matters: 0."""
         if self.device.type == "cuda":
             return 0
         gc.collect()
@@ -194,7 +194,7 @@ class ProcessMemory:
         return int(torch.cuda.max_memory_allocated(self.device)) if self.device.type == "cuda" else _resident("VmHWM")
 
     def forget_peak(self) -> None:
-        """From now on another peak counts, where the system lets it; on a CPU what is kept unused is given back first."""
+        """Resets the peak, if the system supports it; on a CPU first returns unused memory."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
@@ -223,7 +223,7 @@ def main(given: str, out: str) -> None:
 
 
 def _end_with_the_parent() -> None:
-    """Waits until the command that began this trial has gone, however it ended; the ranks end with this process."""
+    """Waits until the command that began this trial has ended; the ranks end with this process."""
     os.read(0, 1)
     os._exit(1)
 

@@ -12,7 +12,7 @@ class CommandError(Exception):
 
 @contextmanager
 def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds in the block are the user's input's.
+    """A context in which errors of these kinds are reported as errors of the user's input.
 
     Args:
         what: the input, at the beginning of the message.

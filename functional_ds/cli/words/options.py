@@ -1,4 +1,4 @@
-"""Words of the command line as values: sizes of bytes, lists of numbers, meshes."""
+"""Options of the command line as values: sizes of bytes, lists of numbers, meshes."""
 
 import math
 from collections.abc import Collection
@@ -62,11 +62,11 @@ def choices(text: str, known: Collection[str], *, option: str) -> list[str]:
 def mesh_sizes(text: str) -> dict[str, int]:
     """The ranks of each axis in a mesh ``dp=8,tp=2``; a plain number is dp's.
 
-    Raises:
-        CommandError: another axis, a size that is no number from 1 on, or an axis with two sizes.
-
     >>> mesh_sizes("dp=8,tp=2"), mesh_sizes("4")["dp"]
     ({'dp': 8, 'pp': 1, 'sp': 1, 'tp': 2, 'ep': 1}, 4)
+
+    Raises:
+        CommandError: another axis, a size that is not a positive number, or an axis with two sizes.
     """
     found: dict[str, int] = {}
     for part in text.split(","):

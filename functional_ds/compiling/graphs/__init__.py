@@ -1,1 +1,1 @@
-"""Whole steps as graphs: traced, changed by passes, priced and drawn."""
+"""Whole steps as graphs: tracing, passes, cost model and plots."""

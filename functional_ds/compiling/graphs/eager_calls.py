@@ -1,8 +1,8 @@
-"""Functions that a graph calls as they are, since sizes within them depend on values: a node forward, a node backward.
+"""Functions that a graph calls eagerly, because their inner sizes depend on values: one node forward, one backward.
 
-``run(Tensor[] xs, int site) -> Tensor[]`` gives the result and a token, which has what autograd keeps for the backward pass.
-``run_backward(Tensor token, Tensor[] xs, Tensor grad, int site) -> Tensor[]`` gives the gradients. What autograd keeps of
-``xs`` is a place among them, so a graph may drop and regather them in between.
+``run(Tensor[] xs, int site) -> Tensor[]`` returns the result and a token, which holds what autograd saved. ``run_backward(
+Tensor token, Tensor[] xs, Tensor grad, int site) -> Tensor[]`` returns the gradients. Autograd saves places instead of ``xs``,
+so a graph may free and regather them in between.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ __all__ = ["RUN", "RUN_BACKWARD", "EagerSite", "InnerCall", "StepRecorder", "eag
 
 @attrs.frozen(eq=False)
 class InnerCall:
-    """A collective within a function that a graph calls; its tensors have as many rows as a trial says."""
+    """A collective within a function that a graph calls; its tensors have the numbers of rows of a dry run."""
 
     call: Call
     group: Group
@@ -39,7 +39,7 @@ class InnerCall:
 
     @property
     def agreement(self) -> Any:
-        """What all ranks must have in common: all but numbers of rows."""
+        """What must be equal on all ranks: everything except numbers of rows."""
         row, private = self.call.collective, self.call.collective.private
         options = [(name, value) for name, value in self.call.options.items() if name not in private]
         return row.name, options, [(x.dtype, tuple(x.shape[1:])) for x in self.xs]
@@ -50,12 +50,12 @@ class EagerSite:
     """One call of a function.
 
     Attributes:
-        function: of tensors; its result has a shape that values do not change.
+        function: of tensors; the shape of its result does not depend on values.
         asks: which of its tensors have gradients.
         output: the result without values.
-        work: its operations and collectives, forward and backward, in order, if as many rows go to each expert.
-        kept: the bytes beside the given tensors that the backward pass needs, likewise.
-        autocasts: for each kind of device whether autocast is on, and its dtype.
+        work: its operations and collectives, forward and backward, in order, for even routing to experts.
+        kept: the bytes that the backward pass needs in addition to the given tensors, likewise.
+        autocasts: for each device type whether autocast is on, and its dtype.
     """
 
     function: Callable[..., Tensor]
@@ -67,7 +67,7 @@ class EagerSite:
 
     @property
     def name(self) -> str:
-        """For those who list sites."""
+        """Its name in lists of sites."""
         return "eager"
 
     def inner(self, *, backward: bool) -> list[InnerCall]:
@@ -118,13 +118,13 @@ def _set_autocasts(found: Sequence[tuple[str, bool, torch.dtype]]) -> None:
 
 @attrs.define(eq=False)
 class _Kept:
-    """What autograd keeps of a call: the given tensors by their places, so that their memory may go.
+    """What autograd saves for a call, with the given tensors replaced by their places, so that their memory may be freed.
 
-    Leaves of a unit share memory, and a unit that is gathered anew may lie elsewhere: what is kept is a place within its leaf.
+    Leaves of a unit share memory, and a regathered unit may be at another address: a place is relative to its leaf.
 
     Attributes:
         memory: the given tensors by their storages, while the call runs.
-        beside: bytes of the other storages that are kept.
+        beside: bytes of the other storages that are saved.
     """
 
     memory: dict[int, list[tuple[int, Tensor]]]
@@ -157,7 +157,7 @@ class _Kept:
         return out
 
     def gradients(self, xs: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor | None]:
-        """By the given tensors that ask, which have their memory here; once."""
+        """The gradients by the given tensors that ask, which have their memory here; once."""
         if not self._out:
             raise RuntimeError("the backward pass of a call in a graph runs once, behind its forward pass")
         out, self.now = self._out.pop(), xs
@@ -186,7 +186,7 @@ class _Kept:
 
 
 class _Given(torch.autograd.Function):
-    """A tensor as a node's result, so that the graph of what is computed from it ends there."""
+    """A tensor as a node's result, so that the graph of later results ends there."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class _Given(torch.autograd.Function):
 
 @attrs.define(eq=False)
 class _InnerCalls:
-    """Takes collectives of a trial on tensors without values."""
+    """Records collectives of a dry run on tensors without values."""
 
     trial: bool = True
     notes: TraceNotes = attrs.field(factory=TraceNotes)
@@ -213,7 +213,7 @@ class _InnerCalls:
 
 
 class _WorkOfCall(OperationCounter):
-    """What a function does: its operations; whether it uses tensors of the trace that it was not given, or draws."""
+    """A function's operations, and whether it uses tensors of the trace that it was not given, or draws."""
 
     def __init__(self, tracer: Any, work: list[SizedOperation | InnerCall]) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class _WorkOfCall(OperationCounter):
 
 
 class _AxesOutside(dict[str, Any]):
-    """The axes of a step, which a function lacks where a graph calls it."""
+    """The axes of a step, which a function that a graph calls does not have."""
 
     def get(self, name: str, default: Any = None) -> Any:
         if name in self:
@@ -244,15 +244,15 @@ class _AxesOutside(dict[str, Any]):
 
 
 class StepRecorder(GraphRecorder):
-    """Puts collectives into a graph, and functions whose inner sizes depend on values."""
+    """Records collectives into a graph, and functions whose inner sizes depend on values."""
 
     def eager(self, function: Callable[..., Tensor], xs: Sequence[Tensor]) -> Tensor:
         """Two nodes: a call of the function here, and another in the backward pass.
 
         Raises:
-            RuntimeError: it uses tensors of the trace that it is not given, asks for an axis, or draws by torch's generator.
+            RuntimeError: it uses tensors of the trace that it is not given, asks for an axis, or draws from torch's generator.
         """
-        xs = [x.view_as(x) for x in xs]  # fetches params that are in shards
+        xs = [x.view_as(x) for x in xs]  # fetches sharded params
         asks = tuple(x.requires_grad and torch.is_grad_enabled() for x in xs)
         mode = get_proxy_mode()
         trial = _InnerCalls()

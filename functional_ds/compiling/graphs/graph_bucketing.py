@@ -1,4 +1,4 @@
-"""Small collectives on one group joined into one."""
+"""Joins small collectives on one group."""
 
 import math
 import operator
@@ -17,17 +17,17 @@ __all__ = ["bucketing"]
 
 
 def bucketing(size: int = 1 << 20) -> Callable[[StepGraph], StepGraph]:
-    """Joins collectives that follow each other on a group, while they take no more than so many bytes together.
+    """Joins consecutive collectives on a group, up to ``size`` bytes together.
 
-    Law: no value changes, the ranks send equally many bytes in fewer calls, and start them in one order on all ranks. The
-    joined call starts where its last part did, and is waited for before the first use of a result. So it costs memory: of a
-    bucket's gathers all units are whole at once. Run it last, after ``regather`` and ``schedule``. Sums over all ranks are not
-    joined, since a back end may add the elements of a longer message in another order.
+    Law: no value changes; the ranks send equally many bytes in fewer calls, in the same order on all ranks. The joined call
+    starts where its last part did, and is waited for before the first use of a result. It costs memory: all units of a bucket's
+    gathers are whole at once. Run it last, after ``regather`` and ``schedule``. Sums over all ranks are not joined, since a
+    backend may add the elements of a longer message in another order.
 
     Source: buckets of DistributedDataParallel (Li and others, 2020).
 
     Args:
-        size: bytes that this rank gives to one call; what is larger stays alone.
+        size: bytes that this rank sends in one call; larger collectives stay single.
 
     Raises:
         ValueError: ``size`` is below 1.
@@ -100,12 +100,12 @@ def _results(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _first_use(order: dict[fx.Node, float], wait: fx.Node) -> tuple[float, fx.Node]:
-    """Where a result is first used, and by which node; if by none, by the wait itself, at the end."""
+    """Where a result is first used, and by which node; if unused, by the wait itself, at the end."""
     return min(((order[user], user) for user in _results(wait)[1]), key=lambda one: one[0], default=(math.inf, wait))
 
 
 def _join(graph: StepGraph, order: dict[fx.Node, float], bucket: Sequence[fx.Node]) -> None:
-    """One start and one wait in place of several."""
+    """Replaces several starts and waits by one of each."""
     if len(bucket) < 2:
         return
     nodes, last = graph.module.graph, bucket[-1]
@@ -143,7 +143,7 @@ def _join(graph: StepGraph, order: dict[fx.Node, float], bucket: Sequence[fx.Nod
 
 
 def _share_unit(graph: StepGraph, joined: Sequence[fx.Node], bucket: Sequence[fx.Node]) -> None:
-    """Gathers of several units are one for whoever counts what is whole."""
+    """Marks joined gathers, so that all their units count as whole."""
     units = tuple(start.meta[UNIT] for start in bucket if UNIT in start.meta)
     if units:
         both = JoinedUnits(units)

@@ -1,8 +1,8 @@
 """Collectives as nodes of a graph: an operator that starts one, and an operator that waits for its results.
 
-``start(Tensor[] xs, int site) -> Tensor`` gives a token; ``wait(Tensor token, Tensor[] xs, int site) -> Tensor[]`` gives the
-results. A site is one collective of the program; each has a number of its own, so that no two of them are merged. ``wait``
-takes the inputs once more, which keeps their memory until then.
+``start(Tensor[] xs, int site) -> Tensor`` returns a token; ``wait(Tensor token, Tensor[] xs, int site) -> Tensor[]`` returns
+the results. A site is one collective of the program, with a unique number, so that no two are merged. ``wait`` takes the inputs
+again, which keeps their memory until then.
 """
 
 import threading
@@ -32,11 +32,11 @@ class CallSite:
     Attributes:
         call: the collective and its options.
         group: the ranks.
-        beside: whether it runs beside others.
-        early: whether the program goes on before it waits.
+        beside: whether it runs concurrently with others.
+        early: whether the program continues before it waits.
         label: what it carries, such as the name of a unit; may be empty.
-        turn: which of its group's collectives it is in the program. Copies have the same one, and no pass changes it: so
-            ranks see whether they start the same ones, which may look alike.
+        turn: its number among its group's collectives in the program. Copies have the same one, and no pass changes it, so
+            ranks can check that they start the same ones.
     """
 
     call: Call
@@ -73,11 +73,11 @@ class _RecordedHandle:
 
 @attrs.define(eq=False)
 class GraphRecorder:
-    """Puts a rank's collectives into the graph that is being traced.
+    """Records a rank's collectives into the graph that is being traced.
 
     Attributes:
-        sites: the collectives so far; a node names one by its place.
-        notes: what the step says of itself.
+        sites: the collectives so far; a node refers to one by its index.
+        notes: what the step reports about itself.
         trial: never.
     """
 
@@ -90,10 +90,10 @@ class GraphRecorder:
     _turns: Counter[tuple[str, tuple[int, ...]]] = attrs.field(factory=Counter)
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool) -> Handle:
-        """Two nodes: one here, and one where the handle's results are asked for.
+        """Two nodes: one here, and one where the results are used.
 
         Raises:
-            RuntimeError: it is a message between two ranks, which belongs to a batch.
+            RuntimeError: it is a point-to-point message, which belongs to a batch.
         """
         if call.collective.order(call.options) != ():
             raise RuntimeError(
@@ -109,7 +109,7 @@ class GraphRecorder:
 
     @contextmanager
     def labelled(self, name: str) -> Iterator[None]:
-        """Within the block collectives carry something of this name, and all nodes get one number in common."""
+        """A context in which collectives carry something of this name, and all nodes share one number."""
         outer, self._label = self._label, name
         self._units += 1
         with tagged(UNIT, self._units):
@@ -117,7 +117,7 @@ class GraphRecorder:
         self._label = outer
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """Nodes within the block get one number in common."""
+        """A context in which all nodes share one number."""
         self._recomputed += 1
         return tagged(RECOMPUTED, self._recomputed)
 
@@ -127,7 +127,7 @@ _HERE = threading.local()  # what the graph that this thread runs, or traces, re
 
 @contextmanager
 def carrying_out(sites: Sequence[CallSite]) -> Iterator[None]:
-    """Within the block the operators of this thread mean these sites."""
+    """A context in which this thread's operators refer to these sites."""
     outer = getattr(_HERE, "run", None)
     _HERE.run = sites, {}
     try:
@@ -137,7 +137,7 @@ def carrying_out(sites: Sequence[CallSite]) -> Iterator[None]:
 
 
 def site_here(number: int) -> Any:
-    """What an operator of this thread means by a number."""
+    """The site with this number in this thread."""
     return _HERE.run[0][number]
 
 
@@ -159,7 +159,7 @@ def _start(xs: list[Tensor], site: int) -> Tensor:
 
 
 def _apart(result: Tensor, xs: list[Tensor]) -> Tensor:
-    """The result in memory of its own, as operators promise."""
+    """The result in new memory, as operators promise."""
     memory = result.untyped_storage().data_ptr()
     return result.clone() if memory and any(memory == x.untyped_storage().data_ptr() for x in xs) else result
 

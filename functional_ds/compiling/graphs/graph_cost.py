@@ -1,4 +1,4 @@
-"""What a graph costs: when each node runs, on a rank that computes beside its collectives, and how long the step takes."""
+"""The predicted cost of a graph: when each node runs, with computation and collectives overlapped, and the step's time."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -30,11 +30,11 @@ COMPUTE = "compute"
 
 @attrs.frozen
 class InMemory:
-    """What is in memory while a node runs, its own results included; the state and the batch, which the caller holds, are not.
+    """What is in memory while a node runs, including its results; without the state and the batch, which the caller holds.
 
     Attributes:
         bytes: of all tensors that the graph has made.
-        units: how many gathered units are whole or on their way.
+        units: how many gathered units are whole or in flight.
     """
 
     bytes: int
@@ -83,10 +83,10 @@ class GraphCost:
 
     Attributes:
         spans: of operators and collectives, in the graph's order.
-        waits: for what the rank waits.
+        waits: what the rank waits for.
         seconds: of the whole step.
-        compute: in which the device computes.
-        host: in which it waits for the host, which starts operations.
+        compute: seconds in which the device computes.
+        host: seconds in which it waits for the host, which starts operations.
         sent: the ledger's rows of this rank.
         memory: seconds from the step's start, and what is in memory from then on.
     """
@@ -101,7 +101,7 @@ class GraphCost:
 
     @property
     def flops(self) -> int:
-        """Of the step, on this rank."""
+        """Floating-point operations of the step on this rank."""
         return sum(span.flops for span in self.spans)
 
     @cached_property
@@ -111,7 +111,7 @@ class GraphCost:
 
     @cached_property
     def channels(self) -> Mapping[str, float]:
-        """Seconds in which a channel is busy beside the device, by its group's name."""
+        """Seconds in which a channel is busy, by its group's name."""
         return _summed((span.lane, span.seconds) for span in self.spans if span.lane != COMPUTE)
 
     @cached_property
@@ -148,7 +148,7 @@ class GraphCost:
         return self.chart()._repr_html_()
 
     def __str__(self) -> str:
-        """Where the time goes."""
+        """A breakdown of the time."""
         rows = [("step", self.seconds), ("  compute", self.compute), ("  host", self.host)]
         rows += [(f"  waits for {does}", seconds) for does, seconds in self.exposed.items()]
         rows += [(f"channel {name}", seconds) for name, seconds in self.channels.items()]
@@ -205,7 +205,7 @@ class _RankTimeline:
         if self.host > self.device:
             self.idle += self.host - self.device
             self.device = self.host
-            if not self.machine.host_computes:  # else its start is a part of it
+            if not self.machine.host_computes:  # otherwise its start is a part of it
                 begin, before = self.device, None
         self.busy += seconds
         self.device += seconds
@@ -215,7 +215,7 @@ class _RankTimeline:
         self.spans.append(attrs.evolve(span, flops=operation.flops, bytes=operation.bytes, before=before))
 
     def start(self, node: fx.Node, site: CallSite | InnerCall, xs: Sequence[Tensor]) -> int:
-        """A collective: it begins when its inputs are computed and its channel is free. Gives its span."""
+        """A collective: it begins when its inputs are computed and its channel is free. Returns its span."""
         key = (site.group.name, site.group.ranks)
         begin, before, last = max(self.device, self.host), self.last, self._channels.get(key)
         if last is not None and self.spans[last].end > begin:
@@ -236,7 +236,7 @@ class _RankTimeline:
         return place
 
     def _hold(self, node: fx.Node, site: CallSite | InnerCall, seconds: float) -> None:
-        """The device does nothing but a part of a collective."""
+        """The device waits for a part of a collective."""
         begin = max(self.device, self.host)
         self.idle += begin - self.device
         before = self.last if begin == self.device else None
@@ -250,7 +250,7 @@ class _RankTimeline:
         self._under_way[site_of(node)] = self.start(node, site, xs)
 
     def wait(self, node: fx.Node) -> None:
-        """The device goes on when the collective is over."""
+        """The device continues when the collective is over."""
         self._until(self._under_way.pop(site_of(node)), node)
 
     def finish(self, node: fx.Node) -> None:

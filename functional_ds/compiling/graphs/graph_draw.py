@@ -1,4 +1,4 @@
-"""A graph as a picture: what computes and what is under way over predicted time, with memory below."""
+"""Plots a graph: computation and collectives over predicted time, with memory below."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -19,12 +19,12 @@ _LETTER = 0.062  # inches of a letter of the labels
 
 
 def draw_cost(cost: GraphCost, path: str | PathLike[str] | None = None, *, title: str = "") -> Any:
-    """A lane for what the device computes, by phase, one for each channel, and below them the memory beside the state.
+    """Plots a lane for the device's computation, by phase, one for each channel, and below them the memory.
 
     Args:
-        cost: what is drawn.
+        cost: what is plotted.
         path: a file to write; the suffix is the format: .svg, .png, .pdf.
-        title: the figure's title; by default the step's time and where it goes.
+        title: the figure's title; by default the step's time and its breakdown.
 
     Returns:
         The matplotlib figure.
@@ -111,7 +111,7 @@ def _lanes(axes: Any, cost: GraphCost, lanes: Sequence[str], scale: float) -> li
 
 
 def _joined(spans: Sequence[NodeSpan]) -> list[tuple[float, float]]:
-    """Spans that follow one another without a gap are one bar."""
+    """Joins adjacent spans into one bar."""
     found: list[tuple[float, float]] = []
     for span in spans:
         if found and span.begin <= found[-1][1]:
@@ -122,7 +122,7 @@ def _joined(spans: Sequence[NodeSpan]) -> list[tuple[float, float]]:
 
 
 def _phase_names(axes: Any, own: Sequence[NodeSpan], scale: float, inches: float) -> None:
-    """Above the compute lane, where there is room."""
+    """Labels above the compute lane, if they fit."""
     for phase, spans in groupby(own, key=lambda span: span.phase):
         run = list(spans)
         begin, end = run[0].begin * scale, run[-1].end * scale
@@ -131,7 +131,7 @@ def _phase_names(axes: Any, own: Sequence[NodeSpan], scale: float, inches: float
 
 
 def _steps(cost: GraphCost, scale: float) -> tuple[list[float], list[InMemory]]:
-    """What is in memory, from when on."""
+    """Memory over time, as steps."""
     return [time * scale for time, _ in cost.memory] + [cost.seconds * scale], [
         *(now for _, now in cost.memory),
         cost.memory[-1][1],

@@ -1,4 +1,4 @@
-"""Questions about a node of a graph."""
+"""Queries about nodes of a graph."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -37,14 +37,14 @@ UNIT = "fds_unit"  # in a node's meta: a number that the nodes of one fetch of a
 
 @attrs.frozen
 class JoinedUnits:
-    """What the nodes of several fetches have in common whose collectives were joined."""
+    """What the nodes of several joined fetches share."""
 
     units: tuple[Any, ...]
 
 
 @contextmanager
 def tagged(name: str, value: Any) -> Iterator[None]:
-    """Nodes that are traced within the block have a value in their meta, unless they have one of that name already."""
+    """A context in which traced nodes get a value in their meta, unless they have one of that name already."""
     mode = get_proxy_mode()
     before = None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)))
     try:
@@ -57,13 +57,13 @@ def tagged(name: str, value: Any) -> Iterator[None]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node gives memory of its input and writes nothing."""
+    """Whether a node returns memory of its input and writes nothing."""
     declared = isinstance(node.target, OPERATOR) and node.target.is_view
     return declared or node.target is operator.getitem or node.target in UNDECLARED_VIEWS
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a node gives: for views, and for what writes into its input and gives it."""
+    """The node whose memory a node returns: for views, and for operators that write into their input and return it."""
     while node.all_input_nodes:
         if is_view(node):
             node = node.all_input_nodes[0]
@@ -82,7 +82,7 @@ def _gives_what_it_writes(node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node whose tensor a node gives a view of: unlike its root, one item of several results."""
+    """The node of whose tensor a node returns a view: unlike its root, one item of several results."""
     while is_view(node) and node.all_input_nodes:
         before = node.all_input_nodes[0]
         if node.target is operator.getitem and not is_view(before):
@@ -92,7 +92,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def views_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes and all that give their memory, in order."""
+    """The nodes and all that return their memory, in order."""
     found = [*nodes]
     for each in found:
         found += [user for user in each.users if is_view(user) and user not in found]
@@ -100,7 +100,7 @@ def views_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def inputs_of(node: fx.Node) -> list[fx.Node]:
-    """All nodes but placeholders that a node is computed from, in order, itself the last."""
+    """All nodes except placeholders that a node is computed from, in order, itself the last."""
     found: dict[fx.Node, None] = {}
 
     def add(each: fx.Node) -> None:
@@ -126,7 +126,7 @@ class GraphWrites:
     """Which nodes of a graph write into which memory.
 
     Attributes:
-        order: the places of all nodes. Who moves a node that writes nothing gives it another place here.
+        order: the places of all nodes. Code that moves a node that writes nothing updates its place here.
     """
 
     order: dict[fx.Node, float]
@@ -134,7 +134,7 @@ class GraphWrites:
 
     @staticmethod
     def of(graph: fx.Graph) -> "GraphWrites":
-        """Those of a graph."""
+        """The writes of a graph."""
         found = GraphWrites({}, {})
         for place, node in enumerate(graph.nodes):
             found.order[node] = place
@@ -143,7 +143,7 @@ class GraphWrites:
         return found
 
     def any(self, reading: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> bool:
-        """Whether a kernel from one node on until before another one, not one of these, writes into memory that they read."""
+        """Whether a kernel between two nodes, other than these, writes into memory that they read."""
         own, places = {*reading}, (self.order[start], self.order[end])
         roots = {root_of(each) for node in reading for each in node.all_input_nodes}
         found = (one for root in roots & self._by_root.keys() for one in self._by_root[root])

@@ -24,21 +24,21 @@ def copied(graph: StepGraph) -> StepGraph:
 
 def finished(graph: StepGraph) -> StepGraph:
     """The graph, checked and ready to be called."""
-    graph.module.graph.eliminate_dead_code()  # what nobody reads keeps its inputs in memory
+    graph.module.graph.eliminate_dead_code()  # unread results keep their inputs in memory
     graph.module.graph.lint()
     graph.module.recompile()
     return graph
 
 
 def regather(*, live: int = 2, reshard: bool = False) -> Callable[[StepGraph], StepGraph]:
-    """Gathers units of params anew where they are used again, so that at most ``live`` of them are whole at once.
+    """Gathers units of params again where they are reused, so that at most ``live`` are whole at once.
 
-    Law: no value changes. In each forward and each backward pass the gathers are the fewest that do (Belady 1966), as ZeRO-3
-    plans them in an eager step. More units are whole only where one operation takes more.
+    Law: no value changes. The gathers of each forward and each backward pass are the fewest possible (Belady 1966), as ZeRO-3
+    plans them in an eager step. More units are whole only if one operation needs more.
 
     Args:
         live: how many units are whole.
-        reshard: whether a backward pass finds none of the units that its forward pass ends with.
+        reshard: whether a backward pass regathers the units with which its forward pass ended.
 
     Raises:
         ValueError: ``live`` is below 1.
@@ -70,7 +70,7 @@ def regather(*, live: int = 2, reshard: bool = False) -> Callable[[StepGraph], S
 
 
 def _uses_by_pass(graph: StepGraph, unit_of: dict[fx.Node, int]) -> list[tuple[bool, list[tuple[fx.Node, int]]]]:
-    """Who uses which unit, in order, in each forward and each backward pass (True); micro-batches have several."""
+    """The users of each unit, in order, in each forward and each backward pass (True); micro-batches have several."""
     found = [(False, list[tuple[fx.Node, int]]())]
     phase, making = None, {node for gather in graph.gathers() for node in gather.nodes}
     for node in graph.module.graph.nodes:
@@ -103,7 +103,7 @@ class _Copy:
         return len(self._made) - 1
 
     def give(self, user: fx.Node, number: int) -> None:
-        """Makes a node use a copy, which stands before the first of its users."""
+        """Makes a node use a copy, which is before the first of its users."""
         if number:
             with self.graph.module.graph.inserting_before(user):
                 sites: dict[int, int] = {}
@@ -112,7 +112,7 @@ class _Copy:
 
     @cached_property
     def _anew(self) -> set[fx.Node]:
-        """What a copy copies: with hpZ not the first level, whose result stays."""
+        """The nodes to copy: with hpZ without the first level, whose result is kept."""
         found = {*self.gather.nodes, *self.views}
         gathering = self.graph.notes.gathering
         if gathering is not None and gathering.keeps_first_level:
@@ -143,14 +143,14 @@ def _renumber(sites: list[CallSite], node: fx.Node, number: dict[int, int]) -> N
 
 
 def schedule(*, ahead: int = 1) -> Callable[[StepGraph], StepGraph]:
-    """Starts each gather of a unit before the wait for the one ``ahead`` gathers earlier, also across the ends of passes.
+    """Starts each gather of a unit before the wait for the one ``ahead`` gathers earlier, also across passes.
 
-    So the first gathers of a backward pass, or of the next micro-batch, run beside the end of the pass before.
-    Law: no value changes, nor what is sent; the ranks start gathers in the order in which they did, and at most ``ahead``
-    more units are whole at once.
+    The first gathers of a backward pass, or of the next micro-batch, then overlap the end of the previous pass. Law: no value
+    changes, nor what is sent; the ranks start gathers in the same order as before, and at most ``ahead`` more units are whole
+    at once.
 
     Args:
-        ahead: how many gathers may be under way beside the one that is waited for.
+        ahead: how many further gathers may be in flight.
 
     Raises:
         ValueError: ``ahead`` is negative.
@@ -172,7 +172,7 @@ def schedule(*, ahead: int = 1) -> Callable[[StepGraph], StepGraph]:
 
 
 def _start_before(start: fx.Node, place: fx.Node, writes: GraphWrites) -> None:
-    """Moves the start of a gather, and what it is computed from, before a node, unless a kernel between writes into that."""
+    """Moves the start of a gather, with its inputs, before a node, unless a kernel in between writes into them."""
     order = writes.order
     moved = [node for node in inputs_of(start) if order[node] > order[place]]
     if any(node.target is WAIT or written_by(node) for node in moved) or writes.any(moved, place, start):

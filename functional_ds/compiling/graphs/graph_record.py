@@ -1,4 +1,4 @@
-"""A step's graph: what it takes and gives, what is in memory at each node, and how it prints."""
+"""A step's graph: inputs, outputs, memory at each node, and its text form."""
 
 import operator
 from collections import Counter
@@ -32,7 +32,7 @@ __all__ = ["StepGraph", "UnitGather"]
 
 @attrs.frozen(eq=False)
 class UnitGather:
-    """The nodes that make a unit of params whole: starts and waits of its levels, casts and decoding.
+    """The nodes that gather a unit of params: starts and waits of its levels, casts and decoding.
 
     Attributes:
         nodes: in order.
@@ -42,7 +42,7 @@ class UnitGather:
 
     @property
     def units(self) -> int:
-        """How many units they are: several where gathers were joined."""
+        """How many units they are: several if gathers were joined."""
         number = self.nodes[0].meta[UNIT]
         return len(number.units) if isinstance(number, JoinedUnits) else 1
 
@@ -68,17 +68,17 @@ class UnitGather:
 class StepGraph:
     """A step as a graph: a function from the leaves of (state, batch) to those of (state, metrics).
 
-    Nodes are ATen operators, and ``functional_ds::start`` and ``::wait`` for collectives. The update writes into the
-    state's tensors, as a donating step does.
+    Nodes are ATen operators, and ``functional_ds::start`` and ``::wait`` for collectives. The update writes into the state's
+    tensors, as a donating step does.
 
     Attributes:
-        module: the graph, which can be called.
-        sites: the collectives that its nodes name by number.
+        module: the callable graph.
+        sites: the collectives, to which its nodes refer by index.
         takes: the structure of (state, batch).
         gives: the structure of (state, metrics).
         outputs: the results' leaves without values, with their marks.
-        notes: what the step says of itself.
-        buffers: where modules hold those of their buffers that no state has; the graph takes them behind the leaves.
+        notes: what the step reports about itself.
+        buffers: the places of module buffers that are not in the state; the graph takes them after the leaves.
     """
 
     module: fx.GraphModule
@@ -95,7 +95,7 @@ class StepGraph:
             return self.given(self.module(*self.taken(leaves)))
 
     def taken(self, leaves: Sequence[Any]) -> list[Any]:
-        """The graph's inputs: the leaves of a state and of a batch, and the modules' buffers as they are now."""
+        """The graph's inputs: the leaves of a state and of a batch, and the modules' present buffers."""
         return [*leaves, *(store.get(key) for store, key in self.buffers)]
 
     def given(self, found: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
@@ -118,10 +118,9 @@ class StepGraph:
         return node.target is WAIT and self.sites[site_of(node)].call.collective.traffic.role == "gather"
 
     def live(self) -> dict[fx.Node, InMemory]:
-        """For each node what is in memory while it runs. A tensor lives until the last use of it, or of a view of it.
+        """What is in memory while each node runs. A tensor lives until the last use of it, or of a view of it.
 
-        What a collective gives has memory from its start on. What an exchange of experts' rows keeps for the backward pass
-        counts as if each expert had as many rows.
+        The result of a collective has memory from its start on. Saved tensors of an expert exchange count as for even routing.
         """
         nodes = list(self.module.graph.nodes)
         places = {node: place for place, node in enumerate(nodes)}
@@ -148,14 +147,14 @@ class StepGraph:
     def cost(self, machine: "Machine", *, links: Mapping[str, Link] | None = None) -> GraphCost:
         """The predicted time of this rank's step, node by node, if all ranks start together and are equally fast.
 
-        Operators run one after another on the device; an operator takes what the machine takes for its floating-point
-        operations (torch's formulas) and bytes. Each group's channel carries one collective after another, beside the device;
-        a collective begins when its inputs are computed and its channel is free, and its wait holds the device up. Channels do
-        not share links. A pass that starts a collective earlier is cheaper here, too.
+        Operators run one after another on the device; each takes the machine's time for its floating-point operations (torch's
+        formulas) and bytes. Each group's channel carries one collective after another, concurrently with the device; a
+        collective begins when its inputs are computed and its channel is free, and its wait blocks the device. Channels do not
+        share links. So passes that start collectives earlier reduce the predicted time.
 
-        Laws: with infinitely fast links the step takes what it computes; with an infinitely fast device no less than any
-        channel is busy, and no more than all are; names change nothing. The bytes are those that a ledger counts in a run; an
-        exchange of experts' rows is that of a run that gives each expert as many.
+        Laws: with infinitely fast links the step takes its compute time; with an infinitely fast device, at least as long as
+        any channel is busy, and at most as long as all are; names change nothing. The bytes are those that a ledger counts in a
+        run, with even routing to experts.
 
         Args:
             machine: ``fds.scaling.Machine``.
@@ -180,13 +179,13 @@ class StepGraph:
         links: Mapping[str, Link] | None = None,
         title: str = "",
     ) -> Any:
-        """The predicted step as a picture: what computes, each channel's collectives, and memory over time.
+        """Plots the predicted step: computation, each channel's collectives, and memory over time.
 
         Args:
             machine: the rates, as for ``cost``.
             path: a file to write; the suffix is the format: .svg, .png, .pdf.
             links: of groups, as for ``cost``.
-            title: the figure's title; by default the step's time and where it goes.
+            title: the figure's title; by default the step's time and its breakdown.
 
         Returns:
             The matplotlib figure.
@@ -204,7 +203,7 @@ class StepGraph:
         return f"{table}<details><summary>nodes</summary>{html_text(self)}</details>"
 
     def __str__(self) -> str:
-        """A line a node: its phase where one begins, what is in memory, the operator, and what a collective carries."""
+        """A line per node: its phase where one begins, memory, the operator, and what a collective carries."""
         return "\n".join(_lines(self))
 
     def __repr__(self) -> str:
@@ -213,7 +212,7 @@ class StepGraph:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The node whose memory a node gives, where one of several results of a node is a node of its own."""
+    """The node whose memory a node returns, where each of several results is a node."""
     found = node
     while not _is_item(found) and found is not root_of(found):
         before = next(each for each in found.all_input_nodes if root_of(each) is root_of(found))

@@ -41,7 +41,7 @@ _OVER_RANKS = ("norm", "finite", "sync_buffers")
 
 
 class UntraceableError(RuntimeError):
-    """A step cannot be one graph; the text says why."""
+    """A step cannot be traced into one graph; the message says why."""
 
 
 def _marking(tag: str) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def _marking(tag: str) -> Callable[..., Any]:
 
 
 class _NoAddresses(TorchFunctionMode):
-    """Refuses questions for addresses: tensors without values all say 0, and what follows from that would be wrong."""
+    """Raises an error for queries of addresses: tensors without values all have address 0."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.data_ptr:
@@ -103,7 +103,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
 
 
 def _passing_buffers(state: State) -> dict[tuple[Any, str], tuple[dict[str, Any], str]]:
-    """Where the modules hold the buffers that ``state_dict`` leaves out and no pass has written, by module and name."""
+    """The places of buffers that ``state_dict`` omits and no pass has written, by module and name."""
     slot, found = state.slots.get(BUFFERS), dict[tuple[Any, str], tuple[Any, str]]()
     if isinstance(slot, Buffers):
         for module, key in slot.known.keys.items():
@@ -115,7 +115,7 @@ def _passing_buffers(state: State) -> dict[tuple[Any, str], tuple[dict[str, Any]
 
 
 def _refuse_attributes(state: State) -> None:
-    """What modules set that no tree holds would stay as the trace has left it."""
+    """Raises an error for attributes that no tree can hold: they would keep their values from the trace."""
     held = state.slots.get(BUFFERS)
     names = [name for other in held.others.by_key.values() for name in other] if isinstance(held, Buffers) else []
     if names:
@@ -123,7 +123,7 @@ def _refuse_attributes(state: State) -> None:
 
 
 def _tidy(graph: fx.Graph) -> None:
-    """Without nodes that change nothing."""
+    """Removes nodes without effect."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
@@ -133,7 +133,7 @@ def _tidy(graph: fx.Graph) -> None:
 
 
 def _refuse_late_draws(graph: fx.Graph) -> None:
-    """A backward pass that draws recomputes a forward pass, for which it sets generators back, and no node does that."""
+    """Raises an error for a backward pass that draws: it recomputes a forward pass, and no node resets generators."""
     for node in graph.nodes:
         if node.meta.get(PHASE) == "backward" and _draws(node):
             raise UntraceableError(
@@ -143,7 +143,7 @@ def _refuse_late_draws(graph: fx.Graph) -> None:
 
 
 def _refuse_recomputed_calls(graph: fx.Graph) -> None:
-    """A call's backward pass needs what its own forward pass has kept, not a copy of the token or another run."""
+    """Raises an error for a recomputed call: its backward pass needs what its own forward pass saved."""
     for node in graph.nodes:
         token = node.args[0] if node.target is RUN_BACKWARD else None
         kept = token is None or (token.target is operator.getitem and token.args[0].target is RUN)
@@ -152,7 +152,7 @@ def _refuse_recomputed_calls(graph: fx.Graph) -> None:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a node draws by torch's generator; attention without dropout may, and does not."""
+    """Whether a node draws from torch's generator; attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [argument.name for argument in schema_of(node.target).arguments]
@@ -180,9 +180,9 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _caches_as_before(state: State) -> Iterator[None]:
-    """Within the block a step may run without values; afterwards the state's caches are as they were.
+    """A context in which a step may run without values, and which restores the state's caches.
 
-    Ranks learn in eager steps, together. What one rank's trace alone had changed would part it from the others.
+    Ranks update these together, in eager steps: changes from one rank's trace would desynchronise them.
     """
     found: dict[int, tuple[Any, dict[str, Any]]] = {}
     _look(state, found, set())

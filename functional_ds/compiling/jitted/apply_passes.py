@@ -1,4 +1,4 @@
-"""Passes of a user's own: what they return is checked, and gets its shapes anew."""
+"""Custom graph passes: checks their results, and recomputes shapes."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ def pass_name(change: Any) -> str:
 
 
 def apply_passes(graph: StepGraph, passes: Sequence[GraphPass]) -> StepGraph:
-    """The graph after passes of users, with the shapes and dtypes of all nodes as they are now.
+    """The graph after custom passes, with recomputed shapes and dtypes of all nodes.
 
     Raises:
-        TypeError: a pass returns no ``StepGraph``.
-        ValueError: a pass returns the graph of another function, a graph that cannot run, or one that starts a collective
-            twice or waits for none.
+        TypeError: a pass does not return a ``StepGraph``.
+        ValueError: a pass returns the graph of another function, a graph that cannot run, or one that starts a collective twice
+            or does not wait for it.
     """
     for change in passes:
         found = change(graph)
@@ -61,7 +61,7 @@ def _refuse_other_function(found: StepGraph, graph: StepGraph, name: str) -> Non
 
 
 def _refuse_loose_collectives(found: StepGraph, name: str) -> None:
-    """Each collective is started once, and waited for once by the token of its start."""
+    """Raises an error unless each collective is started once, and waited for once with its start's token."""
     starts, waits = Counter[int](), Counter[int]()
     for node in found.module.graph.nodes:
         if node.target is START:
@@ -83,7 +83,7 @@ def _refuse_loose_collectives(found: StepGraph, name: str) -> None:
 
 
 def _revalue(graph: StepGraph) -> None:
-    """The nodes' values without numbers, computed from their inputs': a pass may have put others in their places."""
+    """Recomputes the nodes' values without numbers from their inputs', because a pass may have changed them."""
     nodes = graph.module.graph.nodes
     values = [x for node in nodes for x in _tensors(node.meta.get("val")) if is_fake(x)]
     if not values:

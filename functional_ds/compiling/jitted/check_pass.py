@@ -1,4 +1,4 @@
-"""``check_pass``: tests that a graph after a custom pass is the step."""
+"""``check_pass``: tests that a graph after a custom pass is equivalent to the step."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ _ASKED = "say same_ledger=False if it should"
 
 @attrs.frozen
 class PassReport:
-    """What a pass has changed on a rank; values are not among it.
+    """What a pass has changed on a rank, apart from values.
 
     Attributes:
         name: the pass's.
         nodes: how many the graph has, before and after.
-        memory: the most bytes beside the state at one node, before and after.
+        memory: the peak bytes at one node, without the state, before and after.
         units: the most gathered units at one node, before and after.
         sent: bytes that this rank sends, before and after.
     """
@@ -60,28 +60,28 @@ def check_pass(
     atol: float | None = None,
     same_ledger: bool = True,
 ) -> PassReport:
-    """Raises unless a pass keeps law 58 for a step: equal values on all ranks, equal payloads, one order of collectives.
+    """Raises an error unless a pass preserves law 58: values on all ranks, payloads, and the order of collectives.
 
-    Every simulated rank makes its step, its state and its batch, traces the step, with the passes that it has, and runs the
-    graph before and after ``change`` on copies of the state.
+    Every simulated rank makes its step, its state and its batch, traces the step with its passes, and runs the graph before and
+    after ``change`` on copies of the state.
 
     Args:
         change: the pass.
-        program: ``program(*args)`` gives ``(step, state, batch)`` on each rank; the step may be jitted.
-        args: what each rank passes to it.
+        program: ``program(*args)`` returns ``(step, state, batch)`` on each rank; the step may be jitted.
+        args: passed to it on each rank.
         world_size: how many ranks.
-        seed: picks the interleaving.
-        rtol: relative tolerance of values; None for equal bits, if ``atol`` is None, too.
+        seed: of the interleaving.
+        rtol: relative tolerance of values; None for bitwise equality, if ``atol`` is None too.
         atol: absolute tolerance of values.
-        same_ledger: whether the ranks must send what they sent before the pass.
+        same_ledger: whether the ranks must send the same as before the pass.
 
     Returns:
-        What it changes in nodes, memory and bytes sent, on rank 0.
+        The changes in nodes, memory and bytes sent, on rank 0.
 
     Raises:
-        TypeError: the pass returns no ``StepGraph``.
+        TypeError: the pass does not return a ``StepGraph``.
         ValueError: the pass returns a graph that cannot run.
-        AssertionError: what differs: the result, the first node whose value does, and the rank; the collective; the
+        AssertionError: with the difference: the result, the first node whose value differs, and the rank; the collective; the
             ledger's row.
 
     >>> import functional_ds as fds
@@ -143,7 +143,7 @@ class _Checked:
         return f"the pass {pass_name(self.change)}"
 
     def _collectives(self, after: StepGraph) -> None:
-        """Before anything runs, so that no rank waits for what does not come."""
+        """Before anything runs, so that no rank waits forever."""
         old, new = (_started(graph) for graph in (self.before, after))
         if self.same_ledger and old != new:
             lacking, more = old - new, new - old
@@ -168,7 +168,7 @@ class _Checked:
         return ""
 
     def _different(self, x: Any, y: Any) -> str:
-        """How; empty for equal values."""
+        """How values differ; empty if they are equal."""
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             return "" if type(x) is type(y) and x == y else f"is {y!r}, not {x!r}"
         if bit_equal(x, y):
@@ -183,7 +183,7 @@ class _Checked:
         return f"differs by up to {(y.double() - x.double()).abs().max().item():.3g}, more than rtol={rtol:g} and atol={atol:g}"
 
     def _first_node(self, after: StepGraph) -> str:
-        """The first node of both graphs that gives other values, as words."""
+        """The first node of both graphs with different values, as text."""
         noted = [_Noting(graph.module) for graph in (self.before, after)]
         for graph, each in zip((self.before, after), noted, strict=True):
             self._results(graph, each.run)
@@ -241,7 +241,7 @@ def _started(graph: StepGraph) -> Counter[str]:
 
 
 def _other_rows(before: Sequence[Row], after: Sequence[Row]) -> str:
-    """The first row of the ledger that differs, as words."""
+    """The first row of the ledger that differs, as text."""
     old, new = ({(row.collective, row.group): row for row in rows} for rows in (before, after))
     for key in [*old, *new]:
         a, b = old.get(key), new.get(key)

@@ -1,4 +1,4 @@
-"""Whether ranks can run their graphs together: they start equal collectives, in orders in which none waits forever."""
+"""Checks that ranks can run their graphs together: equal collectives, in orders that cannot deadlock."""
 
 import zlib
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ class CollectiveEvent:
     """A rank starts a collective, or waits for one.
 
     Attributes:
-        group: the place of its group in ``RankCollectives.groups``.
-        digest: of what must be equal on all ranks of the group; None where it waits.
+        group: the index of its group in ``RankCollectives.groups``.
+        digest: of what must be equal on all ranks of the group; None for a wait.
         does: the collective and what it carries.
         number: which of the group's collectives it is.
-        holds: whether the rank does nothing else until the others are there.
+        holds: whether it blocks the rank until the others are there.
     """
 
     group: int
@@ -127,7 +127,7 @@ def _different(group: str, mine: tuple[int, Sequence[CollectiveEvent]], theirs: 
 
 
 def _deadlock(told: Sequence[RankCollectives]) -> str:
-    """Runs the events of all ranks, each of which goes on as far as it can."""
+    """Runs the events of all ranks, each as far as it can."""
     there = {own.rank for own in told}
     arrived: dict[tuple[GroupKey, int], set[int]] = {}
     places, going = [0] * len(told), True

@@ -1,4 +1,4 @@
-"""Graphs as Python functions with as little between kernels as can be: no lookups, and one view where a graph has a chain."""
+"""Graphs as Python functions with little overhead between kernels: no lookups, and one view instead of a chain."""
 
 import functools
 import operator
@@ -34,14 +34,14 @@ _WRITTEN_AS_SIGNS = (operator.add, operator.getitem)  # by fx, so they take no c
 class GraphCode:
     """A graph as a function of its inputs.
 
-    Law: it gives what the graph gives, bit for bit, by the same kernels in the same order, and holds no tensor longer. Views
-    of a tensor are made directly from it by ``as_strided``, equal ones once. For that the tensor must lie in memory as the
-    trace has said, so the first run goes node by node and looks; views of tensors that lie otherwise stay as they are.
+    Law: bitwise equal results, by the same kernels in the same order, and no tensor is held longer. Views of a tensor are made
+    directly from it by ``as_strided``, equal ones once. That requires the tensor's layout of the trace, so the first run goes
+    node by node and checks it; views of tensors with other layouts stay as they are.
 
     Attributes:
         graph: of operators, collectives and calls of other functions.
-        owner: has the attributes and modules that nodes name.
-        sites: the collectives that nodes name by number.
+        owner: has the attributes and modules that nodes refer to.
+        sites: the collectives, to which nodes refer by index.
         runs: how often it ran.
     """
 
@@ -65,7 +65,7 @@ class GraphCode:
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Operators within the block compute in the types of their inputs: casts are nodes."""
+    """A context in which operators compute in the dtypes of their inputs: casts are nodes."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if not kinds:
         return nullcontext()
@@ -76,7 +76,7 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 
 def _carried_out(graph: fx.Graph, sites: Sequence[CallSite]) -> fx.Graph:
-    """The graph with calls of what its sites do in place of numbers of sites."""
+    """The graph with calls of its sites' operations instead of their numbers."""
     new, known = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         copy = known[node] = new.node_copy(node, known.__getitem__)
@@ -94,7 +94,7 @@ class _FirstRun(fx.Interpreter):
     """A run node by node.
 
     Attributes:
-        plain: the nodes whose views do not lie in memory as in the trace.
+        plain: the nodes whose views do not have the trace's layout.
     """
 
     def __init__(self, owner: nn.Module, graph: fx.Graph) -> None:
@@ -102,7 +102,7 @@ class _FirstRun(fx.Interpreter):
         self.extra_traceback = False
         self.plain: set[fx.Node] = set()
         ends: dict[fx.Node, fx.Node] = {}
-        for node in graph.nodes:  # tensors are kept for the views of them that are looked at
+        for node in graph.nodes:  # keeps tensors for the checks of their views
             ends.update(dict.fromkeys((node, base_of(node), *node.all_input_nodes), node))
         self.user_to_last_uses = {}
         for used, end in ends.items():
@@ -110,7 +110,7 @@ class _FirstRun(fx.Interpreter):
                 self.user_to_last_uses.setdefault(end, []).append(used)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Computes a node's value, and looks where a view lies."""
+        """Computes a node's value, and checks a view's layout."""
         value, base = super().run_node(n), base_of(n)
         if base is not n and not _is_as_traced(n, value, base, self.env[base]):
             self.plain.add(base)
@@ -122,7 +122,7 @@ def _layout(value: Tensor) -> tuple[Any, ...]:
 
 
 def _is_as_traced(node: fx.Node, value: Any, base: fx.Node, held: Any) -> bool:
-    """Whether a view and its base lie in memory as in the trace."""
+    """Whether a view and its base have the trace's layout."""
     model, root = node.meta.get("val"), base.meta.get("val")
     if not (isinstance(model, Tensor) and isinstance(root, Tensor) and isinstance(value, Tensor) and isinstance(held, Tensor)):
         return True  # a list of views
@@ -137,7 +137,7 @@ class _DirectViews:
     """Rewrites a graph as the function that runs.
 
     Attributes:
-        plain: the nodes whose views are made as the graph says.
+        plain: the nodes whose views are made as in the graph.
     """
 
     plain: set[fx.Node]
@@ -164,7 +164,7 @@ class _DirectViews:
         return run
 
     def _get(self, node: fx.Node) -> fx.Node:
-        """The node that gives a node's value here: for a view, one that is made where it is first used."""
+        """The node with a node's value here: for a view, one made at its first use."""
         if not self._is_direct(node):
             return self._now[node]
         base = base_of(node)

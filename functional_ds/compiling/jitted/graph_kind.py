@@ -1,4 +1,4 @@
-"""For which states and batches one graph is: structure, shapes, modes of modules, and flags of torch."""
+"""What a graph is specialised on: structure, shapes, modes of modules, and flags of torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +16,12 @@ __all__ = ["GraphKind", "is_settled", "kind_of", "leaf_kind"]
 
 @attrs.define(eq=False)
 class GraphKind:
-    """States and batches that one graph is for.
+    """The states and batches that one graph is for.
 
     Attributes:
         leaves: their structure, shapes and numbers.
-        modes: of the modules that the loss runs, once that is known.
-        buffers: of these modules, those that no state has, with what a graph depends on.
+        modes: of the modules that the loss runs, once known.
+        buffers: of these modules, those not in the state, with what a graph depends on.
     """
 
     leaves: Any
@@ -29,13 +29,13 @@ class GraphKind:
     buffers: list[tuple[Mapping[str, Any], str, Any]] = attrs.field(factory=list)
 
     def is_now(self) -> bool:
-        """Whether the modules are in these modes, with such buffers."""
+        """Whether the modules have these modes and buffers."""
         like = all(leaf_kind(store.get(key)) == kind for store, key, kind in self.buffers)
         return like and all(module.notice() == modes for module, modes in self.modes.items())
 
 
 def kind_of(state: State, batch: Any) -> Any:
-    """What a graph depends on beside the values of tensors."""
+    """What a graph depends on besides the values of tensors."""
     leaves, structure = tree.flatten((state, batch))
     flags = (
         torch.get_default_dtype(),
@@ -46,7 +46,7 @@ def kind_of(state: State, batch: Any) -> Any:
 
 
 def is_settled(state: State) -> bool:
-    """Whether the state's modules are in modes in which an eager step has looked at what they write."""
+    """Whether an eager step has inspected the writes of the state's modules in their present modes."""
     held = state.slots.get(BUFFERS)
     if not isinstance(held, Buffers):
         return True

@@ -43,12 +43,12 @@ _NOT_TRACED: dict[Trait | AxisRole, str] = {
 
 
 class JitWarning(UserWarning):
-    """A step runs eagerly; the text says why."""
+    """A step runs eagerly; the message says why."""
 
 
 @attrs.define(eq=False)
 class _Traced:
-    """What is known of one kind of state and batch, on all ranks: a graph, or the reason why there is none."""
+    """The result for one specialisation, on all ranks: a graph, or the reason why there is none."""
 
     graph: StepGraph | None
     reason: str
@@ -57,12 +57,12 @@ class _Traced:
 
 @attrs.define(eq=False)
 class _GraphCache:
-    """What a jitted step has traced; it changes speed, never a value.
+    """What a jitted step has traced; it affects speed, never results.
 
     Attributes:
         kinds: of this rank's states and batches: structure, shapes, modes.
         entries: by the numbers of all ranks' kinds.
-        later: of the kinds that come when there are too many.
+        later: of kinds beyond the limit.
         control: the ranks' channel for these numbers.
     """
 
@@ -74,13 +74,13 @@ class _GraphCache:
 
 @attrs.frozen(eq=False, repr=False, kw_only=True)
 class JitStep(Step, Compiles):
-    """A step that runs as a graph, once a state has made an eager step; else as the step that it was made of.
+    """A step that runs as a graph after a state's first, eager step.
 
     Attributes:
         passes: over each graph; None for those that the step's transforms ask for.
-        backend: that compiles what lies between collectives; "fx" compiles nothing.
+        backend: compiles what is between collectives; "fx" compiles nothing.
         group: the ranks that run the step; None for the whole world.
-        max_graphs: how many kinds of states and batches are traced.
+        max_graphs: how many specialisations are traced.
     """
 
     passes: Sequence[GraphPass] | None = None
@@ -90,7 +90,7 @@ class JitStep(Step, Compiles):
     _cache: _GraphCache = attrs.field(factory=_GraphCache, init=False)
 
     def __call__(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
-        """One update, as ``Step.__call__``: the same result, bit for bit, and the same refusals."""
+        """One update, as ``Step.__call__``: bitwise the same result, and the same errors."""
         self._guard("finish", state)
         acting = self.acting(state)
         if acting is not self:  # with graphs of its own
@@ -117,18 +117,18 @@ class JitStep(Step, Compiles):
     def predicted(
         self, state: State, batch: Any, machine: "Machine", *, links: Mapping[str, Link] | None = None, steps: int = 0
     ) -> PredictedStep:
-        """What a step takes on a machine, and beside it what it takes here.
+        """The predicted time of a step on a machine, and optionally the measured time here.
 
         Law: it is ``graph(state, batch).cost(machine, links=links)``, and on several ranks the 8 bytes by which they agree on a
         graph.
 
         Args:
-            state: that has made a step; it stays as it is.
+            state: that has made a step; it is unchanged.
             batch: of a step.
             machine: ``fds.scaling.Machine``; ``functional-ds tune --save-machine`` fits one to runs.
             links: of groups, by the name of their axis; others have the machine's.
-            steps: how many to time, on a copy of the state, after one that is not timed; all ranks must call it alike. 0 times
-                none, and sends nothing.
+            steps: how many to time, on a copy of the state, after a warmup step; equal on all ranks. 0 measures nothing and
+                sends nothing.
 
         Raises:
             UntraceableError: the step runs eagerly, with the reason.
@@ -158,18 +158,18 @@ class JitStep(Step, Compiles):
 
     @property
     def reasons(self) -> list[str]:
-        """Why some kinds of states and batches run eagerly, or without the back end; empty where none does."""
+        """Why some states and batches run eagerly, or without the backend; empty if none does."""
         entries = [*self._cache.entries.values(), *filter(None, [self._cache.later])]
         further = [reason for acting in self._variants() for reason in acting.reasons]
         return [*(entry.reason for entry in entries if entry.reason), *further]
 
     def compiled_rows(self, step: Step) -> list[BlockClass] | None:
-        """What the back end has compiled, for ``fds.compile_report``."""
+        """What the backend has compiled, for ``fds.compile_report``."""
         codes = [entry.code for each in (self, *self._variants()) for entry in each._cache.entries.values()]
         return [row for code in codes if isinstance(code, RegionCode) for row in code.rows] or None
 
     def forget(self) -> None:
-        """Drops all graphs, after a change that no argument shows: all ranks must call it at the same place."""
+        """Drops all graphs, after a change that no argument shows; all ranks must call it at the same place."""
         self._cache.kinds.clear()
         self._cache.entries.clear()
         self._cache.later = None
@@ -185,9 +185,9 @@ class JitStep(Step, Compiles):
     # -- which graph ---------------------------------------------------------------------------------------------------
 
     def _entry(self, state: State, batch: Any) -> _Traced | None:
-        """The one for this kind of state and batch on this rank, and those of the other ranks; None for a first step."""
+        """The entry for this state and batch, agreed on by all ranks; None for a first step."""
         cache, group = self._cache, self._group()
-        if refused := self._refused:  # on all ranks, whatever the state
+        if refused := self._refused:  # on all ranks, for any state
             if cache.later is None and state.batch is not None:
                 cache.later = _Traced(None, refused)
                 _warn(f"the step runs eagerly: {refused}")
@@ -206,14 +206,14 @@ class JitStep(Step, Compiles):
 
     @property
     def _refused(self) -> str:
-        """Why no state of this step is traced; empty where that depends on more."""
+        """Why no state of this step can be traced; empty if that depends on more."""
         found = ((self.has(trait), words) for trait, words in _NOT_TRACED.items())
         return next((f"{name} {words}, which no graph holds" for name, words in found if name is not None), "")
 
     def _number(self, state: State, batch: Any) -> int:
-        """That of a kind on this rank, from 1 on; ``max_graphs + 1`` for all that come later.
+        """The number of a specialisation on this rank, from 1 on; ``max_graphs + 1`` beyond the limit.
 
-        0 for a new one while modules are in modes in which no eager step has looked at what they write.
+        0 for a new one while no eager step has inspected the modules' writes in their modes.
         """
         kind, kinds = kind_of(state, batch), self._cache.kinds
         like = [number for number, known in enumerate(kinds, 1) if known.leaves == kind]
@@ -271,7 +271,7 @@ class JitStep(Step, Compiles):
         if reason or graph is None:
             _warn(f"the step runs eagerly: {reason}")
             return _Traced(None, reason)
-        if failure:  # ranks that round otherwise would drift apart
+        if failure:  # ranks that round differently would diverge
             _warn(failure)
             code = _plain_code(graph)
         return _Traced(graph, failure, code)
@@ -297,7 +297,7 @@ def _plain_code(graph: StepGraph) -> GraphCode:
 
 
 def _run(graph: StepGraph, code: GraphCode, state: State, batch: Any, donate: bool) -> tuple[State, Metrics]:
-    """The graph on the state's own memory, or on a copy of it."""
+    """Runs the graph on the state's memory, or on a copy of it."""
     before = tree.replace(state) if donate else state.clone()
     leaves = tree.leaves((before, batch))
     versions = [version_of(x) for x in leaves if isinstance(x, Tensor)]
@@ -321,7 +321,7 @@ def _warn(reason: str) -> None:
 
 
 def _first_reason(reasons: Sequence[str]) -> str:
-    """The first one, and whose it is where others have another or none."""
+    """The first reason, and its rank if others have another or none."""
     for rank, reason in enumerate(reasons):
         if reason:
             return reason if len({*reasons}) == 1 else f"on rank {rank}, {reason}"
@@ -336,32 +336,32 @@ def jit(
     group: comm.Group | None = None,
     max_graphs: int = 8,
 ) -> JitStep:
-    """The step as a graph of ATen operators and collectives, traced once for each kind of state and batch.
+    """Traces a step into a graph of ATen operators and collectives, once for each structure and shape of state and batch.
 
-    Law 58: ``jit(step)`` is ``step``, bit for bit (but for inductor): equal states, metrics and payloads between ranks; where
-    stage 3 recomputes, a unit may be gathered less often. What it cannot trace it runs eagerly, and a ``JitWarning`` names the
-    reason. Each state's first step is eager, since ranks agree on their orders there. The graph holds view, loss, backward,
-    reductions, norm and update; a donated state's memory is written into.
+    Law 58: ``jit(step)`` equals ``step`` bitwise (with inductor, within rounding), in states, metrics and payloads; if stage 3
+    recomputes, a unit may be gathered less often. What cannot be traced runs eagerly, with a ``JitWarning`` that gives the
+    reason. Each state's first step is eager, because ranks agree on their orders in it. The graph contains view, loss,
+    backward, reductions, norm and update; it writes into a donated state's memory.
 
-    As in JAX, Python runs while tracing alone: numbers that the loss reads elsewhere than in the state and the batch are as
-    they were then, until ``forget()``. Tensors there are refused. Modes of modules, and changes on ``apply.module``, are looked
-    at in every step.
+    As in JAX, Python runs only while tracing: numbers that the loss reads from elsewhere than the state and the batch are
+    constants until ``forget()``. Tensors from elsewhere are an error. Modes of modules, and changes on ``apply.module``, are
+    checked in every step.
 
-    Cost: the ranks send 8 bytes to each other in every step, on a channel of their own, to run the same graph; tracing costs
-    a small multiple of an eager step's host time.
+    Cost: 8 bytes between ranks in every step, on a separate channel, by which they agree on the graph; tracing costs a small
+    multiple of an eager step's host time.
 
     Args:
         step: any.
-        passes: functions from graph to graph, in order; None for ``regather`` and ``schedule`` where params are in shards.
-        backend: what compiles the regions between collectives, writes and draws: "fx" nothing, so the graph runs by the
-            eager step's kernels; "aot_eager" torch's AOT autograd, for tests; "inductor" writes code that fuses kernels, and is
-            equal within rounding. Equal regions are compiled once; ``fds.compile_report`` says what, and how long it took.
+        passes: functions from graph to graph, in order; None for ``regather`` and ``schedule`` if params are sharded.
+        backend: compiles the regions between collectives, writes and draws: "fx" nothing, so the graph runs the eager step's
+            kernels; "aot_eager" torch's AOT autograd, for tests; "inductor" fuses kernels, and is equal within rounding. Equal
+            regions are compiled once; ``fds.compile_report`` lists compilations and their times.
         group: the ranks that run the step; None for the whole world.
-        max_graphs: how many kinds of states and batches are traced; more run eagerly.
+        max_graphs: how many specialisations are traced; more run eagerly.
 
     Raises:
-        ValueError: ``max_graphs`` is below 1; there is no such back end, or no compiler for what it writes. In a step,
-            what ``passes`` raise, and a pass that returns no such graph, on all ranks.
+        ValueError: ``max_graphs`` is below 1; an unknown backend, or no compiler for its output. In a step, on all ranks: what
+            ``passes`` raise, and a pass that returns an invalid graph.
 
     >>> import functional_ds as fds
     >>> step = jit(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)))

@@ -1,4 +1,4 @@
-"""``PredictedStep``: a jitted step's predicted time, by what it is spent on, beside the measured one."""
+"""``PredictedStep``: a jitted step's predicted time, by component, and the measured one."""
 
 from collections.abc import Callable
 from statistics import median
@@ -25,7 +25,7 @@ class PredictedStep:
     Attributes:
         cost: the graph's timeline, node by node.
         agreement: seconds in which the ranks agree on a graph, before each step.
-        measured: seconds that a step took, the median; None where none was timed.
+        measured: the median seconds of a step; None if not measured.
     """
 
     cost: GraphCost
@@ -54,7 +54,7 @@ class PredictedStep:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted / measured; None where nothing was measured."""
+        """Predicted / measured; None if nothing was measured."""
         return None if self.measured is None else self.seconds / self.measured
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class PredictedStep:
 
 
 def seconds_of_steps(step: Callable[[State, Any], tuple[State, Any]], state: State, batch: Any, *, steps: int) -> float:
-    """The median of so many steps' times, after one that is not timed; the state stays as it is.
+    """The median time of so many steps, after a warmup step; the state is unchanged.
 
     Args:
         step: which donates its state.

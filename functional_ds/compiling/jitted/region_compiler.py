@@ -1,4 +1,4 @@
-"""Regions of graphs, the kernels between collectives, writes and draws, as functions that a back end of torch's compiles."""
+"""Regions of graphs (the kernels between collectives, writes and draws) as functions compiled by a torch backend."""
 
 import functools
 import operator
@@ -37,10 +37,10 @@ class GraphRegion:
     """Kernels that write into nothing, as one function of tensors.
 
     Attributes:
-        module: the kernels, as a graph of their own.
+        module: the kernels, as a graph.
         inputs: the tensors that it takes, without values.
-        outputs: those that it gives; each has memory of its own.
-        phase: that it begins in.
+        outputs: those that it returns; each has separate memory.
+        phase: in which it begins.
         name: the phase and the region's number in its graph.
     """
 
@@ -74,14 +74,14 @@ def _shown(value: Tensor) -> str:
 def in_regions(graph: fx.Graph, function_of: Callable[[GraphRegion], Callable[..., Any]]) -> tuple[fx.Graph, list[GraphRegion]]:
     """The graph with regions as calls of functions, and the regions in order.
 
-    Law: collectives, writes, draws and calls of anything but operators stay, in their order; each kernel runs between the same
-    two of them. Each recomputation begins a region, so that no compiler merges it with what it computes again. Results of a
-    region have memory of their own, and what is written somewhere is never computed in one. So what is in place stays in place,
-    and no more gathered units are whole at a collective than in the graph.
+    Law: collectives, writes, draws and calls of non-operators keep their order; each kernel runs between the same two of them.
+    Each recomputation begins a region, so that no compiler merges it with what it recomputes. Results of a region have separate
+    memory, and what is written elsewhere is never computed in one. So in-place writes stay in place, and no more gathered units
+    are whole at a collective than in the graph.
 
     Args:
-        graph: stays as it is.
-        function_of: the function for a region: it gives a tuple or list of the region's outputs.
+        graph: stays unchanged.
+        function_of: the function for a region; it returns a tuple or list of the region's outputs.
     """
     builder = _Builder(graph, function_of)
     for node in graph.nodes:
@@ -92,7 +92,7 @@ def in_regions(graph: fx.Graph, function_of: Callable[[GraphRegion], Callable[..
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Whether a node computes, and does nothing else."""
+    """Whether a node only computes."""
     if node.op != "call_function" or not isinstance(node.target, OPERATOR) or node.target in (START, WAIT, RUN, RUN_BACKWARD):
         return False
     seeded = torch.Tag.nondeterministic_seeded in node.target.tags
@@ -100,13 +100,13 @@ def _is_kernel(node: fx.Node) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a node makes a tensor from numbers, so that it can be made twice."""
+    """Whether a node makes a tensor from numbers, so that it can be duplicated."""
     return _is_kernel(node) and not node.all_input_nodes
 
 
 @attrs.define(eq=False)
 class _Builder:
-    """Builds the graph of regions. ``_segment``: the nodes since the last one that must stay where it is."""
+    """Builds the graph of regions. ``_segment``: the nodes since the last one that cannot move."""
 
     old: fx.Graph
     function_of: Callable[[GraphRegion], Callable[..., Any]]
@@ -154,7 +154,7 @@ class _Builder:
                 self._get(node)
 
     def _call(self, inside: dict[fx.Node, None]) -> None:
-        """One node in place of kernels, and items for those of their results that others use."""
+        """Replaces kernels by one node, and items for those of their results that others use."""
         phase = next(iter(inside)).meta.get(PHASE)
         order, bases = self._needed(inside)
         part, own = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -191,10 +191,10 @@ class _Builder:
         return list(order), list(bases)
 
     def _is_part(self, node: fx.Node, inside: dict[fx.Node, None]) -> bool:
-        """Whether a region that has these kernels makes the node itself."""
+        """Whether a region with these kernels makes the node itself."""
         if node in inside:
             return True
-        if is_view(node):  # also of what is not inside, but for the items of a collective's or another region's results
+        if is_view(node):  # also of nodes outside, except items of a collective's or another region's results
             return base_of(node) is not node or node.all_input_nodes[0] in inside
         return _is_constant(node) and node not in self._written
 
@@ -228,7 +228,7 @@ class RegionError(RuntimeError):
 
 
 def check_backend(name: Any) -> None:
-    """Refuses a back end that does not exist, or that this machine lacks something for.
+    """Raises an error for an unknown backend, or one that needs something missing on this machine.
 
     Raises:
         ValueError: with what to do instead.
@@ -246,7 +246,7 @@ def check_backend(name: Any) -> None:
 
 @attrs.frozen
 class _RegionKey:
-    """Equal for regions that one compilation is for."""
+    """Equal for regions that share one compilation."""
 
     backend: str
     text: str
@@ -255,10 +255,10 @@ class _RegionKey:
 
 @attrs.define(eq=False)
 class _RegionFunction:
-    """A region's function. Its first call looks whether results are laid out as in the trace, in memory of their own.
+    """A region's function. Its first call checks that results have the trace's layout, in separate memory.
 
     Attributes:
-        run: what the back end gave.
+        run: what the backend returned.
         outputs: the results as in the trace.
         compilations: one, for the first region that it was for.
     """

@@ -1,4 +1,4 @@
-"""``DeepSpeedAccelerator``: torch's module of a device, with DeepSpeed's names."""
+"""``DeepSpeedAccelerator``: torch's device module, with DeepSpeed's names."""
 
 import difflib
 import functools
@@ -43,7 +43,7 @@ _REFUSED = dict.fromkeys(_COMPILED, "kernels are torch's and Triton's; nothing i
 
 
 class DeepSpeedAccelerator(ABC):
-    """A kind of device. ``module`` is torch's: ``torch.cuda`` or ``torch.cpu``.
+    """A device type. ``module`` is torch's: ``torch.cuda`` or ``torch.cpu``.
 
     >>> from functional_ds.deepspeed.accelerator.accelerators import CPUAccelerator
     >>> accelerator = CPUAccelerator()
@@ -63,18 +63,18 @@ class DeepSpeedAccelerator(ABC):
 
     @property
     def _random(self) -> Any:
-        """Where torch has the functions for the device's generator."""
+        """The torch module with the device's generator functions."""
         return torch if self._name == "cpu" else self.module
 
     # -- devices
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The kind of device, with an index the device."""
+        """The device type, or with an index the device."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     @abstractmethod
     def device(self, device_index: int | None = None) -> Any:
-        """The device as torch wants it."""
+        """The device, for torch."""
 
     def set_device(self, device_index: int) -> None:
         """Makes a device the current one."""
@@ -149,11 +149,11 @@ class DeepSpeedAccelerator(ABC):
     # -- dtypes
 
     def is_bf16_supported(self) -> bool:
-        """Whether bf16 is computed."""
+        """Whether bf16 is supported."""
         return True
 
     def is_fp16_supported(self) -> bool:
-        """Whether fp16 is computed."""
+        """Whether fp16 is supported."""
         return True
 
     def is_fp64_supported(self) -> bool:
@@ -192,7 +192,7 @@ class DeepSpeedAccelerator(ABC):
         return [] if self._name == "cpu" else ["CUDA_VISIBLE_DEVICES"]
 
     def get_compile_backend(self) -> str:
-        """Of torch.compile."""
+        """The backend of torch.compile."""
         return "inductor"
 
     def __getattr__(self, name: str) -> Any:

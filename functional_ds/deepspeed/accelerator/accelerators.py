@@ -1,4 +1,4 @@
-"""``get_accelerator``: CUDA's devices, and the CPU, where what has no meaning does nothing."""
+"""``get_accelerator``: CUDA devices, and the CPU, on which functions without meaning do nothing."""
 
 import functools
 import os
@@ -116,7 +116,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
 
 
 def _linux(file: str, entry: str) -> int | None:
-    """Bytes of an entry of a file of /proc; None where there is none."""
+    """Bytes of an entry of a file of /proc; None if there is none."""
     try:
         text = Path("/proc", file).read_text()
     except OSError:
@@ -131,7 +131,7 @@ def _accelerator(name: str) -> DeepSpeedAccelerator:
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """CUDA's where there are GPUs, else the CPU's; the environment variable DS_ACCELERATOR, "cuda" or "cpu", decides otherwise.
+    """CUDA if there are GPUs, else the CPU; the environment variable DS_ACCELERATOR, "cuda" or "cpu", overrides this.
 
     Raises:
         ValueError: DS_ACCELERATOR names another device.
@@ -143,5 +143,5 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Always: another one is refused."""
+    """Always True: ``get_accelerator`` raises an error for others."""
     return True

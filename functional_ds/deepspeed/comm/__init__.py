@@ -1,4 +1,4 @@
-"""``deepspeed.comm``: torch.distributed's functions, which write in place, over this library's groups and worlds."""
+"""``deepspeed.comm``: torch.distributed's in-place functions, over this library's groups and worlds."""
 
 # ruff: noqa: F403
 from . import comms_log, in_place, joining, point_to_point, reduce_ops, works

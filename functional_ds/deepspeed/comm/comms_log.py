@@ -1,4 +1,4 @@
-"""The log of collectives: which were called, on how many bytes, for how long. A ledger of this library's, open in the world."""
+"""The log of collectives: calls, bytes and times, in a ledger that is open in the world."""
 
 import functools
 import sys
@@ -19,7 +19,7 @@ _LOG_NAMES = ("prof", "log_name", "debug")
 
 
 def logged(function: Callable[P, R]) -> Callable[P, R]:
-    """The function with DeepSpeed's keywords for its log, which have no effect: every call is in the log under its own name."""
+    """The function with DeepSpeed's log arguments, which have no effect: every call is logged under its own name."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -32,7 +32,7 @@ def logged(function: Callable[P, R]) -> Callable[P, R]:
 
 @attrs.define(eq=False)
 class CommsLedger(comm.Ledger):
-    """The ledger that ``configure`` opens, by which the other functions find it in the world."""
+    """The ledger that ``configure`` opens; the other functions look it up in the world."""
 
 
 def _ledgers() -> list[comm.Ledger]:
@@ -54,11 +54,11 @@ def configure(
     """Opens or closes the log of this rank's world. On a GPU the host then waits for the device at every collective.
 
     Args:
-        deepspeed_config: a config's path, dict or text, whose ``comms_logger.enabled`` counts.
+        deepspeed_config: a config's path, dict or text, whose ``comms_logger.enabled`` is used.
         enabled: whether the log is open.
-        prof_all: has no effect: every collective is in the log.
+        prof_all: has no effect: every collective is logged.
         prof_ops: has no effect; choose rows of the summary.
-        verbose: has no effect: nothing is printed for each call.
+        verbose: has no effect: calls are not printed.
         debug: has no effect.
 
     Raises:
@@ -89,12 +89,12 @@ def has_comm_data() -> bool:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Prints on rank 0 what the log has: by collective and size its calls, times, and bandwidths as nccl-tests defines them.
+    """Prints the log on rank 0: calls, times, and bandwidths as in nccl-tests, by collective and size.
 
     All ranks call it.
 
     Args:
-        show_straggler: also which rank each collective waited for.
+        show_straggler: also print which rank each collective waited for.
         return_dict: returns DeepSpeed's {"summary": {name: {bytes: numbers}}, "straggler_analysis": ..., "metadata": ...}.
     """
     here, book = comm.world(), _book()

@@ -1,6 +1,6 @@
-"""Collectives that write into the caller's tensors, with torch.distributed's arguments: ``src`` and ``dst`` count in the world.
+"""In-place collectives with torch.distributed's arguments; ``src`` and ``dst`` are ranks of the world.
 
-Each is a collective of ``functional_ds.comm`` on detached tensors, followed by a copy. For gradients, and without the copy,
+Each is a collective of ``functional_ds.comm`` on detached tensors, followed by a copy. For gradients, and to avoid the copy,
 call that one.
 """
 
@@ -53,7 +53,7 @@ def _need(found: int, needed: int, what: str) -> None:
 
 @in_place
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> InPlace:
-    """The ranks' tensors combined, in each of them.
+    """Reduces the ranks' tensors, into each of them.
 
     >>> def program():
     ...     x = torch.tensor([1.0, comm.world().rank])
@@ -72,14 +72,14 @@ inference_all_reduce = all_reduce
 def all_reduce_coalesced(
     tensors: Iterable[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> InPlace:
-    """``all_reduce`` of several tensors at once."""
+    """``all_reduce`` of several tensors in one call."""
     held = list(tensors)
     return partial(comm.all_reduce, [each.detach() for each in held], group, op=word_of(op)), held
 
 
 @in_place
 def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> InPlace:
-    """The ranks' tensors combined in that of rank ``dst``; the others stay."""
+    """Reduces the ranks' tensors into that of rank ``dst``; the others are unchanged."""
     place = place_in(group, dst, "dst")
     targets = [tensor] if group.rank == place else []
     return partial(comm.reduce, tensor.detach(), place, group, op=word_of(op)), targets
@@ -87,20 +87,20 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, 
 
 @in_place
 def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> InPlace:
-    """Rank ``src``'s tensor, in each rank's."""
+    """Copies rank ``src``'s tensor into each rank's."""
     return partial(comm.broadcast, tensor.detach(), place_in(group, src, "src"), group), [tensor]
 
 
 @in_place
 def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> InPlace:
-    """The ranks' tensors, each in its place of ``tensor_list``."""
+    """Gathers the ranks' tensors into ``tensor_list``."""
     _need(len(tensor_list), group.size, "tensor_list")
     return partial(comm.all_gather, tensor.detach(), group, tiled=False), tensor_list
 
 
 @in_place
 def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> InPlace:
-    """The ranks' tensors one after the other in ``output_tensor``."""
+    """Concatenates the ranks' tensors in ``output_tensor``."""
     _need(output_tensor.numel(), group.size * tensor.numel(), "elements of output_tensor")
     return partial(comm.all_gather, _flat(tensor), group), [output_tensor]
 
@@ -115,7 +115,7 @@ def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Any = None,
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> InPlace:
-    """``all_gather_into_tensor`` of several tensors at once."""
+    """``all_gather_into_tensor`` of several tensors in one call."""
     _need(len(output_tensors), len(input_tensors), "output_tensors")
     for output, tensor in zip(output_tensors, input_tensors, strict=True):
         _need(output.numel(), group.size * tensor.numel(), "elements of output_tensors")
@@ -126,7 +126,7 @@ def all_gather_coalesced(
 def reduce_scatter_tensor(
     output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> InPlace:
-    """The ranks' tensors combined and cut into equal pieces; rank r gets the r-th in ``output_tensor``."""
+    """Reduces the ranks' tensors and splits the result into equal pieces; rank r gets the r-th in ``output_tensor``."""
     _need(tensor.numel(), group.size * output_tensor.numel(), "elements of tensor")
     return partial(comm.reduce_scatter, _flat(tensor), group, op=word_of(op)), [output_tensor]
 
@@ -143,7 +143,7 @@ def reduce_scatter_fn(
 def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> InPlace:
-    """The ranks' r-th tensors combined in rank r's ``output``."""
+    """Reduces the ranks' r-th tensors into rank r's ``output``."""
     _need(len(input_list), group.size, "input_list")
     whole = torch.stack([each.detach() for each in input_list])
     return partial(comm.reduce_scatter, whole, group, op=word_of(op), tiled=False), [output]
@@ -158,7 +158,7 @@ def all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> InPlace:
-    """Each rank cuts its tensor along dim 0, sends piece r to rank r, and joins what arrives in ``output``."""
+    """Each rank splits its tensor along dim 0, sends piece r to rank r, and concatenates what it receives in ``output``."""
     sent = list(input_split_sizes) if input_split_sizes else _equal(tensor, group.size, "tensor")
     arriving = list(output_split_sizes) if output_split_sizes else _equal(output, group.size, "output")
     return partial(comm.all_to_all, tensor.detach(), group, input_splits=sent, output_splits=arriving), [output]
@@ -174,7 +174,7 @@ def _equal(tensor: Tensor, n: int, name: str) -> list[int]:
 def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> InPlace:
-    """Sends the r-th tensor to rank r; what rank r sends arrives in the r-th output."""
+    """Sends the r-th tensor to rank r; what rank r sends is received in the r-th output."""
     _need(len(input_tensor_list), group.size, "input_tensor_list")
     _need(len(output_tensor_list), group.size, "output_tensor_list")
     sent, arriving = ([each.numel() for each in held] for held in (input_tensor_list, output_tensor_list))
@@ -186,7 +186,7 @@ def all_to_all(
 def gather(
     tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, group: Any = None, async_op: bool = False
 ) -> InPlace:
-    """The ranks' tensors in rank ``dst``'s ``gather_list``; the other ranks have none."""
+    """Gathers the ranks' tensors in rank ``dst``'s ``gather_list``; the other ranks have none."""
     place = place_in(group, dst, "dst")
     if group.rank == place:
         _need(len(gather_list or ()), group.size, "gather_list")
@@ -208,14 +208,14 @@ def scatter(
 
 @logged
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Work | None:
-    """Waits until all ranks of the group are here. It is not asynchronous: with ``async_op`` the handle is complete."""
+    """Waits until all ranks of the group arrive. It is not asynchronous: with ``async_op`` the handle is complete."""
     comm.barrier(group_of(group))
     return Work(comm.Pending(lambda: None, lambda _: True, lambda: "barrier"), ()) if async_op else None
 
 
 @logged
 def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-    """``barrier``; a rank that does not come is named by the world's own time limit."""
+    """``barrier``; after the world's own timeout, the error names a missing rank."""
     comm.barrier(group_of(group))
 
 

@@ -28,7 +28,7 @@ __all__ = [
     "new_group",
 ]
 
-_MPI = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK"}  # by ours: the rest of OMPI_COMM_WORLD_...
+_MPI = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK"}  # by this library's: the rest of OMPI_COMM_WORLD_...
 
 
 def init_distributed(
@@ -45,18 +45,19 @@ def init_distributed(
 ) -> None:
     """Joins the world that torchrun, a launcher or MPI describes; without any, the process is a world of one rank.
 
-    It is torch's default process group, too, so ``torch.distributed.get_rank()`` works afterwards. A second call does nothing.
+    It also sets torch's default process group, so ``torch.distributed.get_rank()`` works afterwards. A second call does
+    nothing.
 
     Args:
         dist_backend: "nccl", "gloo", or both as "cpu:gloo,cuda:nccl"; None chooses. Without a GPU "nccl" means Gloo (logged).
-        auto_mpi_discovery: whether OMPI_COMM_WORLD_RANK and its kin say the place, where RANK and WORLD_SIZE do not.
-        distributed_port: MASTER_PORT, where MPI says the place and the environment has no port.
-        verbose: has no effect; log levels say what is shown.
+        auto_mpi_discovery: whether to read OMPI_COMM_WORLD_RANK and similar variables if RANK and WORLD_SIZE are not set.
+        distributed_port: MASTER_PORT, with MPI's variables and no port in the environment.
+        verbose: has no effect; use log levels.
         timeout: for joining and for each message; None is this library's default, or DEEPSPEED_TIMEOUT in minutes.
         init_method: "tcp://host:port", "file:///path" or "env://".
-        dist_init_required: False refuses a process that is in no world yet.
-        config: a config whose ``comms_logger`` switches the log of collectives on.
-        rank: this process's rank, where ``init_method`` needs it; -1 reads RANK.
+        dist_init_required: False raises an error in a process that is in no world yet.
+        config: a config whose ``comms_logger`` enables the log of collectives.
+        rank: this process's rank, if ``init_method`` needs it; -1 reads RANK.
         world_size: the number of processes; -1 reads WORLD_SIZE.
 
     Raises:
@@ -108,15 +109,15 @@ is_initialized, get_local_rank, get_world_group = comm.is_initialized, comm.get_
 
 
 def is_available() -> bool:
-    """Always."""
+    """Always True."""
     return True
 
 
 def group_of(group: Any) -> comm.Group:
-    """A group of this library's: None for the world; a torch process group by its ranks.
+    """This library's group: None for the world; a torch process group by its ranks.
 
     Raises:
-        TypeError: it is no group.
+        TypeError: it is not a group.
     """
     if group is None or group is dist.GroupMember.WORLD:
         return comm.world()
@@ -128,19 +129,19 @@ def group_of(group: Any) -> comm.Group:
 
 
 def place_in(group: comm.Group, rank: int, name: str) -> int:
-    """The place in the group of a rank of the world, as torch.distributed counts ``src`` and ``dst``."""
+    """The rank in the group of a rank of the world; torch.distributed counts ``src`` and ``dst`` in the world."""
     if rank not in group.ranks:
         raise ValueError(f"{name}={rank} is none of the group's ranks {list(group.ranks)}; ranks count in the world")
     return group.ranks.index(rank)
 
 
 def get_rank(group: Any = None) -> int:
-    """This rank's place in the group, by default in the world; -1 where it is not a member."""
+    """This rank's rank in the group, by default in the world; -1 if it is not a member."""
     return group_of(group).rank
 
 
 def get_world_size(group: Any = None) -> int:
-    """The number of ranks in the group, by default in the world; -1 for a group that this rank is not a member of."""
+    """The number of ranks in the group, by default in the world; -1 if this rank is not a member."""
     found = group_of(group)
     return found.size if found.rank >= 0 else -1
 
@@ -151,10 +152,10 @@ def new_group(ranks: Sequence[int]) -> comm.Group:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The rank in the world of a place in the group.
+    """The rank in the world of a rank in the group.
 
     Raises:
-        ValueError: the group has no such place.
+        ValueError: the group has no such rank.
     """
     known = group_of(group)
     if not 0 <= group_rank < known.size:
@@ -168,11 +169,11 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 
 def get_backend(group: Any = None) -> str:
-    """What carries the group's messages: "gloo", "nccl" or both; "gloo" in a simulation and for one rank alone."""
+    """The group's backend: "gloo", "nccl" or both; "gloo" in a simulation and for one rank alone."""
     return str(dist.get_backend()) if dist.is_initialized() else "gloo"
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Leaves the world; groups of some ranks need no end."""
+    """Leaves the world; does nothing for other groups."""
     if group is None or group_of(group).ranks == comm.world().ranks:
         comm.destroy_process_group()

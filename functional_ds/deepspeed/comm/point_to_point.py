@@ -1,4 +1,4 @@
-"""Messages between two ranks, which write into the receiver's tensor; ranks count in the world."""
+"""Point-to-point messages, which write into the receiver's tensor; ranks are those of the world."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 
     """Starts to receive rank ``src``'s tensor; ``wait`` writes it into ``tensor``.
 
     Raises:
-        ValueError: ``src`` is left out; messages from any rank are not here.
+        ValueError: ``src`` is omitted; receiving from any rank is unsupported.
     """
     known = group_of(group)
     return Work(comm.start(comm.recv, tensor.detach(), _source(known, src), known, tag=tag), [tensor])
@@ -43,7 +43,7 @@ def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0
     """Receives rank ``src``'s tensor into ``tensor``; returns the sender's rank.
 
     Raises:
-        ValueError: ``src`` is left out; messages from any rank are not here.
+        ValueError: ``src`` is omitted; receiving from any rank is unsupported.
     """
     irecv(tensor, src, group, tag).wait()
     return -1 if src is None else src

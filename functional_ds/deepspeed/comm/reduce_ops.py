@@ -1,4 +1,4 @@
-"""How ranks' values combine: DeepSpeed's ``ReduceOp``, torch's, or this library's words."""
+"""Reduction operators: DeepSpeed's ``ReduceOp``, torch's, or this library's names."""
 
 from enum import Enum
 from typing import Any
@@ -7,7 +7,7 @@ __all__ = ["ReduceOp"]
 
 
 class ReduceOp(Enum):
-    """DeepSpeed's names. Bitwise reductions are refused when they are used."""
+    """DeepSpeed's names. Bitwise reductions raise an error when they are used."""
 
     SUM = 0
     PRODUCT = 1
@@ -24,7 +24,7 @@ _WORDS = {"SUM": "sum", "PRODUCT": "product", "MIN": "min", "MAX": "max", "AVG":
 
 
 def word_of(op: Any) -> str:
-    """This library's word for a reduction.
+    """This library's name for a reduction.
 
     Raises:
         ValueError: there is none.

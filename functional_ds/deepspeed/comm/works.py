@@ -1,4 +1,4 @@
-"""The handle of an operation that is under way and writes into the caller's tensors."""
+"""Handles of asynchronous operations that write into the caller's tensors."""
 
 import functools
 import inspect
@@ -19,22 +19,24 @@ P = ParamSpec("P")
 
 
 class Work:
-    """What ``async_op=True`` returns. The caller's tensors are written by ``wait``, so an operation whose handle is dropped
-    takes part in the exchange but leaves them as they are.
+    """The handle that ``async_op=True`` returns.
+
+    ``wait`` writes the caller's tensors, so an operation whose handle is dropped takes part in the exchange but leaves them
+    unchanged.
     """
 
     def __init__(self, pending: "comm.Pending[Any]", targets: Sequence[Tensor]) -> None:
         self._pending, self._targets, self._written = pending, targets, False
 
     def wait(self, timeout: Any = None) -> bool:
-        """Waits, and writes the result. The world's own time limit holds, whatever ``timeout`` says."""
+        """Waits, and writes the result. The world's own timeout applies, for any ``timeout``."""
         if not self._written:
             _write(self._targets, self._pending.wait())
             self._written = True
         return True
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Whether ``wait`` would return immediately."""
         return self._written or self._pending.poll()
 
     def __repr__(self) -> str:
@@ -55,9 +57,9 @@ InPlace = tuple[partial[Any], Sequence[Tensor]]
 
 
 def in_place(function: Callable[P, InPlace]) -> Callable[P, Work | None]:
-    """The function as a call that carries the collective out and writes its result, or returns the handle that writes it.
+    """The function as a call that runs the collective and writes its result, or returns the handle that writes it.
 
-    The function gets this library's group; ``async_op`` is no concern of its own.
+    The function gets this library's group; ``async_op`` is handled here.
     """
     signature = inspect.signature(function)
 

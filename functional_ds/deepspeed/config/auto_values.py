@@ -1,4 +1,4 @@
-"""What takes the place of "auto"."""
+"""Replacements for "auto"."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ _PARAMS = ("optimizer.params.", "scheduler.params.")
 
 
 def auto_values(auto: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """By canonical path: what the caller gives, then three sizes from the model's hidden size, as transformers sets them.
+    """By canonical path: the caller's values, then three sizes from the model's hidden size, as in transformers.
 
     Raises:
         ConfigError: an unknown path.
@@ -32,7 +32,7 @@ def auto_values(auto: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
 
 def _hidden_size(model: Any) -> int | None:
-    """As transformers finds it: the largest of several, and a text model's where the whole has none. GPT's ``d_model``, too."""
+    """As in transformers: the largest of several, and a text model's if the whole has none. GPT's ``d_model`` too."""
     config = getattr(model, "config", model)
     for each in (config, getattr(config, "text_config", None)):
         sizes = [getattr(each, "hidden_size", None), *[max(getattr(each, "hidden_sizes", None) or (0,))]]

@@ -1,4 +1,4 @@
-"""DeepSpeed's three sizes of a batch, of which two give the third."""
+"""DeepSpeed's three batch sizes, of which two determine the third."""
 
 import attrs
 
@@ -13,7 +13,7 @@ _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "
 
 @attrs.frozen
 class BatchSizes:
-    """How many rows there are.
+    """The sizes of a batch, in rows.
 
     Law: ``train_batch_size = train_micro_batch_size_per_gpu · gradient_accumulation_steps · world_size``.
 
@@ -36,7 +36,7 @@ class BatchSizes:
 
 
 def batch_sizes(settings: Settings, world_size: int) -> BatchSizes | None:
-    """The sizes by DeepSpeed's rules: quotients are rounded down, then the product is checked. None if they are refused."""
+    """The sizes by DeepSpeed's rules: quotients are rounded down, then the product is checked. None if they are invalid."""
     train, micro, steps = (settings[name] for name in (_TRAIN, _MICRO, _STEPS))
     if train is None and micro is None:
         settings.refuse(_TRAIN, f"the config must have `{_TRAIN}` or `{_MICRO}`; `{_STEPS}` alone gives neither")
@@ -63,6 +63,6 @@ def batch_sizes(settings: Settings, world_size: int) -> BatchSizes | None:
 
 
 def check_world_size(world_size: int) -> None:
-    """Refuses what is no number of ranks."""
+    """Raises an error for an invalid number of ranks."""
     if type(world_size) is not int or world_size < 1:
         raise ConfigError(f"world_size={world_size!r} must be the number of data-parallel ranks")

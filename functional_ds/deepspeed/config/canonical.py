@@ -1,4 +1,4 @@
-"""A config written out with nothing left open."""
+"""A config written out completely."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ _LEFT_OUT = ("optimizer.params", "zero_optimization.cpu_offload_use_pin_memory")
 
 
 def canonical(settings: Settings, batch: BatchSizes) -> dict[str, Any]:
-    """A dict that DeepSpeed reads as it reads the config, without what it raises for or never reads."""
+    """A dict that DeepSpeed reads like the config, without what it raises errors for or never reads."""
     found: dict[str, Any] = {}
     for path, value in settings.values.items():
         if _is_kept(settings, path):

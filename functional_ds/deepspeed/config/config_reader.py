@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed config: a path, a dict or base64 text, into values by path."""
+"""Reads a DeepSpeed config (a path, a dict or base64 text) into values by path."""
 
 import base64
 import binascii
@@ -25,19 +25,19 @@ __all__ = ["ABSENT", "Config", "Settings", "read", "source", "unique", "value_of
 T = TypeVar("T")
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
-ABSENT = object()  # what "auto" stands for where nothing takes its place
+ABSENT = object()  # the value of an "auto" that is not replaced
 _OPEN = ("optimizer.params", "scheduler.params")
 
 
 @attrs.define
 class Settings:
-    """What a config says, and what was found out about its keys so far.
+    """A config's values, and the outcome of its keys so far.
 
     Attributes:
-        values: by canonical path, what the config gives; "auto" where it stays open.
+        values: by canonical path, the config's values; "auto" where it stays open.
         spelled: by canonical path, the path as the config has it.
         given: by canonical path, the values as the config has them.
-        rows: what became of keys, by the path as the config has it, where the table alone does not say so.
+        rows: the outcome of keys, by the path as the config has it, if it differs from the table's.
     """
 
     values: dict[str, Any] = attrs.field(factory=dict)
@@ -56,11 +56,11 @@ class Settings:
         return path in self.values
 
     def refuse(self, path: str, reason: str) -> None:
-        """Marks a key as refused, whether the config has it or not."""
+        """Marks a key as unsupported, whether the config has it or not."""
         self.note(path, Fate.REFUSED, reason)
 
     def attempt(self, path: str, make: Callable[[], T]) -> T | None:
-        """What ``make`` makes; a ValueError refuses the key."""
+        """The result of ``make``; a ValueError marks the key as unsupported."""
         try:
             return make()
         except ValueError as error:
@@ -68,7 +68,7 @@ class Settings:
             return None
 
     def explanation(self) -> Explanation:
-        """What is noted of each key, or else what the table says of it; the config's keys first, in its order."""
+        """The outcome of each key, by default from the table; the config's keys first, in its order."""
         found: dict[str, ExplainedKey] = {}
         for path, value in self.given.items():
             name, key = self.spelled[path], key_of(path)
@@ -93,7 +93,7 @@ class Settings:
         return None
 
     def put(self, key: ConfigKey, path: str, value: Any) -> None:
-        """Parses a key's value and takes it; notes what is refused, or off."""
+        """Parses and stores a key's value; records if it is unsupported, or off."""
         if value is ABSENT:
             if key.auto:
                 self.note(path, key.fate, f"DeepSpeed reads auto as its default, {key.default!r}. {key.text}")
@@ -114,7 +114,7 @@ class Settings:
                 self.refuse(path, key.text)
 
     def note(self, path: str, fate: Fate, reason: str) -> None:
-        """Says what became of a key. What is refused stays so."""
+        """Records the outcome of a key. An unsupported key stays unsupported."""
         name = self.spelled.get(path, path)
         value = self.given.get(path, attrs.NOTHING)
         if name not in self.rows or self.rows[name].fate is not Fate.REFUSED:
@@ -125,7 +125,7 @@ def source(config: Config) -> dict[str, Any]:
     """The config as a dict.
 
     Raises:
-        ConfigError: no such file and no base64 text; no JSON; a key that occurs twice.
+        ConfigError: no such file and not base64 text; not JSON; a duplicate key.
     """
     if isinstance(config, Mapping):
         return dict(config)
@@ -185,12 +185,12 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read(config: Mapping[str, Any], *, auto: Mapping[str, Any], warn: bool) -> Settings:
-    """Every key of a config looked up, parsed and, where it is "auto", replaced.
+    """Looks up and parses every key of a config, and replaces "auto".
 
     Args:
         config: a dict.
-        auto: by path, what takes the place of "auto".
-        warn: whether known dead keys warn instead of being refused.
+        auto: by path, replacements for "auto".
+        warn: whether known dead keys give a warning instead of an error.
     """
     settings = Settings()
     for path, value in _flat(_renamed(config, settings), ""):
@@ -211,10 +211,10 @@ def read(config: Mapping[str, Any], *, auto: Mapping[str, Any], warn: bool) -> S
 
 
 def value_of(config: Config, path: str) -> Any:
-    """The value of one key, or DeepSpeed's default; other keys are not looked at.
+    """The value of one key, or DeepSpeed's default; other keys are not read.
 
     Raises:
-        ConfigError: the config cannot be read, or the value is refused.
+        ConfigError: the config cannot be read, or the value is unsupported.
 
     >>> value_of({"comms_logger": {"enabled": "true"}}, "comms_logger.enabled")
     True
@@ -227,14 +227,14 @@ def value_of(config: Config, path: str) -> Any:
 
 
 def _closed(path: str, value: Any, auto: Mapping[str, Any]) -> Any:
-    """The value with what takes the place of "auto"."""
+    """The value with "auto" replaced."""
     if path in _OPEN and isinstance(value, dict):
         return {name: auto.get(f"{path}.{name}", each) if each == "auto" else each for name, each in value.items()}
     return auto.get(path, ABSENT) if value == "auto" else value
 
 
 def _renamed(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """With the block ``bfloat16`` under its new name, and the boolean form of ``zero_optimization`` as a block."""
+    """With the block ``bfloat16`` under its new name, and a boolean ``zero_optimization`` as a block."""
     found = dict(config)
     if "bfloat16" in found:
         if "bf16" in found:
@@ -249,7 +249,7 @@ def _renamed(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _flat(block: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    """Each key's path and value; blocks that the table knows are opened."""
+    """Each key's path and value; known blocks are opened."""
     for name, value in block.items():
         path = f"{above}{name}"
         if isinstance(value, Mapping) and path in BLOCKS:

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers by name: what their arguments, which ``keys.toml`` has, build. "Adam" means AdamW there."""
+"""DeepSpeed's optimizers by name: their arguments (in ``keys.toml``), and what they build. In DeepSpeed "Adam" means AdamW."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,13 +29,13 @@ class OptimizerRule:
     """One optimizer: its arguments, and what they build.
 
     Attributes:
-        name: DeepSpeed's name; it is read without regard to case, or exactly where DeepSpeed asks torch for it.
+        name: DeepSpeed's name; case-insensitive, or exact if DeepSpeed looks it up in torch.
         keys: its arguments.
         build: from all arguments to an optimizer.
-        exact: whether the name's case counts.
+        exact: whether the name is case-sensitive.
         betas: whether it has betas, which OneCycle would cycle.
         reduces: whether it sums gradients over the ranks itself.
-        text: what becomes of it.
+        text: what it becomes.
     """
 
     name: str
@@ -47,11 +47,11 @@ class OptimizerRule:
     reduces: bool = False
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """All arguments, DeepSpeed's defaults among them."""
+        """All arguments, including DeepSpeed's defaults."""
         return {key.name: given.get(key.name, key.default) for key in self.keys}
 
     def built(self, arguments: dict[str, Any]) -> Built:
-        """The optimizer of all arguments, whose betas may be a function of the updates."""
+        """The optimizer for all arguments, whose betas may be a function of the updates."""
         betas = arguments.get("betas")
         if not callable(betas):
             return self.build(arguments)
@@ -59,7 +59,7 @@ class OptimizerRule:
 
 
 def rule_of(name: str) -> OptimizerRule | None:
-    """The rule of a name, as DeepSpeed finds it."""
+    """The rule for a name, by DeepSpeed's lookup."""
     for rule in OPTIMIZERS:
         if rule.name == name or (not rule.exact and rule.name.lower() == name.lower()):
             return rule
@@ -80,14 +80,14 @@ def _adam(a: dict[str, Any], *, decoupled: bool) -> Built:
 
 
 def muon_rates(a: dict[str, Any]) -> tuple[float, float]:
-    """The rates of Muon's matrices and of all else; 0 is a rate."""
+    """The learning rates of Muon's matrices and of other params; 0 is a valid rate."""
     own = (a["muon_lr"], a["lr"], 0.02), (a["adam_lr"], a["lr"], 3e-4)
     matrices, rest = (next(rate for rate in each if rate is not None) for each in own)
     return matrices, rest
 
 
 def _is_matrix(path: str) -> bool:
-    """DeepSpeed leaves what has these words in its name to Adam; a model may have nothing else."""
+    """Whether Muon applies: DeepSpeed uses Adam for names with these words; a model may have no other params."""
     return not any(word in path.lower() for word in ("embed", "lm_head"))
 
 

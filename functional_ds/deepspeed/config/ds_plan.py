@@ -1,4 +1,4 @@
-"""``fds.from_ds_config``: a DeepSpeed config becomes transforms, an optimizer, a schedule and a batch's sizes."""
+"""``fds.from_ds_config``: turns a DeepSpeed config into transforms, an optimizer, a schedule and batch sizes."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,12 +25,12 @@ __all__ = ["ConfigPlan", "from_ds_config"]
 
 @attrs.frozen(eq=False)
 class ConfigPlan:
-    """What a DeepSpeed config says, in this library's words.
+    """A DeepSpeed config as transforms, an optimizer and a schedule.
 
     ``plan.transform(fds.train_step(loss_fn, plan.optimizer))`` is the step.
 
     Attributes:
-        optimizer: the optimizer; None where the config names none.
+        optimizer: the optimizer; None if the config names none.
         schedule: the learning rate of each update; None for a constant one.
         batch: how many rows there are in an update, a micro-batch and on a rank.
     """
@@ -51,7 +51,7 @@ class ConfigPlan:
         return self._transforms()
 
     def value(self, path: str) -> Any:
-        """The value of any key of DeepSpeed's, as the config gives it or by DeepSpeed's default.
+        """The value of any DeepSpeed key, from the config or DeepSpeed's default.
 
         Raises:
             KeyError: there is no such key.
@@ -60,13 +60,13 @@ class ConfigPlan:
         return self._settings[path if key is None else key.path]
 
     def explain(self) -> Explanation:
-        """What became of each key."""
+        """The outcome of each key."""
         return self._settings.explanation()
 
     def to_ds_config(self) -> dict[str, Any]:
-        """The config with nothing left open: numbers as numbers, "auto" replaced, new spellings, all sizes of the batch.
+        """The complete config: numbers as numbers, "auto" replaced, new spellings, all batch sizes.
 
-        Law: ``from_ds_config(plan.to_ds_config(), n)`` is the plan again, and DeepSpeed reads the same from both.
+        Law: ``from_ds_config(plan.to_ds_config(), n)`` is the same plan, and DeepSpeed reads both alike.
         """
         return canonical(self._settings, self.batch)
 
@@ -81,25 +81,26 @@ def from_ds_config(
     lr: float | None = None,
     warn: bool = False,
 ) -> ConfigPlan:
-    """Reads a DeepSpeed config as DeepSpeed 0.19.8 does, with its defaults and its numbers.
+    """Reads a DeepSpeed config with the semantics and defaults of DeepSpeed 0.19.8, and returns a plan.
 
-    Every key is supported, ignored because nothing here depends on it, or unsupported, which raises an error;
-    ``plan.explain()`` says which and why. Unknown names, keys that occur twice and values of another type raise errors, too,
-    where DeepSpeed silently accepts many of them.
+    Every key is supported, ignored because it has no effect here, or unsupported, which raises an error; ``plan.explain()``
+    lists which and why. Unknown names, duplicate keys and values of another type raise errors too, although DeepSpeed silently
+    accepts many of them.
 
     Args:
-        config: the path of a JSON file (Hjson where the package hjson is installed), a dict, or base64 text of JSON.
+        config: the path of a JSON file (Hjson if the package hjson is installed), a dict, or base64 text of JSON.
         world_size: the number of data-parallel ranks.
-        auto: by path ("optimizer.params.lr"), what takes the place of "auto". Where it says nothing, three sizes follow
-            from ``model``, and blocks in which DeepSpeed itself reads "auto" as its default have that.
-        group: the data-parallel ranks, where they are not the whole world: ``mesh["dp"]``.
+        auto: by path ("optimizer.params.lr"), replacements for "auto". For others, three sizes come from ``model``, and blocks
+            in which DeepSpeed itself reads "auto" as its default have that.
+        group: the data-parallel ranks, if they are not the whole world: ``mesh["dp"]``.
         model: a module with a Hugging Face ``config``, or such a config, for its hidden size. A module's leaf modules
             (``set_z3_leaf_modules``) are units of stage 3.
         lr: the learning rate of an optimizer that the config does not have, for a scheduler in it.
-        warn: whether known names that DeepSpeed accepts and never reads warn, instead of being refused.
+        warn: whether known names that DeepSpeed accepts and never reads give a warning instead of an error.
 
     Raises:
-        ConfigError: the config is no JSON, or a key is refused; ``error.explanation`` has all keys, the message all refused.
+        ConfigError: the config is not JSON, or a key is unsupported; ``error.explanation`` has all keys, the message all
+            unsupported ones.
 
     >>> plan = from_ds_config({"train_batch_size": 32, "bf16": {"enabled": True}, "zero_optimization": {"stage": "2"}}, 4)
     >>> plan.batch

@@ -24,7 +24,7 @@ _WORDS = {"half": "f16", "float": "f32"}
 
 
 def precision(s: Settings) -> Transform | None:
-    """Mixed precision, or only the check that gradients are finite, as DeepSpeed makes it in this stage."""
+    """Mixed precision, or only DeepSpeed's check that gradients are finite, for this stage."""
     fp16, bf16, autocast = s["fp16.enabled"], s["bf16.enabled"], s["torch_autocast.enabled"]
     if fp16 and bf16:
         s.refuse("bf16.enabled", "fp16 is enabled, too; enable one of them")
@@ -58,7 +58,7 @@ def precision(s: Settings) -> Transform | None:
 
 
 def word_of(name: str) -> str:
-    """This library's word for a dtype that a config names: "f32", "f16", "bf16"."""
+    """This library's name of a config's dtype: "f32", "f16", "bf16"."""
     last = name.removeprefix("torch.")
     return _WORDS.get(last, last.replace("float", "f").replace("fp", "f"))
 
@@ -81,10 +81,10 @@ def _loss_scale(s: Settings, dtype: str) -> LossScale:
 
 
 def checks_finite(s: Settings) -> bool:
-    """Whether DeepSpeed leaves out a step whose gradients are not finite.
+    """Whether DeepSpeed skips a step whose gradients are not finite.
 
-    Stage 3 always does, and so do half-precision params in stage 0. In stages 1 and 2 bf16 does by ``check_grad_overflow``,
-    fp32 by the norm, and stage 1 with bf16 and fp32 sums always. Stage 0 in fp32 never does.
+    Stage 3 always does, as do half-precision params in stage 0. In stages 1 and 2 bf16 does by ``check_grad_overflow``, fp32 by
+    the norm, and stage 1 with bf16 and fp32 sums always. Stage 0 in fp32 never does.
     """
     stage, bf16 = s[f"{_ZERO}.stage"], s["bf16.enabled"]
     if stage == 3:
@@ -104,7 +104,7 @@ def sums_bf16_in_fp32(value: Callable[[str], Any]) -> bool:
 
 
 def sharding(s: Settings, world_size: int, group: comm.Group | None, units: UnitOf | None) -> Transform:
-    """ZeRO, with the knobs that this stage has."""
+    """ZeRO, with this stage's options."""
     stage = s[f"{_ZERO}.stage"]
     options: dict[str, Any] = {}
     factor = float(world_size) if s["prescale_gradients"] else s["gradient_predivide_factor"]
@@ -154,7 +154,7 @@ def _stage_3(s: Settings, world_size: int) -> dict[str, Any]:
 
 
 def offload_places(s: Settings) -> tuple[str, str]:
-    """Where the optimizer's state and the params lie: "device", "cpu" or "disk"."""
+    """Where the optimizer's state and the params are stored: "device", "cpu" or "disk"."""
     found = []
     for block, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
         word = s[f"{_ZERO}.{block}.device"]
@@ -170,7 +170,7 @@ def offload_places(s: Settings) -> tuple[str, str]:
 
 
 def offloading(s: Settings) -> dict[str, Any] | None:
-    """The arguments of ``T.offload``, which looks for its folder as soon as it is called."""
+    """The arguments of ``T.offload``, which checks its folder as soon as it is called."""
     optimizer, params = offload_places(s)
     stage = s[f"{_ZERO}.stage"]
     if optimizer == "device":

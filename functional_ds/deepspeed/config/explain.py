@@ -1,4 +1,4 @@
-"""What became of each key of a config."""
+"""The outcome of each key of a config."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["ConfigError", "ExplainedKey", "Explanation", "UsageError"]
 
 @attrs.frozen
 class ExplainedKey:
-    """One key of a config, as it is spelled there, with its value, what became of it, and why."""
+    """One key of a config, as it is spelled there, with its value, its outcome, and the reason."""
 
     key: str
     value: Any
@@ -24,7 +24,7 @@ class ExplainedKey:
 
 @attrs.frozen
 class Explanation:
-    """All keys of a config, in its order, then what follows from keys that it leaves out."""
+    """All keys of a config, in its order, then consequences of omitted keys."""
 
     rows: tuple[ExplainedKey, ...]
 
@@ -34,7 +34,7 @@ class Explanation:
 
     @property
     def refused(self) -> tuple[ExplainedKey, ...]:
-        """The rows that are refused."""
+        """The rows of unsupported keys."""
         return self.of(Fate.REFUSED)
 
     def __getitem__(self, key: str) -> ExplainedKey:
@@ -55,13 +55,13 @@ class Explanation:
 
 
 class UsageError(ValueError, RuntimeError, TypeError, AssertionError):
-    """A call that DeepSpeed refuses by ``assert``; programs may expect that kind, or the kind that fits."""
+    """A call that DeepSpeed rejects by ``assert``; programs may catch AssertionError, or the appropriate class."""
 
 
 class ConfigError(ValueError, AssertionError, NotImplementedError):
-    """A config that is refused; ``explanation`` has every key of it, the refused ones among them.
+    """An unsupported config; ``explanation`` has every key of it.
 
-    DeepSpeed raises one of the three kinds, by the key.
+    DeepSpeed raises one of the three classes, by the key.
     """
 
     def __init__(self, message: str, explanation: Explanation | None = None) -> None:
@@ -70,7 +70,7 @@ class ConfigError(ValueError, AssertionError, NotImplementedError):
 
     @classmethod
     def of(cls, explanation: Explanation) -> "ConfigError":
-        """The error of all refused keys."""
+        """The error for all unsupported keys."""
         rows = explanation.refused
         head = f"the config has {len(rows)} key{'s' * (len(rows) > 1)} that cannot be taken over:"
         return cls("\n".join([head, *(f"  {row.key}: {_shown(row.value)}: {row.reason}" for row in rows)]), explanation)

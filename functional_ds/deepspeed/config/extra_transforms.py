@@ -1,4 +1,4 @@
-"""What no other transform does: sums of gradients, an end at the lowest loss scale, a check of how many ranks there are."""
+"""Further transforms: sums of gradients, an error at the lowest loss scale, a check of the number of ranks."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ __all__ = ["LossScaleError", "for_ranks", "stop_at_minimum", "sum_gradients"]
 
 
 class LossScaleError(UpdateError):
-    """A gradient overflowed at the lowest loss scale; the state that the step was given can be used again."""
+    """A gradient overflowed at the lowest loss scale; the state passed to the step stays valid."""
 
 
 def for_ranks(ranks: int, group: comm.Group | None) -> Transform:
-    """Refuses, in ``init``, another number of data-parallel ranks than the batch's sizes are for."""
+    """Raises an error, in ``init``, for another number of data-parallel ranks than the batch sizes assume."""
 
     def init(inner: Any, step: Step, params: Any) -> State:
         there = (group or comm.world()).size
@@ -34,7 +34,7 @@ def for_ranks(ranks: int, group: comm.Group | None) -> Transform:
 
 
 def sum_gradients(ranks: int) -> Transform:
-    """Gradients times the number of ranks: the sum of the ranks' means, as ``gradient_allreduce_op: sum`` has it."""
+    """Gradients times the number of ranks: the sum of the ranks' means, as with ``gradient_allreduce_op: sum``."""
 
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         return inner(step, state, tree.replace(grads, weight=grads.weight / ranks))  # type: ignore[no-any-return]
@@ -43,10 +43,10 @@ def sum_gradients(ranks: int) -> Transform:
 
 
 def stop_at_minimum() -> Transform:
-    """Raises where a gradient overflows at the lowest loss scale, as DeepSpeed's ZeRO does; the host waits for each update.
+    """Raises an error if a gradient overflows at the lowest loss scale, as in DeepSpeed; the host waits for each update.
 
     Raises:
-        LossScaleError: in a step, on every rank; the state stays as it was.
+        LossScaleError: in a step, on every rank; the state stays valid.
     """
 
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:

@@ -23,7 +23,7 @@ _COSINES = ("CosineAnnealingLR", "CosineAnnealingWarmRestarts")  # without a flo
 
 
 def optimizer_of(s: Settings) -> tuple[OptimizerRule | None, dict[str, Any]]:
-    """The rule and its arguments; None where the config names no optimizer, or one that is refused."""
+    """The rule and its arguments; None if the config names no optimizer, or an unsupported one."""
     name = s["optimizer.type"]
     if name is None:
         if "optimizer.params" in s:
@@ -58,7 +58,7 @@ def _unknown_optimizer(name: str) -> str:
 def schedule_of(
     s: Settings, rule: OptimizerRule | None, arguments: dict[str, Any], lr: float | None
 ) -> tuple[RateSchedule | None, dict[str, Any]]:
-    """The schedule, and the optimizer's arguments with the rate that its factors are multiples of."""
+    """The schedule, and the optimizer's arguments with the learning rate to which its factors are relative."""
     name = s["scheduler.type"]
     if name is None:
         if "scheduler.params" in s:
@@ -92,7 +92,7 @@ def schedule_of(
 def _base_rate(
     s: Settings, name: str, rule: OptimizerRule | None, arguments: dict[str, Any], lr: float | None
 ) -> tuple[float, dict[str, Any]]:
-    """The optimizer's own rate; one that is 0 is replaced by 1 in the arguments, as factors need a multiple."""
+    """The optimizer's own learning rate; 0 is replaced by 1 in the arguments, because factors are relative to it."""
     if rule is None:
         return lr or 0.0, arguments
     if rule.name != "Muon":
@@ -113,7 +113,7 @@ def _torch_schedule(s: Settings, name: str, base: float, reference: float) -> Ra
         numbers = {argument: _number(value) for argument, value in params.items()}
         try:
             rates = TorchRates(name, numbers, base)
-            rates(torch.tensor(1))  # some refuse their arguments only when they move
+            rates(torch.tensor(1))  # some check their arguments only when they step
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"torch.optim.lr_scheduler.{name}: {error}"
     if reason is not None:
@@ -135,7 +135,7 @@ def _number(value: Any) -> Any:
 
 
 def _parameters(s: Settings, block: str, keys: Sequence[ConfigKey]) -> dict[str, Any]:
-    """The arguments that the config gives, parsed; each is a row of the explanation."""
+    """The config's arguments, parsed; each is a row of the explanation."""
     known = {key.name: key for key in keys}
     found: dict[str, Any] = {}
     for name, value in (s[block] or {}).items():

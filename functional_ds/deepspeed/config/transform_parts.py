@@ -33,9 +33,9 @@ def transforms_of(
     model: Any,
     schedule: RateSchedule | None,
 ) -> Callable[[], Transform]:
-    """Composes the transforms, from the storage to the whole step; what cannot be made is refused in the settings.
+    """Composes the transforms, from the storage to the whole step; marks unsupported keys in the settings.
 
-    ``T.offload`` looks for its folder when it is made, and so only when the result is called.
+    ``T.offload`` checks its folder when it is made, which is when the result is called.
     """
     units = s.attempt("zero_optimization.leaf_module", lambda: leaf_units(model, s["zero_optimization.leaf_module"]))
     exponent = "fp16.min_loss_scale" if "fp16.min_loss_scale" in s else "fp16.initial_scale_power"

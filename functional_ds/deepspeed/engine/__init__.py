@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: ``initialize``, and calls of forward, backward and step over a step in halves."""
+"""DeepSpeed's engine: ``initialize``, and forward, backward and step calls over a step in two halves."""
 
 from .engine import DeepSpeedEngine
 from .initialize import initialize

@@ -1,4 +1,4 @@
-"""What ``initialize`` returns as the optimizer: param groups, and what became of the last update."""
+"""The optimizer that ``initialize`` returns: param groups, and the outcome of the last update."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
@@ -19,7 +19,7 @@ __all__ = ["EngineOptimizer"]
 
 
 def _wrapper_of(plan: ConfigPlan, basic: type | None) -> type | None:
-    """The class that wraps an optimizer in DeepSpeed; None where nothing does.
+    """The class that wraps an optimizer in DeepSpeed; None if none does.
 
     Args:
         plan: of the config.
@@ -54,7 +54,7 @@ def _decays(plan: ConfigPlan) -> bool:
 
 
 def _basic_of(plan: ConfigPlan) -> type | None:
-    """The class that DeepSpeed has for the optimizer that a config names; None where there is none here."""
+    """DeepSpeed's class for the optimizer that a config names; None if there is none here."""
     name, value = str(plan.value("optimizer.type")).lower(), plan.value
     if name.startswith("adam") and (value("optimizer.params") or {}).get("torch_adam"):
         return torch.optim.AdamW if _decays(plan) else torch.optim.Adam
@@ -63,7 +63,7 @@ def _basic_of(plan: ConfigPlan) -> type | None:
 
 
 def _refused(call: str, advice: str) -> Callable[..., NoReturn]:
-    """A method that the engine has in the optimizer's place."""
+    """A method that raises an error: the engine has it instead of the optimizer."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(f"optimizer.{call}: {advice}")
@@ -75,15 +75,15 @@ def _refused(call: str, advice: str) -> Callable[..., NoReturn]:
 class EngineOptimizer(torch.optim.Optimizer):
     """The engine's optimizer, for schedulers and programs that read and write ``param_groups[i]["lr"]``.
 
-    What is written there holds from the next update on; so do betas, weight decay and the like. A config's scheduler sets the
-    rate after each update, as in DeepSpeed.
+    Written values (rates, betas, weight decay and so on) apply from the next update on. A config's scheduler sets the rate
+    after each update, as in DeepSpeed.
 
-    ``isinstance`` says what it is in DeepSpeed: ``DeepSpeedZeroOptimizer`` in stages 1 and 2, for example. In stage 0 in fp32,
-    where DeepSpeed returns the optimizer itself, it is of that optimizer's class and equal to it.
+    ``isinstance`` answers as in DeepSpeed: ``DeepSpeedZeroOptimizer`` in stages 1 and 2, for example. In stage 0 in fp32, where
+    DeepSpeed returns the optimizer itself, it is of that optimizer's class and equal to it.
 
     Attributes:
-        optimizer: the one that was passed to ``initialize``; for a config's one that is of its class in DeepSpeed, FusedAdam
-            for example, with the same groups.
+        optimizer: the one that was passed to ``initialize``; for a config's, one of its class in DeepSpeed, such as FusedAdam,
+            with the same groups.
         adam_w_mode: of a config's Adam, whether it is AdamW.
     """
 
@@ -117,14 +117,14 @@ class EngineOptimizer(torch.optim.Optimizer):
             self.adam_w_mode = _decays(plan)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused, but for torch's constructor: parameters of a further group would have no state."""
+        """Raises an error, except in torch's constructor: parameters of a further group would have no state."""
         if hasattr(self, "optimizer"):
             raise RuntimeError("optimizer.add_param_group(...): pass all groups to initialize; those of rate 0 stay unchanged")
         super().add_param_group(param_group)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What ``isinstance`` goes by, beside the type itself."""
+        """For ``isinstance``, in addition to the type itself."""
         return self._kind or EngineOptimizer
 
     def __eq__(self, other: object) -> bool:
@@ -141,7 +141,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scaler(self) -> SimpleNamespace:
-        """The loss scale, whether it moves, how many updates there were, and the numbers of the config that move it."""
+        """The loss scale, whether it is dynamic, the number of updates, and its parameters in the config."""
         window, least = (self._plan.value(f"fp16.{name}") for name in ("loss_scale_window", "min_loss_scale"))
         return SimpleNamespace(
             dynamic_loss_scale=self.dynamic_loss_scale,
@@ -156,7 +156,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the scale moves."""
+        """Whether the scale is dynamic."""
         return bool(self._plan.value("fp16.enabled") and not self._plan.value("fp16.loss_scale"))
 
     @property
@@ -171,19 +171,19 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last update was left out, because a gradient was not finite."""
+        """Whether the last update was skipped because a gradient was not finite."""
         self._counts.settle()
         return self._counts.overflow
 
     @property
     def cur_scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """The factor of the next loss."""
         return self._loop.loss_scale()
 
     loss_scale = cur_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``engine.zero_grad``; in stage 3, too, as in DeepSpeed."""
+        """As ``engine.zero_grad``; also in stage 3, as in DeepSpeed."""
         del set_to_none
         if self._plan.value("zero_optimization.stage") in (0, 3):
             self._loop.zero_grad()

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: ``forward``, ``backward`` and ``step`` as calls, over a step in halves."""
+"""DeepSpeed's engine: ``forward``, ``backward`` and ``step`` as calls, over a step in two halves."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ __all__ = ["DeepSpeedEngine"]
 
 
 class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, nn.Module):
-    """What ``initialize`` returns: DeepSpeed's engine, as a thin shell over ``step.open``, ``backward`` and ``finish``.
+    """DeepSpeed's engine, as returned by ``initialize``: a thin layer over ``step.open``, ``backward`` and ``finish``.
 
     ```
     output = engine(batch)          run = step.open(state); run(apply, batch)
@@ -31,14 +31,14 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
     engine.step()                   at a boundary: state, metrics = step.finish(state, grads)
     ```
 
-    Law 57: a loop of these is ``step(state, batch)``, bit for bit.
+    Law 57: a loop of these is bitwise ``step(state, batch)``.
 
     Attributes:
-        module: the user's own. In stages 0 to 2 its parameters and buffers are those of the state, without a copy.
-        optimizer: what programs read and write learning rates at; None without one.
+        module: the user's own. In stages 0 to 2 its parameters and buffers are views of the state.
+        optimizer: for reading and writing learning rates; None without one.
         lr_scheduler: the config's, or the one that was passed.
         training_dataloader: over ``training_data``.
-        metrics: of the last update, as tensors: "loss", "grad_norm" and what transforms add.
+        metrics: of the last update, as tensors: "loss", "grad_norm" and those of transforms.
     """
 
     module: nn.Module
@@ -47,7 +47,7 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
     training_dataloader: Any
     training: bool
     _reports: Reports
-    _boundary: bool | None  # what the caller has said of the micro-batch under way
+    _boundary: bool | None  # the caller's setting for the current micro-batch
     _no_sync: bool
     _stepping: bool
 
@@ -73,11 +73,11 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's value; within ``torch.no_grad()`` an evaluation."""
+        """The module's output; within ``torch.no_grad()`` an evaluation."""
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's value, with the casts, gathers and recomputation of the step."""
+        """The module's output, with the casts, gathers and recomputation of the step."""
         loop: EngineLoop = self._loop
         self._reports.begin(loop)
         with self._reports.timed("fwd"):
@@ -95,18 +95,18 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
     ) -> Tensor:
         """Adds a loss's gradients, divided by the number of micro-batches, and returns the loss so divided.
 
-        Several in one step are summed.
+        Several losses in one step are summed.
 
         Args:
             loss: a scalar that was computed from what the engine returned.
-            allreduce_gradients: as False, the same as ``no_sync``; DeepSpeed has removed it.
-            release_loss: of no effect.
-            retain_graph: whether a further backward pass goes through this graph.
-            scale_wrt_gas: whether the loss is to be divided.
+            allreduce_gradients: False is the same as ``no_sync``; removed in DeepSpeed.
+            release_loss: has no effect.
+            retain_graph: whether a further backward pass uses this graph.
+            scale_wrt_gas: whether the loss is divided.
 
         Raises:
             RuntimeError: there is no optimizer; no forward pass is open.
-            TypeError: the loss is no tensor.
+            TypeError: the loss is not a tensor.
         """
         self._refuse_no_optimizer("backward")
         if not isinstance(loss, Tensor):
@@ -129,7 +129,7 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
         return loss.detach() / micro if scale_wrt_gas and micro > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss for a ``backward()`` of its own: ``engine.scale(loss).backward()``. Without a loss scale it is the loss."""
+        """The loss to call ``backward()`` on: ``engine.scale(loss).backward()``. Without a loss scale it is the loss."""
         self._refuse_no_optimizer("scale")
         return self._loop.scaled(loss, last=self._lasts())  # type: ignore[no-any-return]
 
@@ -166,7 +166,7 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
     # -- accumulation --------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last of its update."""
+        """Whether the current micro-batch is the last of its update."""
         if self._boundary is not None:
             return bool(self._boundary)
         if not self.managed_gradient_accumulation():
@@ -174,7 +174,7 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
         return bool((self._counts.micro_steps + 1) % self._loop.micro_batches == 0)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Says so instead of the count of ``step`` calls; None gives it back to the count.
+        """Overrides the count of ``step`` calls; None returns to the count.
 
         Raises:
             RuntimeError: ``managed_gradient_accumulation`` is off, so each ``step`` is a boundary.
@@ -191,10 +191,10 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to this rank's gradients, which a later one or ``step`` sums over ranks.
+        """A context in which backward passes only add to this rank's gradients; a later one, or ``step``, sums them over ranks.
 
         Raises:
-            RuntimeError: in stages 2 and 3, whose gradients are summed in each backward pass; within another such block.
+            RuntimeError: in stages 2 and 3, whose gradients are reduced in each backward pass; within another such block.
         """
         if self.zero_optimization_stage() >= 2:
             raise UsageError(
@@ -210,14 +210,14 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
             self.__dict__["_no_sync"] = False
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing: the last backward pass, or ``step``, sums over ranks."""
+        """Does nothing: the last backward pass, or ``step``, sums over ranks."""
         del bucket_size
 
     def empty_partition_cache(self) -> None:
-        """Nothing: gathered params live as long as a pass needs them."""
+        """Does nothing: gathered params live only as long as a pass needs them."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """In stage 0 drops the gradients since the last update. In others it has no effect, as in DeepSpeed."""
+        """In stage 0 drops the gradients since the last update. In other stages it has no effect, as in DeepSpeed."""
         del set_to_none
         if not self.zero_optimization():
             self._loop.zero_grad()
@@ -235,7 +235,7 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
         return self.train(False)
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine does not have is the module's."""
+        """Missing attributes are looked up in the module."""
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:

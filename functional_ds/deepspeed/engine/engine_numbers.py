@@ -1,4 +1,4 @@
-"""What an engine answers of its updates, its batches and its place, and the step, function and state that it runs."""
+"""An engine's updates, batches, ranks, and the step, function and state that it runs."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _ROUTES = ("train", "eval", "predict")
 
 
 class EngineNumbers(CountedEngine):
-    """Questions of an engine whose answers may change, and the calls that change them."""
+    """Queries of an engine whose results may change, and the calls that change them."""
 
     _loop: Any
     collate_fn: Any
@@ -35,7 +35,7 @@ class EngineNumbers(CountedEngine):
 
     @property
     def micro_steps(self) -> int:
-        """How many calls of ``step`` there were."""
+        """The number of ``step`` calls."""
         return self._counts.micro_steps
 
     @property
@@ -44,7 +44,7 @@ class EngineNumbers(CountedEngine):
         return self._loop.metrics  # type: ignore[no-any-return]
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last update's gradients before they were clipped; infinite where these were not finite.
+        """The norm of the last update's gradients before clipping; infinite if they were not finite.
 
         None before the first update, in stage 0 in fp32 without clipping, and with ``compute_grad_norm: false``.
         """
@@ -69,12 +69,12 @@ class EngineNumbers(CountedEngine):
 
     @property
     def functional_apply(self) -> Apply:
-        """The module as a function. What is set on ``functional_apply.module`` holds from the next forward pass on."""
+        """The module as a function. Changes of ``functional_apply.module`` apply from the next forward pass on."""
         return self._loop.live.apply  # type: ignore[no-any-return]
 
     @property
     def state(self) -> State:
-        """Its state. An update takes the state's memory, so keep none of them."""
+        """The present state. An update donates it, so do not keep it."""
         return self._loop.settled()  # type: ignore[no-any-return]
 
     @state.setter
@@ -83,7 +83,7 @@ class EngineNumbers(CountedEngine):
 
     @property
     def monitor(self) -> Monitors:
-        """The config's monitors: ``write_events([(name, value, engine.global_samples)])`` logs numbers of your own."""
+        """The config's monitors: ``write_events([(name, value, engine.global_samples)])`` logs custom numbers."""
         return self._reports.monitor
 
     def get_wall_clock_timers(self) -> dict[str, float]:
@@ -96,7 +96,7 @@ class EngineNumbers(CountedEngine):
         return self._loop.state.step.device  # type: ignore[no-any-return]
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among the data-parallel ranks."""
+        """This rank's rank among the data-parallel ranks."""
         return comm.world().rank
 
     @property
@@ -118,7 +118,7 @@ class EngineNumbers(CountedEngine):
         """Changes the number of micro-batches.
 
         Raises:
-            ValueError: it is no whole number of micro-batches.
+            ValueError: it is not a multiple of a micro-batch's size.
         """
         rows = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size < rows or train_batch_size % rows:
@@ -141,19 +141,19 @@ class EngineNumbers(CountedEngine):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> EngineLoader:
-        """A loader of this rank's part of a data set, as ``initialize`` makes one of ``training_data``.
+        """A loader of this rank's part of a data set, like that of ``training_data`` in ``initialize``.
 
         Args:
             dataset: torch's.
             batch_size: rows of a micro-batch on this rank; by default the config's.
-            route: "train" for shuffled rows; "eval" and "predict" leave them in order.
-            pin_memory: of no effect: memory is pinned where there is a GPU.
-            data_sampler: another than ``DistributedSampler``.
-            collate_fn: from rows to a batch; by default the one that ``initialize`` was given.
-            num_local_io_workers: of no effect: this process reads.
+            route: "train" for shuffled rows; "eval" and "predict" keep their order.
+            pin_memory: has no effect: memory is pinned if there is a GPU.
+            data_sampler: instead of ``DistributedSampler``.
+            collate_fn: from rows to a batch; by default the one passed to ``initialize``.
+            num_local_io_workers: has no effect: this process reads.
 
         Raises:
-            ValueError: the route is another.
+            ValueError: another route.
         """
         del pin_memory, num_local_io_workers
         if route not in _ROUTES:

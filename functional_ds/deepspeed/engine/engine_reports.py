@@ -44,7 +44,7 @@ class Reports:
 
     @staticmethod
     def of(plan: ConfigPlan) -> "Reports":
-        """What the config asks for."""
+        """The reports that the config asks for."""
         asks = [plan.value(name) for name in ("wall_clock_breakdown", "flops_profiler.enabled", "comms_logger.enabled")]
         found = Reports(Monitors.of(plan), plan=plan, rows=plan.batch.rows, clock=bool(asks[0]))
         found._profiling = any(asks)
@@ -63,7 +63,7 @@ class Reports:
             self._spent[name] = self._spent.get(name, 0.0) + (_now() - began) * 1000
 
     def begin(self, loop: Any) -> None:
-        """A forward pass follows; with the first one of an update, the step is one that measures itself, if it is to."""
+        """A forward pass follows; at the first one of an update, begins a measured step if it is to be profiled."""
         if not self._profiling or self._window is not None or not torch.is_grad_enabled():
             return
         from functional_ds.profiling.profiler import profile  # may be left out of an installation

@@ -14,7 +14,7 @@ __all__ = ["EngineWeights"]
 
 
 class EngineWeights:
-    """Calls of an engine that read the weights of all ranks, and DeepSpeed's calls that there is no way to serve."""
+    """Calls of an engine that read the weights of all ranks, and unsupported calls of DeepSpeed."""
 
     module: Any
     _loop: Any
@@ -28,12 +28,12 @@ class EngineWeights:
         """The module's ``state_dict`` with whole params in the dtype of the forward pass, on the host. Collective in stage 3.
 
         Args:
-            exclude_frozen_parameters: whether it lacks those.
+            exclude_frozen_parameters: whether to omit those.
         """
         return self._loop.live.whole(self._loop.step, self._loop.state, frozen=not exclude_frozen_parameters)  # type: ignore[no-any-return]
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """What accelerate and transformers ask for: the whole ``state_dict`` on rank 0, None on others. Collective."""
+        """For accelerate and transformers: the whole ``state_dict`` on rank 0, None on others. Collective."""
         found = self.whole_state_dict(exclude_frozen_parameters)
         return found if comm.world().rank == 0 else None
 
@@ -58,12 +58,12 @@ class EngineWeights:
     # -- refused -------------------------------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Is refused."""
+        """Raises an error."""
         raise RuntimeError(f"engine.compile: {REFUSED[f'{ENGINE}.compile']}")
 
     @property
     def enable_backward_allreduce(self) -> bool:
-        """True: ranks sum in an update's last backward pass. Setting it to False is refused."""
+        """True: ranks sum in an update's last backward pass. Setting it to False raises an error."""
         return True
 
     @enable_backward_allreduce.setter

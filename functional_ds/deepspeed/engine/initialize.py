@@ -1,4 +1,4 @@
-"""``initialize``: a module, a config and perhaps an optimizer become an engine."""
+"""``initialize``: makes an engine from a module, a config and perhaps an optimizer."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -52,29 +52,29 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, EngineOptimizer | None, EngineLoader | None, Any]:
-    """DeepSpeed's ``initialize``. Rank 0's params are those of all ranks. Collective.
+    """DeepSpeed's ``initialize``: makes an engine. All ranks get rank 0's params. Collective.
 
     Args:
         args: an object that may have ``deepspeed_config`` and ``local_rank``.
-        model: the module. It stays usable; in stage 3 its parameters are empty, as DeepSpeed's are.
+        model: the module. It stays usable; in stage 3 its parameters are empty, as in DeepSpeed.
         optimizer: torch's AdamW, Adam, SGD or Adagrad, one of ``deepspeed.ops``, or a function from ``model_parameters`` to
             one; None for the config's.
         model_parameters: what the config's optimizer trains: parameters, or dicts of groups; None for all.
         training_data: a data set, for a loader of micro-batches.
         lr_scheduler: one of torch's or DeepSpeed's, or a function from the optimizer to one; None for the config's.
-        distributed_port: of rank 0's host, where MASTER_PORT is not set.
-        mpu: refused where it has model-parallel ranks.
-        dist_init_required: False refuses a process that is in no world yet.
+        distributed_port: of rank 0's host, if MASTER_PORT is not set.
+        mpu: raises an error if it has model-parallel ranks.
+        dist_init_required: False raises an error in a process that is in no world yet.
         collate_fn: of the loader.
         config: a path, a dict or base64 text.
-        mesh_param: refused where it has more than data-parallel ranks.
+        mesh_param: raises an error if it has more than data-parallel ranks.
         config_params: the old name of ``config``.
 
     Returns:
-        the engine, its optimizer, the loader, the scheduler; None for what there is not.
+        the engine, its optimizer, the loader, the scheduler; None for those that do not exist.
 
     Raises:
-        ConfigError: the config is refused; the message names all keys.
+        ConfigError: the config is unsupported; names all such keys.
         ValueError: no model or no config, or two configs; an optimizer without a pure form; another optimizer's scheduler.
 
     >>> engine, optimizer, _, _ = initialize(
@@ -263,7 +263,7 @@ def _client_optimizer(optimizer: Any, model_parameters: Any) -> torch.optim.Opti
 
 
 def _refuse_foreign(scheduler: Any, client: torch.optim.Optimizer | None) -> None:
-    """A scheduler of another optimizer would move rates that no update reads."""
+    """Raises an error for a scheduler of another optimizer, whose rates no update reads."""
     moved = getattr(scheduler, "optimizer", None)
     if isinstance(moved, torch.optim.Optimizer) and moved is not client:
         raise UsageError(
@@ -276,7 +276,7 @@ def _plan(
     config: dict[str, Any], ranks: int, model: nn.Module, client: torch.optim.Optimizer | None, *, has_scheduler: bool
 ) -> ConfigPlan:
     lr = None
-    if client is not None:  # what is passed goes before what the config says
+    if client is not None:  # arguments override the config
         config = {name: block for name, block in config.items() if name != "optimizer"}
         first = client.param_groups[0]
         lr = float(first.get("initial_lr", first["lr"]))
@@ -323,9 +323,9 @@ def _device() -> torch.device:
 
 
 def _move(model: nn.Module, sharers: Mapping[str, tuple[tuple[int, ...], ...]]) -> None:
-    """Params and buffers on the rank's device, with rank 0's values; experts' with those of the first rank that shares them.
+    """Moves params and buffers to the rank's device, with rank 0's values; experts' with their first rank's.
 
-    A model that is on a device stays there. What has no values yet is left alone.
+    A model that is on a device stays there. Params without values are left alone.
     """
     here = [x for x in (*model.parameters(), *model.buffers()) if not isinstance(x, FakeTensor)]
     if any(x.is_meta for x in here):

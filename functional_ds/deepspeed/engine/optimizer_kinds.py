@@ -1,6 +1,6 @@
-"""What ``engine.optimizer`` is an instance of: the class of DeepSpeed's that the same config has there.
+"""The classes of ``engine.optimizer`` for ``isinstance``: the one that DeepSpeed has for the same config.
 
-The classes hold nothing. ``engine.optimizer`` is one object in every stage; its ``__class__`` answers ``isinstance``.
+The classes are empty. ``engine.optimizer`` is one object in every stage; its ``__class__`` answers ``isinstance``.
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ __all__ = [
 
 
 class DeepSpeedOptimizer:
-    """What wraps an optimizer: in all stages but 0, and in half precision."""
+    """A wrapper of an optimizer: in all stages except 0, and in half precision."""
 
     def __new__(cls, *_: Any, **__: Any) -> "DeepSpeedOptimizer":
-        """Refused: ``initialize`` makes them.
+        """Raises an error: only ``initialize`` makes them.
 
         Raises:
             TypeError: always.
@@ -41,7 +41,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
 
 
 class BF16_Optimizer(ZeROOptimizer):
-    """bf16 in stage 1, where ``grad_accum_dtype`` is fp32."""
+    """bf16 in stage 1, if ``grad_accum_dtype`` is fp32."""
 
 
 class FP16_Optimizer(DeepSpeedOptimizer):

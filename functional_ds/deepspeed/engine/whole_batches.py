@@ -34,7 +34,7 @@ class WholeBatches:
                 self.step()
         except BaseException:
             if counts.global_steps == before[0]:
-                self._loop.discard()  # or the next update would sum them, too
+                self._loop.discard()  # or the next update would also sum them
                 counts.micro_steps = before[1]
             raise
         finally:
@@ -46,7 +46,7 @@ class WholeBatches:
 
         Args:
             data_iter: gives the micro-batches.
-            return_logits: whether to return the module's values, too.
+            return_logits: whether to return the module's outputs too.
         """
         training, values, losses = self.module.training, [], []
         self.eval()

@@ -1,4 +1,4 @@
-"""``deepspeed.moe``: DeepSpeed's layer of experts."""
+"""``deepspeed.moe``: DeepSpeed's mixture-of-experts layer."""
 
 from . import layer, utils
 from .layer import MoE

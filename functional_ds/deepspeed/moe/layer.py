@@ -1,4 +1,4 @@
-"""``MoE``: DeepSpeed's layer of experts, over this library's exchange of tokens."""
+"""``MoE``: DeepSpeed's mixture-of-experts layer, over this library's token exchange."""
 
 import copy
 from typing import Any
@@ -16,7 +16,7 @@ __all__ = ["LocalExperts", "MOELayer", "MoE"]
 
 
 class LocalExperts(nn.Module):
-    """The experts of this rank, copies of one module at first. Their params say so: ``allreduce`` is False."""
+    """This rank's experts, initially copies of one module. Their params are marked by ``allreduce = False``."""
 
     def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
         super().__init__()
@@ -52,10 +52,10 @@ class MOELayer(nn.Module):
 
 
 class MoE(nn.Module):
-    """A layer of experts, of which each token goes to ``k``. Parameters have DeepSpeed's names.
+    """A mixture-of-experts layer, in which each token goes to ``k`` experts. Parameters have DeepSpeed's names.
 
     Law: the result, the balance loss, the counts and all gradients are those of DeepSpeed's layer with these arguments, random
-    choices included where torch's generator is in the same state. Rows that capacity drops add nothing; no padding is computed.
+    choices included if torch's generator is in the same state. Rows dropped by capacity add nothing; no padding is computed.
 
     Attributes:
         num_experts: over all ranks.
@@ -106,7 +106,7 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Nothing is to be set: groups are made when the layer first runs.
+        """Does nothing: groups are made when the layer first runs.
 
         Raises:
             ValueError: ``use_data_before_expert_parallel_``: the ranks of an expert group are neighbours here.

@@ -14,7 +14,7 @@ NoisyGate = Literal["Jitter", "RSample", "None"]
 
 
 class Gated(NamedTuple):
-    """What a gate says of T tokens: their experts, the balance loss, and how many chose each expert, dropped ones included."""
+    """A gate's result for T tokens: their experts, the balance loss, and tokens per expert, including dropped ones."""
 
     routing: Routing
     balance: Tensor
@@ -51,7 +51,7 @@ class TopKGate(nn.Module):
         self.drop_tokens, self.use_rts, self.top2_2nd_expert_sampling = drop_tokens, use_rts, top2_2nd_expert_sampling
 
     def forward(self, tokens: Tensor, used_token: Tensor | None = None) -> Gated:
-        """The routing of tokens [T, M]; ``used_token`` [T] leaves out those with 0, for top 1."""
+        """The routing of tokens [T, M]; ``used_token`` [T] excludes those with 0, for top 1."""
         wide = tokens.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
             wide = wide * torch.empty_like(wide).uniform_(1 - 1e-2, 1 + 1e-2)

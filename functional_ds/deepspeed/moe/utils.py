@@ -1,4 +1,4 @@
-"""``deepspeed.moe.utils``: which params are experts', and param groups that keep them apart."""
+"""``deepspeed.moe.utils``: which params are experts', and param groups that separate them."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -49,10 +49,10 @@ def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tupl
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: ParamGroup | tuple[ParamGroup, ...] | list[ParamGroup], max_group_size: float | None = 178956971
 ) -> list[ParamGroup]:
-    """Takes the experts' params out of the groups, into groups of their own that follow.
+    """Moves the experts' params from the groups to new groups that follow them.
 
     Args:
-        param_groups: with a ``name`` each; their list of params is changed, as DeepSpeed does.
+        param_groups: each with a ``name``; their list of params is changed, as in DeepSpeed.
         max_group_size: the most elements of a new group; None for no limit.
     """
     given = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
@@ -82,7 +82,7 @@ def _parts(params: list[Tensor], limit: float) -> list[list[Tensor]]:
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
-    """Param groups in which experts' params are apart, from params or groups."""
+    """Param groups with experts' params separated, from params or groups."""
     if not model_parameters:
         raise ValueError("model_parameters is empty: params, or param groups")
     if not isinstance(model_parameters[0], dict):

@@ -1,4 +1,4 @@
-"""``deepspeed.ops``: DeepSpeed's optimizers by name. Its kernels are not here: torch's are used."""
+"""``deepspeed.ops``: DeepSpeed's optimizers by name, with torch's kernels instead of DeepSpeed's."""
 
 from functional_ds.deepspeed.op_builders import COMPATIBLE as __compatible_ops__
 

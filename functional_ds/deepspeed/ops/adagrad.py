@@ -15,4 +15,4 @@ class DeepSpeedCPUAdagrad(
     amsgrad=False,
     fp32_optimizer_states=True,
 ):
-    """DeepSpeed's Adagrad for ZeRO-Offload; where states are is the config's to say."""
+    """DeepSpeed's Adagrad for ZeRO-Offload; the config defines where states are."""

@@ -42,4 +42,4 @@ class DeepSpeedCPUAdam(
     adamw_mode=True,
     fp32_optimizer_states=True,
 ):
-    """DeepSpeed's Adam for ZeRO-Offload; where states are is the config's to say."""
+    """DeepSpeed's Adam for ZeRO-Offload; the config defines where states are."""

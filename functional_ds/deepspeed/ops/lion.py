@@ -18,4 +18,4 @@ class DeepSpeedCPULion(
     weight_decay=0.0,
     fp32_optimizer_states=True,
 ):
-    """DeepSpeed's Lion for ZeRO-Offload; where states are is the config's to say."""
+    """DeepSpeed's Lion for ZeRO-Offload; the config defines where states are."""

@@ -1,4 +1,4 @@
-"""Optimizers that are made with DeepSpeed's arguments and move params by this library's rules."""
+"""Optimizers with DeepSpeed's constructors that update params by this library's rules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,17 +18,17 @@ __all__ = ["NamedOptimizer"]
 
 
 class NamedOptimizer(torch.optim.Optimizer):
-    """An optimizer of DeepSpeed's, with torch's interface. A class's statement has its arguments with DeepSpeed's defaults.
+    """A DeepSpeed optimizer, with torch's interface. A class's definition has its arguments with DeepSpeed's defaults.
 
-    ``deepspeed.initialize`` takes its groups and their rules, and updates shards of params by these. By itself ``step`` moves
-    each param by the same rule. The law: both are the rule of the config's optimizer of that name.
+    ``deepspeed.initialize`` uses its groups and their rules to update shards of params. ``step`` on its own updates each param
+    by the same rule. Law: both are the rule of the config's optimizer of that name.
 
     Attributes:
         rule: of the config's optimizer of the same kernel.
         fixed: arguments of the rule that are the same for all groups.
 
     Raises:
-        ValueError: an argument has no meaning here.
+        ValueError: an argument is unsupported.
     """
 
     rule: OptimizerRule
@@ -57,7 +57,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         """The pure optimizer for a param group.
 
         Args:
-            group: one of ``param_groups``, with its numbers as they are now.
+            group: one of ``param_groups``, with its present numbers.
             lr: instead of the group's own; a step multiplies it by the phase ``rate``.
         """
         given = {**group, **self.fixed, "lr": float(group["lr"]) if lr is None else lr}
@@ -65,7 +65,7 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Moves every param that has a gradient."""
+        """Updates every param that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""``deepspeed.pipe``: models as rows of layers, which become the stages of this library's pipelines."""
+"""``deepspeed.pipe``: models as sequences of layers, which become pipeline stages."""
 
 from .layer_specs import LayerSpec, TiedLayerSpec
 from .pipeline_engine import PipelineEngine, pipeline_engine

@@ -9,7 +9,7 @@ __all__ = ["LayerSpec", "TiedLayerSpec"]
 
 
 class LayerSpec:
-    """A layer of a ``PipelineModule``: a class of modules and what to make it with.
+    """A layer of a ``PipelineModule``: a module class and its arguments.
 
     >>> LayerSpec(nn.Linear, 2, 3, bias=False).build()
     Linear(in_features=2, out_features=3, bias=False)
@@ -30,7 +30,7 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that occurs several times under one key, such as an embedding that is the head, too.
+    """A layer that occurs several times under one key, such as an embedding that is also the head.
 
     Attributes:
         key: layers with one key are one module; the first one builds it.

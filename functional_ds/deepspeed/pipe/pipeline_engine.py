@@ -34,7 +34,7 @@ _WHOLE = "the micro-batches of a pipeline run together: call train_batch or eval
 
 @attrs.frozen(eq=False)
 class GivenOptimizer:
-    """What takes the place of a config's optimizer and scheduler in a pipeline; by default nothing does.
+    """Replaces a config's optimizer and scheduler in a pipeline; by default none.
 
     Attributes:
         counts: of the engine, with the scheduler that moves the groups' rates.
@@ -53,12 +53,12 @@ class PipelineEngine(CountedEngine, EngineFiles):
     Law: its losses and params are those of the module on one device, on the micro-batches of all data-parallel ranks.
 
     Attributes:
-        module: the ``PipelineModule``. The params of this rank's stage are those of the state, as they are now; those of other
-            stages are empty. ``module_state_dict()`` has all.
+        module: the ``PipelineModule``. The params of this rank's stage are the state's present ones; those of other stages are
+            empty. ``module_state_dict()`` has all.
         training_dataloader: the loader of ``training_data``; None without it.
         lr_scheduler: the config's, or the one that was passed.
         plan: of the config.
-        monitor: the config's monitors, told of "lr", "train_loss" and "eval_loss" by rows, and in fp16 of "loss_scale".
+        monitor: the config's monitors, which get "lr", "train_loss" and "eval_loss" by rows, and in fp16 "loss_scale".
         grid: which ranks share a stage, a pipeline, a slice.
     """
 
@@ -91,15 +91,15 @@ class PipelineEngine(CountedEngine, EngineFiles):
     # -- data
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
-        """The micro-batches come from a loader, which starts over."""
+        """Takes the micro-batches from a loader, which is repeated."""
         self._iterator = None if loader is None else RepeatingLoader(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """The micro-batches come from an iterator."""
+        """Takes the micro-batches from an iterator."""
         self._iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """What makes (inputs, labels) of an entry of the data."""
+        """Sets the function from an entry of the data to (inputs, labels)."""
         self._batch_fn = fn
 
     def _next(self, count: int) -> Any:
@@ -146,9 +146,9 @@ class PipelineEngine(CountedEngine, EngineFiles):
 
         Args:
             data_iter: of micro-batches; it does not replace that of ``train_batch``.
-            return_logits: is refused.
-            compute_loss: False is refused.
-            reduce_output: "avg"; others are refused.
+            return_logits: unsupported.
+            compute_loss: False is unsupported.
+            reduce_output: "avg"; others are unsupported.
             bcast_loss: has no effect: every rank has the loss.
             num_micro_batches: how many are taken; by default as many as for an update.
         """
@@ -171,7 +171,7 @@ class PipelineEngine(CountedEngine, EngineFiles):
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Is refused."""
+        """Raises an error."""
         raise TypeError(_WHOLE)
 
     __call__ = backward = step = forward
@@ -225,14 +225,14 @@ class PipelineEngine(CountedEngine, EngineFiles):
         return self.stage_id
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """False: between calls of ``train_batch`` no update is under way."""
+        """False: between calls of ``train_batch`` no update is in progress."""
         return False
 
     def get_additional_losses(self) -> None:
         """None: a ``loss_fn`` gives one scalar."""
 
     def reset_activation_shape(self) -> None:
-        """Nothing: each update may have its own shapes."""
+        """Does nothing: each update may have its own shapes."""
 
     def __getattr__(self, name: str) -> Any:
         why = REFUSED.get(f"{PIPELINE_ENGINE}.{name}") or REFUSED.get(f"{ENGINE}.{name}")
@@ -273,7 +273,7 @@ class PipelineEngine(CountedEngine, EngineFiles):
 
     @property
     def state(self) -> State:
-        """Of the step. An update takes its memory, so keep none of them."""
+        """The step's present state. An update donates it, so do not keep it."""
         self._live.follow_values(lambda: None)
         return self._state
 
@@ -292,19 +292,19 @@ def pipeline_engine(
     training_data: Dataset[Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
 ) -> PipelineEngine:
-    """What ``initialize`` makes of a ``PipelineModule``. Collective.
+    """``initialize`` for a ``PipelineModule``. Collective.
 
     Args:
-        module: the layers; of each parameter the first rank's count that has its stage, of those given whole rank 0's.
-        config: as ``from_ds_config`` takes it. Its batch's sizes are per data-parallel rank, same as DeepSpeed.
-        make: from the config's plan and the engine's counts to what takes the place of its optimizer and scheduler.
+        module: the layers; of each parameter the first rank's value is used that has its stage, of those given whole rank 0's.
+        config: as for ``from_ds_config``. Its batch sizes are per data-parallel rank, same as DeepSpeed.
+        make: from the config's plan and the engine's counts to replacements of its optimizer and scheduler.
         lr: the rate of an optimizer that the config does not have, for a scheduler in it.
-        training_data: each data-parallel rank reads its part; ``train_batch`` without an iterator in order, as DeepSpeed's,
+        training_data: each data-parallel rank reads its part; ``train_batch`` without an iterator in order, as in DeepSpeed,
             and ``engine.training_dataloader`` shuffled, as torch's DistributedSampler does.
         collate_fn: makes a micro-batch of rows.
 
     Raises:
-        ConfigError: a key is refused.
+        ConfigError: a key is unsupported.
         ValueError: neither the config nor the call has an optimizer; a tied layer of several stages has buffers.
 
     >>> from torch import nn

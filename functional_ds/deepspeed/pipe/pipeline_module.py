@@ -1,4 +1,4 @@
-"""``PipelineModule``: a row of layers, and where it is cut into stages."""
+"""``PipelineModule``: a sequence of layers, and where it is split into stages."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -23,13 +23,13 @@ __all__ = ["PipelineModule", "StageLayers"]
 
 @attrs.frozen
 class PlacedLayer:
-    """One layer of the row.
+    """One layer of the sequence.
 
     Attributes:
         kind: its class's or function's name.
         name: of the child module that it calls; None for a function alone.
         tied: whether the name is a key of ``tied_modules``.
-        function: called with (module, x), or with x alone; None calls the module.
+        function: called with (module, x), or only with x; None calls the module.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class PlacedLayer:
 
 
 class StageLayers(nn.Module):
-    """Some layers of a row, with the names that the whole row gives them."""
+    """Some layers of a sequence, with the names that they have in the whole sequence."""
 
     def __init__(
         self, layers: Sequence[PlacedLayer], whole: "StageLayers | None" = None, *, interval: int = 0, again: Any = checkpoint
@@ -60,7 +60,7 @@ class StageLayers(nn.Module):
         return (self.tied_modules if layer.tied else self).get_submodule(layer.name or "")
 
     def forward(self, forward_input: Any) -> Any:
-        """The layers, one after the other; blocks of ``activation_checkpoint_interval`` layers are computed again backward."""
+        """The layers, one after another; blocks of ``activation_checkpoint_interval`` layers are recomputed."""
         x, every = forward_input, self.activation_checkpoint_interval
         for first in range(0, len(self.layers), every or len(self.layers) or 1):
             block = self.layers[first : first + (every or len(self.layers))]
@@ -85,28 +85,28 @@ class StageLayers(nn.Module):
         return run
 
     def _worth(self, block: Sequence[PlacedLayer]) -> bool:
-        """Whether a block is computed again: those with params, or all of whose classes are named."""
+        """Whether a block is recomputed: if it has params, or all of its classes are listed."""
         if self.checkpointable_layers is not None:
             return all(layer.kind in self.checkpointable_layers for layer in block)
         return any(True for layer in block if layer.name is not None for _ in self.child(layer).parameters())
 
 
 class PipelineModule(StageLayers):
-    """Layers in a row, cut into ``num_stages`` stages. With one stage it is a module of all layers, which runs by itself, too.
+    """A sequence of layers, split into ``num_stages`` stages. With one stage it is a plain module of all layers.
 
-    Each layer is built in its turn, so random draws are those of the whole row on each rank, and the params of a ``LayerSpec``
-    of another stage are freed at once: they are on the device "meta". ``deepspeed.initialize`` turns the row into stages of a
-    pipeline by ``pipeline_parts``. Parameters have the names that DeepSpeed gives them: the layer's number, or
+    Each layer is built in its turn, so random draws are those of the whole sequence on each rank, and the params of a
+    ``LayerSpec`` of another stage are freed immediately: they are on the device "meta". ``deepspeed.initialize`` turns the
+    sequence into stages of a pipeline by ``pipeline_parts``. Parameters have DeepSpeed's names: the layer's number, or
     ``tied_modules.key``.
 
     Attributes:
         parts: the first layer of each stage, and the number of layers.
         num_stages: the number of stages.
-        loss_fn: ``loss_fn(outputs, labels)``; None where the last layer gives the loss.
+        loss_fn: ``loss_fn(outputs, labels)``; None if the last layer returns the loss.
 
     Raises:
         ValueError: a layer shares params with one of another stage, and none of them is a ``TiedLayerSpec``; there is no such
-            ``partition_method``; the stages do not fit the world.
+            ``partition_method``; the stages do not match the world.
 
     >>> model = PipelineModule([LayerSpec(nn.Linear, 4, 4), nn.ReLU(), nn.Linear(4, 1)], num_stages=1)
     >>> [name for name, _ in model.named_parameters()], model.parts
@@ -185,7 +185,7 @@ class PipelineModule(StageLayers):
         return sorted({self.stage_owner(index) for index in same})
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """The ranks that have the values of a parameter: those whose stages run it, or all where it was made by the caller."""
+        """The ranks that have the values of a parameter: those whose stages run it, or all if the caller made it."""
         if name in self._everywhere:
             return tuple(range(self._topo.world_size()))
         tied, (first, *rest) = name.startswith("tied_modules."), name.split(".")
@@ -193,7 +193,7 @@ class PipelineModule(StageLayers):
         return tuple(sorted(rank for stage in stages for rank in self._topo.filter_match(pipe=stage)))
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> "PipelineModule":
-        """What ``to``, ``cuda`` and ``half`` call: params without values follow in their dtype alone."""
+        """For ``to``, ``cuda`` and ``half``: params without values change only their dtype."""
 
         def applied(x: Any) -> Any:
             return x.to(fn(torch.empty(0, dtype=x.dtype)).dtype) if x.is_meta else fn(x)
@@ -223,7 +223,7 @@ class PipelineModule(StageLayers):
         return self.num_stages
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Sets of how many layers the blocks are that are computed again; 0 for none."""
+        """Sets the number of layers in recomputed blocks; 0 for none."""
         if interval < 0:
             raise ValueError(f"interval={interval}: 0 for none, or a number of layers")
         self.activation_checkpoint_interval = interval
@@ -252,7 +252,7 @@ def _placed(index: int, spec: Any) -> PlacedLayer:
 
 
 def _sizes(specs: Sequence[Any]) -> list[float]:
-    """The numbers of trained params. Layers are built for it one at a time, and generators are then as before."""
+    """The numbers of trained params. Builds layers one at a time, and restores the generators."""
     tied, found = dict[str, float](), []
     here = torch.device(get_accelerator().current_device_name())
     with torch.random.fork_rng([here] if here.type == "cuda" else []), kept_rng():
@@ -269,10 +269,10 @@ def _sizes(specs: Sequence[Any]) -> list[float]:
 
 
 class _Freed:
-    """The params of layers that other ranks have: each is a tensor without values instead, and its memory is given back.
+    """The params of layers on other ranks: each is replaced by a meta tensor, and its memory is freed.
 
     Attributes:
-        kept: the ids of those that stay, since the specs' layers do not make them: given layers', and other layers' weights.
+        kept: the ids of those that stay, because the specs' layers do not make them: given layers', and other layers' weights.
     """
 
     def __init__(self, specs: Sequence[Any]) -> None:
@@ -283,7 +283,7 @@ class _Freed:
         self._bare: dict[int, nn.Parameter] = {}
 
     def note(self, index: int, module: nn.Module, stages: list[int]) -> None:
-        """Refuses a layer whose params a layer of other stages has, too, on every rank.
+        """Raises an error, on every rank, for a layer that shares params with a layer of other stages.
 
         Raises:
             ValueError: it does.

@@ -1,4 +1,4 @@
-"""``pipeline_parts``: what a ``PipelineModule`` is made of here, for an engine or for a step of your own."""
+"""``pipeline_parts``: the parts of a ``PipelineModule``, for an engine or for a custom step."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,7 +29,7 @@ class PipelineParts:
     """A pipeline's stages, params, and the groups of its ranks.
 
     The step is ``compose(T.zero(1, parts.data), parts.transform(m))(fds.train_step(parts.stages, optimizer))``: the pipeline
-    comes after ZeRO, and before what wraps gradients. Its batch is ``parts.joined(micros)``: (inputs, labels) of all
+    comes after ZeRO, and before transforms that wrap gradients. Its batch is ``parts.joined(micros)``: (inputs, labels) of all
     micro-batches, the same on all ranks of a pipeline.
 
     Attributes:
@@ -55,16 +55,16 @@ class PipelineParts:
         return pipeline(one_f_one_b(len(self.stages), micro_batches), self.stages, self.pipe)
 
     def train(self, mode: bool = True) -> None:
-        """Sets the mode of all stages' modules for the passes that follow."""
+        """Sets the mode of all stages' modules for later passes."""
         for apply in self._applies:
             apply.module.train(mode)
 
     @staticmethod
     def joined(micros: Iterable[Any]) -> Any:
-        """The micro-batches as one batch, which the pipeline cuts again.
+        """The micro-batches as one batch, which the pipeline splits again.
 
         Raises:
-            ValueError: there are none, they have different numbers of rows, or anything in them is no tensor.
+            ValueError: there are none, they have different numbers of rows, or contain values that are not tensors.
         """
         held = list(micros)
         if not held:
@@ -82,8 +82,8 @@ class PipelineParts:
 def pipeline_parts(module: PipelineModule) -> PipelineParts:
     """The stages of a ``PipelineModule``, its params, and the groups of ranks.
 
-    The law: on any ranks the step is the single-device step of the module on the joined batch (law 36), tied layers included:
-    a module that several stages call is stored on each, and its gradients are summed.
+    Law: on any ranks the step is the single-device step of the module on the joined batch (law 36), tied layers included: a
+    module that several stages call is stored on each, and its gradients are summed.
 
     Raises:
         ValueError: a tied layer that several stages have has buffers.

@@ -35,14 +35,14 @@ class ProcessTopology:
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """The size of an axis; 0 where there is none of this name."""
+        """The size of an axis; 0 if there is none of this name."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a place, which names every axis.
+        """The rank at coordinates, which include every axis.
 
         Raises:
-            ValueError: there is no such place.
+            ValueError: there is no such rank.
         """
         place = tuple(coord_kwargs.get(axis, -1) for axis in self.axes)
         if len(coord_kwargs) != len(self.axes) or place not in self._coords:
@@ -50,7 +50,7 @@ class ProcessTopology:
         return self._coords.index(place)
 
     def get_coord(self, rank: int) -> tuple[int, ...]:
-        """A rank's place, with the axes as fields."""
+        """A rank's coordinates, with the axes as fields."""
         found: tuple[int, ...] = self.ProcessCoord(*self._coords[rank])
         return found
 
@@ -78,7 +78,7 @@ class ProcessTopology:
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks that differ along one axis alone."""
+        """The groups of ranks that differ only along one axis."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]

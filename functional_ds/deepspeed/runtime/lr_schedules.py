@@ -69,7 +69,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The options on the command line, and what else is there."""
+    """The options on the command line, and the remaining arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
@@ -83,7 +83,7 @@ def _given(args: Any, name: str) -> bool:
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """The ``scheduler`` block that the options say, and None; or None, and what is wrong.
+    """The options' ``scheduler`` block, and None; or None, and what is wrong.
 
     >>> get_config_from_args(argparse.Namespace(lr_schedule="WarmupLR", warmup_num_steps=7))
     ({'type': 'WarmupLR', 'params': {'warmup_num_steps': 7}}, None)

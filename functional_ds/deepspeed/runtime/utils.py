@@ -52,9 +52,9 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     """Prints the device's memory in use and its peak.
 
     Args:
-        msg: comes first.
+        msg: is printed first.
         print_rank: the rank that prints; -1 for all.
-        reset_max: start the peak anew before.
+        reset_max: reset the peak before.
     """
     rank, device = comm.world().rank, get_accelerator()
     if print_rank not in (-1, rank):
@@ -98,7 +98,7 @@ def set_random_seed(seed: int) -> None:
 def get_global_norm_of_tensors(
     input_tensors: Iterable[Tensor], norm_type: float | str = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> Tensor:
-    """The norm of this rank's tensors as one vector, in fp32; -1 where it is not finite, as DeepSpeed says it.
+    """The norm of this rank's tensors as one vector, in fp32; -1 if it is not finite, as in DeepSpeed.
 
     Raises:
         ValueError: ``mpu`` or ``moe_ep_group`` is given: a step's phase ``norm`` sums over ranks.
@@ -117,15 +117,15 @@ def _norm(tensors: Iterable[Tensor], norm_type: float | str) -> Tensor:
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2, mpu: Any = None
 ) -> Tensor:
-    """Scales the gradients down where their norm is above ``max_norm``; returns the norm, the mean of all ranks' norms.
+    """Clips the gradients to the norm ``max_norm``; returns the norm, averaged over all ranks.
 
-    All ranks call it, as DeepSpeed's. A norm that is not finite is returned as it is, and the gradients become 0 or NaN.
+    All ranks call it, as in DeepSpeed. A norm that is not finite is returned as it is, and the gradients become 0 or NaN.
 
     Args:
         parameters: those with a ``grad``.
         max_norm: the limit.
-        norm_type: of which p-norm; may be "inf".
-        mpu: is refused; norms over ranks are the step's.
+        norm_type: the p of the p-norm; may be "inf".
+        mpu: unsupported; norms over ranks are the step's.
 
     Raises:
         ValueError: ``mpu`` is given.
@@ -142,7 +142,7 @@ def clip_grad_norm_(
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where DeepSpeed cuts a row of items into parts: boundaries, the first parts one longer; parts beyond the items are empty.
+    """DeepSpeed's split of a sequence of items: boundaries, the first parts one longer; parts beyond the items are empty.
 
     >>> partition_uniform(10, 4), partition_uniform(2, 3)
     ([0, 3, 6, 8, 10], [0, 1, 2, 2])
@@ -154,9 +154,9 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Iterable[float], num_parts: int) -> list[int]:
-    """Where DeepSpeed cuts a row of weights: boundaries such that the heaviest and the lightest part differ least.
+    """DeepSpeed's split of a sequence of weights: boundaries with the least difference of the heaviest and lightest part.
 
-    Of several such cuts it takes the one whose last boundaries lie farthest back. Cost: O(parts · n²).
+    Of several such splits it takes the one with the latest last boundaries. Cost: O(parts · n²).
 
     >>> partition_balanced([1, 1, 1, 1, 4], 2), partition_balanced([0, 1, 1, 0], 2)
     ([0, 4, 5], [0, 2, 4])

@@ -1,4 +1,4 @@
-"""``deepspeed.utils``: its logger, groups, loaders that start over, marks of leaf modules, values of parameters."""
+"""``deepspeed.utils``: its logger, groups, repeating loaders, marks of leaf modules, values of parameters."""
 
 # ruff: noqa: F403
 from functional_ds.deepspeed.config.model import leaf_modules

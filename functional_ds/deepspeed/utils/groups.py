@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: which ranks share what. Data parallelism is the world's; nothing is kept between calls."""
+"""``deepspeed.utils.groups``: which ranks share what. The data-parallel group is the world; no state is kept between calls."""
 
 import re
 from typing import Any
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Does nothing: layers say themselves over how many ranks their experts lie.
+    """Does nothing: layers define over how many ranks their experts are split.
 
     Raises:
         ValueError: ``mpu`` is given; tensor parallelism is ``T.tensor_parallel``'s.
@@ -45,7 +45,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_model_parallel_group() -> comm.Group:
-    """This rank alone."""
+    """A group of only this rank."""
     return comm.new_group([comm.world().rank])
 
 

@@ -1,4 +1,4 @@
-"""Loaders: one that starts over, and the one that ``initialize`` makes of ``training_data``."""
+"""Loaders: one that repeats, and the one that ``initialize`` makes from ``training_data``."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ class RepeatingLoader(Generic[T]):
     """Iterates over a loader again and again.
 
     Raises:
-        ValueError: at ``next``: the loader has nothing at all.
+        ValueError: at ``next``: the loader is empty.
 
     >>> batches = RepeatingLoader([1, 2])
     >>> [next(batches) for _ in range(5)]
@@ -41,10 +41,10 @@ class RepeatingLoader(Generic[T]):
 
 
 class EngineLoader:
-    """Micro-batches of this rank. ``next(loader)`` goes on with the iteration that ``iter(loader)`` has begun.
+    """Micro-batches of this rank. ``next(loader)`` continues the iteration that ``iter(loader)`` has begun.
 
     Attributes:
-        data_sampler: of torch; ``set_epoch`` shuffles anew.
+        data_sampler: of torch; ``set_epoch`` reshuffles.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -67,14 +67,14 @@ class EngineLoader:
 def data_loader(
     dataset: Dataset[Any], rows: int, *, collate_fn: Callable[..., Any] | None, drop_last: bool, sampler: Any = None
 ) -> EngineLoader:
-    """A loader of this rank's part of a data set, shuffled as DeepSpeed does; an ``IterableDataset`` is read as it comes.
+    """A loader of this rank's part of a data set, shuffled as in DeepSpeed; an ``IterableDataset`` is read in order.
 
     Args:
         dataset: torch's.
         rows: of a micro-batch.
         collate_fn: from rows to a batch.
-        drop_last: whether an incomplete micro-batch is left out.
-        sampler: another than ``DistributedSampler``.
+        drop_last: whether an incomplete micro-batch is dropped.
+        sampler: instead of ``DistributedSampler``.
     """
     if sampler is None and not isinstance(dataset, IterableDataset):
         world = comm.world()

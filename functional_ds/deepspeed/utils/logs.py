@@ -1,4 +1,4 @@
-"""DeepSpeed's logger and its ways to log on some ranks; modules that are built on a device."""
+"""DeepSpeed's logger and its functions to log on some ranks; building modules on a device."""
 
 import functools
 import logging
@@ -44,10 +44,10 @@ def _made() -> logging.Logger:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Sets the logger's level by a word: DEEPSPEED_LOG_LEVEL's, or a config's ``log_level``.
+    """Sets the logger's level by its name: DEEPSPEED_LOG_LEVEL's, or a config's ``log_level``.
 
     Raises:
-        ValueError: the word is no level.
+        ValueError: the name is not a level.
     """
     word = log_level_str.strip().lower()
     if word not in _LEVELS:
@@ -59,7 +59,7 @@ logger = _made()
 
 
 def _message(message: object, ranks: Sequence[int] | None) -> str | None:
-    """The message with this rank's number, where this rank shall say it; -1 stands for all ranks."""
+    """The message with this rank's number, if this rank logs it; -1 stands for all ranks."""
     if not comm.is_initialized():
         return f"[Rank -1] {message}"
     rank = comm.get_rank()
@@ -91,7 +91,7 @@ def log_dist_once(message: object, ranks: Sequence[int] | None = None, level: in
 
 @contextmanager
 def OnDevice(dtype: torch.dtype | None = None, device: Any = "meta", enabled: bool = True) -> Iterator[None]:
-    """Modules that are built in this block are on the device, in the dtype.
+    """A context in which modules are built on the device, in the dtype.
 
     Args:
         dtype: the default dtype within the block; None leaves it.

@@ -19,23 +19,23 @@ def recursive_getattr(model: nn.Module, module_name: str) -> Any:
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Sets what is at a dotted path.
+    """Sets the value at a dotted path.
 
     Args:
         model: the module.
         module_name: the path.
-        module: what is to be there.
+        module: the new value.
     """
     owner, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, owner) if owner else model, name, module)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested lists, tuples and dicts whose tensors have memory of their own, so that files hold no more than these.
+    """A copy of nested lists, tuples and dicts whose tensors have separate memory, so that files contain only these.
 
     Args:
         item: tensors, nested or alone; anything else stays.
-        device: where the copies are.
+        device: of the copies.
 
     >>> clone_tensors_for_torch_save({"a": [torch.arange(6)[:2]]})["a"][0].untyped_storage().nbytes()
     16

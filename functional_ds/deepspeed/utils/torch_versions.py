@@ -11,7 +11,7 @@ __all__ = ["required_torch_version"]
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Whether torch's version lies between two.
+    """Whether torch's version is between two versions.
 
     Raises:
         UsageError: neither is given.

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.zero_to_fp32``: whole params and buffers in fp32 out of checkpoints, DeepSpeed's or an engine's here."""
+"""``deepspeed.utils.zero_to_fp32``: whole fp32 params and buffers from checkpoints, DeepSpeed's or an engine's here."""
 
 import os
 import re
@@ -31,19 +31,19 @@ _EXACT_FIRST = ("masters/", "exact/", "params/")
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> "OrderedDict[str, Tensor]":
-    """The params and saved buffers by name, whole, in fp32, on the CPU. A process that calls it reads by itself.
+    """The params and saved buffers by name, whole, in fp32, on the CPU. Not collective.
 
-    Buffers of whole numbers and flags keep their dtypes.
+    Integer and boolean buffers keep their dtypes.
 
     Args:
         checkpoint_dir: the folder that was passed to ``save_checkpoint``.
         tag: which checkpoint; None for the one that the file ``latest`` names.
-        exclude_frozen_parameters: leave out params that were not trained; of DeepSpeed's own checkpoints alone.
+        exclude_frozen_parameters: omit params that were not trained; only for DeepSpeed's own checkpoints.
         lazy_mode: has no effect.
 
     Raises:
         NoCheckpointError: there is no such checkpoint.
-        ValueError: ``exclude_frozen_parameters`` of a checkpoint that does not say which these are.
+        ValueError: ``exclude_frozen_parameters`` for a checkpoint that does not record which these are.
     """
     folder = Path(checkpoint_dir)
     name = tag or latest_tag(folder)

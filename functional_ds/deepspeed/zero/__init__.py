@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: blocks in which stage-3 parameters have their values."""
+"""``deepspeed.zero``: contexts in which stage-3 parameters have their values."""
 
 from functional_ds.deepspeed.engine.loop.gathered_parameters import (
     GatheredParameters,

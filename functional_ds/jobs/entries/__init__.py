@@ -1,1 +1,1 @@
-"""Entries of a job's file: records read from plain data, calls by name, TOML, and errors that name the entry and its line."""
+"""Entries of a job file: records read from plain data, named calls, TOML, and errors that name the entry and its line."""

@@ -1,4 +1,4 @@
-"""``CallEntry``: a function by its name and its arguments, as an entry of a job."""
+"""``CallEntry``: a function's name with its arguments, as an entry of a job."""
 
 import inspect
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def plain(value: Any) -> Any:
 
 @attrs.frozen
 class CallEntry:
-    """A call that a job names: ``{zero = {stage = 3}}`` is ``T.zero(stage=3)``.
+    """A call in a job: ``{zero = {stage = 3}}`` is ``T.zero(stage=3)``.
 
     >>> CallEntry("zero", {"stage": 3})
     CallEntry('zero', {'stage': 3})
@@ -57,10 +57,10 @@ class CallKind:
 
     Attributes:
         what: what such a function makes.
-        place: the module that has them by name; None where all are the user's own.
+        place: the module that has them by name; None if all are the user's.
         names: those that may be named.
         instead: other public names, and what to use instead of them.
-        own: names that are in ``functional_ds.jobs.job_model``, since what they take is made of a job.
+        own: names in ``functional_ds.jobs.job_model``, whose arguments depend on the job.
     """
 
     what: str
@@ -168,7 +168,7 @@ def _named(value: Any, kind: str) -> tuple[str, Any]:
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    """A function's parameters by name, their annotations as objects where these can be found."""
+    """A function's parameters by name, with annotations as objects if they can be resolved."""
     try:
         return inspect.signature(function, eval_str=True).parameters
     except (NameError, SyntaxError, TypeError):
@@ -176,7 +176,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def check_arguments(function: Any, arguments: Mapping[str, Any], *, partial: bool = False) -> None:
-    """Raises an error for arguments that the function does not have or lacks (unless ``partial``), or whose type is another."""
+    """Raises an error for unknown, missing (unless ``partial``) or wrongly typed arguments of a function."""
     parameters = parameters_of(function)
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return
@@ -199,7 +199,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true
 
 
 def _mismatch(value: Any, annotation: Any) -> str | None:
-    """What the value must be instead; None if it may be what the annotation says, or only the function can tell."""
+    """What the value must be instead; None if it matches the annotation, or only the function can tell."""
     origin = get_origin(annotation)
     if origin is Literal:
         words = get_args(annotation)

@@ -21,7 +21,7 @@ class JobError(ValueError):
         entry: the entry, such as "data.context"; "" for the job as a whole.
         value: the entry's value; ``attrs.NOTHING`` if there is none to show.
         file: the job's file, if it has one.
-        line: the entry's line there, if it was found.
+        line: the entry's line in it, if known.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class JobError(ValueError):
         return ": ".join([*where, self.problem])
 
     def within(self, entry: str) -> "JobError":
-        """The same of a part of a job at this entry."""
+        """The same error for an entry that contains this one."""
         return JobError(self.problem, entry=joined(entry, self.entry), value=self.value, file=self.file, line=self.line)
 
     def at(self, file: str, line: int | None) -> "JobError":
@@ -50,7 +50,7 @@ class JobError(ValueError):
 
 @contextmanager
 def within(entry: str) -> Iterator[None]:
-    """Errors of a job that are raised within are of this entry."""
+    """A context in which errors of a job get this entry's path."""
     try:
         yield
     except JobError as error:
@@ -72,7 +72,7 @@ def first_key(table: Iterable[str], path: str) -> str | None:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """What to say of an unknown name: the nearest known one, and all of them."""
+    """A hint for an unknown name: the nearest known one, and all of them."""
     return f"{path_patterns.nearest(name, known)}, of {', '.join(known)}" if known else "it takes none"
 
 

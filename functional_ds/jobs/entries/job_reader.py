@@ -1,4 +1,4 @@
-"""``Entries``: frozen records that pydantic reads from plain data; they are written back, and changed by paths."""
+"""``Entries``: frozen records that pydantic reads from plain data; they can be written back, and changed by paths."""
 
 from collections.abc import Iterator, Mapping
 from types import UnionType
@@ -20,7 +20,7 @@ Ranks = Annotated[StrictInt, annotated_types.Ge(1), annotated_types.Le(MOST_RANK
 
 
 def entry(help: str, **more: Any) -> Any:
-    """A field of a record that a job's file can have, as ``pydantic.Field`` makes it, and what it means, in a sentence."""
+    """A field of a job's record, as ``pydantic.Field`` makes it, with its help in a sentence."""
     return Field(description=help, **more)
 
 
@@ -45,7 +45,7 @@ def calls_of(kind: str) -> BeforeValidator:
 
 
 class Entries(BaseModel):
-    """A table of a job's file: each field is an entry, which its description explains.
+    """A table of a job's file: each field is an entry, explained by its description.
 
     Raises:
         JobError: an entry is unknown, missing or of another type.
@@ -66,7 +66,7 @@ class Entries(BaseModel):
 
     @classmethod
     def read(cls, data: Any, **more: Any) -> Self:
-        """The record of a table, which has entries alone, made with more arguments.
+        """The record of a table that contains only entries, made with further arguments.
 
         Raises:
             JobError: an entry is invalid.
@@ -89,12 +89,12 @@ class Entries(BaseModel):
         return f"{type(self).__name__}({own})"
 
     def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
-        """As plain data, as JSON has it; entries at their defaults are left out unless asked for."""
+        """As plain data for JSON; entries at their defaults are omitted unless asked for."""
         found = self._written(defaults=defaults)
         return {name: value.to_dict(defaults=defaults) if isinstance(value, Entries) else plain(value) for name, value in found}
 
     def _written(self, *, defaults: bool) -> Iterator[tuple[str, Any]]:
-        """The entries that are written: none that is None."""
+        """The entries to write: those that are not None."""
         for name, field in type(self).model_fields.items():
             value, always = getattr(self, name), field.json_schema_extra == ALWAYS
             if value is not None and (defaults or always or value != field.get_default(call_default_factory=True)):
@@ -144,7 +144,7 @@ def _refused(record: type[BaseModel], errors: ValidationError) -> JobError:
 
 
 def _place(record: type[BaseModel], loc: tuple[int | str, ...]) -> str:
-    """The entry that an error is of. Within an entry of several types, pydantic names the type next."""
+    """The entry of an error. Within an entry of several types, pydantic also names the type."""
     if not loc:
         return ""
     wanted = record.model_fields[str(loc[0])].annotation
@@ -156,7 +156,7 @@ def changed(data: dict[str, Any], path: str, value: Any) -> None:
     """Sets the entry at a path, such as "data.context" or "strategy.zero.stage"; None removes it.
 
     Raises:
-        JobError: the path leads into an entry that is no table, or to a call that the job does not have.
+        JobError: the path leads into an entry that is not a table, or to a call that the job does not have.
     """
     _set(data, path, value, "")
 

@@ -1,4 +1,4 @@
-"""The text of a job's file: plain data as TOML, and on which line an entry is."""
+"""The text of a job's file: plain data as TOML, and the lines of entries."""
 
 import json
 import re
@@ -25,7 +25,7 @@ _MARK = "\0"  # which TOML does not have
 
 @contextmanager
 def located(file: str | None) -> Iterator[None]:
-    """Errors of a job that are raised within name its file, and the line of the entry if it is found there."""
+    """A context in which errors of a job name its file, and the line of the entry if it is there."""
     try:
         yield
     except JobError as error:
@@ -43,7 +43,7 @@ def _line(file: Path, entry: str) -> int | None:
 
 
 def line_of(text: str, entry: str) -> int | None:
-    """The line of a TOML file on which an entry is, or what is above it; None if neither is there.
+    """The line of an entry in a TOML file, or of its table; None if neither is there.
 
     >>> line_of("steps = 3\\n[data]\\nrows = 4\\n", "data.rows")
     3
@@ -87,7 +87,7 @@ def json_line_of(text: str, entry: str) -> int | None:
 
 
 def _keys(data: Any, entry: str) -> Iterator[str]:
-    """The keys on an entry's path, as far as they are there. A call in a list goes by its name."""
+    """The existing keys on an entry's path. A call in a list is identified by its name."""
     while entry:
         if isinstance(data, list):
             index, _, rest = entry.partition(".")

@@ -1,4 +1,4 @@
-"""What a step's ranks let a mixture of experts know: the group over which its experts lie."""
+"""The expert-parallel axis of a running step."""
 
 import attrs
 
@@ -9,10 +9,10 @@ __all__ = ["ExpertAxis"]
 
 @attrs.frozen(eq=False)
 class ExpertAxis:
-    """The expert-parallel axis of a running step, which ``axis("ep")`` gives (``functional_ds.step.axes``).
+    """The expert-parallel axis of a running step, as ``axis("ep")`` returns it (``functional_ds.step.axes``).
 
     Attributes:
-        group: the ranks over which the experts are cut along their first dim; rank r of n holds the experts from ``r E/n`` on.
+        group: the ranks over which experts are split along their first dim; rank r of n holds E/n experts from ``r E/n`` on.
     """
 
     group: comm.Group

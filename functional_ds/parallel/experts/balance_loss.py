@@ -1,4 +1,4 @@
-"""Losses of routers, as sums over tokens, and the load of experts as metrics."""
+"""Router losses as sums over tokens, and the load of experts as metrics."""
 
 import torch
 from torch import Tensor
@@ -18,28 +18,28 @@ def balance_loss(
     group: comm.Group | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """``E Σ_i f_i P_i`` times the number of tokens, so that it is divided by the weight of the loss that it is added to.
+    """The load-balancing loss ``E Σ_i f_i P_i``, as a sum over this rank's tokens (Fedus et al., "Switch Transformers", 2021).
 
-    f_i is the part of the choices that fell on expert i (dropped ones included, without gradient), P_i the mean probability of
-    expert i (Fedus et al., "Switch Transformers", 2021); 1 at even routing. It is a sum over this rank's tokens:
+    f_i is the fraction of the choices that fell on expert i (dropped ones included, without gradient), P_i the mean probability
+    of expert i; the mean loss is 1 for even routing. As a sum, it is divided by the weight of the loss that it is added to:
 
         fds.Weighted(cross_entropy_sum + 0.01 * balance_loss(routing, group=dp), tokens)
 
     Law 48: with the counts of f summed over ``group``, the sum over its ranks, divided by their tokens, is the loss of all
-    their tokens at once. No factor depends on the number of ranks. The probabilities are not sent.
+    their tokens at once. No factor depends on the number of ranks.
 
     Args:
         routing: of this rank's tokens; with probabilities.
-        sequence: f and P are taken for each so many tokens in a row, as in DeepSeek-V3's loss; None for all tokens together.
-            Only the loss by sequence does not depend on how a batch is cut into micro-batches.
-        group: the ranks over which f's tokens lie: all data-parallel ranks for the loss of the global batch; with ``sequence``
-            those that have parts of the same sequences. None: f is of this rank's tokens alone.
-        mask: true for the tokens that count, where those are not all: those that the loss's weight counts.
+        sequence: computes f and P for each run of so many tokens, as in DeepSeek-V3's loss; None for all tokens together. Only
+            the loss by sequence does not depend on the split into micro-batches.
+        group: the ranks over which f counts: all data-parallel ranks for the loss of the global batch; with ``sequence`` those
+            that have parts of the same sequences. None: f counts this rank's tokens only.
+        mask: true for the tokens that the loss's weight counts; None for all.
 
     Cost: an all-reduce of E + 1 integers (for each sequence), none backward.
 
     Raises:
-        ValueError: a routing without probabilities, tokens that are no whole sequences, or a mask of another size.
+        ValueError: a routing without probabilities, tokens that do not divide into sequences, or a mask of another size.
 
     >>> even = Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), 2, probabilities=torch.eye(2))
     >>> balance_loss(even)
@@ -65,7 +65,7 @@ def balance_loss(
 
 
 def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """``Σ_t (log Σ_i exp logits_ti)²``, a sum over tokens that keeps logits small (Zoph et al., "ST-MoE", 2022).
+    """The router z-loss ``Σ_t (log Σ_i exp logits_ti)²``, a sum over tokens (Zoph et al., "ST-MoE", 2022).
 
     Args:
         logits: [..., E], the router's.
@@ -80,14 +80,14 @@ def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
 
 
 def load_metrics(routing: Routing, *, mask: Tensor | None = None, prefix: str = "") -> dict[str, Weighted]:
-    """The load of each expert, relative to an even one, and the part of the choices that was dropped, as metrics of a loss.
+    """Metrics of a loss: each expert's load relative to an even one, and the fraction of dropped choices.
 
-    They are sums over tokens with their weights, so those of a step are the global batch's, over all ranks and micro-batches.
+    They are sums over tokens with their weights, so a step's metrics are those of the global batch.
 
     Args:
         routing: of this rank's tokens.
         mask: true for the tokens that count.
-        prefix: put before the names ``load.0``, ``load.1``, ..., ``dropped``.
+        prefix: of the names ``load.0``, ``load.1``, ..., ``dropped``.
 
     >>> load_metrics(Routing(torch.tensor([[0], [0]]), torch.ones(2, 1), 2))["load.0"].mean()
     tensor(2.)

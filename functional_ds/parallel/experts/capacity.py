@@ -1,4 +1,4 @@
-"""How many rows an expert takes, and which choices are dropped beyond that, by groups of fixed rows."""
+"""Expert capacity: how many tokens an expert accepts, and which choices are dropped."""
 
 import math
 from typing import Any, Literal, get_args
@@ -31,16 +31,16 @@ def _known(record: "Capacity", field: "attrs.Attribute[str]", value: str) -> Non
 
 @attrs.frozen
 class Capacity:
-    """At most ``ceil(factor · rows · k / E)`` choices an expert in each group of ``rows`` tokens, as GShard groups them.
+    """Capacity: at most ``ceil(factor · rows · k / E)`` choices per expert in each group of ``rows`` tokens, as in GShard.
 
-    The groups are counted from the first token, so as long as ranks and micro-batches hold whole groups, which choices are
-    dropped does not depend on how many of them there are (law 52). ``rows`` is best the length of a sequence.
+    Groups are counted from the first token, so as long as ranks and micro-batches hold whole groups, which choices are dropped
+    does not depend on their number (law 52). A good value for ``rows`` is the sequence length.
 
     Attributes:
-        factor: 1 takes as many as an even routing gives.
+        factor: 1 accepts as many as an even routing gives.
         rows: the number of tokens in a group.
-        drop: which choices go beyond the capacity. "position": those of the last tokens; "probability": those with the smallest
-            weights, among equal ones those of the last tokens; "error": none, and ``exchange`` raises on all ranks.
+        drop: which choices to drop beyond the capacity. "position": those of the last tokens; "probability": those with the
+            smallest weights, then those of the last tokens; "error": none, and ``exchange`` raises an error on all ranks.
 
     >>> Capacity(1.25, rows=16).limit(2, 8)
     5
@@ -51,7 +51,7 @@ class Capacity:
     drop: Drop = attrs.field(default="position", validator=_known, kw_only=True)
 
     def limit(self, k: int, experts: int) -> int:
-        """The number of choices that an expert takes from a group."""
+        """The number of choices that an expert accepts from a group."""
         return math.ceil(self.factor * self.rows * k / experts)
 
     def apply(self, chosen: Tensor, weights: Tensor, experts: int) -> tuple[Tensor | None, Tensor | None]:
@@ -59,10 +59,11 @@ class Capacity:
 
         Returns:
             ``(kept, None)``, or with ``drop="error"`` ``(None, overflow)``: the number of choices above the limit (at most 0
-            where there are none), the expert and the group, as integers [3] on the device.
+                without
+            an overflow), the expert and the group, as integers [3] on the device.
 
         Raises:
-            ValueError: the tokens are no whole groups.
+            ValueError: the tokens do not divide into groups.
         """
         tokens, k = chosen.shape
         if tokens % self.rows:

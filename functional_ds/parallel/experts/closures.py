@@ -1,4 +1,4 @@
-"""The variables of a function, which a graph hands to it in each step, as ``jax.closure_convert`` does."""
+"""Variables that a function has closed over, made explicit for a graph, as in ``jax.closure_convert``."""
 
 from collections.abc import Callable
 from types import CellType, FunctionType
@@ -8,9 +8,9 @@ __all__ = ["closed_over"]
 
 
 def closed_over(f: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-    """What a function has closed over, and the function of other values in its place.
+    """The values that a function has closed over, and a function that rebuilds it with other values.
 
-    Law: ``rebuilt(values)`` is ``f``. Of what is no plain function there is nothing.
+    Law: ``rebuilt(values)`` is ``f``. Callables that are not plain functions have no such values.
 
     >>> scale = 2
     >>> values, rebuilt = closed_over((lambda scale: lambda x: scale * x)(scale))

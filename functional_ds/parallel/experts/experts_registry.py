@@ -1,4 +1,4 @@
-"""Hugging Face's mixtures, unmodified: expert parallelism through the registry of expert functions in transformers."""
+"""Expert parallelism for unmodified Hugging Face models, through transformers' registry of expert functions."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ __all__ = ["register_experts"]
 
 
 def register_experts(name: str = "fds_experts") -> str:
-    """Registers an implementation of experts under a name in transformers, for the whole process; returns the name.
+    """Registers an implementation of experts in transformers, for the whole process; returns its name.
 
-    A model that is built with ``experts_implementation=name``, or told by ``model.set_experts_implementation(name)``, then
-    exchanges tokens over the ranks of the running step (``T.experts``). Its expert params are this rank's E / P, cut along dim
-    0; where they are cut over tensor-parallel ranks, too, those of the running step (``axis("tp")``). Outside of a step, or
-    without such axes, it computes all experts, as transformers' own implementations do. The router stays the model's.
+    A model built with ``experts_implementation=name``, or after ``model.set_experts_implementation(name)``, then exchanges
+    tokens over the ranks of the running step (``T.experts``). Its expert params are this rank's E / P, split along dim 0; if
+    they are also split over tensor-parallel ranks, those are the running step's (``axis("tp")``). Outside of a step, or without
+    such axes, it computes all experts, as transformers' own implementations do. The router is the model's.
 
     Args:
-        name: what the configuration says.
+        name: for the configuration.
 
     Raises:
         ValueError: transformers has another function of this name.
@@ -40,7 +40,7 @@ def register_experts(name: str = "fds_experts") -> str:
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts of a module as transformers has them, in its layouts: with or without gates and biases, transposed or not."""
+    """A transformers module's experts in any of its layouts: with or without gates and biases, transposed or not."""
     if module._is_expert_parallel:
         raise ValueError(
             "this model has transformers' own expert parallelism on; load it without a tp_plan or enable_expert_parallel, and "
@@ -73,7 +73,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def _cut_over(module: Any) -> comm.Group | None:
-    """The ranks that each expert is cut over; None where experts are whole."""
+    """The ranks over which each expert is split; None if experts are whole."""
     whole = getattr(module, "intermediate_dim", getattr(module, "intermediate_size", None))
     here = module.down_proj.shape[1 if module.is_transposed else 2]
     if whole is None or here == whole:

@@ -1,4 +1,4 @@
-"""Products of uneven groups of rows, each group with a matrix of its own: the linears of all local experts at once."""
+"""Grouped matrix products: the linears of all local experts at once, with uneven numbers of rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,11 @@ __all__ = ["RowGroups", "grouped_linear"]
 
 @attrs.frozen(eq=False)
 class RowGroups:
-    """Where each local expert's rows lie: expert e has the rows from ``ends[e - 1]`` to ``ends[e]``.
+    """The rows of each local expert: expert e has rows ``ends[e - 1]`` to ``ends[e]``.
 
     Attributes:
         ends: int32 [experts], on the device.
-        counts: the number of rows of each, where the host knows them.
+        counts: the number of rows of each, if the host knows them.
     """
 
     ends: Tensor
@@ -28,7 +28,7 @@ class RowGroups:
 
     @staticmethod
     def of(counts: Sequence[int] | Tensor) -> "RowGroups":
-        """From the numbers of rows; of a tensor the host does not read them.
+        """From the numbers of rows; the host does not wait for those in a tensor.
 
         >>> RowGroups.of([2, 0, 1]).ends
         tensor([2, 2, 3], dtype=torch.int32)
@@ -58,17 +58,17 @@ class RowGroups:
 def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, *, bias: Tensor | None = None) -> Tensor:
     """``rows @ weight[e].T + bias[e]`` for each row of expert e, without padding.
 
-    One ``torch.nn.functional.grouped_mm`` for all experts, or a product for each where that does not take the dtype or the
-    strides. Experts without rows get zeros as gradients. Differentiable again.
+    It calls ``torch.nn.functional.grouped_mm`` once, or one product per expert if that does not support the dtype or strides.
+    Experts without rows get zero gradients. Twice differentiable.
 
     Args:
         rows: [R, in], sorted by expert.
-        weight: [experts, out, in]; ``weight.mT`` of one that is stored as [experts, in, out].
-        groups: where each expert's rows lie.
+        weight: [experts, out, in]; ``weight.mT`` if it is stored as [experts, in, out].
+        groups: the rows of each expert.
         bias: [experts, out].
 
     Raises:
-        ValueError: sizes or dtypes that do not fit each other.
+        ValueError: sizes or dtypes that do not match.
 
     >>> grouped_linear(torch.ones(3, 2), torch.ones(2, 1, 2) * torch.tensor([1.0, 5.0]).view(2, 1, 1), RowGroups.of([1, 2]))
     tensor([[ 2.],
@@ -148,14 +148,14 @@ class _GroupedOuterProduct(torch.autograd.Function):
 
 
 def _counts(groups: RowGroups, rows: Tensor) -> list[int]:
-    """The numbers of rows; a trial without values, which counts what is done, takes them to be even."""
+    """The numbers of rows; without values, in a dry run, they are assumed to be even."""
     if groups.counts is None and runs_on_shapes(rows):
         return [len(rows) // groups.size + (place < len(rows) % groups.size) for place in range(groups.size)]
     return groups.read()
 
 
 def _fits(tensor: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes it: dense along one of the last dims, with strides and an address of whole 16 bytes."""
+    """Whether ``grouped_mm`` accepts it: dense along one of the last dims, with strides and an address of whole 16 bytes."""
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     if is_fake(tensor):

@@ -1,4 +1,4 @@
-"""What ``T.balance`` and a mixture tell each other: the biases of routers, and how many tokens chose each expert."""
+"""The interface between ``T.balance`` and a mixture of experts: router biases, and tokens per expert."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = ["Demands", "RouterBiases", "count_choices", "count_demand", "router_b
 
 @attrs.frozen(eq=False)
 class Demands:
-    """How many choices each expert has got in a pass: [E] integers by router."""
+    """How many choices each expert got in a pass: [E] integers by router."""
 
     by_router: dict[str, Tensor] = attrs.field(factory=dict)
 
@@ -28,7 +28,7 @@ class Demands:
         self.by_router[router] = counts if before is None else before + counts
 
     def take(self, others: "Demands") -> None:
-        """Counts the choices of others, which has none then."""
+        """Moves the counts of ``others`` here."""
         for router, counts in others.by_router.items():
             self.add(router, counts)
         others.by_router.clear()
@@ -39,7 +39,7 @@ class RouterBiases:
     """The axis "balance" of a running step.
 
     Attributes:
-        biases: [E] by router, added to the scores for the choice of experts alone.
+        biases: [E] by router, added to the scores only for the choice of experts.
         demands: of this call of the loss function, or of a pipeline's stage.
     """
 
@@ -58,9 +58,9 @@ class RouterBiases:
 
 
 def router_bias(router: str) -> Tensor | None:
-    """The bias of a router of the running step, [E], for ``route(..., bias=...)``; None where no ``T.balance`` runs.
+    """The bias of a router of the running step, [E], for ``route(..., bias=...)``; None without ``T.balance``.
 
-    It is the same on all ranks, takes part in the choice alone, and gets no gradient.
+    It is the same on all ranks, affects only the choice of experts, and gets no gradient.
 
     Raises:
         ValueError: the step's balance has no such router.
@@ -70,16 +70,16 @@ def router_bias(router: str) -> Tensor | None:
 
 
 def count_demand(router: str, demand: Tensor) -> None:
-    """Tells ``T.balance`` how many of this rank's choices fell on each expert; does nothing where none runs.
+    """Reports to ``T.balance`` how many of this rank's choices fell on each expert; does nothing without it.
 
-    A recomputation in the backward pass does not count again, nor does an evaluation.
+    Recomputations in the backward pass and evaluations are not counted.
 
     Args:
         router: its name.
-        demand: [E] integers, as ``routing.demand(mask)`` has them: dropped choices included, those of padding not.
+        demand: [E] integers, from ``routing.demand(mask)``: including dropped choices, without those of padding.
 
     Raises:
-        ValueError: the step's balance has no such router, or one of another number of experts.
+        ValueError: the step's balance has no such router, or one with another number of experts.
     """
     found: RouterBiases | None = axis("balance")
     if found is None or runs_on_shapes(demand):
@@ -91,11 +91,11 @@ def count_demand(router: str, demand: Tensor) -> None:
 
 
 def count_choices(experts: Any, routing: Routing) -> None:
-    """``count_demand`` for a module of experts whose router's bias is a buffer beside it, as in DeepSeek-V3: of all its tokens.
+    """``count_demand`` for a module of experts whose router's bias is a module buffer, as in DeepSeek-V3: of all its tokens.
 
     Args:
         experts: the module.
-        routing: what it was given.
+        routing: its input.
     """
     found: RouterBiases | None = axis("balance")
     if found is None:

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, with which weights: ``route`` computes it, ``Routing`` is the result as data."""
+"""Token routing: ``route`` chooses each token's experts and weights, ``Routing`` is the result as data."""
 
 from typing import Literal
 
@@ -21,15 +21,15 @@ class Routing:
 
     Attributes:
         experts: the chosen experts, [T, k] integers, counted over all ranks' experts.
-        weights: [T, k], what each expert's result is multiplied by.
+        weights: [T, k], the factors of the experts' results.
         count: the number of experts E, over all ranks.
-        probabilities: [T, E], each token's scores divided by their sum, for balance losses; None where they are unknown.
-        kept: [T, k] bools, the choices that capacity left; None where all are kept.
-        overflow: [3] integers: by how many choices the fullest expert is above its capacity, which one, and in which group of
-            rows; None but with ``drop="error"``. ``exchange`` raises on all ranks if one has any.
-        limit: the capacity of an expert in a group; None where there is none.
-        groups: the number of groups of neighbouring experts that the choice was limited to; 1 where it was not.
-        top_groups: the number of these that a token's experts may lie in.
+        probabilities: [T, E], each token's scores divided by their sum, for balance losses; None if unknown.
+        kept: [T, k] bools, the choices within capacity; None if all are kept.
+        overflow: [3] integers: by how many choices the fullest expert exceeds its capacity, which one, and in which group of
+            rows; None except with ``drop="error"``. ``exchange`` raises an error on all ranks if any rank has an overflow.
+        limit: the capacity of an expert in a group; None for unlimited.
+        groups: the number of groups of neighbouring experts for group-limited routing; 1 for none.
+        top_groups: the number of these from which a token's experts may come.
 
     >>> print(Routing(torch.tensor([[0, 1], [1, 2]]), torch.ones(2, 2), 4))
     2 tokens, 2 of 4 experts each: load 1 2 1 0, none dropped
@@ -46,18 +46,18 @@ class Routing:
     top_groups: int = tree.static(default=1)
 
     def reach(self, ranks: int) -> int:
-        """How many of the ranks a token's experts lie on at most, for experts cut over so many ranks.
+        """The largest number of ranks that a token's experts can be on, if experts are split over so many ranks.
 
         >>> Routing(torch.empty(9, 6, dtype=torch.int64), torch.empty(9, 6), 64, groups=8, top_groups=3).reach(8)
         3
         """
         most = min(self.experts.shape[1], ranks)
         if self.groups == 1 or max(self.groups, ranks) % min(self.groups, ranks):
-            return most  # a group may lie across a border of ranks
+            return most  # a group may extend over two ranks
         return min(most, self.top_groups * max(1, ranks // self.groups))
 
     def demand(self, mask: Tensor | None = None) -> Tensor:
-        """How many choices each expert got, dropped ones included: [E] integers, on the device.
+        """How many choices each expert got, including dropped ones: [E] integers, on the device.
 
         Args:
             mask: [...], true for the tokens that count; None for all.
@@ -78,7 +78,7 @@ class Routing:
         return torch.zeros(self.count, dtype=flat.dtype, device=flat.device).index_add_(0, flat, ones)
 
     def __str__(self) -> str:
-        """How many rows each expert gets; reads the values, so the host waits for them."""
+        """How many rows each expert gets; the host waits for the values."""
         tokens, k = self.experts.shape
         text = f"{tokens} tokens, {k} of {self.count} experts each"
         if self.experts.is_meta:
@@ -88,7 +88,7 @@ class Routing:
         return f"{text}: load {' '.join(map(str, load.tolist()))}, {dropped or 'none'} dropped"
 
     def check(self) -> "Routing":
-        """The routing itself; the host waits for its values. For routings that were not made by ``route``, and for debugging.
+        """Validates and returns a routing that ``route`` has not made, or for debugging; the host waits for its values.
 
         Raises:
             ValueError: an expert out of range, twice for one token, above its capacity, or a weight that is not finite.
@@ -117,7 +117,7 @@ def counted(mask: Tensor | None, tokens: int, like: Tensor) -> Tensor:
 
 
 def check_shapes(routing: Routing) -> None:
-    """Raises ValueError where the shapes of a routing do not fit each other."""
+    """Raises ValueError if the shapes of a routing do not match."""
     ids, shape = routing.experts, list(routing.experts.shape)
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"routing: experts are {tree.summary(ids)}; integers [tokens, k] are needed")
@@ -156,33 +156,32 @@ def route(
     key: Key | None = None,
     name: str = "route",
 ) -> Routing:
-    """Each token's k experts: those with the highest scores.
+    """Top-k routing: each token goes to the k experts with the highest scores.
 
     Law: the softmax over the top k is ``normalise=True``, the renormalised top k of the softmax.
 
-    Scores and weights are computed in fp32 at least. A ``bias`` and noise take part in the choice alone: the weights are of
-    the scores without them, and no gradient flows to them. With ``groups`` the experts lie in groups of E / groups
-    neighbours, and a token chooses within its ``top_groups`` best ones. Groups that are the ranks' experts, or parts of them,
-    make this device-limited routing: ``exchange`` sends a token to ``top_groups`` ranks at most, once to each. The table in
-    docs/experts.md has the arguments of published routers.
+    Scores and weights are computed in fp32 at least. ``bias`` and noise affect only the choice: weights come from the scores
+    without them, and they get no gradient. With ``groups`` a token chooses within its ``top_groups`` best groups of E / groups
+    neighbouring experts. If groups are the ranks' experts, or parts of them, this is device-limited routing: ``exchange`` sends
+    a token to at most ``top_groups`` ranks, once to each. docs/experts.md has the arguments of published routers.
 
     Args:
         logits: [..., E], the router's results.
-        k: the number of experts a token goes to.
-        gate: what makes logits scores.
+        k: the number of experts per token.
+        gate: the function from logits to scores.
         normalise: whether a token's k weights are divided by their sum.
-        scale: what the weights are multiplied by at last.
+        scale: the final factor of the weights.
         bias: [E], added to the scores for the choice (Wang et al., "Auxiliary-loss-free load balancing", 2024).
-        groups: the number of groups of experts; 1 does not limit.
-        top_groups: the number of groups that a token's experts may lie in.
-        group_top: a group's score is the sum of its so many best experts': 2 in DeepSeek-V3, 1 in DeepSeek-V2.
-        capacity: how many choices an expert takes; None takes all (dropless).
-        noise: how much Gumbel noise is added to the logits for the choice; 1 draws experts by their probabilities.
-        key: where the noise is drawn from; by position, so on any number of ranks alike.
-        name: keeps the draws of several layers apart.
+        groups: the number of groups of experts; 1 for no limit.
+        top_groups: the number of groups from which a token's experts may come.
+        group_top: a group's score is the sum of its best ``group_top`` experts': 2 in DeepSeek-V3, 1 in DeepSeek-V2.
+        capacity: how many choices an expert accepts; None for all (dropless).
+        noise: the scale of Gumbel noise on the logits for the choice; 1 samples experts by their probabilities.
+        key: the source of the noise, drawn by position, so equal on any number of ranks.
+        name: distinguishes the draws of several layers.
 
     Raises:
-        ValueError: sizes that do not fit, or noise without a key.
+        ValueError: sizes that do not match, or noise without a key.
 
     >>> route(torch.tensor([[2.0, 1.0, 0.0]]), 2, normalise=True).weights
     tensor([[0.7311, 0.2689]])
@@ -242,12 +241,12 @@ def _check(experts: int, k: int, gate: str, bias: Tensor | None, groups: int, to
 
 
 def jitter(x: Tensor, epsilon: float, *, key: Key, name: str) -> Tensor:
-    """``x`` times uniform noise in ``1 - epsilon`` to ``1 + epsilon``, for a router's input (Fedus et al., 2021).
+    """Input jitter of a router: ``x`` times uniform noise in ``1 - epsilon`` to ``1 + epsilon`` (Fedus et al., 2021).
 
     Args:
         x: dim 0 counts the batch's rows.
-        epsilon: how far the factors lie from 1.
-        key: where the noise is drawn from; by position.
-        name: keeps draws apart.
+        epsilon: the largest deviation of the factors from 1.
+        key: the source of the noise, drawn by position.
+        name: distinguishes draws.
     """
     return x * (1 + epsilon * (2 * key.uniform(x, name) - 1)).to(x.dtype)

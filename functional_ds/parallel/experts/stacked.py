@@ -1,4 +1,4 @@
-"""Experts that are modules of their own, one for each expert, as one stack of leaves that ranks can share out."""
+"""Stacks a list of expert modules into leaves with an expert dim, which can be split over ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
@@ -15,14 +15,14 @@ from .token_exchange import ExpertFunction
 
 __all__ = ["StackedExperts", "each_expert", "unstacked"]
 
-_EACH = "each"  # stands in paths of stacked leaves where the expert's number would
+_EACH = "each"  # replaces the expert's number in paths of stacked leaves
 
 
 def each_expert(f: Callable[[Any, Tensor], Tensor], stacked: Any) -> ExpertFunction:
-    """An expert function that calls ``f`` for each local expert, with the expert's leaves and its rows.
+    """An expert function that calls ``f`` for each local expert, with the expert's leaves and rows.
 
-    It is for experts that ``gated_mlp`` and ``mlp`` do not know; these compute all experts in one product. The host reads the
-    numbers of rows, for which ``exchange`` on ranks waits anyway. An expert without rows is called with [0, M].
+    For experts other than ``gated_mlp`` and ``mlp``, which compute all experts in one product. The host waits for the numbers
+    of rows, as ``exchange`` over ranks does anyway. An expert without rows is called with [0, M].
 
     Args:
         f: from an expert's tree and rows [R, M] to [R, M'].
@@ -53,15 +53,15 @@ def each_expert(f: Callable[[Any, Tensor], Tensor], stacked: Any) -> ExpertFunct
 
 
 class StackedExperts(nn.Module):
-    """The modules of a list as an expert function for ``exchange``: each parameter once, with all experts along dim 0.
+    """A list of modules as an expert function for ``exchange``: each parameter once, with all experts along dim 0.
 
-    Law: with ``x`` and a routing, ``exchange(StackedExperts(experts), x, routing=routing)`` is the sum over the list's modules,
-    and on one device each module gets the same rows in the same order. ``T.experts`` cuts its parameters as it does any stack;
-    checkpoints go from any number of ranks to any other. The parameter ``e.weight`` of each expert is ``each.e.weight``;
-    ``unstacked`` gives the list's names back.
+    Law: for ``x`` and a routing, ``exchange(StackedExperts(experts), x, routing=routing)`` is the sum over the list's modules;
+    on one device each module gets the same rows in the same order. ``T.experts`` splits its parameters like any stack, and
+    checkpoints can be loaded with any number of ranks. The parameter ``e.weight`` of each expert becomes ``each.e.weight``;
+    ``unstacked`` restores the list's names.
 
     Args:
-        experts: modules of one class and equal shapes; this object has copies of their values.
+        experts: modules of one class and equal shapes, whose values are copied.
 
     Raises:
         ValueError: there are none, they differ, or they have buffers.
@@ -102,7 +102,7 @@ def _listed(own: Mapping[str, Any]) -> str:
 
 
 def unstacked(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The leaves of a model with ``StackedExperts`` under the list's names: views ``experts.0.up.weight``, and so on.
+    """The leaves of a model with ``StackedExperts`` under the list's names, as views: ``experts.0.up.weight``, and so on.
 
     Args:
         params: by path, such as ``step.params(state)``.

@@ -1,4 +1,4 @@
-"""Dispatch and combine: tokens travel to the ranks that hold their experts, and the results back."""
+"""Token dispatch and combine: tokens are sent to the ranks of their experts, and the results back."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -30,12 +30,12 @@ ExpertFunction = Callable[[Tensor, RowGroups], Tensor]
 
 @attrs.frozen
 class ExchangeVolume:
-    """The elements of rows that each rank sends in one forward pass, as much as in its backward pass, for each way.
+    """The elements that each rank sends in one forward pass, and again in its backward pass, for each way of exchange.
 
     Attributes:
-        all_to_all: at even routing.
+        all_to_all: for even routing.
         gather: for any routing.
-        by_rank: at even routing.
+        by_rank: for even routing.
     """
 
     all_to_all: float
@@ -44,7 +44,7 @@ class ExchangeVolume:
 
     @property
     def way(self) -> Literal["all_to_all", "gather", "by_rank"]:
-        """The cheapest one."""
+        """The cheapest way."""
         if self.by_rank < min(self.all_to_all, self.gather):
             return "by_rank"
         return "gather" if self.gather < self.all_to_all else "all_to_all"
@@ -53,11 +53,11 @@ class ExchangeVolume:
 def exchange_volume(tokens: int, k: int, *, width: int, ranks: int, reach: int | None = None) -> ExchangeVolume:
     """What an exchange sends: ``2 T k M (P - 1)/P`` elements by all-to-all, ``2 T M (P - 1)`` by gathering; less iff k > P.
 
-    By rank it is ``2 T r M (P - 1)/P``, for experts of a token that lie on r ranks: less than both iff r < k and r < P.
+    By rank it is ``2 T r M (P - 1)/P``, if a token's experts are on r ranks: less than both iff r < k and r < P.
 
     Args:
         tokens: T, of one rank.
-        k: experts a token.
+        k: experts per token.
         width: M, of a row.
         ranks: P, of the expert-parallel group.
         reach: r, as from ``Routing.reach``; None for the most, min(k, P).
@@ -78,35 +78,38 @@ def exchange(
     way: Way = "auto",
     shared: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The mixture ``Σ_j w_j f_{e_j}(x)`` of each token's experts, which lie on the ranks of ``group``, E / P on each.
+    """The mixture of experts ``Σ_j w_j f_{e_j}(x)``, with E / P experts on each rank of ``group``.
 
-    Law 46: for any routing it is what a single device computes with all experts, one rank without tokens and all tokens to one
-    rank included; value and gradients, by x, the weights and the experts' params. A choice that capacity dropped adds nothing.
-    Each rank has its own tokens, varying over ``group``, as has the result; x's and the weights' gradients are its own. The
-    gradients of a rank's experts are summed over the tokens of all ranks of ``group``, so divide them by the weight of these
-    tokens, as ``T.zero`` over all data-parallel ranks does: no factor P (law 47).
+    Law 46: for any routing, value and gradients (by x, the weights and the experts' params) equal a single device's with all
+    experts, also if a rank has no tokens or gets all of them. A choice dropped by capacity adds nothing. Each rank has its own
+    tokens, results, and gradients of x and the weights. The gradients of a rank's experts are summed over the tokens of all
+    ranks of ``group``, so divide them by the weight of these tokens, as ``T.zero`` over all data-parallel ranks does (law 47).
 
-    ``all_to_all`` sends a row for each choice that lies elsewhere and gets one back: 2 T k M (P - 1)/P elements at even
-    routing, as much backward, and E (P - 1)/P integers forward. ``gather`` sends every token to all ranks and sums their parts:
-    2 T M (P - 1) and the routing's 2 T k (P - 1), for any routing, as much backward but for the T k integers; T is the largest
-    of the ranks'. Its counts are (E + 1)(P - 1) integers. ``by_rank`` sends a token once to each rank that holds some of its
-    experts, with its k ids and weights, and gets one row back: the rank sums its part. For device-limited routing over r ranks
-    these are 2 T r M (P - 1)/P, and counts of (E + P)(P - 1)/P integers. The host waits once, for the numbers of rows.
+    Cost, in elements forward, and again backward:
+
+    - ``all_to_all`` sends a row for each choice on another rank and gets one back: 2 T k M (P - 1)/P for even routing, and E (P
+      - 1)/P integers forward only.
+    - ``gather`` sends every token to all ranks and sums their parts: 2 T M (P - 1), the routing's 2 T k (P - 1), of which T k
+      integers forward only, and (E + 1)(P - 1) counts, for any routing; T is the largest of the ranks'.
+    - ``by_rank`` sends a token once to each rank with some of its experts, with its k ids and weights, and gets one row back.
+      For device-limited routing over r ranks: 2 T r M (P - 1)/P, and (E + P)(P - 1)/P counts.
+
+    The host waits once, for the numbers of rows.
 
     Args:
-        f: of rows [R, M], sorted by local expert, and where they lie (``RowGroups``): [R, M']. It is called once, also without
+        f: a function of rows [R, M], sorted by local expert, and their ``RowGroups``: [R, M']. It is called once, also without
             rows. ``gated_mlp`` makes one.
         x: [..., M], the tokens.
         routing: their experts, as from ``route``; T is the product of x's leading sizes.
-        group: the ranks that hold the experts, rank r those from r E/P on. None: what the running step has (``T.experts``), or
-            else one device that holds all.
-        way: "auto" takes the way that ``exchange_volume`` says is cheapest: "by_rank" where the routing's groups limit a token
-            to fewer ranks than k and P, else "gather" where k > P.
-        shared: a function of x that is computed while rows travel; its result is added.
+        group: the ranks that hold the experts, rank r E/P of them from r E/P on. None: those of the running step
+            (``T.experts``), or else one device with all experts.
+        way: "auto" takes the cheapest by ``exchange_volume``: "by_rank" if the routing's groups limit a token to fewer ranks
+            than k and P, else "gather" if k > P, else "all_to_all".
+        shared: a function of x that is computed during communication; its result is added.
 
     Raises:
-        ValueError: sizes that do not fit, experts that do not divide by the ranks, or an overflow with ``drop="error"``,
-            which all ranks name.
+        ValueError: sizes that do not match, experts that are not divisible by the ranks, or an overflow with ``drop="error"``,
+            which all ranks report.
 
     >>> import functional_ds as fds
     >>> def program(x):
@@ -153,7 +156,7 @@ def _ranks(group: comm.Group | None) -> comm.Group | None:
 def _as_one_call(
     recorder: CallRecorder, f: ExpertFunction, rows: Tensor, routing: Routing, group: comm.Group | None, way: Way
 ) -> Tensor:
-    """The exchange in a step that is traced: its sizes depend on values, so the graph calls it as it is."""
+    """The exchange in a traced step: its sizes depend on values, so the graph calls it as one operation."""
     own, rebuilt = closed_over(f)
     leaves, spec = tree.flatten((rows, tree.replace(routing, probabilities=None), own))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -189,7 +192,7 @@ def _keep(out: Tensor) -> None:
 
 
 def _known(rows: Tensor) -> bool:
-    """Whether there are values; else the routing is taken to be even."""
+    """Whether there are values; else the routing is assumed to be even."""
     return not runs_on_shapes(rows)
 
 
@@ -198,7 +201,7 @@ def _even(total: int, parts: int) -> list[int]:
 
 
 def _alone(f: ExpertFunction, rows: Tensor, routing: Routing) -> Tensor:
-    """On one device; the host waits only where capacity may have dropped rows, or refuses them."""
+    """On one device; the host waits only if capacity may have dropped or exceeded rows."""
     order = TokenOrder.of(routing.experts, routing.kept, routing.count)
     load = routing.load()
     if routing.overflow is not None and _known(rows):
@@ -212,13 +215,13 @@ def _alone(f: ExpertFunction, rows: Tensor, routing: Routing) -> Tensor:
 
 @attrs.frozen(eq=False)
 class _ExchangeByAllToAll:
-    """Rows go to the ranks of their experts."""
+    """Rows are sent to the ranks of their experts."""
 
     routing: Routing
     group: comm.Group
 
     def start(self, rows: Tensor, *, beside: bool) -> Callable[[ExpertFunction], Tensor]:
-        """Sends the rows; what is returned does the rest. ``beside``: whether there is work to do while they travel."""
+        """Sends the rows; the result completes the exchange. ``beside``: whether there is work to overlap with it."""
         order = TokenOrder.of(self.routing.experts, self.routing.kept, self.routing.count)
         sent, counts, table = self._counts(rows)
         order = order.cut(sum(sent))
@@ -280,7 +283,7 @@ class _ExchangeByGather:
     group: comm.Group
 
     def start(self, rows: Tensor, *, beside: bool) -> Callable[[ExpertFunction], Tensor]:
-        """Gathers the tokens; what is returned does the rest. ``beside``: whether there is work to do while they travel."""
+        """Gathers the tokens; the result completes the exchange. ``beside``: whether there is work to overlap with it."""
         routing, group = self.routing, self.group
         tokens, counts, table = self._counts(rows)
         most = max(tokens)
@@ -324,13 +327,13 @@ class _ExchangeByGather:
 
 @attrs.frozen(eq=False)
 class _ExchangeByRank:
-    """A token goes once to each rank that holds some of its experts; the rank sums its part of the token."""
+    """A token is sent once to each rank that holds some of its experts, which sums its part of the result."""
 
     routing: Routing
     group: comm.Group
 
     def start(self, rows: Tensor, *, beside: bool) -> Callable[[ExpertFunction], Tensor]:
-        """Sends the tokens; what is returned does the rest. ``beside``: whether there is work to do while they travel."""
+        """Sends the tokens; the result completes the exchange. ``beside``: whether there is work to overlap with it."""
         routing, group = self.routing, self.group
         each = routing.count // group.size
         ranks = routing.experts // each

@@ -1,4 +1,4 @@
-"""Tokens as rows sorted by expert, and back: a permutation that the backward pass uses again."""
+"""Sorts tokens as rows by expert, and back: a permutation that the backward pass reuses."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ __all__ = ["TokenOrder", "combine", "spread"]
 
 @attrs.frozen(eq=False)
 class TokenOrder:
-    """The kept choices of T tokens, k each, sorted by expert, and where each lies there.
+    """The kept choices of T tokens, k each, sorted by expert.
 
     Attributes:
         pairs: [R] integers: row r is the choice ``pairs[r]``, counted as token · k + place among its k.
-        places: [T, k] integers: the row of each choice; anything where it is dropped.
-        kept: [T, k]; None where all are kept.
+        places: [T, k] integers: the row of each choice; undefined if it is dropped.
+        kept: [T, k]; None if all are kept.
     """
 
     pairs: Tensor
@@ -25,7 +25,7 @@ class TokenOrder:
 
     @staticmethod
     def of(experts: Tensor, kept: Tensor | None, count: int) -> "TokenOrder":
-        """The order of all choices; dropped ones are last, and ``cut`` takes them away.
+        """The order of all choices, dropped ones last; ``cut`` removes them.
 
         Args:
             experts: [T, k].
@@ -39,7 +39,7 @@ class TokenOrder:
         return TokenOrder(pairs, places.view(experts.shape), kept)
 
     def cut(self, rows: int) -> "TokenOrder":
-        """The first rows alone: those that are kept."""
+        """The first rows only: those that are kept."""
         return attrs.evolve(self, pairs=self.pairs[:rows], places=self.places.clamp(max=max(rows - 1, 0)))
 
     @property
@@ -96,7 +96,7 @@ class _CombineRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         order: TokenOrder = ctx.order
         by_row = spread(grad, order)
-        saved = ctx.saved_tensors  # once: torch.utils.checkpoint recomputes at the first access and refuses a second
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint recomputes at the first access and raises at a second
         if not saved:
             return by_row, None, None
         rows, weights = saved

@@ -1,4 +1,4 @@
-"""Sequence parallelism of a model: attention over sequences that are cut among ranks, and functions applied in tiles."""
+"""Sequence (context) parallelism of a model: attention over sequences split over ranks, and functions applied in tiles."""
 
 from .axis import SequenceAxis, documents_of, sequence_axis
 from .block_products import BlockProduct, ring_pairs

@@ -1,4 +1,4 @@
-"""What a transform of a step tells a model's functions about the axis along which its sequences are cut."""
+"""The sequence-parallel axis of a running step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from .sequence_layout import SequenceLayout
 __all__ = ["AXIS", "IN_DOCUMENTS", "SequenceAxis", "check_pieces", "documents_of", "resolve_axis", "sequence_axis"]
 
 AXIS = "sp"
-IN_DOCUMENTS = "sp, for attention within its documents"  # what the functions here ask for; ``axis("sp")`` says nothing of it
+IN_DOCUMENTS = "sp, for attention within its documents"  # what the functions here ask for; ``axis("sp")`` does not reveal it
 
 
 def _whole(instance: "SequenceAxis", attribute: "attrs.Attribute[Tensor | None]", value: Tensor | None) -> None:
@@ -30,19 +30,19 @@ def _whole(instance: "SequenceAxis", attribute: "attrs.Attribute[Tensor | None]"
 
 @attrs.frozen(eq=False)
 class SequenceAxis:
-    """The ranks among which sequences are cut, in which layout, and what masks go with the positions of this batch.
+    """The ranks over which sequences are split, their layout, and the documents of this batch, for masks.
 
-    ``T.sequence`` makes one for each batch, and ``axis("sp")`` is it inside of the step.
+    ``T.sequence`` makes one for each batch; inside the step ``axis("sp")`` returns it.
 
     Attributes:
-        group: the ranks; in ``layout.inner`` neighbours share one rank of the layout.
+        group: the ranks; with ``layout.inner`` > 1 neighbours share one rank of the layout.
         layout: which positions each of them holds.
         length: of the whole sequence, padding included.
         documents: int [rows or 1, length], in the sequence's own order, the same on all ranks: positions attend to each other
-            where their numbers are equal; -1 is padding, to which nothing attends. None: one document, no padding. It varies
-            between data-parallel ranks and is replicated over ``group``.
-        ring_group: where ``layout.inner`` > 1, the ranks of this rank's ring, in the layout's order.
-        ulysses_group: where ``layout.inner`` > 1, the neighbours that share one of its ranks.
+            if their numbers are equal; -1 is padding, to which no position attends. None: one document, no padding. It differs
+            between data-parallel ranks.
+        ring_group: if ``layout.inner`` > 1, the ranks of this rank's ring, in the layout's order.
+        ulysses_group: if ``layout.inner`` > 1, the neighbours that share one of its ranks.
     """
 
     group: Group
@@ -93,11 +93,11 @@ def sequence_axis(what: str) -> SequenceAxis:
 
 
 def documents_of(attention_mask: Tensor | None = None, *, position_ids: Tensor | None = None) -> Tensor | None:
-    """The numbers of documents that ``SequenceAxis`` takes, from what batches have; None where neither is given.
+    """The document numbers for ``SequenceAxis``, from a batch's mask or positions; None without either.
 
     Args:
         attention_mask: [rows, length], 0 for padding.
-        position_ids: [rows, length]; a document begins wherever the next position is not the last one's successor.
+        position_ids: [rows, length]; a document begins wherever a position is not the previous one plus 1.
 
     >>> documents_of(torch.tensor([[1, 1, 1, 0]]), position_ids=torch.tensor([[0, 1, 0, 0]])).tolist()
     [[0, 0, 1, -1]]
@@ -121,14 +121,14 @@ def resolve_axis(
 ) -> tuple[Group, SequenceLayout, Tensor | None]:
     """The group, the layout and the documents: those given, else those of the running step.
 
-    The ranks of the step's ring, or all its ranks, in its layout, are the step's though they are given.
+    A given group that is the step's, or its ring, in its layout, is treated as the step's.
 
     Args:
         what: the caller, for errors.
         group: as given.
         layout: as given.
-        documents: in which the caller attends, if given.
-        other: whether it may attend to something else than they say.
+        documents: of the call, if given.
+        other: whether the call may attend otherwise than within them.
 
     Raises:
         ValueError: there is no group, or a layout without one.
@@ -182,7 +182,7 @@ def check_pieces(what: str, length: int, group: Group, window: int | None) -> No
 
 
 def _of_the_step(known: Any, group: Group, layout: SequenceLayout | str | None) -> SequenceLayout | None:
-    """The layout, if these are the ranks of the step's axis or of its ring inside of Ulysses, in their layout."""
+    """The layout, if these are the ranks of the step's axis, or of its ring inside of Ulysses, in their layout."""
     how = SequenceLayout.of("contiguous" if layout is None else layout)
     if isinstance(known, SequenceAxis):
         if group.ranks == known.group.ranks and how == known.layout:

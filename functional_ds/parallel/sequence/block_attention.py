@@ -1,6 +1,6 @@
-"""Attention of some queries to some keys with the logarithm of the softmax's denominator, and its gradients: torch's kernels.
+"""Attention of some queries to some keys, with its log-sum-exp and gradients, by torch's kernels.
 
-Where no kernel of torch fits, such as values of another size than keys, or masks on CUDA, it is the formula.
+If no kernel fits, for example for values of another size than keys, or masks on CUDA, the formula is computed.
 """
 
 import torch
@@ -14,7 +14,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def takes(q: Tensor, v: Tensor, masked: bool) -> str:
-    """Which implementation computes such a block: "cpu", "cuda" or "formula"."""
+    """Which implementation computes a block: "cpu", "cuda" or "formula"."""
     if q.shape[-1] != v.shape[-1]:
         return "formula"
     if q.device.type in ("cpu", "meta"):
@@ -28,13 +28,13 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The attention of q [rows, h, S, d] to k and v [rows, g, K, d], and the log-sum-exp of scores [rows, h, S].
 
-    Query heads share key-value heads, h / g in a row each. Queries without keys get 0 and -inf.
+    h / g consecutive query heads share a key-value head. Queries without keys get 0 and -inf.
 
     Args:
         q: queries.
         k: keys.
         v: values.
-        scale: by which scores are multiplied.
+        scale: the factor of scores.
         causal: whether the i-th query sees the keys up to the i-th; then there are as many.
         mask: [rows or 1, 1, S, K], True where a query sees a key.
     """
@@ -68,7 +68,7 @@ def attend_backward(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's parts of the gradients by q, k and v, where ``o`` and ``lse`` are of the attention to all keys.
+    """This block's part of the gradients by q, k and v, given ``o`` and ``lse`` of the attention to all keys.
 
     Args:
         grad: of the loss by ``o``.
@@ -77,7 +77,7 @@ def attend_backward(
         v: its values.
         o: the whole attention.
         lse: of all scores; +inf for queries without any key.
-        scale: by which scores are multiplied.
+        scale: the factor of scores.
         causal: as in ``attend``.
         mask: as in ``attend``.
     """

@@ -1,6 +1,6 @@
-"""Which products of query rows and key columns an attention needs, as data: what is masked wholly is left out.
+"""Which products of query rows and key columns an attention needs, as data: fully masked blocks are omitted.
 
-Positions are ranges, so the host finds all of it from sizes, and no mask of a whole sequence is made.
+Positions are ranges, so the host computes everything from sizes, without a mask of a whole sequence.
 """
 
 import bisect
@@ -23,7 +23,7 @@ class BlockProduct:
     """One product: rows of queries by columns of keys.
 
     Attributes:
-        rows: from the first to behind the last, as the rank holds them.
+        rows: the half-open range of rows, as the rank holds them.
         cols: the same of the keys.
         kind: "full", all pairs; "causal", the i-th row by the columns up to the i-th; "masked", pairs that positions allow.
     """
@@ -39,7 +39,7 @@ class BlockProduct:
         return n * (n + 1) // 2 if self.kind == "causal" else n * (self.cols[1] - self.cols[0])
 
     def tiles(self, elements: int) -> "Iterator[BlockProduct]":
-        """The same pairs by rows of so many elements at most, with a mask where it was causal."""
+        """The same pairs in tiles of at most so many elements, with a mask if it was causal."""
         (start, stop), (first, last) = self.rows, self.cols
         size = max(elements // max(last - first, 1), 16)
         for row in range(start, stop, size):
@@ -77,8 +77,8 @@ def products(
     Args:
         rows: the queries' positions, in the order in which they are held.
         cols: the keys' positions.
-        causal: whether a position attends to itself and earlier ones alone.
-        window: to how many positions it attends, itself included; only where ``causal``.
+        causal: whether a position attends only to itself and earlier ones.
+        window: to how many positions it attends, itself included; only with ``causal``.
         documents: lengths of documents, within which attention stays; None for one.
 
     >>> products((range(4, 8),), (range(0, 8),), causal=True)
@@ -98,9 +98,9 @@ def products(
 
 
 def ring_pairs(layout: SequenceLayout | str, length: int, *, ranks: int, causal: bool = True) -> list[list[int]]:
-    """How many pairs of query and key each rank computes in each step of a ring: a list of steps, each with all ranks.
+    """How many query-key pairs each rank computes in each step of a ring: a list of steps, each with all ranks.
 
-    Law: in zigzag a causal ring's ranks are equal in every step.
+    Law: with zigzag all ranks of a causal ring are equal in every step.
 
     Args:
         layout: or its name.
@@ -191,7 +191,7 @@ def _windowed(query: _Run, key: _Run, window: int) -> list[BlockProduct]:
 
 
 def _merged(found: Sequence[BlockProduct]) -> list[BlockProduct]:
-    """Full products that lie side by side, and then those one above the other, become one."""
+    """Joins adjacent full products, first side by side, then one above the other."""
     merged: list[BlockProduct] = []
     for each in found:
         before = merged[-1] if merged else None

@@ -1,4 +1,4 @@
-"""Attention computed block of keys by block of keys, so that no matrix of all scores exists."""
+"""Blockwise attention: computed for one block of keys at a time, without a matrix of all scores."""
 
 import functools
 import math
@@ -39,12 +39,12 @@ Partial = tuple[Tensor, Tensor]  # the attention to some keys, and its log-sum-e
 
 @attrs.frozen(eq=False)
 class AttentionMask:
-    """Which positions attend to which, as data that goes with positions.
+    """Which positions attend to which, as data.
 
     Attributes:
-        causal: a position attends to itself and earlier ones alone.
+        causal: a position attends only to itself and earlier ones.
         window: to how many positions at most, itself included.
-        lengths: the lengths of documents in order, which are known to the host, within which attention stays.
+        lengths: document lengths in order, known to the host; attention stays within documents.
         documents: int [rows or 1, length], in the sequence's order: attention stays among equal numbers; -1 is padding.
     """
 
@@ -60,7 +60,7 @@ class AttentionMask:
             )
 
     def check(self, length: int, rows: int) -> "AttentionMask":
-        """Itself, if it fits a sequence of that length.
+        """Itself, if it matches a sequence of that length.
 
         Raises:
             ValueError: it does not.
@@ -106,7 +106,7 @@ class Total:
     """A sum in memory that need not be zeroed before.
 
     Attributes:
-        memory: [rows, heads, positions, d]; what it has does not count.
+        memory: [rows, heads, positions, d]; its initial values are ignored.
         empty: whether nothing was added so far.
     """
 
@@ -170,7 +170,7 @@ class Queries:
         return self.q.new_zeros((*rows, v.shape[-1]), dtype=dtype), self.q.new_full(rows, -torch.inf, dtype=dtype)
 
     def add_gradients(self, keys: Keys, grad: Tensor, o: Tensor, lse: Tensor, *, into: Sequence[Total]) -> None:
-        """Adds to ``into``, the gradients by q and by these keys and values, what these keys bring.
+        """Adds these keys' part of the gradients, by q and by these keys and values, to ``into``.
 
         Args:
             keys: whose part.
@@ -248,7 +248,7 @@ def blockwise(q: Tensor, keys: Keys, *, rows: _Runs, mask: AttentionMask, scale:
 
 
 def resolved_scale(q: Tensor, scale: float | None) -> float:
-    """The scale, or what it is by default: 1 / √d."""
+    """The scale, 1 / √d by default."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
@@ -280,7 +280,7 @@ def checked_qkv(what: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def without_autocast(q: Tensor) -> AbstractContextManager[None]:
-    """Within it products are of the dtypes that they are given, as in the backward pass."""
+    """A context in which products use the dtypes of their inputs, as in the backward pass."""
     kind = q.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
@@ -295,22 +295,22 @@ def attention(
     documents: Tensor | Sequence[int] | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention on one device, block by block: what ``ring`` computes on a ring of one rank.
+    """Attention on one device, block by block: the same as ``ring`` on one rank.
 
-    Law: it is ``scaled_dot_product_attention`` with the mask that the arguments describe; queries that see no key get zeros.
+    Law: it equals ``scaled_dot_product_attention`` with the mask that the arguments describe; queries without keys get zeros.
 
     Args:
         q: [rows, h, length, d].
         k: [rows, g, length, d], where g divides h.
         v: [rows, g, length, e].
-        causal: whether positions attend to themselves and earlier ones alone.
+        causal: whether positions attend only to themselves and earlier ones.
         window: to how many positions at most, itself included.
         documents: attention stays within documents: their lengths in order, or int [rows or 1, length] with their numbers, -1
             for padding.
         scale: of scores; 1 / √d by default.
 
     Raises:
-        ValueError: shapes, dtypes or masks do not fit.
+        ValueError: shapes, dtypes or masks do not match.
 
     >>> q = torch.randn(1, 4, 6, 8)
     >>> attention(q, q[:, :2], q[:, :2], causal=True, documents=[4, 2]).shape
@@ -340,10 +340,10 @@ def mask_of(
         documents: as in ``attention``.
         length: of the whole sequence.
         rows: of the batch.
-        layout: whose documents count, if there are any.
+        layout: whose documents are used, if there are any.
 
     Raises:
-        ValueError: it fits neither the sequence nor the layout.
+        ValueError: it does not match the sequence or the layout.
     """
     numbers = documents if isinstance(documents, Tensor) else None
     lengths = None if documents is None or numbers is not None else tuple(int(each) for each in documents)

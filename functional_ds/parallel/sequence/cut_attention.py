@@ -1,4 +1,4 @@
-"""What all ways of attention over cut sequences share: their arguments, and where a call's positions and masks lie."""
+"""What all implementations of attention over split sequences share: arguments, positions and masks."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +22,7 @@ Attention = Callable[..., Tensor]
 
 @attrs.frozen(eq=False)
 class CutSequence:
-    """What one call of attention knows of the whole sequence.
+    """The whole sequence, as one call of attention knows it.
 
     Attributes:
         group: the ranks.
@@ -39,7 +39,7 @@ class CutSequence:
     scale: float
 
     def runs(self, ahead: int = 0) -> tuple[range, ...]:
-        """The positions of the rank that is so many ahead of this one, around the group."""
+        """The positions of the rank that is ``ahead`` ranks after this one, around the group."""
         return self.layout.runs(self.length, self.group.size, (self.group.rank + ahead) % self.group.size)
 
 
@@ -50,11 +50,11 @@ def cut_attention(
     group: Group | None,
     layout: SequenceLayout | str | None,
 ) -> Attention:
-    """The attention (q, k, v, ...) of sequences that are cut among ranks, with the arguments of ``attention``.
+    """An attention function (q, k, v, ...) for sequences split over ranks, with the arguments of ``attention``.
 
     Args:
-        what: names it in errors.
-        compute: the attention of this rank's q, k and v, which fit each other and the sequence.
+        what: its name in errors.
+        compute: the attention of this rank's q, k and v, after checks.
         group: the ranks; None for those of the step's ``T.sequence``, with its layout and documents.
         layout: which positions each of them holds, or its name.
     """
@@ -86,9 +86,9 @@ def cut_attention(
 
 
 def shape_of_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A result with the right shape, where a module is traced: unseen, so that it cannot stand for attention in the trace.
+    """A result with the right shape, for tracing a module; hidden from the trace, so that it cannot replace attention there.
 
-    A call inside of a module that runs as a whole is not looked into. One between such modules is refused by the trace.
+    A call inside of a module that runs as a whole is not traced. The trace raises an error for one between such modules.
     """
     with disable_torch_function():
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)

@@ -1,4 +1,4 @@
-"""Attention with gathered keys and values: each rank has all keys, and its own queries."""
+"""Attention with all-gathered keys and values: each rank has all keys, and its own queries."""
 
 from torch import Tensor
 
@@ -13,20 +13,20 @@ __all__ = ["gathered"]
 
 
 def gathered(group: Group | None = None, *, layout: SequenceLayout | str | None = None) -> Attention:
-    """Attention of sequences that are cut among ranks, each of which gathers all keys and values.
+    """All-gather attention over sequences split over ranks, each of which gathers all keys and values.
 
-    Law: as ``ring``'s, with the same arguments. It takes one collective where a ring takes P - 1 messages, and memory for all
-    keys and values. Nothing is computed while they travel.
+    Law: as for ``ring``, with the same arguments. It takes one collective instead of P - 1 messages, and memory for all keys
+    and values. Communication does not overlap computation.
 
     Args:
         group: the ranks; None for those of the step's ``T.sequence``, with its layout and documents.
         layout: which positions each of them holds, or its name; "contiguous" by default.
 
     Raises:
-        ValueError: no group and no step that has one; shapes, dtypes, documents or layout do not fit.
+        ValueError: no group and no step that has one; shapes, dtypes, documents or layout do not match.
 
-    Cost: one all-gather of 2 g d N/P elements forward, which sends 2 g d N (P - 1)/P, and its reduce-scatter backward. 2 g d N
-    elements a row stay until the backward pass.
+    Cost: one all-gather forward, which sends 2 g d N (P - 1)/P elements, and its reduce-scatter backward. 2 g d N elements a
+    row stay in memory until the backward pass.
 
     Source: the context parallelism of Llama 3 (arXiv 2407.21783).
 

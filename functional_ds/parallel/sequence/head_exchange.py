@@ -1,4 +1,4 @@
-"""The exchange of a sequence's pieces of all heads for whole sequences of some heads, and back."""
+"""All-to-all between sequence pieces of all heads and whole sequences of some heads."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ _Heads = tuple[range, ...]
 
 @attrs.frozen
 class HeadShares:
-    """Which heads each rank computes with.
+    """Which heads each rank computes.
 
     Attributes:
-        queries: each rank's query heads; counts differ by one at most.
-        keys: the key-value heads that these use, of which several ranks may have the same.
+        queries: each rank's query heads; counts differ by at most one.
+        keys: the key-value heads that these use; several ranks may have the same.
     """
 
     queries: _Heads
@@ -33,7 +33,7 @@ class HeadShares:
 
 @lru_cache(maxsize=256)
 def head_shares(queries: int, keys: int, *, ranks: int) -> HeadShares:
-    """The heads of each rank: query heads as evenly as it goes, and the key-value heads that they use.
+    """The heads of each rank: query heads as evenly as possible, and the key-value heads that they use.
 
     Args:
         queries: how many query heads there are.
@@ -57,10 +57,10 @@ def head_shares(queries: int, keys: int, *, ranks: int) -> HeadShares:
 
 @attrs.frozen(eq=False)
 class HeadExchange:
-    """Several tensors' exchange of heads for positions, as one message between each two ranks.
+    """Exchanges heads for positions of several tensors, with one message between each two ranks.
 
-    To heads, a tensor [rows, heads, N/P, d] becomes [rows, this rank's heads, N, d], in the sequence's order. Back is the
-    transpose: where ranks have the same head, their values are summed. Each is the other's gradient.
+    ``to_heads``: a tensor [rows, heads, N/P, d] becomes [rows, this rank's heads, N, d], in the sequence's order.
+    ``to_positions`` is the transpose: values of a head that several ranks have are summed. Each is the other's gradient.
 
     Attributes:
         group: the ranks.
@@ -116,7 +116,7 @@ class HeadExchange:
         ]
 
     def _results(self, tensors: tuple[Tensor, ...], *, to_heads: bool) -> list[Tensor]:
-        """The tensors to be written; wide zeros where several ranks' values are summed."""
+        """The output tensors; zeros in a wide dtype if several ranks' values are summed."""
         length, positions, found = sum(map(len, itertools.chain(*self.runs))), sum(map(len, self.runs[0])), []
         for x, heads in zip(tensors, self.shares, strict=True):
             if to_heads:
@@ -128,7 +128,7 @@ class HeadExchange:
         return found
 
     def _views(self, x: Tensor, place: int, rank: int, *, by_heads: bool) -> Iterator[tuple[slice, Tensor]]:
-        """What a message with a rank has of a tensor: places in the message's positions, and the tensor's part."""
+        """A tensor's part of a message with a rank: places in the message's positions, and the view."""
         if not by_heads:
             heads = self.shares[place][rank]
             yield slice(None), x[:, heads.start : heads.stop]
@@ -148,7 +148,7 @@ def _parts(message: Tensor, shapes: list[list[torch.Size]]) -> Iterator[tuple[in
 
 
 def _shared(heads: _Heads) -> bool:
-    """Whether ranks have the same head."""
+    """Whether several ranks have the same head."""
     return sum(map(len, heads)) > max(each.stop for each in heads)
 
 

@@ -1,6 +1,6 @@
-"""Attention over cut sequences for unmodified models of Hugging Face: names in transformers' attention and mask registries.
+"""Attention over split sequences for unmodified Hugging Face models, in transformers' attention and mask registries.
 
-The registered functions hold no group: they find it, the layout and the documents in the step that runs.
+The registered functions hold no group: they get it, the layout and the documents from the running step.
 """
 
 import inspect
@@ -23,18 +23,18 @@ from .ulysses import ulysses
 
 __all__ = ["SequenceMask", "register_attention"]
 
-# What changes an attention's result, beside what is taken; models pass them by these names.
+# Unsupported arguments that change an attention's result, by the names under which models pass them.
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask", "alibi", "cu_seq_lens_q", "cu_seq_lens_k", "cache")
 
 
 @attrs.frozen(eq=False)
 class SequenceMask:
-    """What a model's mask says, for attention over a cut sequence: no mask is made.
+    """A model's mask as data, for attention over a split sequence: no mask tensor is made.
 
     Attributes:
-        causal: whether positions attend to themselves and earlier ones alone.
+        causal: whether positions attend only to themselves and earlier ones.
         window: to how many positions at most, itself included.
-        padding, position_ids: the model's, where they are not compared with the step's yet: of a mask that was made in a trace.
+        padding, position_ids: the model's, if they are not compared with the step's yet, because the mask was made in a trace.
     """
 
     causal: bool
@@ -62,20 +62,20 @@ WAYS: dict[str, Callable[[SequenceAxis], Callable[..., Tensor]]] = {
 
 
 def register_attention() -> tuple[str, ...]:
-    """Makes attention over cut sequences known to transformers, and returns the names for ``attn_implementation``.
+    """Registers attention over split sequences in transformers; returns the names for ``attn_implementation``.
 
-    Law: in a step with ``T.sequence`` such a model is the model with "sdpa" on one device. "fds_ring", "fds_ulysses" and
+    Law: in a step with ``T.sequence`` such a model equals the model with "sdpa" on one device. "fds_ring", "fds_ulysses" and
     "fds_gathered" are the functions of those names, "fds_ulysses_ring" is Ulysses over a ring. They are registered for the
     whole process; a second call does nothing.
 
-    Padding masks and packed documents are those of the batch that ``T.sequence`` has cut. What cannot be done right is refused
-    by name when the model runs: other masks (chunked, blockwise, of 4 dims), dropout, soft caps, sinks, position biases,
-    caches, another mask or other positions than the step's, and no step with a sequence axis.
+    Padding masks and packed documents are those of the batch that ``T.sequence`` has split. When the model runs, an error is
+    raised for what is unsupported: other masks (chunked, blockwise, of 4 dims), dropout, soft caps, sinks, position biases,
+    caches, another mask or other positions than the step's, and a step without a sequence axis.
 
     Raises:
         ImportError: transformers is not installed.
 
-    Cost: where a model passes an attention mask or positions, the host waits once a forward pass to compare them.
+    Cost: if a model passes an attention mask or positions, the host waits once a forward pass to compare them.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -133,7 +133,7 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
 
 
 def _arguments(mask: SequenceMask, axis: SequenceAxis) -> dict[str, Any]:
-    """What attention over the step's ranks is not told by the step, which has the documents."""
+    """The arguments of attention over the step's ranks, except the documents, which the step has."""
     found: dict[str, Any] = {"causal": mask.causal}
     if mask.window is not None and mask.window < axis.length:
         found["window"] = mask.window
@@ -141,7 +141,7 @@ def _arguments(mask: SequenceMask, axis: SequenceAxis) -> dict[str, Any]:
 
 
 def _check_positions(name: str, given: Tensor | None, axis: SequenceAxis) -> None:
-    """Without documents positions count through the whole sequence; a model left alone would count each piece from 0."""
+    """Without documents, positions count through the whole sequence; a model on its own would count each piece from 0."""
     if given is None or given.is_meta or is_fake(given):
         return
     positions = axis.positions(given.device)
@@ -202,7 +202,7 @@ def _check_padding(name: str, given: Tensor | None, axis: SequenceAxis) -> None:
 
 @attrs.frozen(eq=False)
 class _MaskCodes:
-    """The code of transformers' mask functions whose meaning is known here."""
+    """The code objects of the supported mask functions of transformers."""
 
     causal: Any
     every: Any
@@ -231,7 +231,7 @@ def _parts(name: str, function: Any) -> Iterator[Any]:
     """The functions of which all must allow a pair.
 
     Raises:
-        ValueError: one is none of those that are known.
+        ValueError: one is not supported.
     """
     known = _known()
     code = getattr(function, "__code__", None)

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go around the ranks while each computes with those that it has."""
+"""Ring attention: keys and values are passed around the ranks while each computes with those that it has."""
 
 from functools import lru_cache
 from typing import Any
@@ -49,12 +49,12 @@ class _Ring:
         return Keys(k, v, self.whole.runs(-step))
 
     def pass_on(self, flat: Tensor, by: int) -> Pending[Tensor]:
-        """Starts a message to the next rank, or the one before; the result is the other neighbour's."""
+        """Starts a message to the next rank, or the previous one; the result is the other neighbour's."""
         return comm.start(comm.permute, flat, _shift(self.group.size, by), self.group)
 
 
 class _RingAttention(torch.autograd.Function):
-    """The forward sends n - 1 messages. The backward passes gradients on in n - 1, and keys again if they were not saved."""
+    """The forward sends n - 1 messages. The backward sends n - 1 of gradients, and keys again if they were not saved."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, here: _Ring, save: bool) -> Tensor:
@@ -95,7 +95,7 @@ class _RingAttention(torch.autograd.Function):
                 total.sum()
             return found
 
-        # The block that came last is the first here and goes back the way it came; its gradient goes with it and ends at home.
+        # In reverse: the last block is the first here and goes back; its gradient goes with it and ends at its own rank.
         coming = [] if saved or n == 1 else [here.pass_on(own, -1)]
         d_own = gradients(own, 0)
         d_coming: list[Pending[Tensor]] = []
@@ -119,27 +119,27 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring(group: Group | None = None, *, layout: SequenceLayout | str | None = None, save_blocks: bool = False) -> Attention:
-    """Attention of sequences that are cut among ranks, whose keys and values go around in a ring.
+    """Ring attention over sequences split over ranks: keys and values are passed around the ranks.
 
-    Law: on each rank it is its part of attention to the whole sequence, for every layout and mask; so are the gradients.
-    q, k, v and the result vary over ``group``: each rank passes its positions, in the layout's order.
+    Law: on each rank, value and gradients are its part of attention to the whole sequence, for every layout and mask. Each rank
+    passes q, k and v of its positions, in the layout's order.
 
-    The function takes q [rows, h, N/P, d], k [rows, g, N/P, d], v [rows, g, N/P, e] and what ``attention`` takes: ``causal``,
-    ``window``, ``scale`` and ``documents``, which are those of the whole sequence in its own order, the same on all ranks. g
-    divides h; heads of keys are neither repeated nor sent more than once. Blocks that are masked wholly are not computed.
-    It has no dropout.
+    The function takes q [rows, h, N/P, d], k [rows, g, N/P, d], v [rows, g, N/P, e] and the arguments of ``attention``:
+    ``causal``, ``window``, ``scale`` and ``documents``, those of the whole sequence in its own order, the same on all ranks. g
+    divides h; heads of keys are neither repeated nor sent more than once. Fully masked blocks are not computed. There is no
+    dropout.
 
     Args:
         group: the ranks; None for those of the step's ``T.sequence``, with its layout and documents.
         layout: which positions each of them holds, or its name: "contiguous", "zigzag", "striped". For causal attention zigzag
-            makes all ranks' work equal.
+            balances the ranks.
         save_blocks: keeps all ranks' keys and values (2 g d N elements a row) for the backward pass, and sends them once.
 
     Raises:
-        ValueError: no group and no step that has one; shapes, dtypes, documents or layout do not fit.
+        ValueError: no group and no step that has one; shapes, dtypes, documents or layout do not match.
 
-    Cost: P - 1 messages of 2 g d N/P elements forward, sent while the block before is computed with. Backward P - 1 of
-    gradients, in fp32 for half precision, and P - 1 of keys and values again unless they were saved.
+    Cost: P - 1 messages of 2 g d N/P elements forward, overlapped with computation. Backward P - 1 of gradients, in fp32 for
+    half precision, and P - 1 of keys and values again unless they were saved.
 
     Source: Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 

@@ -1,4 +1,4 @@
-"""How the positions of a sequence lie on ranks, as data: a permutation of positions, cut into as many equal pieces as ranks."""
+"""How a sequence's positions are distributed over ranks, as data: a permutation, split into equal pieces."""
 
 import math
 from collections.abc import Sequence
@@ -15,21 +15,22 @@ _KINDS = ("contiguous", "zigzag", "striped", "per_document")
 
 @attrs.frozen
 class SequenceLayout:
-    """Which positions of a sequence each rank holds: a permutation of positions, cut into equal pieces.
+    """Which positions of a sequence each rank holds: a permutation of positions, split into equal pieces.
 
     Law: loss, gradients and draws do not depend on the layout (law 44). Of P ranks, rank r of a sequence of N positions holds
 
-    - contiguous: positions r N/P and on. Causal work is P / (2P - 1) of what it could be, as the last rank works longest.
-    - zigzag: of 2P chunks the r-th and the (2P - 1 - r)-th. Causal work is equal on all ranks in every step of a ring.
-    - striped: positions r, r + P, r + 2P and on. Causal work differs by (P - 1) N/P pairs at most.
-    - per_document: each document of a packed sequence in zigzag. What is left of documents, less than 2P positions of each, is
-      lined up and cut in P.
+    - contiguous: positions r N/P to (r + 1) N/P - 1. Causal attention reaches P / (2P - 1) of full efficiency, as the last rank
+      works longest.
+    - zigzag: the r-th and the (2P - 1 - r)-th of 2P chunks. Causal work is equal on all ranks in every step of a ring.
+    - striped: positions r, r + P, r + 2P, ... Causal work differs by at most (P - 1) N/P pairs.
+    - per_document: each document of a packed sequence in zigzag. The remainders of documents, less than 2P positions each, are
+      concatenated and split in P.
 
     Attributes:
         kind: one of these names.
         documents: the documents' lengths in tokens, in order, for ``per_document``; attention stays within documents then.
-        inner: how many neighbouring ranks share the positions that one rank of the layout would have, in contiguous pieces.
-            With Ulysses inside of a ring, the layout orders the ring's ranks, and Ulysses' ranks share them.
+        inner: how many neighbouring ranks share, in contiguous pieces, the positions of one rank of the layout. With Ulysses
+            inside of a ring, the layout orders the ring's ranks, and Ulysses' ranks share them.
 
     Sources: zigzag from Megatron-LM's context parallelism; striped from Striped Attention (arXiv 2311.09431).
 
@@ -51,7 +52,7 @@ class SequenceLayout:
 
     @staticmethod
     def per_document(lengths: Sequence[int], *, inner: int = 1) -> "SequenceLayout":
-        """The layout of a packed sequence, each of whose documents is laid out in zigzag; it need not divide.
+        """The layout of a packed sequence with each document in zigzag; document lengths need not divide.
 
         >>> SequenceLayout.per_document([5, 3]).positions(8, 2, 0).tolist()
         [0, 3, 4, 5]
@@ -64,12 +65,12 @@ class SequenceLayout:
         return SequenceLayout(layout) if isinstance(layout, str) else layout
 
     def multiple(self, ranks: int) -> int:
-        """What a length must be a multiple of, to lie on so many ranks."""
+        """What a length must be a multiple of, to split over so many ranks."""
         outer = ranks // self.inner
         return math.lcm(2 * outer if self.kind == "zigzag" else outer, ranks)
 
     def padding(self, length: int, ranks: int) -> int:
-        """How many positions must be appended to a sequence of that length, so that it lies on so many ranks.
+        """How many positions to append to a sequence of that length, so that it splits over so many ranks.
 
         >>> SequenceLayout("zigzag").padding(13, 4)
         3
@@ -77,17 +78,17 @@ class SequenceLayout:
         return -length % self.multiple(ranks)
 
     def extended(self, padding: int) -> "SequenceLayout":
-        """The layout after so many positions of padding, which are a document of their own where the layout knows documents."""
+        """The layout with so many positions of padding, which become a document if the layout has documents."""
         if self.documents is None or padding == 0:
             return self
         return attrs.evolve(self, documents=(*self.documents, padding))
 
     def check(self, length: int, ranks: int) -> None:
-        """Refuses lengths that do not lie on so many ranks.
+        """Raises an error for lengths that do not split over so many ranks.
 
         Raises:
-            ValueError: the length is no multiple of ``multiple(ranks)``, the documents are not as long, or ``inner`` does not
-                divide the ranks.
+            ValueError: the length is not a multiple of ``multiple(ranks)``, the documents do not add up to it, or ``inner``
+                does not divide the ranks.
         """
         if ranks % self.inner:
             raise ValueError(f"layout {self.kind!r} with inner={self.inner}: it does not divide the {ranks} ranks")
@@ -134,14 +135,14 @@ class SequenceLayout:
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64, device=device)
 
     def order(self, length: int, ranks: int, *, device: torch.device | str | None = None) -> Tensor:
-        """All ranks' positions, one rank's after the other's: the permutation that the layout is.
+        """All ranks' positions, rank by rank: the layout's permutation.
 
         ``x.index_select(dim, order).chunk(ranks, dim)`` are the ranks' pieces of x.
         """
         return torch.cat([self.positions(length, ranks, rank, device=device) for rank in range(ranks)])
 
     def inverse(self, length: int, ranks: int, *, device: torch.device | str | None = None) -> Tensor:
-        """Where each position lies in ``order``: ``torch.cat(pieces, dim).index_select(dim, inverse)`` is the whole sequence.
+        """The inverse of ``order``: ``torch.cat(pieces, dim).index_select(dim, inverse)`` is the whole sequence.
 
         >>> layout, x = SequenceLayout("striped"), torch.arange(6)
         >>> layout.order(6, 2)[layout.inverse(6, 2)].equal(x)

@@ -1,4 +1,4 @@
-"""Merging of attention over parts of the keys: the online softmax."""
+"""Online softmax: merges attention over parts of the keys."""
 
 import torch
 from torch import Tensor

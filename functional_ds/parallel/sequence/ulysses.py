@@ -1,4 +1,4 @@
-"""Ulysses: attention that acts by head, on whole sequences of some heads each."""
+"""Ulysses attention: each rank computes some heads on the whole sequence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,15 +25,15 @@ __all__ = ["ulysses"]
 def ulysses(
     attention: Attention | None = None, group: Group | None = None, *, layout: SequenceLayout | str | None = None
 ) -> Attention:
-    """An attention whose ranks hold pieces of a sequence, from one of whole sequences that acts by head.
+    """Ulysses attention over sequences split over ranks: an all-to-all gives each rank whole sequences of some heads.
 
-    Law: ``ulysses(a) = a`` for every such ``a``; so are the gradients. q, k, v and the result vary over ``group``: each rank
-    passes its positions, in the layout's order. ``attention`` gets all positions in their own order, and some of the heads.
+    Law: ``ulysses(a)`` computes ``a``, for every ``a`` that acts on each head, with its gradients. Each rank passes q, k and v
+    of its positions, in the layout's order; ``attention`` gets all positions in their own order.
 
-    The function takes q [rows, h, N/P, d], k [rows, g, N/P, d], v [rows, g, N/P, e] and whatever else ``attention`` takes. That
-    it passes on as it is, so masks are those of the whole sequence. Each rank gets h / P of the query heads, rounded up or
-    down, and the key-value heads that they use; where g < P, each of these goes to several ranks. A rank without a head does
-    not call ``attention``.
+    The function takes q [rows, h, N/P, d], k [rows, g, N/P, d], v [rows, g, N/P, e] and further arguments of ``attention``,
+    passed on unchanged, so masks are those of the whole sequence. Each rank gets h / P of the query heads, rounded up or down,
+    and the key-value heads that they use; if g < P, each of these goes to several ranks. A rank without a head does not call
+    ``attention``.
 
     Args:
         attention: (q, k, v, ...) to [rows, heads, positions, e]; ``seq.attention`` by default. It may be collective over other
@@ -42,10 +42,10 @@ def ulysses(
         layout: which positions each of them holds, or its name; "contiguous" by default.
 
     Raises:
-        ValueError: no group and no step that has one; shapes, dtypes or the layout do not fit; the result has another shape.
+        ValueError: no group and no step that has one; shapes, dtypes or the layout do not match; the result has another shape.
 
-    Cost: two all-to-alls, of (h + 2g) d N/P (P - 1)/P elements for q, k and v together and h d N/P (P - 1)/P for the result.
-    Where g < P, keys and values are 2 N d (P - 1)/P. Backward the same.
+    Cost: two all-to-alls, of (h + 2g) d N/P (P - 1)/P elements for q, k and v together and h d N/P (P - 1)/P for the result. If
+    g < P, keys and values are 2 N d (P - 1)/P. Backward the same.
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509).
 
@@ -96,14 +96,14 @@ def ulysses(
 
 @contextmanager
 def _inside(takes_the_axis: bool) -> Iterator[None]:
-    """Within it an attention that takes the step's ranks, as this one has, is refused."""
+    """A context in which an attention over the step's own ranks, as this one, raises an error."""
     pass_ = current_pass() if takes_the_axis else None
     with nullcontext() if pass_ is None else pass_.holding(INSIDE_ULYSSES, True):
         yield
 
 
 def _expanded(x: Tensor, shares: HeadShares, rank: int) -> Tensor:
-    """This rank's key-value heads, of which each serves as many query heads as any other: repeated where they do not."""
+    """This rank's key-value heads, repeated unless each serves equally many query heads."""
     queries, keys = shares.queries[rank], shares.keys[rank]
     group = max(share.stop for share in shares.queries) // max(share.stop for share in shares.keys)
     used = [head // group - keys.start for head in queries]

@@ -1,4 +1,4 @@
-"""Tensor parallelism of a model: linears cut by columns or rows, embeddings and losses cut by the vocabulary."""
+"""Tensor parallelism of a model: linears split by columns or rows, embeddings and losses split by the vocabulary."""
 
 from .linear import column, row
 from .slice_draws import places

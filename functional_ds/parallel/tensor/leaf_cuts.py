@@ -1,4 +1,4 @@
-"""A plan applied to a tree of params: which slice of each leaf every rank holds."""
+"""Applies a tensor-parallel plan to a tree of params: which slice of each leaf every rank holds."""
 
 import itertools
 import re
@@ -21,13 +21,13 @@ __all__ = ["Cuts", "cuts_of", "heads_of", "is_transposed", "kv_groups"]
 
 @attrs.frozen
 class Cuts:
-    """What a plan makes of a tree's leaves.
+    """The slices that a plan defines for a tree's leaves.
 
     Attributes:
         slices: by the leaf's path.
-        summed: paths of leaves that are replicated, and whose gradients are partial.
-        by_word: those of which a word says it for the leaf; others lie in ``"sequence_parallel"`` layers, whose tokens are cut.
-        in_modules: paths of the slices that modules use, whose calls this transform must see.
+        summed: paths of replicated leaves whose gradients are partial.
+        by_word: those that a word for the leaf names; others are in ``"sequence_parallel"`` layers, whose tokens are split.
+        in_modules: paths of the slices that modules use, whose calls this transform must intercept.
     """
 
     slices: Mapping[str, LeafSlice]
@@ -38,7 +38,7 @@ class Cuts:
 
 @attrs.frozen
 class _LeafPlace:
-    """Where a leaf stands in a module: a tied leaf has several places."""
+    """A leaf's place in a module; a tied leaf has several."""
 
     module: nn.Module | None
     path: str
@@ -55,8 +55,8 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
         group: the ranks.
 
     Raises:
-        ValueError: a word is unknown; a key matches nothing; two claim a leaf; a layer's param has another word than the layer;
-            a size does not divide by the ranks.
+        ValueError: a word is unknown; a key matches nothing; two match a leaf; a layer's param has another word than the layer;
+            a size is not divisible by the ranks.
     """
     slices: dict[str, LeafSlice] = {}
     summed, by_word, worded, used = set(), set(), set(), set()
@@ -112,7 +112,7 @@ def _dims(plan: Plan, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _claims(plan: Plan, place: _LeafPlace) -> Iterator[tuple[str, str | Packed]]:
-    """The keys that mean this place: its module, the leaf itself, or, where all below a module is meant, one above it."""
+    """The keys that match this place: its module, the leaf itself, or, for keys of everything below a module, one above it."""
     for key, value in plan.items():
         if isinstance(value, int):
             continue
@@ -122,13 +122,13 @@ def _claims(plan: Plan, place: _LeafPlace) -> Iterator[tuple[str, str | Packed]]
 
 
 def _ruling(plan: Plan, place: _LeafPlace) -> str | Packed | None:
-    """What the plan says of a leaf: by the most exact key for the leaf itself, else by that for its module."""
+    """The plan's value for a leaf: from the most specific key for the leaf itself, else from that for its module."""
     value = _own_word(plan, place)
     return value_at(plan, place.owner) if value is None else value
 
 
 def _own_word(plan: Plan, place: _LeafPlace) -> str | Packed | None:
-    """What it says of the leaf itself; a key such as ``*`` that means the module, too, is about the module."""
+    """The plan's value for the leaf itself; a key such as ``*`` that also matches the module belongs to the module."""
     return value_at({key: value for key, value in plan.items() if not fits(key, place.owner)}, place.path)
 
 
@@ -137,7 +137,7 @@ def _in_cut_sequences(plan: Plan, place: _LeafPlace) -> bool:
 
 
 def _is_summed(plan: Plan, place: _LeafPlace, value: str | Packed | None) -> bool:
-    """Whether the nearest word says that gradients of a leaf that stays whole are partial."""
+    """Whether the nearest word makes gradients of a whole leaf partial."""
     above = [value_at(plan, each) for each in (*_above(place.owner), place.owner)]
     nearest = value if value is not None and (word_of(value).cuts or value in STAYS) else None
     nearest = nearest or next((each for each in reversed(above) if each in STAYS), None)
@@ -150,7 +150,7 @@ def _above(path: str) -> list[str]:
 
 
 def _twice(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> bool:
-    """Whether two keys cut the leaf at one place, or a word says something of it and a regular expression cuts it."""
+    """Whether two keys slice the leaf at one place, or both a word and a regular expression apply to it."""
     regexes = len(list(_dims(plan, path)))
     words = [sum(bool(word_of(value).cuts) for _, value in _claims(plan, place)) for place in places]
     stays = regexes > 0 and any(_ruling(plan, place) in STAYS for place in places)
@@ -180,7 +180,7 @@ def _other_word(plan: Plan, place: _LeafPlace) -> str:
 
 
 def _is_layer(module: nn.Module | None) -> bool:
-    """Whether it is a layer that runs in another way where it is cut."""
+    """Whether it is a layer that runs differently if it is sliced."""
     return isinstance(module, (nn.Linear, nn.Embedding)) or is_transposed(module)
 
 
@@ -191,7 +191,7 @@ def _size(path: str, leaf: Tensor, dim: int) -> int:
 
 
 def _dim(value: str | Packed | None, leaf: Tensor, place: _LeafPlace) -> int | None:
-    """The dim of a leaf that a plan's value cuts; None where the leaf stays whole."""
+    """The dim of a leaf that a plan's value slices; None if the leaf stays whole."""
     word = WHOLE if value is None else word_of(value)
     if not word.cuts:
         return None
@@ -205,7 +205,7 @@ def _dim(value: str | Packed | None, leaf: Tensor, place: _LeafPlace) -> int | N
 
 
 def _slice(place: _LeafPlace, leaf: Tensor, dim: int, value: str | Packed, group: comm.Group) -> LeafSlice:
-    """This rank's slice; whole heads where the layer is an attention's."""
+    """This rank's slice; whole heads if the layer is part of an attention."""
     packed = value if isinstance(value, Packed) else Packed(word_of(value).packed or 1)
     sizes = packed.blocks(leaf.shape[dim])
     owner, outputs = _owner(place), word_of(value).cuts in ("outputs", "inputs")
@@ -248,7 +248,7 @@ def is_transposed(module: nn.Module | None) -> bool:
 
 
 def _attention(place: _LeafPlace) -> nn.Module | None:
-    """What the layer is a part of: the module above it, or above a wrapper of it such as LoRA's."""
+    """The module that contains the layer, or a wrapper of it such as LoRA's."""
     above = _parted(place.owner)[0]
     if place.module is None or not place.owner:
         return None
@@ -269,15 +269,15 @@ def _is_kv(place: _LeafPlace, count: int) -> bool:
 
 
 def kv_groups(attention: nn.Module) -> int | None:
-    """How many query heads share a key-value head, where they do."""
+    """How many query heads share a key-value head."""
     groups = getattr(attention, "num_key_value_groups", None)
     return groups if isinstance(groups, int) and groups > 1 else None
 
 
 def heads_of(attention: nn.Module) -> int:
-    """The query heads of an attention: those that its configuration says, else those of its linears; 0 where neither does.
+    """The query heads of an attention, from its configuration, else from its linears; 0 if unknown.
 
-    Linears of queries and keys have one input, and the former is so many times as wide as heads share a key-value head.
+    Linears of queries and keys have one input, and the former is as many times as wide as heads share a key-value head.
     """
     known = getattr(getattr(attention, "config", None), "num_attention_heads", None)
     if isinstance(known, int):
@@ -322,7 +322,7 @@ def _check_tokenwise(
     places: Mapping[str, Sequence[_LeafPlace]],
     slices: Any,
 ) -> None:
-    """Refuses layers that would see a part of the sequence, unless the plan says that they act on each token alone."""
+    """Raises an error for layers that would see a part of the sequence, unless the plan declares them tokenwise."""
     lists = [key for key, value in plan.items() if value == "sequence_parallel"]
     if not lists:
         return

@@ -1,4 +1,4 @@
-"""Linears that are cut by columns or by rows (Shoeybi et al. 2019), with sequence parallelism (Korthikanti et al. 2022)."""
+"""Column- and row-parallel linears (Shoeybi et al. 2019), with sequence parallelism (Korthikanti et al. 2022)."""
 
 from collections.abc import Sequence
 from typing import overload
@@ -51,33 +51,33 @@ def column(
     regather: bool = False,
     chunks: int = 1,
 ) -> Tensor | tuple[Tensor, ...]:
-    """A linear whose output features are cut: each rank has some rows of the weight, and gives their features.
+    """Column-parallel linear: each rank has some rows of the weight, and computes their output features.
 
-    Several weights for one input, such as those of queries, keys and values, share its one collective.
+    Several weights for one input, such as those of queries, keys and values, share its collective.
 
     Law 40: ``row(column(x, A), B) = x Aᵀ Bᵀ`` with whole weights, in value and gradients.
 
     Args:
-        x: [..., inputs], replicated over the group. With ``sequence_dim`` it varies: this rank's part along that dim.
-        weight: [outputs / n, inputs], this rank's rows, as ``torch.nn.Linear`` lays them out; or several such.
+        x: [..., inputs], replicated over the group. With ``sequence_dim`` it is this rank's part along that dim.
+        weight: [outputs / n, inputs], this rank's rows, as in ``torch.nn.Linear``; or several such.
         bias: [outputs / n], or one for each weight.
         group: the n ranks; None for those of the running step's ``T.tensor_parallel``.
         gather_output: return all features, replicated, instead of this rank's.
-        sequence_dim: the dim along which ``x`` is cut; the output is whole along it. None where ``x`` is whole.
-        regather: with ``sequence_dim``: keep this rank's part of ``x`` for the backward pass, which gathers it again for the
-            weights' gradients, instead of the whole.
-        chunks: with ``sequence_dim``: gather in so many pieces, each while the product with the piece before runs; the backward
-            pass reduces in as many.
+        sequence_dim: the dim along which ``x`` is split; the output is whole along it. None if ``x`` is whole.
+        regather: with ``sequence_dim``: keep only this rank's part of ``x`` for the backward pass, which gathers it again for
+            the weights' gradients.
+        chunks: with ``sequence_dim``: gather in so many pieces, each overlapped with the product with the previous piece; the
+            backward pass reduces in as many.
 
     Returns:
-        [..., outputs / n] for each weight, varying over the group.
+        [..., outputs / n] for each weight, different on each rank.
 
     Cost, N elements of a whole x: nothing forward, one all-reduce of N backward, 2 N (n - 1) / n elements. With
     ``sequence_dim`` one all-gather forward and one reduce-scatter backward, N (n - 1) / n each; ``regather`` adds one
     all-gather. ``gather_output`` adds an all-gather of the output.
 
     Raises:
-        ValueError: there is no group; sizes do not fit; ``chunks`` or ``regather`` without ``sequence_dim``.
+        ValueError: there is no group; sizes do not match; ``chunks`` or ``regather`` without ``sequence_dim``.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -118,29 +118,38 @@ def row(
     sequence_dim: int | None = None,
     chunks: int = 1,
 ) -> Tensor:
-    """A linear whose input features are cut: each rank has some columns of the weight, and the products are summed.
+    """Row-parallel linear: each rank has some columns of the weight, and the products are summed over ranks.
 
     Law 40: as for ``column``.
 
     Args:
-        x: [..., inputs / n], this rank's features, as ``column`` gives them.
+        x: [..., inputs / n], this rank's features, as from ``column``.
         weight: [outputs, inputs / n], this rank's columns.
         bias: [outputs], replicated; it is added once, after the sum. With ``sequence_dim`` each rank's gradient of it is
             partial: ``"replicated_with_grad_allreduce"`` in a plan of ``T.tensor_parallel`` sums it.
         group: the n ranks; None for those of the running step's ``T.tensor_parallel``.
         split_input: ``x`` is whole and replicated, and each rank takes its features of it.
         sequence_dim: return this rank's part along this dim, instead of the whole.
-        chunks: with ``sequence_dim``: reduce in so many pieces, each while the product of the next piece runs; the backward
-            pass gathers in as many.
+        chunks: with ``sequence_dim``: reduce in so many pieces, each overlapped with the product of the next piece; the
+            backward pass gathers in as many.
 
     Returns:
-        [..., outputs], replicated; with ``sequence_dim`` varying, this rank's part.
+        [..., outputs], replicated; with ``sequence_dim`` this rank's part.
 
     Cost, N elements of the output: one all-reduce forward, 2 N (n - 1) / n elements, nothing backward. With ``sequence_dim``
     one reduce-scatter forward and one all-gather backward, N (n - 1) / n each.
 
     Raises:
-        ValueError: there is no group; sizes do not fit; ``chunks`` without ``sequence_dim``.
+        ValueError: there is no group; sizes do not match; ``chunks`` without ``sequence_dim``.
+
+    >>> import torch
+    >>> x, weight = torch.arange(8.0).view(2, 4), torch.eye(4)
+    >>> def program():
+    ...     world = comm.world()
+    ...     part, columns = x.chunk(2, -1)[world.rank], weight.chunk(2, -1)[world.rank]
+    ...     return row(part, columns, group=world)
+    >>> comm.simulate(program, world_size=2)[0].equal(x)
+    True
     """
     here = tensor_group(group, "tp.row")
     own = comm.scatter_to(x, here, dim=x.dim() - 1) if split_input else x

@@ -1,4 +1,4 @@
-"""Calls of a module's layers whose params are slices, in the library's copy of the module: collectives around each."""
+"""Runs a module's layers on slices, in the library's copy of the module, with collectives around each."""
 
 import functools
 import re
@@ -33,14 +33,14 @@ class _Way:
     """How one module is called.
 
     Attributes:
-        word: what the plan says of it.
+        word: the plan's value for it.
         name: the word itself; "tied" for a layer that the plan does not name, and that shares its weight with one that it does.
-        sequence: whether it lies in a list of layers whose activations are cut along the sequence.
+        sequence: whether it is in a list of layers whose activations are split along the sequence.
         first: whether it is the first of such a list.
         last: whether it is the last.
-        block: whether it lies in such a list and has layers that are cut by their outputs, so that it takes the whole sequence.
-        gathers: whether layers in it gather their outputs, so that what it counts is whole.
-        local: attributes that count what is cut, and are divided by the ranks.
+        block: whether it is in such a list and has layers that are sliced by outputs, so that it needs the whole sequence.
+        gathers: whether layers in it gather their outputs, so that its attributes count the whole.
+        local: attributes that count sliced features, and are divided by the ranks.
         rope: of ``"mla_kv_a_proj"``: the features that go to the attention directly.
     """
 
@@ -57,14 +57,14 @@ class _Way:
 
 @attrs.define(eq=False)
 class TensorCalls:
-    """Runs the layers of a module that a plan cuts, as ``Pass.calls``.
+    """Runs the layers of a module that a plan slices, as ``Pass.calls``.
 
-    It holds the group, as a recomputation by torch's own checkpoint may run in a thread without a pass; so it is this rank's.
+    It holds this rank's group, because a recomputation by torch's own checkpoint may run in a thread without a pass.
 
     Attributes:
         plan: by path.
         group: the ranks.
-        sequence_dim: the dim of activations that ``"sequence_parallel"`` cuts.
+        sequence_dim: the dim of activations that ``"sequence_parallel"`` splits.
         seen: whether a module had such layers.
     """
 
@@ -75,7 +75,7 @@ class TensorCalls:
     _ways: "WeakKeyDictionary[nn.Module, _Way]" = attrs.field(factory=WeakKeyDictionary)
 
     def chosen(self, module: nn.Module) -> list[str]:
-        """The paths of the modules that are run in another way than their own."""
+        """The paths of the modules that do not run as usual."""
         found = []
         named = dict(module.named_modules())
         held = {path: set(map(id, parameters_of(each).values())) - {id(None)} for path, each in named.items()}
@@ -115,7 +115,7 @@ class TensorCalls:
         return found
 
     def _cuts_within(self, path: str, module: nn.Module) -> bool:
-        """Whether the plan cuts a leaf of the module."""
+        """Whether the plan slices a leaf of the module."""
         owners = {f"{path}.{name}".rstrip("."): parameters_of(each) for name, each in module.named_modules()}
         paths = [each for owner, leaves in owners.items() for each in (*(f"{owner}.{leaf}" for leaf in leaves), owner)]
         dims = [key for key, value in self.plan.items() if isinstance(value, int)]
@@ -192,7 +192,7 @@ class TensorCalls:
         x = self._entered(x, way, group) if way.word.before == "copy" else x
         bias, outputs = getattr(module, "bias", None), _declared(module, "outputs")
         if not isinstance(module, nn.Linear) or bias is None or len(bias) == len(_own(module)):
-            bias = None  # only that of a tied weight is whole beside a slice
+            bias = None  # only a tied layer has a whole weight together with a slice
         y = _product(module, forward, x, biased=bias is None)
         if way.word.after == "gather" and y.shape[-1] != outputs:
             y = comm.gather_from(y, group, dim=y.dim() - 1)
@@ -234,7 +234,7 @@ class TensorCalls:
         x: Tensor,
         *routing: Tensor,
     ) -> Tensor:
-        """Routing is (index, weights); none where the rows are weighted before, as Llama 4's are."""
+        """Routing is (index, weights); none if the rows are weighted before, as in Llama 4."""
         after = [each for each in ("has_bias", "has_post_expert_norm") if getattr(module, each, False)]
         if after and group.size > 1:
             raise ValueError(
@@ -268,9 +268,9 @@ class TensorCalls:
         return comm.reduce_scatter(y, group, dim=self._dim(y)) if way.sequence else summed(y, group)
 
     def _entered(self, x: Tensor, way: _Way, group: comm.Group) -> Tensor:
-        """The input of cut layers. Layers in a row that have one input, as queries, keys and values, share its collective.
+        """The input of sliced layers. Consecutive layers with one input (queries, keys, values) share its collective.
 
-        Along a cut sequence the block has gathered it, and the gather's adjoint sums the gradients.
+        Along a split sequence the block has gathered it, and the gather's adjoint sums the gradients.
         """
         if way.sequence:
             return x
@@ -282,13 +282,13 @@ class TensorCalls:
         return known["y"]  # type: ignore[no-any-return]
 
     def leave(self, pass_: Pass | None) -> None:
-        """Lets go of what layers in a row have shared."""
+        """Drops what consecutive layers have shared."""
         if pass_ is not None:
             pass_.slots.pop(_SLOT, None)
 
 
 def _tied(module: nn.Module) -> Word:
-    """How a layer is cut that the plan does not name, because it shares its weight with one that it does."""
+    """How to run a layer that the plan does not name, because it shares its weight with one that it does."""
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.Embedding) and isinstance(weight, Tensor):
         by_rows, by_features = weight.shape[0] != module.num_embeddings, weight.shape[1] != module.embedding_dim
@@ -330,7 +330,7 @@ def _product(module: nn.Module, forward: Any, x: Tensor, *, biased: bool = True)
 
 
 def _local(module: nn.Module, way: _Way, n: int) -> dict[str, int]:
-    """Attributes of a module that count what is cut, as this rank has it."""
+    """The attributes of a module that count sliced features, with this rank's values."""
     found = {name: vars(module)[name] // n for name in way.local}
     groups = kv_groups(module)
     if groups is not None and n > 1 and not way.gathers:
@@ -349,7 +349,7 @@ def _cut(attention: nn.Module) -> bool:
 
 @contextmanager
 def _attributes(owner: Any, changes: Mapping[str, Any]) -> Iterator[None]:
-    """Within it the library's copy of a module, or its dict of parameters, has other entries."""
+    """A context in which the library's copy of a module, or its dict of parameters, has other entries."""
     into: dict[str, Any] = owner if isinstance(owner, dict) else vars(owner)
     before = {name: into[name] for name in changes}
     into.update(changes)

@@ -40,7 +40,7 @@ def shared(x: Tensor, group: comm.Group) -> Tensor:
 
 
 def summed(x: Tensor, group: comm.Group) -> Tensor:
-    """The sum of the ranks' values, replicated, as ``comm.reduce_from``; its gradient goes through without a copy."""
+    """The sum of the ranks' values, replicated, as ``comm.reduce_from``; its gradient passes through without a copy."""
     found: Tensor = _Summed.apply(x, group)
     return found
 

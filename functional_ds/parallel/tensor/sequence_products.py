@@ -1,4 +1,4 @@
-"""Products with what is gathered, and products that are reduced, piece by piece, so that messages and products overlap."""
+"""All-gather-matmul and matmul-reduce-scatter in pieces, so that communication overlaps the products."""
 
 import functools
 from collections.abc import Callable, Sequence

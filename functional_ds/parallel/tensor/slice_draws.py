@@ -1,4 +1,4 @@
-"""Random draws on slices: where this rank's part of an activation lies in the whole."""
+"""Random draws on slices: the indices of this rank's part of an activation."""
 
 import attrs
 import torch
@@ -16,15 +16,15 @@ Drawn = tuple[str, list[int], list[float]]  # a draw's name, the shape of what i
 
 
 def places(x: Tensor, dim: int, *, group: comm.Group | None = None) -> Places:
-    """Where this rank's part of an activation lies along a dim that is cut evenly, for draws by ``Key``.
+    """The indices of this rank's part of an activation along an evenly split dim, for draws by ``Key``.
 
     Law 49: ``key.dropout(x_r, p, name, places=places(x_r, dim))`` is this rank's part of ``key.dropout(x, p, name)``. A
     replicated activation needs no places: all ranks draw the same.
 
     Args:
-        x: this rank's part: what ``column`` gives, with its features as the last dim; between blocks that are cut along the
+        x: this rank's part: what ``column`` returns, with its features as the last dim; between blocks that are split along the
             sequence, an activation with the sequence as its dim.
-        dim: that is cut.
+        dim: that is split.
         group: the ranks; None for those of the running step's ``T.tensor_parallel``.
 
     >>> import torch
@@ -46,10 +46,10 @@ def places(x: Tensor, dim: int, *, group: comm.Group | None = None) -> Places:
 
 @attrs.define(eq=False)
 class DrawLog:
-    """What draws without ``places`` were made for in a pass, so that ranks can compare it: as a key's ``watch``.
+    """Records what draws without ``places`` were made for in a pass, for comparison over ranks: a key's ``watch``.
 
     Attributes:
-        found: the draws of the pass that runs; None where nothing is noted.
+        found: the draws of the current pass; None if nothing is recorded.
         known: names of draws that ranks have compared.
     """
 
@@ -57,7 +57,7 @@ class DrawLog:
     known: set[str] = attrs.field(factory=set)
 
     def __call__(self, x: Tensor, name: str) -> None:
-        """Notes a value, unless it is known or has no values."""
+        """Records a value, unless it is known or has no values."""
         if self.found is None or name in self.known or x.is_meta or is_fake(x) or is_transformed(x) or not x.numel():
             return
         with disable_dispatch_modes(), torch.no_grad():
@@ -65,7 +65,7 @@ class DrawLog:
 
 
 def told_apart(x: Tensor) -> list[float]:
-    """Three numbers that tell the values of real tensors apart: the norm, and two sums of at most its size."""
+    """Three statistics that distinguish the values of real tensors: the norm, and two sums of at most its size."""
     flat = x.double().flatten()
     mixed = flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype, device=flat.device).cos()
     numbers: list[float] = torch.stack([flat.norm(), flat.sum() / len(flat) ** 0.5, mixed / len(flat) ** 0.5]).tolist()

@@ -1,4 +1,4 @@
-"""The vocabulary cut over ranks: embedding and cross entropy (Shoeybi et al. 2019)."""
+"""Vocabulary-parallel embedding and cross entropy (Shoeybi et al. 2019)."""
 
 from typing import Any
 
@@ -24,9 +24,9 @@ def embed(
     group: comm.Group | None = None,
     sequence_dim: int | None = None,
 ) -> Tensor:
-    """The rows of an embedding that is cut by rows: each rank looks up those that it has, and the ranks' results are summed.
+    """Vocabulary-parallel embedding: each rank looks up the rows that it has, and the results are summed over ranks.
 
-    Law: it is ``F.embedding`` of the whole weight, bitwise, value and gradient.
+    Law: it equals ``F.embedding`` of the whole weight, bitwise, value and gradient.
 
     Args:
         ids: integers, replicated over the group.
@@ -36,13 +36,13 @@ def embed(
         sequence_dim: return this rank's part along this dim of ``ids``, instead of the whole.
 
     Returns:
-        [*ids.shape, features], replicated; with ``sequence_dim`` varying, this rank's part.
+        [*ids.shape, features], replicated; with ``sequence_dim`` this rank's part.
 
     Cost, N elements of the whole output: one all-reduce forward, 2 N (n - 1) / n elements, nothing backward; with
     ``sequence_dim`` one reduce-scatter forward and one all-gather backward, N (n - 1) / n each.
 
     Raises:
-        IndexError: an id is none of the vocabulary (on a GPU its own assertion, as of ``F.embedding``).
+        IndexError: an id out of range (on a GPU a device assertion, as for ``F.embedding``).
         ValueError: there is no group, or no dim ``sequence_dim``.
 
     >>> from functional_ds import comm
@@ -68,7 +68,7 @@ def embed(
 def local_rows(ids: Tensor, rows: int, group: comm.Group) -> tuple[Tensor, Tensor]:
     """The ids as rows of this rank's part of the vocabulary, row 0 for those of other ranks, and which are its own.
 
-    What is no id at all is a row beyond the part, so that a lookup refuses it.
+    An id out of range becomes a row out of range, so that a lookup fails.
     """
     own = ids - group.rank * rows
     inside = (own >= 0) & (own < rows)
@@ -85,28 +85,28 @@ def cross_entropy(
     z_loss: float = 0.0,
     ignore_index: int = -100,
 ) -> Weighted:
-    """The cross entropy of logits whose vocabulary is cut, as the sum over tokens and their number.
+    """Vocabulary-parallel cross entropy: the sum over tokens and their number.
 
-    Law 41: ``F.cross_entropy`` of the whole logits, smoothed over the whole vocabulary, plus ``z_loss`` times the mean of
+    Law 41: ``F.cross_entropy`` of the whole logits, with smoothing over the whole vocabulary, plus ``z_loss`` times the mean of
     ``logsumexp²`` (Chowdhery et al. 2022). With m the largest logit, ``log Σ_r Σ exp(z - m) + m - Σ_r z_label``.
 
     Args:
-        logits: [*tokens, vocabulary / n], this rank's, as ``column`` gives them.
+        logits: [*tokens, vocabulary / n], this rank's, as from ``column``.
         labels: [*tokens], of the whole vocabulary, replicated over the group.
         group: the n ranks; None for those of the running step's ``T.tensor_parallel``.
-        label_smoothing: the share of the target that lies on all of the vocabulary evenly, in [0, 1).
+        label_smoothing: how much of the target is spread over the vocabulary, in [0, 1).
         z_loss: the factor of the squared log-partition function.
-        ignore_index: tokens with this label count nothing.
+        ignore_index: the label of tokens that do not count.
 
     Returns:
         ``Weighted(sum, tokens)``, in fp32 at least and replicated: what a loss function of ``fds.train_step`` returns.
 
     Cost, T tokens: two all-reduces forward, of T and 2 T numbers (3 T with smoothing), nothing backward: the gradient is the
-    local softmax less the target. No rank holds all logits.
+    local softmax minus the target. No rank holds all logits.
 
     Raises:
-        ValueError: shapes do not fit; ``label_smoothing`` is out of range; a label is none of the vocabulary (on a GPU the loss
-            is nan then, as the host does not wait for it); there is no group.
+        ValueError: shapes do not match; ``label_smoothing`` is out of range; a label out of range (on a GPU the loss is nan
+            instead, since the host does not wait for it); there is no group.
 
     >>> from functional_ds import comm
     >>> def program():
@@ -138,7 +138,7 @@ def cross_entropy(
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Each token's loss; a negative label counts nothing."""
+    """Each token's loss; negative labels do not count."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: comm.Group, smoothing: float, z_loss: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: which words say how a layer is cut, and which paths a plan's keys mean."""
+"""Plans of tensor parallelism: the words for how a layer is split, and which paths a plan's keys match."""
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,16 +21,16 @@ def _blocks(packed: "Packed", field: "attrs.Attribute[Any]", value: int | tuple[
 
 @attrs.frozen
 class Packed:
-    """Several projections that one weight holds side by side, each of which is cut: fused queries, keys and values, say.
+    """Several projections packed in one weight, each of which is split, such as fused queries, keys and values.
 
-    A rank's slice is its part of each block, in order, so that the model's own split finds them.
+    A rank's slice is its part of each block, in order, so that the model's own split works on it.
 
     Raises:
         ValueError: a size is less than 1, or there is none.
 
     Attributes:
-        sizes: the blocks' sizes along the dim that is cut; or how many equal blocks there are.
-        word: how the layer is cut.
+        sizes: the blocks' sizes along the dim that is split; or the number of equal blocks.
+        word: how the layer is split.
 
     >>> Packed([64, 32, 32])
     Packed(sizes=(64, 32, 32), word='colwise')
@@ -43,7 +43,7 @@ class Packed:
         """The blocks of a dim of this size.
 
         Raises:
-            ValueError: they are not as long as the dim.
+            ValueError: they do not add up to the size.
         """
         if isinstance(self.sizes, int):
             if size % self.sizes:
@@ -59,14 +59,14 @@ Plan = Mapping[str, "str | int | Packed"]
 
 @attrs.frozen
 class Word:
-    """What a plan's word means.
+    """The meaning of a plan's word.
 
     Attributes:
         cuts: "outputs" or "inputs" of a linear, "rows" or "features" of an embedding; "" for nothing.
-        packed: how many equal blocks lie side by side.
-        before: "copy" or "split": how the input is made this rank's.
-        after: "sum" or "gather": how the output is made replicated; "" leaves it this rank's.
-        summed: whether the gradients of leaves that are replicated are partial, and summed over the ranks.
+        packed: the number of equal packed blocks.
+        before: "copy" or "split": how the input becomes this rank's.
+        after: "sum" or "gather": how the output becomes replicated; "" leaves it this rank's.
+        summed: whether the gradients of replicated leaves are partial, and summed over the ranks.
     """
 
     cuts: str = ""
@@ -104,12 +104,12 @@ WORDS: Mapping[str, Word] = {
 }
 
 
-# Words that say of a leaf that it is whole; others say how a module runs.
+# Words for a whole leaf; others define how a module runs.
 STAYS = frozenset({"replicated", "replicate", "local_params", "replicated_with_grad_allreduce"})
 
 
 def word_of(value: str | Packed) -> Word:
-    """What a plan's value means.
+    """The meaning of a plan's value.
 
     Raises:
         ValueError: the word is unknown.
@@ -121,7 +121,7 @@ def word_of(value: str | Packed) -> Word:
 
 
 def fits(pattern: str, path: str) -> bool:
-    """Whether a key of a plan means a path: its names are the path's last ones; each may be a pattern, ``*`` is any name.
+    """Whether a key of a plan matches a path: its names match the path's last ones; each may be a pattern, ``*`` is any name.
 
     >>> fits("layers.*.q_proj", "model.layers.0.q_proj"), fits("layers.*", "model.layers.0.q_proj")
     (True, False)
@@ -131,13 +131,13 @@ def fits(pattern: str, path: str) -> bool:
 
 
 def value_at(plan: Plan, path: str) -> str | Packed | None:
-    """What a plan says of a path: the value of the most exact key that means it; None where no key does.
+    """The plan's value for a path: that of the most specific key that matches; None if there is none.
 
-    Of two keys the more exact one means only some of the paths that the other means. Dims are not looked at, and of equal
-    values neither is the question.
+    Of two keys the more specific one matches only some of the paths that the other matches. Dims and equal values do not
+    conflict.
 
     Raises:
-        ValueError: two keys say different things, only one of them that the path is cut, and neither is more exact.
+        ValueError: two keys differ, only one of them splits the path, and neither is more specific.
 
     >>> value_at({"up": "colwise", "experts.up": "replicated"}, "0.experts.up"), value_at({"up": "colwise"}, "up.bias")
     ('replicated', None)
@@ -155,7 +155,7 @@ def value_at(plan: Plan, path: str) -> str | Packed | None:
 
 
 def _within(key: str, other: str) -> bool:
-    """Whether a key means some of the paths that another means, and not all of them."""
+    """Whether a key matches some of the paths that another matches, and not all of them."""
     names, wider = key.split("."), other.split(".")
     if key == other or len(names) < len(wider):
         return False
@@ -167,7 +167,7 @@ def _refines(name: str, wider: str) -> bool:
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
-    """A Hugging Face model's own plan, without entries for what this model does not have.
+    """A Hugging Face model's own plan, without entries for modules that this model does not have.
 
     Raises:
         ValueError: the model has none.

@@ -1,1 +1,1 @@
-"""The execution of a schedule: messages between stages, gathers, split backward passes and times."""
+"""Runs schedules: messages between stages, gathers, split backward passes and timing."""

@@ -1,4 +1,4 @@
-"""``Boundary``: structure, shapes and dtypes of what a stage sends to the next, found before anything runs."""
+"""``Boundary``: structure, shapes and dtypes of what a stage sends to the next, inferred before anything runs."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -43,7 +43,7 @@ class TensorMeta:
         return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad)
 
     def like(self) -> Tensor:
-        """A tensor of that shape whose elements share one place in memory."""
+        """A tensor of that shape whose elements share one memory location."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Boundary:
         return leaves
 
     def value(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """The tree of the tensors that have arrived, and those of them whose gradients go back."""
+        """The received tensors as a tree, and those of them whose gradients are sent back."""
         inputs = [leaf.requires_grad_() for leaf in self.differentiable(tensors)]
         return tree.unflatten(self.spec, tensors), inputs
 
@@ -123,12 +123,12 @@ class Crossing:
 
 
 def on_shapes(group: comm.Group) -> bool:
-    """Whether each rank runs by itself, without values."""
+    """Whether each rank runs separately, without values."""
     return group.world.device.type == "meta"
 
 
 def signature(batch: Any, *, trains: bool) -> tuple[Any, ...]:
-    """All of a batch that the shapes in a pipeline depend on."""
+    """Everything in a batch that the shapes in a pipeline depend on."""
     leaves, spec = tree.flatten(batch)
     return (trains, spec, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
 
@@ -142,14 +142,14 @@ _READS_PARAMS = (
 
 @attrs.frozen(eq=False)
 class ShapeRun:
-    """A micro-batch's way through the stages on tensors without values.
+    """Runs a micro-batch through the stages on tensors without values.
 
     Attributes:
         step: the finished step; its phases ``forward`` and ``loss`` run the stages.
         state: the step's state.
         stages: the model's.
         leaves: the leaves that the step's view gives to each stage of this rank, by path; on shapes only, of all ranks.
-        visit: the micro-batch, and what a plain mean of it weighs.
+        visit: the micro-batch, and the weight of a plain mean of it.
         trains: whether gradients are wanted.
         group: the pipeline's ranks.
     """
@@ -163,14 +163,14 @@ class ShapeRun:
     group: comm.Group
 
     def crossing(self, placement: Sequence[int]) -> Crossing:
-        """What crosses between the stages, of which each is on the rank that ``placement`` says.
+        """What is sent between the stages, which are on the ranks of ``placement``.
 
         Collective, a few small messages for each stage: stage after stage, its rank runs it on fake tensors and broadcasts the
-        result's shapes, or the error. So all ranks know, or raise the same error, before any of them computes. In a world on
-        shapes only each rank runs all stages, and what ranks have found is compared after the run.
+        result's shapes, or the error. So all ranks know, or raise the same error, before any of them computes. In a world of
+        shapes each rank runs all stages, and the ranks' results are compared afterwards.
 
         Raises:
-            ValueError: a stage cannot take what the one before gives, or cannot be run on shapes alone.
+            ValueError: a stage does not accept the previous stage's output, or cannot run on shapes.
         """
         found: list[Boundary] = []
         alone = on_shapes(self.group)
@@ -190,7 +190,7 @@ class ShapeRun:
         raise AssertionError("the last stage says what it sums")
 
     def _outgoing(self, index: int, before: Boundary | None) -> "Boundary | dict[str, torch.dtype] | str":
-        """What a stage sends to the next; of the last one, the dtypes of its sums; or what is wrong, as text."""
+        """A stage's output; of the last one, the dtypes of its sums; or an error, as text."""
         last, state, visit = index == len(self.stages) - 1, self.state, self.visit
         try:
             quiet = Pass(trains=False)  # one that trains compares values between ranks
@@ -219,7 +219,7 @@ class ShapeRun:
 
 
 def _reached(value: Weighted, params: Mapping[str, Tensor]) -> str:
-    """The path of a leaf that has a part in a loss or metric; empty where none has."""
+    """The path of a leaf that contributes to a loss or metric; empty if none does."""
     leaves = {path: leaf for path, leaf in params.items() if leaf.requires_grad}
     results = [part for part in (value.sum, value.weight) if isinstance(part, Tensor) and part.requires_grad]
     if not leaves or not results:

@@ -1,4 +1,4 @@
-"""``estimated``: the costs of a model's stages, from shapes alone."""
+"""``estimated``: estimates the costs of a model's stages from shapes."""
 
 import gc
 from collections.abc import Mapping, Sequence
@@ -29,20 +29,20 @@ __all__ = ["estimated"]
 
 
 def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, link: Link | None = None) -> Costs:
-    """Costs of the stages for a micro-batch like ``batch``, found on tensors without values.
+    """Estimates the stages' costs for a micro-batch like ``batch``, on tensors without values.
 
-    Law: ``activations`` is what a ``Recorder`` counts in a run, to the byte: the distinct storages that autograd saves in a
-    forward, without params, the batch, and what outlives the backward (a module's buffers).
+    Law: ``activations`` is exactly what a ``Recorder`` counts in a run: the distinct storages that autograd saves in a forward,
+    without params, the batch, and what outlives the backward (module buffers).
 
     Args:
         stages: the model's stages.
-        params: the user's tree; meta tensors will do. Stages compute in the dtypes of params and batch.
+        params: the user's tree; meta tensors are enough. Stages compute in the dtypes of params and batch.
         batch: a micro-batch; its values are not used.
-        flops: floating-point operations a second. Only matrix products, convolutions and attention count.
+        flops: floating-point operations per second. Only matrix products, convolutions and attention count.
         link: between neighbouring ranks, not shared; by default messages take no time.
 
     Raises:
-        ValueError: a stage cannot take what the one before gives.
+        ValueError: a stage does not accept the previous stage's output.
 
     >>> from functional_ds.pipelining import stages
     >>> layer = lambda p, x: torch.tanh(x @ p["w"])
@@ -86,8 +86,8 @@ class _StageCost:
     Attributes:
         forward, inputs, weights: operations of F, I and W.
         saved: the bytes of each storage that its forward saves.
-        shared: of these, the bytes of what came from the stage before, which has saved them, too.
-        after: what it sends on.
+        shared: of these, the bytes of the previous stage's output, which has saved them too.
+        after: what it sends to the next stage.
         keeps: for each tensor of that, whether its forward has saved it.
     """
 
@@ -101,7 +101,7 @@ class _StageCost:
 
     @property
     def activations(self) -> int:
-        """The bytes that its forward saves, and that are gone by now: a module's buffers outlive the backward."""
+        """The bytes that its forward saves and that are freed by the end; module buffers outlive the backward."""
         return sum(size for storage, size in self.saved.items() if storage.expired())
 
 

@@ -1,4 +1,4 @@
-"""``GatheredParams``: some of the params as whole leaves, for all micro-batches of one optimizer step."""
+"""``GatheredParams``: some of the params, gathered for all micro-batches of one optimizer step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,14 +18,14 @@ __all__ = ["GatheredParams"]
 
 @attrs.define(eq=False)
 class GatheredParams:
-    """The leaves that the step's view makes of some of the params. Micro-batches share them.
+    """The leaves that the step's view makes of some of the params, shared by micro-batches.
 
-    Law: ``collect`` gives the gradients of the stored params by the pushed gradients of the leaves: the view's transpose.
+    Law: ``collect`` gives the gradients of the stored params from the pushed gradients of the leaves: the view's transpose.
 
     Attributes:
         step: the finished step.
-        state: its params are these alone.
-        places: the places of their gradients among all gradients.
+        state: with only these params.
+        places: the indices of their gradients among all gradients.
         trains: whether gradients are wanted.
         carry: gradients of earlier batches of the same optimizer step.
         last: whether no further batch follows.
@@ -53,7 +53,7 @@ class GatheredParams:
         return self._view is not None and not self._freed
 
     def gather(self) -> None:
-        """Makes the leaves whole; collective where they are sharded. A second call does nothing."""
+        """Gathers the leaves, once; collective if they are sharded."""
         if self._view is None:
             self._open()
         elif self._freed:
@@ -68,7 +68,7 @@ class GatheredParams:
             self._freed = True
 
     def durable(self, tensor: Tensor) -> Tensor:
-        """A tensor that may be used after ``free``: a clone, if it lies in a gathered leaf's memory."""
+        """A tensor that may be used after ``free``: a clone, if it is in a gathered leaf's memory."""
         return tensor.clone() if self._gathered and storage_id(tensor) in self._gathered else tensor
 
     def push(self, grads: Mapping[str, Tensor]) -> None:
@@ -128,7 +128,7 @@ class GatheredParams:
             with torch.no_grad(), view.scope():
                 for path, size in self._gathered.values():
                     leaf = self.leaves[path]
-                    leaf.untyped_storage().resize_(size)  # before the gather, so that whoever counts at gathers sees both
+                    leaf.untyped_storage().resize_(size)  # before the gather, so that counts at gathers see both
                     fresh = view.params[path].detach().untyped_storage()
                     leaf.untyped_storage().copy_(fresh, non_blocking=False)
             view.finish()

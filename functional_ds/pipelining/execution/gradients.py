@@ -1,4 +1,4 @@
-"""``gradients``, ``measure``: one batch through a pipeline, with or without backwards."""
+"""``gradients``, ``measure``: run one batch through a pipeline, with or without backwards."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -42,8 +42,8 @@ class PipelineSpec:
         schedule: lowered.
         stages: the model's.
         group: the pipeline's ranks.
-        weight: what a plain mean over the whole batch weighs, however many micro-batches the batch is cut into.
-        recorder: takes notes of times and memory.
+        weight: the weight of a plain mean over the whole batch, for any number of micro-batches.
+        recorder: records times and memory.
     """
 
     schedule: Schedule
@@ -58,12 +58,12 @@ def gradients(
 ) -> tuple[State, Weighted, dict[str, Weighted]]:
     """The state with new buffers; ``carry`` plus the batch's gradients by this rank's stored params; the batch's metrics.
 
-    The rank of the last stage has the weight and the metrics; the other ranks have zeros.
+    The rank of the last stage has the weight and the metrics; other ranks have zeros.
 
     Args:
         spec: what runs where.
         step: the finished step.
-        state: its state; its params are this rank's.
+        state: its state, with this rank's params.
         batch: the whole batch.
         carry: gradients of earlier batches of the same optimizer step.
         last: whether no further batch follows.
@@ -105,7 +105,7 @@ def measure(spec: PipelineSpec, step: Step, state: State, batch: Any) -> dict[st
 
 
 def _gathered(spec: PipelineSpec, step: Step, state: State, stack: ExitStack, *, trains: bool) -> dict[str, GatheredParams]:
-    """This rank's params, by part; the stack closes them."""
+    """This rank's params, by part, closed by the stack."""
     placement: Placement = state.slots["pipeline"]
     found = {}
     for part in placement.here(spec.group.rank):
@@ -115,7 +115,7 @@ def _gathered(spec: PipelineSpec, step: Step, state: State, stack: ExitStack, *,
 
 
 def _steps(spec: PipelineSpec, state: State) -> list[tuple[Action, ...]]:
-    """This rank's steps. Where messages run in the order in which they are posted, as on GPUs, receives must not be early."""
+    """This rank's steps. If messages run in the order in which they are posted, as on GPUs, receives must not be early."""
     placement: Placement = state.slots["pipeline"]
     ordered = spec.group.world.in_launch_order(state.step.device)
     return placement.cache.row(spec.schedule, spec.group.rank, lead=0 if ordered else _LEAD)
@@ -150,8 +150,8 @@ def _leaves(
 ) -> dict[int, dict[str, TensorMeta]]:
     """The leaves that the step's view gives to each stage of this rank; on shapes only, of all ranks.
 
-    Each part of the params is viewed once for all sizes of micro-batches. So ranks that shard it, whose micro-batches may have
-    other sizes, view it together.
+    Each part of the params is viewed once for all sizes of micro-batches, so that ranks that shard it, whose micro-batches may
+    have other sizes, view it together.
     """
     placement: Placement = state.slots["pipeline"]
     known = placement.cache.leaves.setdefault(step, {})
@@ -172,7 +172,7 @@ def _crossing(
     *,
     records: bool,
 ) -> Crossing:
-    """What crosses between the stages; from the cache, if such a micro-batch came before."""
+    """What is sent between the stages; cached by the micro-batch's signature."""
     placement: Placement = state.slots["pipeline"]
     known, apply = placement.cache.crossing.setdefault(step, {}), spec.stages.apply
     kind = weight is None, apply is None or apply.notice(), signature(micro, trains=records)
@@ -197,7 +197,7 @@ def _push_shared(runner: Runner, placement: Placement) -> None:
             trained = [(path, total) for path, total in zip(part.paths, sums, strict=True) if held.leaves[path].requires_grad]
             totals = _exchanged([total for _, total in trained], part, runner.group)
             held.push({path: total for (path, _), total in zip(trained, totals, strict=True)})
-            held.used &= used  # others may have used the rest, and say so
+            held.used &= used  # other ranks may have used the rest, and report it
 
 
 def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:
@@ -210,7 +210,7 @@ def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:
 
 
 def _exchanged(own: list[Tensor], part: StageParams, group: comm.Group) -> list[Tensor]:
-    """The sums over the part's ranks, added in the order of ranks, so that all ranks get the same bits."""
+    """The sums over the part's ranks, added in the order of ranks, so that they are bitwise equal on all ranks."""
     others = [] if comm.is_symmetric(group) else [rank for rank in part.ranks if rank != group.rank]
     if not others or not own:
         return own

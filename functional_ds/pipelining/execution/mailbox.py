@@ -1,4 +1,4 @@
-"""``Mailbox``: the activations and gradients that one rank's stages exchange with their neighbours."""
+"""``Mailbox``: activations and gradients exchanged between stages."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ _Key = tuple[Kind, int, int]  # F or B; the stage that sends, or where a value a
 
 @attrs.define(eq=False)
 class Mailbox:
-    """Values between a stage that computed them and a neighbour that uses them, on this rank or another.
+    """Values between the stage that computed them and the neighbour that uses them, on this rank or another.
 
-    Activations (``Kind.F``) go to the next stage, gradients (``Kind.B``) to the stage before.
+    Activations (``Kind.F``) go to the next stage, gradients (``Kind.B``) to the previous one.
 
     Attributes:
         group: the pipeline's ranks.
         placement: the rank that holds each stage.
-        boundaries: for each micro-batch, what crosses after each stage.
-        recorder: takes notes of waiting.
+        boundaries: for each micro-batch, what is sent after each stage.
+        recorder: records waits.
     """
 
     group: comm.Group
@@ -43,7 +43,7 @@ class Mailbox:
     _sent: "deque[list[tuple[Action, int, comm.Pending[Any]]]]" = attrs.field(factory=deque)
 
     def put(self, kind: Kind, stage: int, j: int, values: list[Tensor]) -> None:
-        """Hands on what a stage has computed; nothing from the last stage's outputs or the first stage's inputs."""
+        """Sends what a stage has computed, except the last stage's outputs and gradients of the first stage's inputs."""
         to = stage + 1 if kind is Kind.F else stage - 1
         if 0 <= to < len(self.placement):
             if self.placement[to] == self.placement[stage]:
@@ -61,7 +61,7 @@ class Mailbox:
         return self._waited(received, source, self._incoming.pop(key))  # type: ignore[no-any-return]
 
     def post(self, actions: Sequence[Action]) -> None:
-        """Starts a schedule's neighbouring sends and receives as one batch.
+        """Starts a schedule's adjacent sends and receives as one batch.
 
         It may first wait for an earlier batch. That cannot deadlock: ``validate`` proves schedules even if every batch waits.
         """

@@ -28,12 +28,12 @@ __all__ = ["Placement", "StageParams"]
 
 @attrs.frozen
 class StageParams:
-    """The leaves that one stage uses alone, or that the same several stages share.
+    """The leaves that only one stage uses, or that the same several stages share.
 
     Attributes:
         name: for reports: ``stage 0``, ``stages 0, 3``.
         stages: those that use them, ascending.
-        ranks: those that hold them, ascending. All ranks sum their gradients; norms and files take the first rank's.
+        ranks: those that hold them, ascending. All ranks sum their gradients; norms and files use the first rank's.
         paths: of the leaves.
     """
 
@@ -45,13 +45,13 @@ class StageParams:
 
 @attrs.define(eq=False)
 class PipelineCache:
-    """What a pipeline has found out about its stages. It is not compared with a state's structure, and is pickled empty.
+    """Cached facts about a pipeline's stages. It is not compared with a state's structure, and is pickled empty.
 
     Attributes:
-        crossing: what crosses between the stages, by step and by what else it depends on.
+        crossing: what is sent between the stages, by step and by what else it depends on.
         leaves: the leaves of each part of the params, without values, by step and the part's name.
         rows: this rank's steps, by schedule and lead.
-        given: all ranks' leaves without values, as the params have them; noted on shapes only.
+        given: all ranks' leaves without values, as in the params; recorded on shapes only.
     """
 
     crossing: "WeakKeyDictionary[Step, dict[Any, Crossing]]" = attrs.field(factory=WeakKeyDictionary)
@@ -84,9 +84,9 @@ class Placement:
         spec: the structure of the user's tree.
         paths: all its leaves, in order.
         trained: those of them that are trained.
-        parts: the leaves by the stages that use them; every stage has a part of its own, which may be empty.
-        widest: the dtype of norms and factors, fp64 where a trained leaf of any stage is.
-        cache: what is found once.
+        parts: the leaves by the stages that use them; every stage has its own part, which may be empty.
+        widest: the dtype of norms: fp64 if a trained leaf of any stage is fp64, else fp32.
+        cache: what is computed once.
     """
 
     spec: optree.PyTreeSpec = tree.static()
@@ -106,7 +106,7 @@ class Placement:
             placement: the rank that holds each stage.
 
         Raises:
-            ValueError: the stages use leaves that the params do not have, or the other way round.
+            ValueError: the stages use leaves that the params do not have, or the reverse.
         """
         paths = tuple(path for path, _ in tree.named(params))
         users = _users(tree.as_written(params), paths, stages)
@@ -136,7 +136,7 @@ class Placement:
         return {path: mark_part(leaf, name) for path, (leaf, name) in own.items()}
 
     def all_leaves(self, own: Mapping[int, Mapping[str, TensorMeta]], stages: int) -> dict[int, dict[str, TensorMeta]]:
-        """All stages' leaves from this rank's, those of other ranks with the dtype that most of its own of theirs come in."""
+        """All stages' leaves, from this rank's; those of other ranks with the dtype of most of this rank's."""
         known = {path: leaf for held in own.values() for path, leaf in held.items()}
         casts = Counter((self.cache.given[path].dtype, leaf.dtype) for path, leaf in known.items())
         most = {before: after for (before, after), _ in reversed(casts.most_common())}
@@ -161,12 +161,12 @@ class Placement:
         return {p.tensor for shards in leaf_map.shards_by_rank for p in shards if leaf_map.leaves[p.leaf].path in copied}
 
     def gathered(self, own: Mapping[str, Tensor], group: comm.Group, device: torch.device) -> Any:
-        """The user's tree, whole on every rank. Collective: the first rank that holds a leaf broadcasts it.
+        """The user's tree, gathered on every rank. Collective: the first rank that holds a leaf broadcasts it.
 
         Args:
             own: this rank's leaves by path.
             group: the pipeline's ranks.
-            device: where other ranks' leaves arrive.
+            device: of other ranks' leaves.
         """
         shapes: dict[str, tuple[Any, ...]] = {}
         mine = {path: (list(leaf.shape), leaf.dtype, is_trainable(leaf)) for path, leaf in own.items()}

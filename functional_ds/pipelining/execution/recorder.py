@@ -1,4 +1,4 @@
-"""``Recorder``: when a rank's actions ran, what it waited for, and how many bytes their activations held."""
+"""``Recorder``: records the times of a rank's actions and waits, and the bytes of activations."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,19 +26,19 @@ Held = dict[tuple[int, int], Mapping[StorageWeakRef, int]]  # the storages that 
 
 @attrs.define(eq=False, repr=False)
 class Recorder:
-    """Records a pipeline's last step on this rank: hand it to ``pipeline(..., recorder=)``.
+    """Records a pipeline's last step on this rank: pass it to ``pipeline(..., recorder=)``.
 
-    An action's time is that of its computing alone. What a rank waits for, and gathering params, come before it and have spans
-    of their own. Collectives that a stage's own function calls are part of its computing. On CUDA the host waits for the
-    current stream before and after each action and wait.
+    An action's time is only its computation. Waits and gathers of params come before it, as separate spans. Collectives that a
+    stage's own function calls are part of its computation. On CUDA the host synchronises with the current stream before and
+    after each action and wait.
 
     Attributes:
-        clock: in seconds; ``run`` finds out by how much those of other ranks differ.
+        clock: in seconds; ``run`` measures the offsets of other ranks' clocks.
         times: start and end of each compute action, in the row's order.
         waits: what this rank waited for, in order.
-        saved: bytes that each forward left for its backward, by (stage, micro-batch).
-        peak: the most bytes that were held for backwards at a time; memory that several forwards left counts once. Params, the
-            batch and what outlives the step (a module's buffers) do not count.
+        saved: bytes that each forward kept for its backward, by (stage, micro-batch).
+        peak: the peak of these bytes; memory kept by several forwards counts once. Params, the batch and what outlives the step
+            (module buffers) do not count.
 
     >>> Recorder()
     <Recorder: 0 actions, peak 0 bytes>
@@ -49,7 +49,7 @@ class Recorder:
     waits: list[WaitSpan] = attrs.field(factory=list, init=False)
     saved: dict[tuple[int, int], int] = attrs.field(factory=dict, init=False)
     peak: int = attrs.field(default=0, init=False)
-    _began: float = attrs.field(default=0.0, init=False)  # the computing of the action under way
+    _began: float = attrs.field(default=0.0, init=False)  # the computation of the current action
     _held: list[Held] = attrs.field(factory=list, init=False)  # after each forward
     _now_held: Held = attrs.field(factory=dict, init=False)
 
@@ -57,7 +57,7 @@ class Recorder:
         return f"<Recorder: {len(self.times)} actions, peak {self.peak:,} bytes>"
 
     def begin(self) -> None:
-        """Forgets the step before."""
+        """Clears the previous step."""
         self.times.clear()
         self.waits.clear()
         self.saved.clear()
@@ -66,7 +66,7 @@ class Recorder:
         self.peak = 0
 
     def end(self) -> None:
-        """Adds up the bytes. What is still there after all backwards was no activation."""
+        """Adds up the bytes. What still exists after all backwards was not an activation."""
         seen = {storage for held in self._held for sizes in held.values() for storage in sizes}
         if not all(storage.expired() for storage in seen):
             gc.collect()  # a graph may be in a cycle
@@ -98,7 +98,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self, action: Action, rank: int | None = None) -> Iterator[None]:
-        """Surrounds a wait; the computing of the action under way begins after it.
+        """Surrounds a wait; the computation of the current action begins after it.
 
         Args:
             action: what is waited for: a message that is received or sent, or a gather.
@@ -137,7 +137,7 @@ class Recorder:
 
 
 class SavedBytes:
-    """Counts the bytes of the distinct storages that autograd saves inside and still holds at the end, but for ``apart()``.
+    """Counts the bytes of the distinct storages that autograd saves inside and still holds at the end, except ``apart()``.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> with SavedBytes() as saved:
@@ -169,4 +169,4 @@ class SavedBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         self.sizes[StorageWeakRef(storage)] = storage.nbytes()
-        return tensor.detach() if tensor.grad_fn is not None else tensor  # an output itself would hold on to its own node
+        return tensor.detach() if tensor.grad_fn is not None else tensor  # an output itself would keep its own node alive

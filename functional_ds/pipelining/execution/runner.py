@@ -1,4 +1,4 @@
-"""``Runner``: carries out one rank's row of a lowered schedule. It knows the kinds of actions, but no schedule by name."""
+"""``Runner``: executes one rank's row of a lowered schedule, for any schedule."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,8 +33,8 @@ class MicroBatch:
     Attributes:
         batch: its rows of the batch.
         state: the step's state, its key at this micro-batch's rows.
-        weight: what a plain mean of it weighs; None for one.
-        crossing: what crosses between the stages.
+        weight: the weight of a plain mean of it; None for one.
+        crossing: what is sent between the stages.
     """
 
     batch: Any
@@ -55,8 +55,8 @@ class Runner:
         micros: the micro-batches.
         gathered: the params of this rank's stages, by the names of their parts.
         parts: for each stage of this rank the names of its parts, its own first.
-        records: whether gradients are wanted; a pass that says so is open.
-        recorder: takes notes of times and memory.
+        records: whether gradients are wanted, for which a pass must be open.
+        recorder: records times and memory.
         losses: the last stage's loss and metrics, by micro-batch.
     """
 
@@ -80,7 +80,7 @@ class Runner:
         self._mail = Mailbox(self.group, self.placement, boundaries, self.recorder)
 
     def run(self, steps: Iterable[tuple[Action, ...]]) -> None:
-        """Carries out all actions in order; then every message has arrived."""
+        """Executes all actions in order; returns when every message has arrived."""
         acts: dict[Kind, Callable[[int, int], None]] = {
             Kind.F: self.forward,
             Kind.B: self.backward,
@@ -102,7 +102,7 @@ class Runner:
         self._mail.wait()
 
     def exchange(self, actions: Sequence[Action]) -> None:
-        """Starts neighbouring sends and receives."""
+        """Starts adjacent sends and receives."""
         self._mail.post(actions)
 
     # -- compute -------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Runner:
         self._mail.put(kind, stage, j, [self._durable(stage, value) for value in values])
 
     def _durable(self, stage: int, value: Tensor) -> Tensor:
-        """A stage may return a param, whose memory is freed when the stage is evicted."""
+        """A copy if the value is in a param's memory, which is freed when the stage is evicted."""
         for name in self.parts[stage]:
             value = self.gathered[name].durable(value)
         return value
@@ -190,11 +190,11 @@ class Runner:
         self.params(stage)
 
     def evict(self, stage: int, j: int = ALL) -> None:
-        """Frees the params that are the stage's own."""
+        """Frees the params that only this stage uses."""
         self.gathered[self.parts[stage][0]].free()
 
     def reduce(self, stage: int, j: int = ALL) -> None:
-        """Starts the reduction of the gradients that are a stage's own, and frees them. Those of shared leaves come later."""
+        """Starts the reduction of the gradients that only this stage has, and frees them. Those of shared leaves come later."""
         own, grads = self.gathered[self.parts[stage][0]], dict[str, Tensor]()
         for path, leaf in self._params.get(stage, {}).items():
             if leaf.grad is not None and path in own.leaves:
@@ -218,11 +218,11 @@ class Runner:
 
 
 class Rehearsal(Runner):
-    """Carries out a row on the device "meta", alone: forwards gather, backwards leave gradients, messages are not sent."""
+    """Executes a row on the device "meta", on one rank: forwards gather, backwards make gradients, messages are not sent."""
 
     @staticmethod
     def fits(batch: Any, group: comm.Group) -> bool:
-        """Whether the other ranks do not run, and there is nothing to compute."""
+        """Whether other ranks do not run, and there is nothing to compute."""
         return comm.is_symmetric(group) and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(batch))
 
     @staticmethod
@@ -250,7 +250,7 @@ class Rehearsal(Runner):
         self.params(stage)
 
     def backward(self, stage: int, j: int) -> None:
-        """Gathers, and leaves gradients of the sums' dtype."""
+        """Gathers, and makes gradients of the sums' dtype."""
         for weight in self.weights(stage):
             weight.grad = torch.empty_like(weight, dtype=weight.grad_dtype or weight.dtype)
 
@@ -259,5 +259,5 @@ class Rehearsal(Runner):
         self.params(stage)
 
     def backward_weights(self, stage: int, j: int) -> None:
-        """As a whole backward."""
+        """As a full backward."""
         self.backward(stage, j)

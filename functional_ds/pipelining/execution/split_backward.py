@@ -1,12 +1,12 @@
 """A backward pass in two parts: first the inputs' gradients, which other stages wait for, then the weights'.
 
-A graph with an input x and a weight w that meet at a node N; the arrows are the way of the gradients::
+A graph with an input x and a weight w that meet at a node N; the arrows are the direction of the gradients::
 
     output -> ... -> N -> ... -> x      first part: the nodes that lead to an input
                      N -> ... -> w      second part: from the junction N to its weights
 
-In the first part a hook keeps the gradient that arrives at N. The second part starts there and goes on to w alone. So each
-node computes each of its gradients once. The idea is from zero bubble pipelines (Qi, Wan, Huang, Lin 2023).
+In the first part a hook keeps the gradient that arrives at N. The second part starts there and continues only to w. So each
+node computes each of its gradients once. From zero bubble pipelines (Qi, Wan, Huang, Lin 2023).
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ class WeightBackward:
     """The second part of a backward pass, after the inputs have their gradients.
 
     Attributes:
-        weights: all weights, also those that have got their gradients in the first part.
+        weights: all weights, including those that got their gradients in the first part.
     """
 
     weights: Sequence[Tensor]
@@ -55,7 +55,7 @@ class WeightBackward:
     _arrived: dict[int, Grads] = attrs.field(factory=dict)  # the gradients at each junction
 
     def run(self) -> None:
-        """Adds the remaining weights' gradients to their ``grad``. A second call does nothing."""
+        """Adds the remaining weights' gradients to their ``grad``, once."""
         accumulate(self._outputs, self._seeds, self.weights)
         self._outputs = self._seeds = ()
         for place, junction in enumerate(self._junctions):
@@ -63,7 +63,7 @@ class WeightBackward:
         self._junctions = []
 
     def _run(self, junction: _Junction, arrived: Grads) -> None:
-        """Starts the engine at a junction with zeros, and replaces them by the kept gradients after everybody else's hooks."""
+        """Starts the engine at a junction with zeros, and replaces them by the kept gradients after all other hooks."""
         pairs = [(GradientEdge(junction.node, i), _zeros(grad)) for i, grad in enumerate(arrived) if grad is not None]
         handle = junction.node.register_prehook(lambda grads: arrived)
         try:
@@ -73,10 +73,10 @@ class WeightBackward:
 
 
 def accumulate(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequence[Tensor], *, again: bool = False) -> None:
-    """Adds the gradients of outputs to the ``grad`` of leaves, each as soon as it is there.
+    """Adds the gradients of outputs to the ``grad`` of leaves, each as soon as it is computed.
 
-    It is ``torch.autograd.backward(outputs, seeds, inputs=leaves)`` without the checks of its arguments, which take as long
-    as the backward of a small stage.
+    It is ``torch.autograd.backward(outputs, seeds, inputs=leaves)`` without argument checks, which take as long as the backward
+    of a small stage.
 
     Args:
         outputs: tensors or gradient edges.
@@ -95,11 +95,11 @@ def backward_inputs(
     """Adds the inputs' gradients to their ``grad``, and returns the part that will add the weights'.
 
     Law: both parts together are ``accumulate(outputs, seeds, (*inputs, *weights))``, and no product is computed twice, except
-    by checkpoints. A weight that has several junctions, or none, gets its gradient in the first part. Without inputs
-    everything is left to the second part.
+    by checkpoints. A weight with several junctions, or none, gets its gradient in the first part. Without inputs everything is
+    left to the second part.
 
-    A hook on a tensor or node at a junction has changed the gradient that is kept there. The second part calls the hook
-    again, with zeros, and ignores its result.
+    The gradient kept at a junction includes changes by hooks there. The second part calls such a hook again, with zeros, and
+    ignores its result.
 
     Args:
         outputs: tensors or gradient edges.
@@ -163,7 +163,7 @@ def _meetings(
     Args:
         roots: the nodes of the outputs.
         inputs: ids of the inputs.
-        weights: the place of each weight, by id.
+        weights: the index of each weight, by id.
     """
     to_inputs: set[Node] = set()
     beside: dict[Node, frozenset[int]] = {}
@@ -196,12 +196,12 @@ def _postorder(roots: Sequence[Node]) -> Iterator[Node]:
 
 @attrs.define(eq=False)
 class InFlightMicroBatch:
-    """A micro-batch between a stage's forward and its backward. The backward adds the weights' gradients to their ``grad``.
+    """A micro-batch between a stage's forward and its backward, which adds the weights' gradients to their ``grad``.
 
     Attributes:
-        inputs: leaves whose gradients go to the stage before.
+        inputs: leaves whose gradients go to the previous stage.
         edges: the outputs' gradient edges; the outputs themselves may have been freed.
-        rest: the backward for weights that is left after a backward for inputs alone.
+        rest: the weights' backward, after the inputs' backward.
         returned: the storages of the inputs' gradients.
     """
 
@@ -224,7 +224,7 @@ class InFlightMicroBatch:
         return back
 
     def backward_inputs(self, seeds: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the inputs; ``backward_weights`` is to follow."""
+        """The gradients of the inputs; ``backward_weights`` must follow."""
         new = _without(weights)
         self.rest = backward_inputs(self.edges, seeds, self.inputs, weights)
         back = self._back()
@@ -241,7 +241,7 @@ class InFlightMicroBatch:
         self._separate(new)
 
     def _back(self) -> list[Tensor]:
-        """The inputs' gradients; notes their storages."""
+        """The inputs' gradients; records their storages."""
         back = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
         self.returned = {storage_id(grad) for grad in back}
         return back

@@ -1,1 +1,1 @@
-"""Costs and timelines of a schedule, drawings, and the search for a faster schedule."""
+"""Costs and timelines of schedules, plots, and the search for faster schedules."""

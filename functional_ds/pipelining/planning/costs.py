@@ -31,7 +31,7 @@ def _not_negative(_: Any, attribute: Any, value: Any) -> None:
 class Costs:
     """Times and sizes: one number for all stages, or a sequence with one for each.
 
-    The defaults are the papers' units: F, I and W take one unit of time, B two, messages none; a forward leaves one unit of
+    The defaults are the papers' units: F, I and W take one unit of time, B two, messages none; a forward keeps one unit of
     memory for its backward.
 
     Attributes:
@@ -39,10 +39,10 @@ class Costs:
         backward: seconds of B; by default those of I and W.
         link: between neighbouring ranks, not shared between messages.
         message: bytes that a stage sends to the next, and of the gradient that comes back.
-        activations: bytes that a forward leaves for its backward.
+        activations: bytes that a forward keeps for its backward.
         kept: of these, the bytes that W still needs after I; by default all.
-        shared: of these, the bytes that the stage before leaves, too, because they are what it gave. They count once where both
-            stages are on one rank.
+        shared: of these, the bytes that the previous stage keeps too, as its output. They count once if both stages are on one
+            rank.
         gather, reduce: seconds of a stage's gather and reduce.
 
     >>> Costs(forward=[1, 2], weights=0.5).seconds(2).tolist()  # of F, I, W, B; a row for each stage
@@ -91,7 +91,7 @@ class Costs:
         return self.link.latency + self.of("message", stages) / self.link.bandwidth
 
     def shared_on(self, placement: Sequence[int]) -> Floats:
-        """[stage]: bytes that a stage's forward leaves and need not take, as the stage before it on its rank has taken them."""
+        """[stage]: bytes that a stage's forward need not allocate, because the previous stage on its rank has."""
         count = len(placement)
         least = self.freed(count)[:, Kind.W]
         beside = [stage > 0 and placement[stage - 1] == rank for stage, rank in enumerate(placement)]

@@ -1,4 +1,4 @@
-"""``draw``: timelines as Gantt charts with memory under them."""
+"""``draw``: plots timelines as Gantt charts with memory below."""
 
 import math
 from os import PathLike
@@ -21,12 +21,12 @@ _MEMORY_LINES = 8
 def draw(
     timeline: Timeline, path: str | PathLike[str] | None = None, *, beside: Timeline | None = None, title: str = ""
 ) -> Any:
-    """A Gantt chart: a line for each rank with its actions in colours, and below it each rank's memory over time.
+    """Plots a Gantt chart: a line for each rank with its actions in colours, and below it each rank's memory over time.
 
     Args:
-        timeline: what is drawn.
+        timeline: what is plotted.
         path: a file to write; the suffix is the format: .svg, .png, .pdf.
-        beside: a second timeline on the same scale, such as a run beside its prediction.
+        beside: a second timeline on the same scale, such as a run's, for comparison with its prediction.
         title: the figure's title.
 
     Returns:

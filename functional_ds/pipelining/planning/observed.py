@@ -1,4 +1,4 @@
-"""``observed``: the timeline of a run; ``measured``: the costs that it shows."""
+"""``observed``: the timeline of a run; ``measured``: the costs measured in it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +69,7 @@ def observed(
 
 
 def _refuse_early(graph: Graph, start: Floats, end: Floats, error: float) -> None:
-    """Refuses times that no one clock can have shown."""
+    """Raises an error for times that cannot be from one clock."""
     needed = np.append(end, -np.inf)[graph.before]
     early = needed - start
     worst = int(early.argmax()) if len(early) else 0
@@ -83,7 +83,7 @@ def _refuse_early(graph: Graph, start: Floats, end: Floats, error: float) -> Non
 
 
 def measured(run: Timeline, costs: Costs | None = None) -> Costs:
-    """Costs with the mean times of a run's actions; all else, and kinds that did not occur, as in ``costs`` (the run's)."""
+    """Costs with the mean times of a run's actions; everything else, and absent kinds, as in ``costs`` (the run's)."""
     costs = costs or run.costs
     count = run.schedule.stages
     sums, occurrences = np.zeros((count, 4)), np.zeros((count, 4))

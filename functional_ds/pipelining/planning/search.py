@@ -1,4 +1,4 @@
-"""A better order for given costs and memory: list schedules of many rules, and moves of single actions."""
+"""Searches for better schedules for given costs and memory: list scheduling with many rules, and local moves."""
 
 import heapq
 import random
@@ -23,7 +23,7 @@ __all__ = ["PriorityRule", "list_schedule", "optimize"]
 
 @attrs.frozen
 class PriorityRule:
-    """What each rank prefers.
+    """The priorities of list scheduling.
 
     Attributes:
         ahead: for each rank, how many forwards may be in flight.
@@ -39,20 +39,20 @@ class PriorityRule:
 def list_schedule(
     microbatches: int, costs: Costs, placement: Sequence[int], limits: Sequence[float], rule: PriorityRule
 ) -> Schedule | None:
-    """The schedule that follows from a rule; None if the limits or the rule bring it to a halt.
+    """The schedule that a rule gives; None if it gets stuck, by the limits or the rule.
 
     Args:
         microbatches: how many.
         costs: of each stage.
         placement: the rank that holds each stage.
         limits: each rank's bytes of activations.
-        rule: what each rank prefers.
+        rule: the priorities.
     """
     return _ListScheduler(costs, placement, limits, rule).run(microbatches)
 
 
 class _Rank:
-    """A rank's row so far, what is ready there, and what it holds."""
+    """A rank's row so far, its ready actions, and its memory."""
 
     def __init__(self, ahead: int, behind: int, limit: float) -> None:
         self.ahead, self.behind, self.limit = ahead, behind, limit
@@ -75,7 +75,7 @@ class _Rank:
                 heapq.heappush(self.backwards, (microbatch, -stage))
 
     def choose(self, backward: Kind, needed: Sequence[float]) -> Action | None:
-        """Takes the best action from the queues; ``needed`` is the memory that each stage's forward must find free."""
+        """Takes the best action from the queues; ``needed`` is the free memory that each stage's forward requires."""
         if len(self.weights) > self.behind:
             return Action(Kind.W, *self.weights.popleft())
         if self.backwards:
@@ -88,7 +88,7 @@ class _Rank:
 
 
 class _ListScheduler:
-    """The ranks, the events to come, and the costs as lists, which are faster to index than arrays.
+    """The ranks, the pending events, and the costs as lists, which are faster to index than arrays.
 
     Attributes:
         needed: for each stage its activations and those of the rank's later stages, so that a micro-batch that has begun can
@@ -112,7 +112,7 @@ class _ListScheduler:
         ]
 
     def run(self, microbatches: int) -> Schedule | None:
-        """Goes through the events; None if they end before all actions are done."""
+        """Processes the events; None if they end before all actions are done."""
         for microbatch in range(microbatches):
             self._release(Kind.F, 0, microbatch, 0.0)
         while self.events:
@@ -131,7 +131,7 @@ class _ListScheduler:
         return Schedule([packed(rank.row) for rank in self.ranks], tuple(self.placement), microbatches)
 
     def _carry_out(self, rank: _Rank, action: Action, now: float) -> float:
-        """Appends an action to a row, and releases what depends on it; the time of its end."""
+        """Appends an action to a row, and releases what depends on it; returns its end."""
         kind, stage, microbatch = action
         end = now + self.seconds[stage][kind]
         rank.row.append(action)
@@ -155,7 +155,7 @@ class _ListScheduler:
         return end
 
     def _release(self, kind: Kind, stage: int, microbatch: int, time: float) -> None:
-        """Lets an action be ready from a time on."""
+        """Makes an action ready from a time on."""
         rank = self.placement[stage]
         heapq.heappush(self.ranks[rank].arrivals, (time, kind, stage, microbatch))
         heapq.heappush(self.events, (time, rank))
@@ -178,10 +178,10 @@ def optimize(
     rounds: int = 200,
     seed: int = 0,
 ) -> Schedule:
-    """The schedule with the least makespan that a search has found under a limit of memory.
+    """Searches for the schedule with the least makespan under a memory limit.
 
-    The search tries, in this order: list schedules whose ranks all prefer the same; every published schedule (``by_name``);
-    list schedules whose ranks differ; and the best schedule with single actions moved. It keeps what is better, so
+    The search tries, in this order: list schedules with one rule for all ranks; every published schedule (``by_name``); list
+    schedules whose ranks differ; and the best schedule with single actions moved. It keeps improvements, so
 
     Law: its makespan is at most that of the best published schedule for the same placement within the limit.
 
@@ -192,12 +192,12 @@ def optimize(
         memory_limit: bytes of activations for each rank, or for all.
         placement: the rank that holds each stage; by default stage s is on rank s.
         rounds: how many rules and how many moves are tried.
-        seed: equal seeds find equal schedules.
+        seed: equal seeds give equal schedules.
 
     Raises:
-        ValueError: sizes that do not fit, or a limit that one micro-batch at a time already exceeds; the message names both.
+        ValueError: sizes that do not match, or a limit that one micro-batch at a time already exceeds; names both.
 
-    Cost: a timeline for each round: milliseconds for each of the ``2 * rounds`` while p and m are small.
+    Cost: a timeline for each of ``2 * rounds`` rounds: milliseconds each while p and m are small.
 
     >>> from functional_ds.pipelining import by_name, Costs, timeline
     >>> costs = Costs(forward=[4, 1, 1, 2], inputs=[2, 1, 1, 1], weights=[1, 2, 1, 4])
@@ -244,8 +244,8 @@ class _Search:
     Attributes:
         costs: of each stage.
         limits: each rank's bytes of activations.
-        best: the schedule; at first one that keeps the limits.
-        worth: what it is worth.
+        best: the schedule; at first one within the limits.
+        worth: its value.
     """
 
     costs: Costs
@@ -254,7 +254,7 @@ class _Search:
     worth: _Worth = (float("inf"), 0.0)
 
     def offer(self, schedule: Schedule | None) -> _Worth:
-        """What a schedule is worth; keeps the schedule if it is better than the best."""
+        """The value of a schedule; keeps it if it is better than the best."""
         worth = _REFUSED if schedule is None else self._judge(schedule)
         if schedule is not None and worth < self.worth:
             self.best, self.worth = schedule, worth
@@ -272,7 +272,7 @@ class _Search:
 
 
 def _one_at_a_time(p: int, m: int, placement: Sequence[int]) -> Schedule:
-    """The schedule with the least memory: each micro-batch forwards and backwards before the next."""
+    """The schedule with the least memory: the forwards and backwards of each micro-batch before the next."""
     rows: list[list[str]] = [[] for _ in range(p)]
     for j in range(m):
         for stage, rank in enumerate(placement):

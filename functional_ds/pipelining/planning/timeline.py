@@ -32,7 +32,8 @@ class WaitSpan(NamedTuple):
     """What a rank waited for, and when (seconds).
 
     Attributes:
-        action: the message that was to arrive (``RECV_F``, ``RECV_B``) or to be taken (``SEND_F``, ``SEND_B``), or the gather.
+        action: the message that was awaited (``RECV_F``, ``RECV_B``), or that was being sent (``SEND_F``, ``SEND_B``), or the
+            gather.
         source: the message's other rank; None for a gather.
         start, end: of the wait.
     """
@@ -50,7 +51,7 @@ class Timeline:
     Attributes:
         schedule: the schedule that was timed.
         costs: the stages' costs, for memory and for the times of messages.
-        waits: of a run, what each rank waited for, where that was recorded.
+        waits: of a run, what each rank waited for, if recorded.
 
     >>> from functional_ds.pipelining import one_f_one_b
     >>> timed = timeline(one_f_one_b(2, 3))
@@ -90,7 +91,7 @@ class Timeline:
 
     @cached_property
     def least_bubble(self) -> float:
-        """The bubble if each action took as long as here, and began as soon as its rank and what it needs were ready.
+        """The bubble if each action took as long as here, and began as soon as its rank and inputs were ready.
 
         Law: ``bubble >= least_bubble``.
         """
@@ -199,8 +200,8 @@ class Timeline:
     def text(self, *, width: int = 100, ranks: int | None = None) -> str:
         """A line for each rank: time from left to right, dots where the rank is idle.
 
-        Each action shows its kind and, where they fit, its micro-batch and its length. Letters of a rank's later stages are
-        lower case.
+        Each action shows its kind and, if they fit, its micro-batch and its length. A rank's later stages have lower-case
+        letters.
 
         Args:
             width: the most columns for the makespan.
@@ -255,19 +256,19 @@ class Timeline:
 
 
 def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """When each action starts and ends, if every rank takes its row in order and starts each action as soon as it can.
+    """When each action starts and ends, if every rank executes its row in order and each action starts as soon as possible.
 
-    A compute action starts when the one before it on its rank is over and the value that it needs has arrived. A value from
-    another rank arrives latency + bytes / bandwidth after its action's end (where the schedule has sends, after the end of the
-    last action before the send). Messages overlap with computing, and links are not shared. A gather holds up only the
-    actions that use its stage.
+    A compute action starts when the previous one on its rank is over and its input has arrived. A value from another rank
+    arrives latency + bytes / bandwidth after its action's end (if the schedule has sends, after the end of the last action
+    before the send). Messages overlap computation, and links are not shared. A gather delays only the actions that use its
+    stage.
 
     Args:
         schedule: of compute actions, or lowered.
         costs: of each stage; by default one unit of time for F, I and W, two for B.
 
     Raises:
-        ScheduleError: an action is wrong, missing, there twice or too early, or ranks wait for each other in a cycle.
+        ScheduleError: an action is invalid, missing, duplicated or too early, or ranks wait for each other in a cycle.
         ValueError: a cost is given for another number of stages.
 
     >>> from functional_ds.pipelining import one_f_one_b
@@ -288,7 +289,7 @@ def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def _delays(schedule: Schedule, costs: Costs, graph: Graph) -> Floats:
-    """For each node, the seconds that its value travels: none if it was computed on the same rank."""
+    """For each node, the seconds for which its value is in transit: none if it was computed on the same rank."""
     crossing = costs.crossing(schedule.stages)
     placement = np.array([-1, *schedule.placement, -1])
     parts = []

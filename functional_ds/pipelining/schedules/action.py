@@ -22,8 +22,8 @@ class Kind(IntEnum):
     """What an action does with its stage. ``F``, ``I``, ``W`` and ``B`` compute; the others move data.
 
     ``F``: forward. ``I``: backward for the inputs' gradients. ``W``: backward for the weights' gradients, after ``I``. ``B``:
-    both in one. ``SEND_F``, ``RECV_F``: activations, to the next stage and from the one before. ``SEND_B``, ``RECV_B``:
-    gradients, to the stage before and from the next one. ``GATHER``: gathers a stage's sharded parameters. ``EVICT``: frees
+    both in one. ``SEND_F``, ``RECV_F``: activations, to the next stage and from the previous one. ``SEND_B``, ``RECV_B``:
+    gradients, to the previous stage and from the next one. ``GATHER``: gathers a stage's sharded parameters. ``EVICT``: frees
     them again. ``REDUCE``: reduces a stage's gradients over the ranks that share it.
     """
 
@@ -50,10 +50,10 @@ _CELL = re.compile(rf"(\d+)({'|'.join(sorted(Kind.__members__, key=len, reverse=
 
 
 class Action(NamedTuple):
-    """A kind of work on one stage and one micro-batch.
+    """An action of a schedule, on one stage and one micro-batch.
 
     Attributes:
-        kind: the kind of work.
+        kind: what it does.
         stage: the stage's number.
         microbatch: the micro-batch's number; ``ALL`` (-1) for gather, evict and reduce.
 

@@ -1,4 +1,4 @@
-"""Schedules as CSV files, a row for each rank and a cell for each action, as ``torch.distributed.pipelining`` has them."""
+"""Schedules as CSV files, a row for each rank and a cell for each action, as in ``torch.distributed.pipelining``."""
 
 import csv
 import re
@@ -21,7 +21,7 @@ _PARAMETERS = re.compile(rf"(\d+)({'|'.join(_OURS)})")
 
 
 def to_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
-    """Writes the schedule, lowered or not, in the cells that torch reads: ``0F0``, ``1SEND_B3``, ``0UNSHARD``.
+    """Writes the schedule, lowered or not, in torch's format: ``0F0``, ``1SEND_B3``, ``0UNSHARD``.
 
     Law: afterwards ``from_csv(path) == schedule``.
     """
@@ -37,8 +37,8 @@ def _cell(action: Action) -> str:
 def from_csv(path: str | PathLike[str], *, placement: Sequence[int] | None = None, microbatches: int | None = None) -> Schedule:
     """Reads a schedule that ``to_csv`` or torch has written.
 
-    Empty cells, torch's idle slots, are skipped. A pair ``(0F3;3B1)OVERLAP_F_B`` is read as its two actions. Only the form
-    of the cells is checked; ``validate`` checks the schedule. ``pipeline`` runs a lowered schedule as it is written;
+    Empty cells, torch's idle slots, are skipped. A pair ``(0F3;3B1)OVERLAP_F_B`` is read as its two actions. Only the form of
+    the cells is checked; ``validate`` checks the schedule. ``pipeline`` runs a lowered schedule as written;
     ``from_csv(path).compute_only()`` leaves the messages to ``lower``.
 
     Args:
@@ -47,8 +47,7 @@ def from_csv(path: str | PathLike[str], *, placement: Sequence[int] | None = Non
         microbatches: the number of micro-batches; by default as many as the rows name.
 
     Raises:
-        ValueError: a cell is no action (the message names its row and column, counted from 1), the file has no rows, or is no
-            text.
+        ValueError: a cell is not an action (names its row and column, counted from 1), the file has no rows, or is not text.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:

@@ -5,7 +5,7 @@ is idle. F is a forward, B a backward (two units), I and W its halves, each with
 the makespan, if all stages take equally long and messages take no time. In flight: the micro-batches (with several chunks, the
 pairs of micro-batch and chunk) that a rank has forwarded and whose backward is not complete there.
 
-Each function takes p ranks and m micro-batches and returns a schedule. The executor knows none of them by name.
+Each function takes p ranks and m micro-batches and returns a schedule. The executor runs any schedule.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ __all__ = ["breadth_first", "gpipe", "inference", "interleaved_one_f_one_b", "on
 
 
 def check(p: Any, m: Any, v: Any = 1) -> None:
-    """Refuses sizes that no schedule has.
+    """Raises an error for sizes that no schedule has.
 
     Args:
         p: ranks.

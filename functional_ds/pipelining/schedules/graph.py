@@ -1,4 +1,4 @@
-"""What each compute action of a schedule waits for, and when it can start: the arrays behind validate, lower and timeline."""
+"""Dependencies and start times of a schedule's compute actions, as arrays, for validate, lower and timeline."""
 
 from collections.abc import Callable, Sequence
 
@@ -36,7 +36,7 @@ class Graph:
 
     @property
     def size(self) -> int:
-        """How many nodes."""
+        """The number of nodes."""
         return len(self.before)
 
     def forwards(self, stage: int) -> Codes:
@@ -66,7 +66,7 @@ def _where(schedule: Schedule, rows: Sequence[Codes], first: Codes, node: int) -
 
 
 def check_ids(schedule: Schedule) -> None:
-    """Refuses actions of stages and micro-batches that do not exist, and actions on a wrong rank."""
+    """Raises an error for actions of stages and micro-batches that do not exist, and actions on a wrong rank."""
     placement = np.array(schedule.placement)
     for rank, row in enumerate(schedule.codes):
         stage, microbatch = stages(row), microbatches(row)
@@ -84,7 +84,7 @@ def check_ids(schedule: Schedule) -> None:
 
 
 def enter(table: Codes, keys: Codes, values: Codes, row: Codes, places: Codes, rank: int) -> None:
-    """Writes values into a table, and refuses a key that comes twice.
+    """Writes values into a table, and raises an error for a duplicate key.
 
     Args:
         table: changed in place.
@@ -104,15 +104,15 @@ def enter(table: Codes, keys: Codes, values: Codes, row: Codes, places: Codes, r
 
 
 def build_graph(schedule: Schedule, *, training: bool | None = None) -> Graph:
-    """The graph of a schedule. Each action is there once, on its rank, after all that it needs of the same rank.
+    """The graph of a schedule. Each action must occur once, on its rank, after what it needs of the same rank.
 
     Args:
         schedule: lowered or not.
         training: whether there must be backwards; by default, whether there is one.
 
     Raises:
-        ScheduleError: an action is wrong, missing, there twice, or too early in its row.
-        TypeError: it is no schedule.
+        ScheduleError: an action is invalid, missing, duplicated, or too early in its row.
+        TypeError: ``schedule`` is not a Schedule.
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule={schedule!r} is no Schedule; make one with Schedule.of(rows), from_csv(path) or a generator")
@@ -174,7 +174,7 @@ def _before(table: Codes, row: Codes, none: int) -> Codes:
 
 
 def _check_order(graph: Graph) -> None:
-    """Refuses a node that comes before a node of its own rank that it needs."""
+    """Raises an error for a node that comes before a node of its own rank that it needs."""
     placement = np.array([-1, *graph.schedule.placement, -1])
     for rank, row in enumerate(graph.rows):
         span = graph.span(rank)
@@ -193,7 +193,7 @@ def _check_order(graph: Graph) -> None:
 
 
 def sent_graph(graph: Graph) -> Graph:
-    """The graph in which a node waits for the last node before the send of its value, where the schedule has sends."""
+    """The graph in which a node waits for the last node before the send of its value, if the schedule has sends."""
     before = np.append(graph.before, graph.size)  # one more for values that no node waits for
     for rank, row in enumerate(graph.schedule.codes):
         kind = kinds(row)
@@ -217,15 +217,15 @@ Floats = npt.NDArray[np.float64]
 def earliest_times(
     graph: Graph, duration: Floats, delay: Floats | None = None, gates: tuple[Codes, Floats] | None = None
 ) -> tuple[Floats, Floats]:
-    """When each node starts and ends, if each rank takes its row in order and each node starts as soon as it can.
+    """When each node starts and ends, if each rank executes its row in order and each node starts as soon as possible.
 
-    All ranks that can go on do so together, as one operation on arrays. So the Python loop is as long as the longest chain of
-    nodes that wait for each other, not as their number.
+    All ranks that can continue do so together, in one operation on arrays, so the Python loop is as long as the longest chain
+    of nodes that wait for each other.
 
     Args:
         graph: the nodes.
         duration: of each node.
-        delay: for each node, how long the value that it waits for travels.
+        delay: for each node, how long its input is in transit.
         gates: for each node another one, earlier in its own row, and how long after that one's end it may start.
 
     Raises:
@@ -283,7 +283,7 @@ def _wait(graph: Graph, head: Codes, rank: int) -> Wait:
 
 
 def cycle_error(stuck: int, wait: Callable[[int], Wait]) -> ScheduleError:
-    """The error that lists a cycle: from a rank that is stuck, follows who waits for whom until a rank comes again.
+    """The error that lists a cycle: follows, from a stuck rank, who waits for whom until a rank repeats.
 
     Args:
         stuck: a rank that waits forever.

@@ -1,4 +1,4 @@
-"""``lower``: a schedule with the sends, receives, gathers and reductions that it takes."""
+"""``lower``: inserts sends, receives, gathers and reductions into a schedule."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ __all__ = ["lower", "receives_early"]
 def receives_early(steps: Sequence[tuple[Action, ...]], lead: int) -> list[tuple[Action, ...]]:
     """A rank's steps with each receive posted up to ``lead`` compute actions earlier.
 
-    Law: all other actions keep their order, and so do the receives. If a schedule is proved even with steps that wait for all
-    their messages, it stays deadlock-free when receives do not wait. A transport that carries messages in the order in which
-    they are posted is an exception (NCCL).
+    Law: all other actions keep their order, and so do the receives. A schedule proved for steps that wait for all their
+    messages stays deadlock-free when receives do not wait, except with a transport that runs messages in the order in which
+    they are posted (NCCL).
 
-    Where a send waits for the posted receive (Gloo), a value then travels while both ranks compute. Each rank needs memory for
+    If a send waits for the posted receive (Gloo), a value is then sent while both ranks compute. Each rank needs memory for
     ``lead`` more values.
 
     >>> from functional_ds.pipelining import lower, one_f_one_b
@@ -51,18 +51,18 @@ _UNITS = np.array([1.0, 1.0, 1.0, 2.0])  # of F, I, W, B
 
 
 def lower(schedule: Schedule, *, gathers: bool = False, reduces: bool | None = None, resident: int = 2) -> Schedule:
-    """The schedule that an executor runs: the compute actions, with sends, receives, gathers and reductions between them.
+    """Lowers a schedule for execution: inserts sends, receives, gathers and reductions between the compute actions.
 
     If a schedule has messages already, they stay and no others are inserted; the same holds for gathers and reductions.
 
-    A send stands right after the action that computes its value. A receive stands before the first action of its rank that, at
-    unit times, starts when the value is there or later. Neighbouring messages are one step, so two ranks exchange an
-    activation for a gradient in one step. Stages of one rank send each other nothing.
+    A send is placed right after the action that computes its value. A receive is placed before the first action of its rank
+    that, in unit times, starts when the value is there or later. Adjacent messages are one step, so two ranks exchange an
+    activation for a gradient in one step. Stages on one rank exchange no messages.
 
-    Law: the result has no deadlock even if every step of messages waits until all its other ends are posted. For a step
-    between actions a and b of a rank, all its messages are ready in the unit-time run after a's start and not after b's start;
-    so all steps are posted, and complete, in the order of these times. Between two ranks messages are received in the order in
-    which they are sent.
+    Law: the result has no deadlock even if every step of messages waits until all its other ends are posted. For a step between
+    actions a and b of a rank, all its messages are ready in the unit-time run after a's start and not after b's start; so all
+    steps are posted, and complete, in the order of these times. Between two ranks messages are received in the order in which
+    they are sent.
 
     Law: ``lower(s).compute_only() == s`` for compute actions alone, and ``lower(lower(s)) == lower(s)``.
 
@@ -70,12 +70,12 @@ def lower(schedule: Schedule, *, gathers: bool = False, reduces: bool | None = N
         schedule: compute actions, and others that are written by hand.
         gathers: parameters are sharded (ZeRO-3): gather a stage's before its use, evict them when others are needed earlier.
         reduces: reduce each stage's gradients after its last backward; by default as ``gathers``.
-        resident: the most stages whose parameters a rank holds whole at a time; two let it fetch one ahead.
+        resident: the most stages whose parameters a rank holds whole at a time; two allow prefetching one.
 
     Raises:
-        ScheduleError: an action is wrong, missing, there twice or too early, or ranks wait for each other in a cycle.
+        ScheduleError: an action is invalid, missing, duplicated or too early, or ranks wait for each other in a cycle.
         ValueError: ``resident`` is less than one.
-        TypeError: ``schedule`` is no schedule.
+        TypeError: ``schedule`` is not a Schedule.
 
     >>> from functional_ds.pipelining import one_f_one_b
     >>> print(lower(one_f_one_b(2, 2)))

@@ -1,4 +1,4 @@
-"""The published training schedules by name. Jobs, the planner, the search and the command line read this table."""
+"""Published training schedules by name, for jobs, the planner, the search and the command line."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType

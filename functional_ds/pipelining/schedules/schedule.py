@@ -17,7 +17,7 @@ _SHOWN_ROWS, _SHOWN_ACTIONS = 16, 24
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot be run.
+    """Raised for a schedule that cannot run.
 
     Attributes:
         why: what is wrong with the action.
@@ -32,7 +32,7 @@ class ScheduleError(ValueError):
 
     @staticmethod
     def at(row: Codes, place: int, why: str, *, rank: int) -> "ScheduleError":
-        """What is wrong with the action at a place of a rank's row."""
+        """The error for the action at a place of a rank's row."""
         return ScheduleError(why, unpack(row[place : place + 1])[0], rank, int(place))
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ def _count(microbatches: Any) -> int:
 
 @attrs.frozen(eq=False, repr=False)
 class Schedule:
-    """Each rank's actions in order: data that can be printed, compared, checked and priced before anything runs.
+    """A pipeline schedule: each rank's actions in order, as data to print, compare, validate and cost before anything runs.
 
     Law: two schedules are equal if their rows, placements and numbers of micro-batches are.
 
@@ -103,7 +103,7 @@ class Schedule:
             microbatches: the number of micro-batches; by default as many as the rows name.
 
         Raises:
-            ValueError: a text is no action; a stage is in no row, and no placement was given.
+            ValueError: a text is not an action; a stage is in no row, and no placement was given.
         """
         listed = [row.split() if isinstance(row, str) else row for row in rows]
         made = [[Action.of(each) if isinstance(each, str) else each for each in row] for row in listed]
@@ -130,7 +130,7 @@ class Schedule:
 
     @property
     def lowered(self) -> bool:
-        """Whether a row has an action that is no compute action."""
+        """Whether a row has an action other than compute actions."""
         return any(bool((kinds(row) > max(COMPUTE)).any()) for row in self.codes)
 
     def has(self, *some: Kind) -> bool:
@@ -147,7 +147,7 @@ class Schedule:
         return (self[rank] for rank in range(self.ranks))
 
     def steps(self, rank: int) -> Iterator[tuple[Action, ...]]:
-        """A rank's actions as an executor takes them: neighbouring sends and receives are one step, any other action is one.
+        """A rank's steps for an executor: adjacent sends and receives are one step, any other action is one.
 
         An executor starts all messages of a step before it waits for one.
 
@@ -172,14 +172,14 @@ class Schedule:
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
     def compute_only(self) -> "Schedule":
-        """The compute actions alone.
+        """The compute actions only.
 
         Law: ``lower(s).compute_only() == s`` for a schedule of compute actions.
         """
         return attrs.evolve(self, codes=[row[kinds(row) <= max(COMPUTE)] for row in self.codes])
 
     def only_forward(self) -> "Schedule":
-        """The forwards alone, as an evaluation runs them.
+        """The forwards only, for evaluation.
 
         >>> Schedule.of(["0F0 0F1 0B0 0B1"]).only_forward()[0]
         (0F0, 0F1)
@@ -238,7 +238,7 @@ def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 
 def check_placement(placement: Sequence[int], ranks: int) -> None:
-    """Refuses a placement on ranks that do not exist."""
+    """Raises an error for a placement on ranks that do not exist."""
     for stage, rank in enumerate(placement):
         if not 0 <= rank < ranks:
             raise ValueError(f"placement puts stage {stage} on rank {rank}; there are {ranks}, counted from 0")
@@ -250,8 +250,8 @@ def stage_to_rank(ranks: int, chunks: int = 1, style: Literal["loop", "v"] = "lo
     Args:
         ranks: the number of ranks.
         chunks: stages on each rank.
-        style: ``loop``: stage s is on rank s mod ranks, as interleaved schedules want it. ``v``: down the ranks and up again,
-            so that the last rank holds two neighbouring stages and sends nothing between them.
+        style: ``loop``: stage s is on rank s mod ranks, as for interleaved schedules. ``v``: down the ranks and up again, so
+            that the last rank holds two neighbouring stages and sends nothing between them.
 
     Raises:
         ValueError: fewer than one rank or chunk, or an unknown style.

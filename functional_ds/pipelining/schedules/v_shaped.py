@@ -96,7 +96,7 @@ class _RowBuilder:
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
-    """DualPipe cut in half: two chunks a rank in a V, a forward of one beside a backward of the other.
+    """DualPipe cut in half: two chunks a rank in a V, a forward of one paired with a backward of the other.
 
     In its main part each rank alternates a forward of one chunk and a full backward of the other. A runtime that computes both
     at the same time hides the messages of one behind the arithmetic of the other. Backwards are split only while the pipeline

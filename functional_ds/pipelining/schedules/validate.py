@@ -1,4 +1,4 @@
-"""``validate``: proves a schedule, or names its first offending action."""
+"""``validate``: proves that a schedule can run, or names its first offending action."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,16 @@ __all__ = ["check_messages", "in_flight", "validate"]
 
 
 def validate(schedule: Schedule, *, training: bool = True, in_flight: int | Sequence[int] | None = None) -> Schedule:
-    """Proves that a schedule can be run, and returns it.
+    """Proves that a schedule can run, and returns it.
 
-    Law 32, for all stages s and micro-batches j: each action is there exactly once, on the rank that holds its stage; F(s, j)
+    Law 32, for all stages s and micro-batches j: each action occurs exactly once, on the rank that holds its stage; F(s, j)
     comes after F(s - 1, j); B(s, j) or I(s, j) after that of s + 1 and after F(s, j); W(s, j) after I(s, j); and there is
     either B or I and W. "After" means later in a rank's row, or after what the rank waits for; together they have no cycle.
 
-    Law 33, for a schedule with messages: each message that is needed is there exactly once, a send after the action that
-    computes its value, a receive before the action that needs it; no rank waits forever, even if each step of messages waits
-    for all its other ends; and between two ranks messages are received in the order in which they are sent, as transports
-    carry them. (If a schedule without messages passes, its lowered form passes, too.) Gathers and reductions, where there are
-    any, fit their uses.
+    Law 33, for a schedule with messages: each required message occurs exactly once, a send after the action that computes its
+    value, a receive before the action that needs it; no rank waits forever, even if each step of messages waits for all its
+    other ends; and between two ranks messages are received in the order in which they are sent, as transports deliver them. (If
+    a schedule without messages passes, so does its lowered form.) Gathers and reductions, if there are any, match their uses.
 
     Args:
         schedule: of compute actions, or lowered, in whole or in part.
@@ -33,7 +32,7 @@ def validate(schedule: Schedule, *, training: bool = True, in_flight: int | Sequ
     Raises:
         ScheduleError: names the first offending action, its rank, its place, and the reason; for a deadlock, the cycle.
         ValueError: ``in_flight`` has bounds for another number of ranks.
-        TypeError: ``schedule`` is no schedule.
+        TypeError: ``schedule`` is not a Schedule.
 
     >>> validate(Schedule.of(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]))
     Traceback (most recent call last):
@@ -117,12 +116,12 @@ _FORWARD = np.array([Kind.SEND_F, Kind.RECV_F])
 
 @attrs.frozen(eq=False)
 class _Messages:
-    """A schedule's messages as arrays, numbered rank by rank in the order of the rows. Neighbours in a row are one batch.
+    """A schedule's messages as arrays, numbered rank by rank in row order. Adjacent ones in a row are one batch.
 
     Attributes:
         schedule: the schedule.
-        table: [send or receive, F or B, boundary, micro-batch] the message; -1 where there is none. Boundary b is the one
-            between stages b and b + 1.
+        table: [send or receive, F or B, boundary, micro-batch] the message; -1 if there is none. Boundary b is the one between
+            stages b and b + 1.
         keys: where in the flat table each message is.
         place: of each message in its row.
         batch: of each message.
@@ -145,7 +144,7 @@ class _Messages:
         return self.table.reshape(-1)[(self.keys + half) % (2 * half)] if half else self.keys
 
     def ranks(self, messages: Codes) -> Codes:
-        """The ranks that these messages are on."""
+        """The ranks of these messages."""
         return np.searchsorted(self.first_batch, self.batch[messages], "right") - 1
 
     def describe(self, message: int) -> tuple[int, int, Action]:
@@ -155,18 +154,18 @@ class _Messages:
 
 
 def check_messages(graph: Graph, *, training: bool) -> None:
-    """Proves that sends and receives pair up, lie between producer and consumer, and do not deadlock.
+    """Proves that sends and receives pair up, are between producer and consumer, and do not deadlock.
 
-    A batch of messages is complete when the batches of all other ends are posted too: the strictest way to run it. If all
-    ranks come to their end so, they do in any way that waits less.
+    A batch of messages is complete when the batches of all other ends are posted too: the strictest way to run it. If all ranks
+    finish this way, they do in any way that waits less.
 
     Args:
         graph: the schedule's compute actions.
         training: whether gradients must be sent back.
 
     Raises:
-        ScheduleError: a message is wrong, missing, there twice, too early or too late, or overtakes another; or ranks wait in a
-            cycle.
+        ScheduleError: a message is invalid, missing, duplicated, too early or too late, or overtakes another; or ranks wait in
+            a cycle.
     """
     messages = _collect(graph)
     _check_complete(messages, training=training)
@@ -175,7 +174,7 @@ def check_messages(graph: Graph, *, training: bool) -> None:
 
 
 def _collect(graph: Graph) -> _Messages:
-    """The messages of a schedule; refuses those that have no other end, come twice, or are out of order on their rank."""
+    """The messages of a schedule; raises an error for unpaired, duplicate and misplaced ones."""
     schedule = graph.schedule
     table = np.full((2, 2, max(schedule.stages - 1, 0), schedule.microbatches), -1, np.int64)
     keys, places, sizes, count, first_batch = [], [], [], 0, [0]
@@ -203,7 +202,7 @@ def _collect(graph: Graph) -> _Messages:
 
 
 def _keys(graph: Graph, rank: int, row: Codes, places: Codes) -> Codes:
-    """Where in the flat table a rank's messages belong; refuses those that have no other end, and those out of order."""
+    """Where in the flat table a rank's messages belong; raises an error for unpaired and misplaced ones."""
     schedule = graph.schedule
     chosen = row[places]
     kind, stage, microbatch = kinds(chosen), stages(chosen), microbatches(chosen)
@@ -238,7 +237,7 @@ def _keys(graph: Graph, rank: int, row: Codes, places: Codes) -> Codes:
 
 
 def _check_complete(messages: _Messages, *, training: bool) -> None:
-    """Refuses a boundary between two ranks that lacks a message of a micro-batch."""
+    """Raises an error for a boundary between two ranks that lacks a message of a micro-batch."""
     placement = np.array(messages.schedule.placement)
     needed = (placement[:-1] != placement[1:])[:, None]
     for kind, end, direction in ((Kind.SEND_F, 0, 0), (Kind.RECV_F, 1, 0), (Kind.SEND_B, 0, 1), (Kind.RECV_B, 1, 1)):
@@ -251,12 +250,12 @@ def _check_complete(messages: _Messages, *, training: bool) -> None:
 
 
 def _check_rendezvous(messages: _Messages) -> None:
-    """Lets all ranks go on from batch to batch; refuses a schedule in which they come to a halt."""
+    """Advances all ranks from batch to batch; raises an error for a schedule that deadlocks."""
     first, partner = messages.first_message, messages.batch[messages.partners]
     missing = np.diff(first)  # for each batch, how many of its messages have no posted other end
     head, stop = messages.first_batch[:-1].copy(), messages.first_batch[1:]  # each rank's batch, and its last one's end
     active = np.flatnonzero(head < stop)
-    arrived = active  # ranks that have come to a new batch
+    arrived = active  # ranks that have reached a new batch
     while active.size:
         posted = head[arrived]
         np.subtract.at(missing, partner[_ranges(first[posted], first[posted + 1])], 1)
@@ -289,7 +288,7 @@ def _ranges(starts: Codes, stops: Codes) -> Codes:
 
 
 def _check_order(messages: _Messages) -> None:
-    """Refuses a receive that overtakes another between the same two ranks."""
+    """Raises an error for a receive that overtakes another between the same two ranks."""
     sends = np.flatnonzero(messages.keys < messages.table.size // 2)
     receives = messages.partners[sends]
     sender, receiver = messages.ranks(sends), messages.ranks(receives)

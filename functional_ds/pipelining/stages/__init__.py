@@ -1,1 +1,1 @@
-"""Pipeline stages as functions, their shapes, and the balance of layers among them."""
+"""Pipeline stages as functions, their shapes, and load balancing of layers."""

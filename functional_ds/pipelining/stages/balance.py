@@ -1,4 +1,4 @@
-"""``balanced``, ``uniformly``: where to cut a row of blocks into stages."""
+"""``balanced``, ``uniformly``: where to split a sequence of blocks into stages."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -26,14 +26,15 @@ def uniformly(blocks: int, stages: int) -> tuple[int, ...]:
 def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """The first block of each stage, such that the most expensive stage costs as little as possible.
 
-    Law: no other cut of the row has a smaller maximum. Cost: O(blocks² · log blocks), by bisection over the sums of stretches.
+    Law: no other split of the sequence has a smaller maximum. Cost: O(blocks² · log blocks), by bisection over the sums of
+    ranges.
 
     Args:
         costs: each block's cost, not negative.
         stages: their number; each gets at least one block.
 
     Raises:
-        ValueError: fewer blocks than stages, or a cost that is negative or no number.
+        ValueError: fewer blocks than stages, or a cost that is negative or not a number.
 
     >>> balanced([1, 1, 1, 1, 4], 2), balanced([3, 1, 1, 3, 1, 1], 3)
     ((0, 4), (0, 2, 4))
@@ -47,7 +48,7 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     sums = sorted({total[end] - total[begin] for end in range(len(total)) for begin in range(end)})
 
     def starts(limit: float) -> list[int]:
-        """Of as few stages as none costs more than a limit."""
+        """The fewest stages none of which costs more than a limit."""
         found = [0]
         for block in range(len(costs)):
             if total[block + 1] - total[found[-1]] > limit:

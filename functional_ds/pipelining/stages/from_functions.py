@@ -1,4 +1,4 @@
-"""``stages``: from a list of functions."""
+"""``stages``: makes pipeline stages from a list of functions."""
 
 import fnmatch
 import inspect
@@ -32,7 +32,7 @@ class Piece:
             path), a tuple of such (it gets a tuple), or a function of the whole tree that picks a part. A leaf that several
             stages use, such as a tied weight, gets the sum of their gradients. By default the stage's own entry of a list.
         keeps: names of values for later stages, or one name: the function then returns ``(y, {name: value})``.
-        takes: names of values that earlier stages kept, or one name: it gets them as keyword arguments.
+        takes: names of values that earlier stages kept, or one name: passed as keyword arguments.
         name: for reports; by default the function's.
 
     >>> Piece(lambda p, x: x @ p, uses="embed", name="head")
@@ -67,19 +67,19 @@ def stages(
     inputs: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
 ) -> Stages:
-    """Stages from functions ``f(params, x) -> x``, each with its part of the params.
+    """Makes pipeline stages from functions ``f(params, x) -> x``, each with its part of the params.
 
     The first stage holds the leaves that no stage uses.
 
     Args:
-        functions: one for each stage; a ``Piece`` where a stage shares leaves, or keeps values for later ones.
-        params: the whole tree: a list or tuple with an entry for each stage, unless pieces say what they use.
+        functions: one for each stage; a ``Piece`` if a stage shares leaves, or keeps values for later ones.
+        params: the whole tree: a list or tuple with an entry for each stage, unless pieces have ``uses``.
         inputs: ``inputs(batch)``, the first stage's x; by default the first entry of a tuple or list, else the batch.
         loss: ``loss(y, batch)`` of the last function's result; by default that function returns the loss.
 
     Raises:
-        ValueError: the params do not fit the functions; a piece uses a path that the params do not have, or takes a value that
-            no earlier piece keeps.
+        ValueError: the params do not match the functions; a piece uses a path that the params do not have, or takes a value
+            that no earlier piece keeps.
 
     >>> import torch
     >>> params = {"embed": torch.eye(3), "scale": torch.ones(3)}
@@ -121,7 +121,7 @@ class _StageFunction:
     Attributes:
         piece: the stage's function.
         own: the function's part of the params: paths, and their structure.
-        arriving, leaving: names of the kept values that come with x, and of those that are sent on with y.
+        arriving, leaving: names of the kept values that are received with x, and sent with y.
         inputs: the first stage's.
         loss: the last stage's.
     """
@@ -168,7 +168,7 @@ def first_input(batch: Any) -> Any:
 
 
 def call_with(function: Callable[..., Any], *args: Any, **offered: Any) -> Any:
-    """``function(*args, **offered)``, but without ``batch`` and ``key`` where the function has no such parameter."""
+    """``function(*args, **offered)``, without ``batch`` and ``key`` if the function has no such parameter."""
     wanted = _wanted(function, len(args))
     return function(*args, **{name: value for name, value in offered.items() if name in wanted or name not in _OPTIONAL})
 

@@ -1,4 +1,4 @@
-"""``Stages``: a model as a row of functions, whose composition is the loss function of the single-device step."""
+"""``Stages``: a model as a sequence of functions, whose composition is the loss function of the single-device step."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ class Stage:
     Attributes:
         paths: the leaves of the params that it uses. Several stages may use the same leaf.
         run: ``run(params, x, batch, key)``, with params by path, returns the next stage's x, a pytree of tensors. The first
-            stage takes its inputs from the batch, and its x is None. The last one returns the loss as ``train_step`` wants it.
+            stage takes its inputs from the batch, and its x is None. The last one returns the loss, as for ``train_step``.
         name: for reports and errors.
     """
 
@@ -46,16 +46,16 @@ class Stage:
 
 @tree.record
 class LossInput:
-    """What the last stage computes the loss from: the batch, and x as the stage before gave it.
+    """The last stage's input for the loss: the batch, and x from the previous stage.
 
-    A pipeline calls a step's phase ``loss`` with it in place of a batch. So transforms of batches and losses apply to the last
-    stage. x is static, no child: a cast of the batch leaves activations alone.
+    A pipeline calls a step's phase ``loss`` with it instead of a batch, so transforms of batches and losses apply to the last
+    stage. x is static, not a child, so a cast of the batch does not cast activations.
 
     Attributes:
         batch: the micro-batch.
-        x: what the stage before has sent.
-        weight: what a plain mean weighs where micro-batches have different numbers of rows; None for one.
-        trial: in a trial run, the paths of the leaves that train: the stage gets the leaves as those of another graph.
+        x: the previous stage's output.
+        weight: the weight of a plain mean, if micro-batches have different numbers of rows; None for one.
+        trial: in a dry run, the paths of the leaves that train: the stage gets the leaves as those of another graph.
     """
 
     batch: Any
@@ -93,13 +93,13 @@ def _no_batch(use: str) -> ValueError:
 class Stages:
     """The stages of a model, in order.
 
-    ``stages(params, batch, key)`` runs all of them, one after the other: the loss function of the single-device step
-    ``train_step(stages, optimizer)``, which a pipeline of these stages computes too.
+    ``stages(params, batch, key)`` runs all of them, one after another: the loss function of the single-device step
+    ``train_step(stages, optimizer)``, to which a pipeline of these stages is equivalent.
 
     Attributes:
         stages: each a ``Stage``.
         sizes: the number of elements of each leaf of the params, by path.
-        apply: the module that was cut, if one was. ``apply.module.eval()`` applies to the calls that follow.
+        apply: the module that was split, if one was. ``apply.module.eval()`` applies to later calls.
 
     >>> import torch
     >>> from functional_ds.pipelining import stages
@@ -123,7 +123,7 @@ class Stages:
         return any(getattr(stage.run, "draws", True) for stage in self.stages)
 
     def __call__(self, params: Any, batch: Any, key: Key | None = None) -> Any:
-        """The loss of a batch; for a ``LossInput`` the last stage's loss alone.
+        """The loss of a batch; for a ``LossInput`` only the last stage's loss.
 
         Args:
             params: the user's tree, or its leaves by path.
@@ -142,12 +142,12 @@ class Stages:
         return x
 
     def run(self, index: int, params: Params, x: Any, batch: Any, key: Key | None) -> Any:
-        """Runs one stage: what it sends to the next, or the loss.
+        """Runs one stage; returns its output, or the loss.
 
         Args:
             index: the stage's number.
             params: its leaves by path.
-            x: what the stage before gave; None for the first.
+            x: the previous stage's output; None for the first.
             batch: the micro-batch.
             key: for random draws; None while evaluating.
         """
@@ -160,12 +160,12 @@ class Stages:
         return dict(tree.named(params))
 
     def check(self, params: Any, batch: Any) -> tuple[Any, ...]:
-        """Runs the stages on tensors without values; what each sends to the next, on the device "meta".
+        """Runs the stages on tensors without values; returns each stage's output on the device "meta".
 
-        Where a stage needs values (a loop over data), all stages run on the real tensors.
+        If a stage needs values (a loop over data), all stages run on the real tensors.
 
         Raises:
-            ValueError: a stage cannot take what the one before gives; names the stage, the shapes and the reason.
+            ValueError: a stage does not accept the previous stage's output; names the stage, the shapes and the reason.
         """
         return check_shapes([(stage.name, stage.run) for stage in self.stages], self.by_path(params), batch)
 
@@ -200,9 +200,9 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 
 class OnesReadMode(FakeTensorMode):
-    """Tensors without values, of which a loss may read some: enough to know its dtypes.
+    """Fake tensors of which a loss may read some values: enough to infer its dtypes.
 
-    A number that is read on the host (``.item()``) is one, and a mask takes every element.
+    A number that is read on the host (``.item()``) is one, and a mask selects every element.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,9 +221,9 @@ class OnesReadMode(FakeTensorMode):
 
 
 def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[str, Tensor], batch: Any) -> tuple[Any, ...]:
-    """What each stage sends to the next, as tensors on the device "meta".
+    """Each stage's output, as tensors on the device "meta".
 
-    Where a stage needs values, all stages run on the real tensors. Meta tensors stand for tensors on the others' device.
+    If a stage needs values, all stages run on the real tensors. Meta tensors represent tensors on the others' device.
 
     Args:
         stages: each stage's name and function.
@@ -231,7 +231,7 @@ def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[st
         batch: what the stages run on.
 
     Raises:
-        ValueError: a stage cannot take what the one before gives.
+        ValueError: a stage does not accept the previous stage's output.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     given = dict(params), batch, Key.of(0)
@@ -247,7 +247,7 @@ def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[st
 
 
 def standing_for(leaf: Tensor, mode: FakeTensorMode, device: torch.device | str) -> Tensor:
-    """A tensor without values; in place of a meta tensor one on a device, for a forward may ask where it computes."""
+    """A fake tensor; for a meta tensor one on a device, because a forward may ask for its device."""
     if not leaf.is_meta:
         return mode.from_tensor(leaf)
     with mode:
@@ -282,7 +282,7 @@ def _run_all(
 
 
 def _refuse_others(x: Any) -> None:
-    """Refuses leaves that are no tensors."""
+    """Raises an error for leaves that are not tensors."""
     for path, leaf in tree.named(x):
         if not isinstance(leaf, Tensor):
             raise TypeError(

@@ -1,1 +1,1 @@
-"""Modules traced and split into pipeline stages."""
+"""Traces modules and splits them into pipeline stages."""

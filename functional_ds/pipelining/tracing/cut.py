@@ -1,4 +1,4 @@
-"""Stages from any module: its programs, one for each shape of its batches, cut where stages begin."""
+"""Pipeline stages from any module: traces it, once for each shape of its batches, and splits the trace."""
 
 import statistics
 import time
@@ -35,7 +35,7 @@ class ProgramCache:
 
     Attributes:
         apply: the module.
-        inputs: what it is called with, from a batch.
+        inputs: from a batch to the module's arguments.
         opened: the modules whose forward is traced call by call.
         split_points: the calls that begin stages, without the first stage's.
     """
@@ -50,14 +50,14 @@ class ProgramCache:
         return f"<ProgramCache: {len(self.split_points) + 1} stages, {len(self._programs)} programs>"
 
     def arguments(self, batch: Any, key: Key | None) -> Arguments:
-        """What the module is called with."""
+        """The module's arguments."""
         given = first_input(batch) if self.inputs is None else call_with(self.inputs, batch, key=key)
         if isinstance(given, tuple):
             return Arguments.of(given, {})
         return Arguments.of((), given) if isinstance(given, Mapping) else Arguments.of((given,), {})
 
     def stages(self, params: Params, arguments: Arguments) -> tuple[StageProgram, ...]:
-        """The stages' programs for these arguments; traces the module where such arguments are new.
+        """The stages' programs for these arguments; traces the module if their shapes are new.
 
         Raises:
             ValueError: with these arguments a module that begins a stage is not called.
@@ -66,7 +66,7 @@ class ProgramCache:
         return self.put(params, arguments, self.trace(params, arguments)) if found is None else found
 
     def put(self, params: Params, arguments: Arguments, program: Program) -> tuple[StageProgram, ...]:
-        """Splits a program, and keeps the result for the next time that such arguments come."""
+        """Splits a program, and caches the result for such arguments."""
         if len(self._programs) >= _CAPACITY:
             self._programs.clear()
         stages = self._programs[self._signature(params, arguments)] = self.split(program, self.split_points)
@@ -80,7 +80,7 @@ class ProgramCache:
         return split_program(program, [program.calls[each] for each in split_points])
 
     def trace(self, params: Params, arguments: Arguments) -> Program:
-        """Traces the module's forward, unseen by modes around it; with values for constants if that can be done.
+        """Traces the module's forward, hidden from surrounding modes; with values for constants if possible.
 
         Its leaves are whole, so the trace sees no axes of the running step.
         """
@@ -109,7 +109,7 @@ class ProgramCache:
         return trace_forward(module, args, kwargs, mode=mode, opened=self.opened, constants=constants)
 
     def _signature(self, params: Params, arguments: Arguments) -> Any:
-        """All that a program depends on."""
+        """Everything that a program depends on."""
         shapes = tuple([(each.shape, each.stride(), each.dtype, each.device) for each in arguments.tensors])
         with disable_torch_function_subclass():
             dtypes = tuple([leaf.dtype for leaf in params.values()])
@@ -118,7 +118,7 @@ class ProgramCache:
 
 
 def _without_values(bare: Mapping[str, nn.Parameter], params: Params, device: torch.device) -> dict[str, Tensor]:
-    """All parameters without values. Those of other ranks are assumed to be cast as most of this rank's are."""
+    """All parameters without values. Those of other ranks are assumed to be cast like most of this rank's."""
     with disable_torch_function_subclass():
         known = {path: leaf.dtype for path, leaf in params.items()}
     casts = Counter((bare[path].dtype, dtype) for path, dtype in known.items() if path in bare)
@@ -146,20 +146,20 @@ def cut(
     by: Any = "blocks",
     blocks: str | None = None,
 ) -> tuple[Stages, dict[str, Tensor]]:
-    """Stages from a module, and its parameters by name.
+    """Splits a module into pipeline stages; returns the stages and its parameters by name.
 
-    The module's forward runs once on tensors without values, and its calls are recorded: modules as a whole, and what it
-    computes between them. Batches of other shapes are traced again. A stage runs the calls between two cuts. It sends on what
-    later stages use, also over several stages; what follows from the inputs alone is recomputed instead.
+    The module's forward runs once on tensors without values, and its calls are recorded: modules as a whole, and operations
+    between them. Batches of other shapes are traced again. A stage runs the calls between two splits, and sends what later
+    stages use, also over several stages; what depends only on the inputs is recomputed instead.
 
-    Law: the stages, one after the other, compute what the module does, bit for bit, with the same gradients.
+    Law: the stages, one after another, are bitwise equal to the module, in values and gradients.
 
     Args:
         module: not changed, and not needed any more.
-        at: the paths of modules, or the number of stages. The first call of each module begins a stage; ``(path, n)`` means
-            the call after n others. A pattern with ``*`` stands for all modules that match.
+        at: the paths of modules, or the number of stages. The first call of each module begins a stage; ``(path, n)`` means the
+            call after n others. A pattern with ``*`` stands for all modules that match.
         example: a batch. Its values are not used, unless ``by="measured"``.
-        loss: ``loss(output, batch)``, where the module does not return the loss itself.
+        loss: ``loss(output, batch)``, if the module does not return the loss itself.
         inputs: ``inputs(batch)``: a tuple of arguments, a dict of keyword arguments, or the only one. By default a dict itself,
             the first entry of a tuple or list, else the batch.
         by: what a number of stages share equally: ``"blocks"``, ``"parameters"``, ``"measured"`` seconds of forward and
@@ -169,7 +169,7 @@ def cut(
     Raises:
         ValueError: an entry of ``at`` names no module, or one that is not called, or is out of order; the forward's calls
             depend on values.
-        TypeError: ``module`` is no module, or ``at`` is neither a number nor a list.
+        TypeError: ``module`` is not a module, or ``at`` is neither a number nor a list.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -237,10 +237,10 @@ def _name(part: StageProgram, program: Program) -> str:
 def seconds(
     apply: Apply, params: Mapping[str, Tensor], parts: Sequence[StageProgram], inputs: Sequence[Tensor], *, rounds: int = 5
 ) -> list[float]:
-    """Seconds that each stage's forward and backward take, the median of some rounds after a first that warms up.
+    """Seconds of each stage's forward and backward, the median of some rounds after a warmup.
 
     Args:
-        apply: the module; its buffers change, so give it a copy of its own.
+        apply: the module; its buffers change, so pass a separate copy.
         params: all parameters by path.
         parts: the stages' programs.
         inputs: the tensors of the module's arguments.

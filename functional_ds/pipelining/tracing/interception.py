@@ -1,4 +1,4 @@
-"""Seeing a forward from outside: calls of modules, calls of torch functions, and the operators that run inside a call."""
+"""Intercepts a forward: calls of modules, calls of torch functions, and the operators that run inside a call."""
 
 from collections.abc import Callable
 from functools import partial
@@ -62,7 +62,7 @@ def unobserved() -> Any:
 
 
 class OperatorLog(TorchDispatchMode):
-    """Notes what the operators of one call read and write.
+    """Records what the operators of one call read and write.
 
     Attributes:
         touched: storages whose values an operator has read or written.
@@ -75,7 +75,7 @@ class OperatorLog(TorchDispatchMode):
         self.clear()
 
     def clear(self) -> None:
-        """Starts the notes of another call."""
+        """Starts the record of another call."""
         self.touched: set[int] = set()
         self.written: set[int] = set()
         self.pure = True

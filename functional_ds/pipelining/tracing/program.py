@@ -1,4 +1,4 @@
-"""A module's forward as data: values without their tensors, instructions, and the part that one stage runs."""
+"""A module's forward as data: templates of values, instructions, and the part that one stage runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,14 +38,14 @@ _ATOMS = (nn.Module, type, str, bytes, int, float, complex, torch.dtype, torch.d
 
 @attrs.frozen
 class Placeholder:
-    """Stands for a tensor, by number."""
+    """Represents a tensor, by number."""
 
     number: int
 
 
 @attrs.frozen(eq=False)
 class Template:
-    """What is left of a value when its tensors are taken out.
+    """A value with its tensors replaced by placeholders.
 
     Attributes:
         spec: the value's structure.
@@ -61,9 +61,9 @@ class Template:
 
 
 def make_template(value: Any, of: Callable[[Tensor], Placeholder]) -> Template:
-    """The template of a value, with ``of(tensor)`` in place of each of its tensors.
+    """The template of a value, with each tensor replaced by ``of(tensor)``.
 
-    Objects that are no pytrees, and that ``register_containers`` cannot make pytrees, are kept as they are.
+    Objects that are not pytrees, and that ``register_containers`` cannot register, are kept as they are.
 
     >>> made = make_template((torch.zeros(2), {"n": 3}), lambda tensor: Placeholder(7))
     >>> made.fill({7: "here"})
@@ -79,13 +79,13 @@ def tensors_in(value: Any) -> list[tuple[int, Tensor]]:
 
 
 def opaque_holder(value: Any) -> type | None:
-    """The type of an object within a value that holds tensors where ``make_template`` does not find them; None if none does."""
+    """The type of an object within a value that holds tensors that ``make_template`` does not find; None if there is none."""
     return next(map(type, _holders(_flattened(value)[0])), None)
 
 
 @attrs.frozen(eq=False)
 class Arguments:
-    """What a module is called with.
+    """A module's arguments.
 
     Attributes:
         tensors: those in it, in order.
@@ -106,7 +106,7 @@ class Arguments:
 
     @property
     def structure(self) -> Any:
-        """All but the tensors, to compare; ``1`` and ``True`` are different arguments."""
+        """Everything except the tensors, to compare; ``1`` and ``True`` are different arguments."""
         return self.template.spec, tuple([(type(leaf), leaf) for leaf in self.template.leaves])
 
     def replaced(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
@@ -149,7 +149,7 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
 
 
 Numbers = tuple[int, ...]
-ModuleCall = tuple[str, int]  # a module's path, and how many of its calls came before
+ModuleCall = tuple[str, int]  # a module's path, and the number of its earlier calls
 
 
 @attrs.frozen
@@ -182,7 +182,7 @@ class Instruction:
         results: the tensors that it makes: number, and place among the leaves of what it returns.
         reads: the numbers of the tensors whose values it uses.
         writes: the numbers of the tensors that it changes in place, and of those that share memory with them.
-        pure: whether it can be left out or repeated: it draws no random numbers and changes nothing but ``writes``.
+        pure: whether it can be omitted or repeated: it draws no random numbers and changes only ``writes``.
         modes: the modes that were set in the module's forward.
         checkpointed: whether it was called under ``torch.utils.checkpoint``.
         site: the line that called it.
@@ -210,7 +210,7 @@ class Instruction:
 
 @attrs.frozen
 class TensorSource:
-    """Where a tensor comes from that no instruction makes.
+    """The origin of a tensor that no instruction makes.
 
     Attributes:
         kind: an input, a parameter or buffer, a constant, or a stand-in for a tensor whose values are not read.
@@ -223,7 +223,7 @@ class TensorSource:
 
 @attrs.frozen(eq=False, repr=False)
 class Program:
-    """A module's forward for arguments of certain shapes. Tensors are known by number.
+    """A module's forward for arguments of certain shapes, with tensors identified by number.
 
     Attributes:
         instructions: in order.
@@ -270,9 +270,9 @@ class StageProgram:
     """The part of a program that one stage runs.
 
     Attributes:
-        arriving: the numbers of the tensors that the stage before sends, in order.
+        arriving: the numbers of the tensors that the previous stage sends, in order.
         leaving: the numbers of the tensors that the next stage gets, in order.
-        copied: the numbers of tensors that are cloned first: they are not the program's own and are written into.
+        copied: the numbers of tensors that are cloned first, because they are written into and belong to the caller.
         sources: of the other tensors, by number.
         instructions: in order.
         spent: for each instruction, the tensors that are not needed after it.
@@ -302,7 +302,7 @@ class StageProgram:
             params: this stage's parameters by path.
             inputs: the tensors of the module's arguments, in order.
             x: the arriving tensors.
-            device: where stand-ins are made.
+            device: of stand-ins.
         """
         tensors = dict(zip(self.arriving, x, strict=True))
         for number, source in self.sources:

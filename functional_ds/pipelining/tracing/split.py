@@ -1,4 +1,4 @@
-"""Where stages begin, and what each of them runs, takes and sends."""
+"""Where stages begin, and what each of them runs, receives and sends."""
 
 import difflib
 import fnmatch
@@ -20,12 +20,12 @@ def candidates(module: nn.Module, at: Any, blocks: str | None) -> list[list[Modu
     """The calls that each entry of ``at`` may mean; for a number of stages, the first calls of all blocks.
 
     Args:
-        module: the module that is cut.
+        module: the module that is split.
         at: module paths, patterns or (path, n) pairs; or a number of stages.
         blocks: a pattern of the blocks' paths.
 
     Raises:
-        ValueError: an entry names no module; the message gives the nearest paths.
+        ValueError: an entry names no module; the message suggests the nearest paths.
         TypeError: ``at`` is neither a number nor a list.
     """
     paths = {path for path, _ in module.named_modules(remove_duplicate=False) if path}
@@ -48,7 +48,7 @@ def _found(paths: set[str], name: str, argument: str) -> list[ModuleCall]:
 
 
 def _blocks(module: nn.Module, stages: int) -> list[ModuleCall]:
-    """The entries of the ModuleList or Sequential with the most parameters that has enough of them."""
+    """The entries of the ModuleList or Sequential with the most parameters and enough entries."""
     rows = [(path, part) for path, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
     fitting = [(path, part) for path, part in rows if len(part) >= stages]
     if not fitting:
@@ -102,7 +102,7 @@ def balanced_split(
     by: Any,
     timed: Callable[[Sequence[ModuleCall]], Sequence[float]],
 ) -> tuple[ModuleCall, ...]:
-    """The calls of blocks that begin stages of equal cost; what is computed around the blocks counts with its neighbours.
+    """The calls of blocks that begin stages of equal cost; operations around the blocks count with their neighbours.
 
     Args:
         program: the traced module.
@@ -110,7 +110,7 @@ def balanced_split(
         blocks: the first calls of all blocks.
         stages: how many.
         by: what stages share equally, as for ``cut``.
-        timed: seconds of each stretch of the program that begins with one of these calls.
+        timed: seconds of each section of the program that begins with one of these calls.
 
     Raises:
         ValueError: too few blocks are called, or ``by`` has another number of costs.
@@ -141,7 +141,7 @@ def _costs(program: Program, module: nn.Module, rows: Sequence[ModuleCall], by: 
 
 
 def _params(program: Program, rows: Sequence[ModuleCall]) -> list[set[str]]:
-    """The parameters of each block's stretch of the program."""
+    """The parameters of each block's section of the program."""
     bounds = [0, *(program.calls[call] for call in rows[1:]), len(program.instructions)]
     stretches = [program.instructions[begin:end] for begin, end in pairwise(bounds)]
     return [{path for each in stretch for path in program.params(each)} for stretch in stretches]
@@ -150,8 +150,8 @@ def _params(program: Program, rows: Sequence[ModuleCall]) -> list[set[str]]:
 def split_program(program: Program, cuts: Sequence[int]) -> tuple[StageProgram, ...]:
     """The stages of a program that begin at its start and at these places.
 
-    A tensor that is made before a cut and used after it is sent, by way of all stages in between. What follows from the
-    inputs alone (masks, positions) is recomputed by each stage that needs it, because every rank has the batch.
+    A tensor that is made before a split and used after it is sent, through all stages in between. What depends only on the
+    inputs (masks, positions) is recomputed by each stage that needs it, because every rank has the batch.
 
     Raises:
         ValueError: a tensor and a view of it are both sent, and one is written into afterwards; an input is written into.
@@ -170,7 +170,7 @@ class _Splitter:
     """A program, and what every stage can compute by itself.
 
     Attributes:
-        free: for each instruction, whether it follows from the inputs alone.
+        free: for each instruction, whether it depends only on the inputs.
         local: the tensors that are never sent: the sources, and what free instructions make.
     """
 
@@ -186,7 +186,7 @@ class _Splitter:
         return _Splitter(program, free, frozenset({*made, *program.sources}))
 
     def stage(self, begin: int, end: int, wanted: set[int], *, last: bool) -> StageProgram:
-        """The stage of the instructions from ``begin`` to ``end``, which has to leave ``wanted`` behind."""
+        """The stage of the instructions from ``begin`` to ``end``, which must produce ``wanted``."""
         program = self.program
         instructions, needed = self._chosen(begin, end, wanted)
         used = needed.union(*(each.reads for each in instructions))
@@ -220,7 +220,7 @@ class _Splitter:
         return chosen[::-1], live
 
     def _refuse_torn_views(self, arriving: Sequence[int], begin: int) -> None:
-        """Refuses two views of one memory that are both sent, if a later instruction writes into one of them."""
+        """Raises an error for two views of one memory that are both sent, if a later instruction writes into one of them."""
         arrived = [self.program.storages[number] for number in arriving]
         for each in self.program.instructions[begin:]:
             if any(arrived.count(storage) > 1 for storage in self.program.written(each)):
@@ -231,9 +231,9 @@ class _Splitter:
 
 
 def _free(program: Program) -> list[bool]:
-    """For each instruction, whether it follows from the inputs alone.
+    """For each instruction, whether it depends only on the inputs.
 
-    It is pure and uses no parameter or buffer, and so do all instructions that make, or write into, what it touches.
+    It is pure and uses no parameter or buffer, and so do all instructions that make, or write into, what it uses.
     """
     lasting = program.storages_of(("param", "buffer"))
     free = [each.pure and not program.params(each) and not program.written(each) & lasting for each in program.instructions]

@@ -1,17 +1,16 @@
 """Tracing: a module's forward runs on tensors without values, and each call that it makes becomes an instruction.
 
-For each call of a torch function, or of a module that is not looked into::
+For each call of a torch function, or of a module that is not opened::
 
-    number the argument tensors; one that was never met is a constant, or comes from code that cannot be seen
-    run the call, noting which storages its operators read and write
-    if it made a tensor or wrote into one:
+    number the argument tensors; an unknown one is a constant, or comes from code that cannot be seen run the call, noting which
+    storages its operators read and write if it made a tensor or wrote into one:
         append Instruction(function, arguments with numbers for tensors, numbers of the results, reads, writes)
 
-Torch's own tracers (2.13) do less than a cut needs. Proxies of ``torch.fx`` have neither shapes nor values, so a forward that
-branches on a shape, sets autocast by a tensor's device or writes ``x[i] = y`` cannot be traced, nor can models of transformers.
+Torch's own tracers (2.13) do less than a split needs. Proxies of ``torch.fx`` have neither shapes nor values, so they cannot
+trace a forward that branches on a shape, sets autocast by a tensor's device or writes ``x[i] = y``, nor transformers' models.
 ``torch.export`` gives a graph of operators: no module is left for ``remat``, ``compiled`` or ``tensor_parallel`` to run as a
-whole, ``torch.utils.checkpoint`` is gone, an ``autograd.Function`` has the derivative of its forward in place of its own
-backward (a straight-through estimator gets zero), and branches on constants are refused.
+whole, ``torch.utils.checkpoint`` is gone, an ``autograd.Function`` has the derivative of its forward instead of its own
+backward (a straight-through estimator gets zero), and branches on constants raise errors.
 """
 
 from collections import Counter
@@ -47,7 +46,7 @@ __all__ = ["NotConstant", "trace_forward"]
 
 
 class NotConstant(Exception):
-    """A tensor that was traced as a constant depends on the arguments or on chance."""
+    """A tensor that was traced as a constant depends on the arguments or on random numbers."""
 
 
 def trace_forward(
@@ -65,29 +64,29 @@ def trace_forward(
     and a forward may branch on them.
 
     Args:
-        module: a copy for this call alone, with tensors of ``mode`` for parameters and buffers; its classes are changed.
+        module: a copy for this call only, with tensors of ``mode`` for parameters and buffers; its classes are changed.
         args, kwargs: the arguments, with tensors of ``mode``.
         mode: the mode of the tensors without values.
         opened: paths of modules whose forward is traced call by call; every other module is one instruction.
         constants: whether constants have values.
 
     Raises:
-        NotConstant: a tensor with values gets some that depend on arguments or on chance; trace again without ``constants``.
-        ValueError: the forward does what a stage cannot repeat; the message names the line.
+        NotConstant: a constant's values depend on arguments or random numbers; trace again without ``constants``.
+        ValueError: the forward does what a stage cannot repeat; names the line.
     """
     return _Tracer(module, mode, opened, constants).run(args, kwargs)
 
 
 @attrs.define(eq=False)
 class _TensorTable:
-    """The tensors that a forward has met so far, in the order in which they were met.
+    """The tensors of a forward so far, in order.
 
     The table keeps every tensor alive, so that no two of them get the same id or storage.
 
     Attributes:
         tensors: by number.
-        storages: each tensor's storage; views share theirs, and a stand-in has a negative number of its own.
-        requires_grad: whether each tensor requires grad, as far as the recorded calls tell.
+        storages: each tensor's storage; views share theirs, and a stand-in has its own negative number.
+        requires_grad: whether each tensor requires grad, by the recorded calls.
         sources: of the tensors that no instruction makes, by number.
     """
 
@@ -99,12 +98,12 @@ class _TensorTable:
     _stand_ins: "dict[TensorSource, int]" = attrs.field(factory=dict)
 
     def add(self, tensor: Tensor, source: TensorSource | None = None) -> int:
-        """Enters a tensor; its number."""
+        """Adds a tensor; returns its number."""
         number = self._numbers[id(tensor)] = len(self.tensors)
         return self._append(tensor, storage_number(tensor), source, number)
 
     def number(self, tensor: Tensor) -> int | None:
-        """A tensor's number; None if it was never met."""
+        """A tensor's number; None if it is unknown."""
         return self._numbers.get(id(tensor))
 
     def stand_in(self, tensor: Tensor) -> int:
@@ -116,7 +115,7 @@ class _TensorTable:
         return self._stand_ins[source]
 
     def in_storages(self, storages: set[int]) -> frozenset[int]:
-        """The numbers of all tensors that lie in these storages."""
+        """The numbers of all tensors in these storages."""
         return frozenset(number for number, storage in enumerate(self.storages) if storage in storages)
 
     def _append(self, tensor: Tensor, storage: int, source: TensorSource | None, number: int) -> int:
@@ -129,7 +128,7 @@ class _TensorTable:
 
 
 class _Tracer:
-    """One trace: the program as far as the forward has come."""
+    """One trace: the program so far."""
 
     def __init__(self, module: nn.Module, mode: FakeTensorMode, opened: frozenset[str], constants: bool) -> None:
         self.module, self.mode, self.opened, self.constants = module, mode, opened, constants
@@ -146,7 +145,7 @@ class _Tracer:
         self.lasting = set(self.table.storages)  # they outlive the forward
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        """Runs the forward; its program."""
+        """Runs the forward; returns its program."""
         for place, (_, tensor) in enumerate(tensors_in((tuple(args), dict(kwargs)))):
             self.table.add(tensor, TensorSource("input", place))
         self.device = self.table.tensors[0].device.type if self.table.tensors else "cpu"
@@ -190,7 +189,7 @@ class _Tracer:
             ) from error
 
     def module_called(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a module, and records it as one instruction unless it is looked into or belongs to a recorded call."""
+        """Runs a module, and records it as one instruction unless it is opened or belongs to a recorded call."""
         if self.inside:
             return forward(*args, **kwargs)
         self.calls[path, self.times[path]] = len(self.instructions)
@@ -281,7 +280,7 @@ class _Tracer:
         return self.table.tensors[number]
 
     def _number(self, tensor: Tensor, what: str) -> int:
-        """A tensor's number. A tensor with values that was never met is a constant; one without comes from unseen code."""
+        """A tensor's number. An unknown tensor with values is a constant; one without comes from unseen code."""
         number = self.table.number(tensor)
         if number is None and not isinstance(tensor, FakeTensor):
             return self.table.add(tensor, TensorSource("constant", tensor))
@@ -294,7 +293,7 @@ class _Tracer:
         return number
 
     def _refuse_not_constant(self, pure: bool, reads: frozenset[int], changed: Sequence[Tensor]) -> None:
-        """A tensor with values must not depend on chance or on a tensor without values."""
+        """Raises an error if a tensor with values depends on random numbers or on a tensor without values."""
         if all(isinstance(tensor, FakeTensor) for tensor in changed):
             return
         if not pure or any(isinstance(self._tensor(number), FakeTensor) for number in reads):

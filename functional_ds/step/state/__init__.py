@@ -1,1 +1,1 @@
-"""What a step keeps: the state, what its slots mean, module buffers, and leaves that no rank has used."""
+"""The training state: its slots, module buffers, and leaves that no rank has used."""

@@ -1,4 +1,4 @@
-"""What modules hold beside their parameters, within one pass: copies of what may be written, and what was."""
+"""Module buffers within one pass: copies of those that may be written, and which were."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -20,14 +20,14 @@ _SMALL = 1 << 16  # bytes of a buffer that each pass copies without asking wheth
 
 @attrs.define(eq=False)
 class Held:
-    """What one module has within a pass.
+    """The buffers of one module within a pass.
 
     Attributes:
         values: its buffers by name; those that may be written are copies.
-        attributes: what passes have set on it beside buffers.
-        others: what they have set that no tree can hold.
-        looks: whether bits are to be compared, because nothing is known yet of what the module writes.
-        complete: whether it has the buffers, too, that a state leaves out.
+        attributes: tensors and numbers that passes have set on it.
+        others: what else they have set, which no tree can hold.
+        looks: whether to compare bits, because it is not known yet what the module writes.
+        complete: whether it includes the buffers that a state omits.
     """
 
     values: dict[str, Any]
@@ -53,11 +53,11 @@ class Held:
             self._before[name], self._versions[name] = buffer, version_of(self.values[name])
 
     def is_assigned(self, name: str) -> bool:
-        """Whether the pass has set a buffer to another tensor."""
+        """Whether the pass has replaced a buffer by another tensor."""
         return self.values[name] is not self._given.get(name)
 
     def written(self) -> frozenset[str]:
-        """The buffers that are others now; where it ``looks``, by their bits, too: kernels of norms leave no other trace."""
+        """The buffers that changed; with ``looks``, also by their bits, because kernels of norms leave no other trace."""
         changed = {n for n, b in self.values.items() if n not in self._versions and b is not None}
         changed |= {n for n in self._versions if self._is_other(n)}
         if self.looks:
@@ -66,7 +66,7 @@ class Held:
         return frozenset(changed)
 
     def set_anew(self, before: Mapping[str, Any]) -> frozenset[str]:
-        """The attributes that a state did not have before; where it ``looks``, those with other values, too."""
+        """The attributes that a state did not have before; with ``looks``, also those with other values."""
         return frozenset(n for n, x in self.attributes.items() if n not in before or (self.looks and not _same(x, before[n])))
 
     def _is_other(self, name: str) -> bool:
@@ -80,7 +80,7 @@ class Held:
         return dict(self.values)
 
     def spoilt(self) -> str | None:
-        """A buffer of the state itself that was written in place, because nothing had said that it would be.
+        """A buffer of the state itself that was written in place, because it was not known to be written.
 
         Kernels of norms leave no other trace than a sibling that was written.
         """
@@ -96,7 +96,7 @@ class BufferScope:
 
     Attributes:
         buffers: those of the state that the pass was given.
-        keeps: whether what is written counts; an evaluation forgets it.
+        keeps: whether writes are kept; an evaluation drops them.
     """
 
     buffers: Buffers | None
@@ -104,7 +104,7 @@ class BufferScope:
     _held: dict[str, Held] = attrs.field(factory=dict)
 
     def of(self, module: HasBuffers) -> Held | None:
-        """What a module has in this pass; None if the state does not know the module."""
+        """A module's buffers in this pass; None if the state does not have the module."""
         if self.buffers is None or module not in self.buffers.known.keys:
             return None
         known = self.buffers.known
@@ -145,13 +145,13 @@ class BufferScope:
 
 
 def _with_siblings(written: Collection[str], values: Iterable[str]) -> frozenset[str]:
-    """With the other buffers of the modules that wrote some: what was written may have the bits that it had before."""
+    """The written buffers and all others of their modules: a write may leave the same bits."""
     owners = {name.rpartition(".")[0] for name in written}
     return frozenset(name for name in values if name in written or name.rpartition(".")[0] in owners)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether structures have the same numbers and bits."""
+    """Whether structures have equal numbers and bits."""
     if tree.structure(one) != tree.structure(other):
         return False
     pairs = zip(tree.leaves(one), tree.leaves(other), strict=True)

@@ -1,4 +1,4 @@
-"""Which rank's module buffers and attributes data-parallel ranks keep, and how the ranks agree on what they write."""
+"""Synchronises module buffers and attributes over data-parallel ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ __all__ = ["Agreement", "agreed_anew", "synced", "synchronized", "unagreed"]
 
 @attrs.frozen
 class AttributeForm:
-    """A tensor of an attribute, without its values."""
+    """Shape and dtype of a tensor of an attribute."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,15 +27,15 @@ class AttributeForm:
 
 @attrs.frozen
 class Agreement:
-    """Which rank of a group gives which buffer, and which attribute.
+    """Which rank of a group provides which buffer and attribute.
 
     Attributes:
         written: this rank's written buffers when the ranks agreed.
         givers: by (key, name): the rank, the shape and the dtype. Ranks that write a buffer themselves know its shape.
-        by_writer: whether each rank gives what it writes.
+        by_writer: whether each rank provides what it writes.
         own_forms: the attributes that this rank's passes set, by (key, name), with the forms of their leaves.
-        attributes: by (key, name): the rank that gives the attribute, its form there, and whether all ranks have that form.
-        dropped: the attributes that the rank does not have that would give them.
+        attributes: by (key, name): the rank that provides the attribute, its form there, and whether all ranks have that form.
+        dropped: the attributes that their providing rank does not have.
     """
 
     written: frozenset[tuple[str, str]]
@@ -46,17 +46,17 @@ class Agreement:
     dropped: frozenset[tuple[str, str]]
 
     def covers(self, buffers: Buffers) -> bool:
-        """Whether it has what this rank's modules write now."""
+        """Whether it includes what this rank's modules write now."""
         mine = buffers.known.mine
         known = self.written == mine if self.by_writer else mine <= self.givers.keys()
         return known and self.own_forms == _forms_set(buffers)
 
 
 def unagreed(state: State) -> Tensor | None:
-    """1.0 where this rank writes buffers that the ranks have not agreed on, else 0.0; None where ranks need not ask.
+    """1.0 if this rank writes buffers that the ranks have not agreed on, else 0.0; None if ranks need not ask.
 
-    Only modules are asked that have buffers, or have set attributes by then on any rank. On a GPU the answer is not waited for:
-    all ranks must begin to write in one step.
+    Only modules that have buffers, or have set attributes, on any rank, need to ask. On a GPU the host does not wait for the
+    answer: all ranks must begin to write in the same step.
     """
     held = state.slots.get(BUFFERS)
     if not isinstance(held, Buffers) or state.step.is_cuda or held.policy == "own":
@@ -68,24 +68,23 @@ def unagreed(state: State) -> Tensor | None:
 
 
 def agreed_anew(state: State, ranks: Tensor | None) -> State:
-    """The state, whose ranks will agree again on the buffers that they write if any rank must; no graph of a step does."""
+    """The state, whose ranks agree again on the buffers that they write if any rank must; not in a captured step."""
     if ranks is not None and current_recorder() is None and ranks.item():
         state.slots[BUFFERS].known.agreed.clear()
     return state
 
 
 def synchronized(buffers: Buffers, group: comm.Group, *, policy: str | None = None) -> Buffers:
-    """The buffers that the ranks of a group keep after each has run its own rows, or its own stages.
+    """The buffers that the ranks of a group keep after each has run its rows, or its stages.
 
-    ``"first"``: those of the group's first rank, as DistributedDataParallel has it. ``"mean"``: the mean of floating ones, the
-    first rank's of others. ``"own"``: each rank keeps what it has. ``"writer"``: each of the first rank that writes it.
-    The same holds for attributes that forward passes have set to tensors and numbers; where their shapes differ, ``"mean"``
-    is ``"first"``.
+    ``"first"``: those of the group's first rank, as in DistributedDataParallel. ``"mean"``: the mean of floating-point ones,
+    the first rank's of others. ``"own"``: each rank keeps its own. ``"writer"``: each of the first rank that writes it. The
+    same holds for attributes that forward passes have set to tensors and numbers; if their shapes differ, ``"mean"`` is
+    ``"first"``.
 
-    Cost: in the first step, and when modules begin to write others, one small message; in each step a number, by which ranks
-    say so, in the sum of the metrics, and a broadcast of the written
-    buffers and attributes, or an all-reduce of them for ``"mean"``; a small message if attributes are numbers. Nothing is sent
-    where no rank writes any.
+    Cost: one small message in the first step, and when modules begin to write others; in each step one number in the sum of the
+    metrics, by which ranks agree, and a broadcast of the written buffers and attributes (an all-reduce for ``"mean"``); a small
+    message if attributes are numbers. If no rank writes any, nothing is sent.
     """
     policy = policy or buffers.policy
     if group.size == 1 or policy == "own":
@@ -100,13 +99,13 @@ def synchronized(buffers: Buffers, group: comm.Group, *, policy: str | None = No
 
 
 def synced(state: State, group: comm.Group, *, policy: str | None = None) -> State:
-    """A state with such buffers; one without modules as it is."""
+    """A state with synchronized buffers; a state without modules is unchanged."""
     held = state.slots.get(BUFFERS)
     return state.put(**{BUFFERS: synchronized(held, group, policy=policy)}) if isinstance(held, Buffers) else state
 
 
 def _forms(buffers: Buffers) -> dict[tuple[str, str], Any]:
-    """What the attributes are: each leaf is its shape and dtype, or the class of a number."""
+    """The forms of the attributes: shape and dtype of each tensor, the class of each number."""
     return {
         (key, name): tree.map(lambda x: AttributeForm(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x), value)
         for key, held in buffers.attributes.items()
@@ -115,13 +114,13 @@ def _forms(buffers: Buffers) -> dict[tuple[str, str], Any]:
 
 
 def _forms_set(buffers: Buffers) -> dict[tuple[str, str], Any]:
-    """Of those that this rank's passes set."""
+    """The forms of attributes that this rank's passes set."""
     sets = buffers.known.sets
     return {(key, name): form for (key, name), form in _forms(buffers).items() if name in sets.get(key, ())}
 
 
 def _agree(buffers: Buffers, group: comm.Group, *, by_writer: bool) -> Agreement:
-    """Every rank says what it writes."""
+    """Every rank reports what it writes."""
     mine, forms, sets = buffers.known.mine, _forms(buffers), _forms_set(buffers)
     told = [(key, name, tuple(b.shape), b.dtype) for key, name in sorted(mine) if (b := buffers.values[key][name]) is not None]
     givers: dict[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]] = {}
@@ -156,7 +155,7 @@ def _exchanged(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: s
 
 
 def _exchanged_attributes(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: str) -> dict[str, dict[str, Any]]:
-    """Those of the ranks that give them. What these do not have is as the module was built."""
+    """The attributes of the ranks that provide them. Those that a provider lacks are as the module was built."""
     leaves = {which: _leaves_like(buffers, which, form, group) for which, (_, form, _) in agreed.attributes.items()}
     places = [(which, index) for which, held in leaves.items() for index in range(len(held))]
 
@@ -190,7 +189,7 @@ def _exchanged_attributes(buffers: Buffers, agreed: Agreement, group: comm.Group
 
 
 def _leaves_like(buffers: Buffers, which: tuple[str, str], form: Any, group: comm.Group) -> list[Any]:
-    """The leaves of this rank's attribute; room for another rank's where it has none of this form."""
+    """The leaves of this rank's attribute; empty memory for another rank's if it has none of this form."""
     key, name = which
     if _forms(buffers).get(which) == form:
         return tree.leaves(buffers.attributes[key][name])
@@ -202,7 +201,7 @@ def _leaves_like(buffers: Buffers, which: tuple[str, str], form: Any, group: com
 
 
 def _room(values: dict[str, dict[str, Any]], which: tuple[str, str], agreed: Agreement, group: comm.Group) -> Tensor:
-    """This rank's buffer, as large as the giver's."""
+    """This rank's buffer, in the provider's size."""
     key, name = which
     found = values[key].get(name)
     _, shape, dtype = agreed.givers[which]

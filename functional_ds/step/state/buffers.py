@@ -1,7 +1,7 @@
-"""What modules hold beside their parameters, as a part of the state: read by a forward pass and returned with what it wrote.
+"""Module buffers as a part of the state: a forward pass reads them and returns what it wrote.
 
-A pass (one micro-batch's forward and backward) opens a ``BufferScope`` on the state's buffers. Modules read from it and leave
-in it what they wrote; ``collect`` gives the buffers of the next state. Nothing is written into the tensors of the state.
+A pass (one micro-batch's forward and backward) opens a ``BufferScope`` on the state's buffers. Modules read from it and write
+to it; ``collect`` gives the buffers of the next state. The tensors of the state are never written.
 """
 
 from collections import deque
@@ -32,38 +32,38 @@ class HasBuffers(Protocol):
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The buffers that its ``state_dict`` has, as the module was built, by name."""
+        """The buffers in its ``state_dict``, as the module was built, by name."""
 
     @property
     def modes(self) -> tuple[int, ...]:
-        """What its calls depend on beside tensors: which of its modules are in training mode, and the number of edits."""
+        """What its calls depend on besides tensors: which of its modules are in training mode, and the number of edits."""
 
     @property
     def version(self) -> int:
-        """How many changes a user has made on the module."""
+        """The number of changes that a user has made to the module."""
 
     def notice(self) -> tuple[int, ...]:
-        """Looks for such changes; the modes."""
+        """Checks for such changes; returns the modes."""
 
     def changed(self, version: int) -> Collection[str]:
-        """The names of the attributes and buffers that were changed since there were so many changes."""
+        """The names of the attributes and buffers that were changed since that version."""
 
     def container(self, name: str) -> tuple[str, Any] | None:
-        """The name and the value of the list, tuple or dict in which the attribute of this name lies; None if it is in none."""
+        """The name and value of the list, tuple or dict that contains the attribute of this name; None if there is none."""
 
 
 @attrs.frozen(eq=False)
 class Modules:
-    """The modules of a step, by the place of their parameters in the params' tree: ``""`` where they are the whole tree."""
+    """The modules of a step, by the path of their parameters in the params' tree: ``""`` for the whole tree."""
 
     by_key: Mapping[str, HasBuffers]
 
     @staticmethod
     def of(params: Any, given: Any = None) -> "Modules":
-        """Those that are given, and those whose parameters ``fds.functional`` gave.
+        """The given modules, and those whose parameters came from ``fds.functional``.
 
         Raises:
-            TypeError: something given is no ``apply``.
+            TypeError: a given value is not an ``apply``.
         """
         named = {"": given} if given is not None and not isinstance(given, Mapping) else dict(given or {})
         for name, module in named.items():
@@ -89,9 +89,9 @@ class OtherAttribute:
     """An attribute of a module.
 
     Attributes:
-        value: what the next pass finds.
-        version: how many changes of ``Apply.module`` the pass knew that set it; a later one of this attribute counts more.
-        passing: whether the value itself belonged to one pass, so that the next ones cannot use it.
+        value: what the next pass reads.
+        version: the version of ``Apply.module`` that the pass knew that set it; a later user's change overrides it.
+        passing: whether the value belonged to one pass, so that later ones cannot use it.
     """
 
     value: Any
@@ -101,11 +101,11 @@ class OtherAttribute:
 
 @attrs.define(eq=False)
 class OtherAttributes:
-    """Those of all modules. They go on from step to step with the state; no checkpoint has them.
+    """Attributes of all modules that are kept from step to step, but not in checkpoints.
 
     Attributes:
         by_key: for each module by the names of the attributes.
-        versions: for each module how many changes of ``Apply.module`` the state's last pass, or ``init``, knew.
+        versions: for each module the version of ``Apply.module`` that the state's last pass, or ``init``, knew.
     """
 
     by_key: Mapping[str, Mapping[str, OtherAttribute]] = attrs.field(factory=dict)
@@ -120,15 +120,15 @@ class OtherAttributes:
 
 @attrs.define(eq=False)
 class Known:
-    """What a program has found out about its modules; it changes no value, and is not saved.
+    """What a program has learned about its modules; it changes no value, and is not saved.
 
     Attributes:
         keys: each module's key in ``Buffers``.
-        written: for each key, which of the module's buffers its passes write, once a pass has been looked at.
+        written: for each key, which of the module's buffers its passes write, once a pass was inspected.
         sets: for each key, which attributes its passes set to tensors and numbers.
         modes: the modes in which that was so.
-        agreed: for each group of ranks, which rank gives which buffer: an ``Agreement``.
-        pickled: whether the state comes out of a pickle, in which modules are not.
+        agreed: for each group of ranks, which rank provides which buffer: an ``Agreement``.
+        pickled: whether the state was unpickled, without its modules.
     """
 
     keys: dict[Any, str] = attrs.field(factory=dict)
@@ -144,7 +144,7 @@ class Known:
         return frozenset((key, name) for key, names in self.written.items() for name in names)
 
     def __eq__(self, other: object) -> bool:
-        """Two states of one structure may know different things."""
+        """Always true: states of one structure may differ in it."""
         return isinstance(other, Known)
 
     __hash__ = None  # type: ignore[assignment]
@@ -153,7 +153,7 @@ class Known:
         return self
 
     def __reduce__(self) -> Any:
-        return Known, ({}, {}, {}, {}, {}, True)  # modules do not travel with a state
+        return Known, ({}, {}, {}, {}, {}, True)  # modules are not pickled with a state
 
 
 @tree.record
@@ -163,7 +163,7 @@ class Buffers:
     Attributes:
         values: the buffers by name, for each module by its key; None for one that its module has set to None.
         attributes: other tensors and numbers that forward passes have set on modules, likewise.
-        known: what the program has found out about its modules.
+        known: what the program has learned about its modules.
         policy: whose buffers data-parallel ranks keep.
         others: what else they have set.
     """
@@ -178,12 +178,12 @@ class Buffers:
 
     @property
     def per_rank(self) -> frozenset[str]:
-        """The fields of which each rank has its own."""
+        """The fields that differ between ranks."""
         return frozenset(self.roles) if self.policy == "own" else frozenset()
 
     @staticmethod
     def fresh(modules: Modules, policy: str, device: torch.device) -> "Buffers | None":
-        """The modules' own buffers; None where there is no module."""
+        """The modules' initial buffers; None if there is no module."""
         if not modules.by_key:
             return None
         for module in modules.by_key.values():
@@ -196,7 +196,7 @@ class Buffers:
         return Buffers(values, {key: {} for key in values}, known, policy, others)
 
     def of(self, module: HasBuffers) -> Mapping[str, Any]:
-        """One module's, by name; none if the state does not know the module."""
+        """One module's, by name; empty if the state does not have the module."""
         key = self.known.keys.get(module)
         return {} if key is None else self.values[key]
 
@@ -206,7 +206,7 @@ class Buffers:
         return found[""] if [*found] == [""] else found
 
     def with_values(self, values: Mapping[str, Any], key: str = "") -> "Buffers":
-        """With other values of buffers, and of tensors and numbers that forward passes have set, whatever the module has now.
+        """A copy with other values of buffers, and of tensors and numbers that forward passes have set.
 
         >>> import functional_ds as fds
         >>> apply, params = fds.functional(torch.nn.BatchNorm1d(2))
@@ -218,7 +218,7 @@ class Buffers:
 
         Args:
             values: by name.
-            key: the module's, where there are several.
+            key: the module's, if there are several.
 
         Raises:
             ValueError: there is no such buffer, or it has another shape or dtype.
@@ -242,7 +242,7 @@ class Buffers:
         return tree.replace(self, **fields, others=attrs.evolve(self.others, versions=versions))
 
     def check_changes(self, module: HasBuffers) -> None:
-        """Refuses a module on which a user has changed what this state has.
+        """Raises an error for a module on which a user has changed what this state stores.
 
         Raises:
             RuntimeError: there is such a buffer, or an attribute that forward passes have set.
@@ -260,13 +260,13 @@ class Buffers:
             )
 
     def unsaved(self) -> list[str]:
-        """The attributes that no checkpoint has, although forward passes have set them."""
+        """The attributes that forward passes have set and that checkpoints do not contain."""
         gone = {(key, name) for key, held in self.attributes.items() for name, value in held.items() if value is None}
         gone |= {(key, name) for key, held in self.others.by_key.items() for name, other in held.items() if not other.passing}
         return sorted(".".join(filter(None, each)) for each in gone)
 
     def grown(self, names: Iterable[tuple[str, str, tuple[int, ...], torch.dtype]]) -> "Buffers":
-        """With room for buffers that a checkpoint has and a fresh state lacks, as modules make some only when they run.
+        """Adds empty buffers that a checkpoint has and a fresh state lacks, because modules create some only when they run.
 
         Args:
             names: field, path, shape and dtype of each.
@@ -294,7 +294,7 @@ class Buffers:
 
 
 def _deepened(held: Any, inside: str, room: Any) -> Any:
-    """A list, tuple or dict with room at a path inside of it; it is as it was where that is deeper than one entry."""
+    """A list, tuple or dict with a new entry at a path inside of it; unchanged if that is deeper than one entry."""
     now, copied = dict(tree.named(held)).get(inside), tree.map(lambda x: x, held)
     one, other = (tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in (now, room))
     if one == other:
@@ -309,9 +309,9 @@ def _deepened(held: Any, inside: str, room: Any) -> Any:
 
 
 def plain_copy(buffer: Any) -> Any:
-    """A copy that a pass may write into, whatever mode the buffer was made in."""
+    """A copy that a pass may write to, even if the buffer was made in inference mode."""
     if buffer is None:
         return None
-    hidden = disable_dispatch_modes() if current_recorder() is None else nullcontext()  # but a graph of the step has it
-    with torch.inference_mode(False), hidden:  # no other recorder takes it for what the function computes
+    hidden = disable_dispatch_modes() if current_recorder() is None else nullcontext()  # except in a graph of the step
+    with torch.inference_mode(False), hidden:  # so that no other recorder records it as a part of the function
         return buffer.detach().clone()

@@ -1,4 +1,4 @@
-"""What updates of transforms leave as it was: everything in steps that a loss scale skips, and marks of frozen params."""
+"""Updates that a loss scale skips, and marks of frozen params, handled for transforms."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,10 +17,10 @@ __all__ = ["keeping", "kept_slots", "marking"]
 
 
 def keeping(name: str, slot: str | None, update: Any) -> Any:
-    """The ``update`` of a transform that need not know of skipped steps: in one it changes nothing but what ``inner`` does.
+    """The ``update`` of a transform that does not handle skipped steps: in one it changes only what ``inner`` does.
 
-    Nothing is read back from the device: ``state.skip`` chooses between the values before and after. So those after must be new
-    tensors.
+    The host does not wait for the device: ``state.skip`` selects between the values before and after. So the values after must
+    be new tensors.
 
     Cost: one pass over the tensors that the transform replaces; nothing in steps without a loss scale.
 
@@ -49,7 +49,7 @@ def keeping(name: str, slot: str | None, update: Any) -> Any:
 
 
 def kept_slots(before: State, after: State, slots: Iterable[str | None]) -> State:
-    """``after``, with what these slots had before if the step is skipped."""
+    """``after``, with the earlier values of these slots if the step is skipped."""
     skip = after.skip
     changed = [slot for slot in slots if slot in after.slots and after.slots[slot] is not before.slots[slot]]
     if skip is None or not changed:
@@ -59,7 +59,7 @@ def kept_slots(before: State, after: State, slots: Iterable[str | None]) -> Stat
 
 @attrs.frozen(eq=False)
 class _Fallback:
-    """A state that a skipped step goes back to."""
+    """A state to which a skipped step returns."""
 
     state: State
     versions: list[int]
@@ -69,7 +69,7 @@ class _Fallback:
         return _Fallback(state, _versions(tree.leaves(state)))
 
     def unless_skipped(self, after: State, name: str) -> State:
-        """``after``, or where the step is skipped this state.
+        """``after``, or this state if the step is skipped.
 
         Raises:
             ValueError: a tensor of this state was written in place.
@@ -93,7 +93,7 @@ def _versions(leaves: Iterable[Any]) -> list[int]:
 
 
 def _chosen(skip: Tensor, old: Any, new: Any) -> Any:
-    """``old`` where a step is skipped, else ``new``; decided on the host only if they are not of one form."""
+    """``old`` if a step is skipped, else ``new``; decided on the host only if they differ in shape or type."""
     (olds, spec), (news, other) = tree.flatten(old), tree.flatten(new)
     if spec != other or not all(map(_alike, olds, news)):
         return new if skip.is_meta or not bool(skip) else old
@@ -111,10 +111,10 @@ def _where(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
 
 
 def marking(name: str, update: Any) -> Any:
-    """The ``update`` of a transform, after which params that are not trained still are not.
+    """The ``update`` of a transform that keeps frozen params marked as frozen.
 
-    A function of all params, such as a clamp or a mean with older ones, makes plain tensors, and a plain float is trained. So
-    new values of a frozen leaf get its mark. Whole numbers stay whole.
+    A function of all params, such as a clamp or an average, makes plain tensors, and a plain float tensor is trained. So new
+    values of a frozen leaf get its mark. Integers stay integers.
 
     Args:
         name: of the transform.

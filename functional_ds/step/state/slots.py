@@ -1,4 +1,4 @@
-"""What a transform's slot in the state says of itself to those that save, count, export or reshard states."""
+"""What a slot declares to code that saves, counts, exports or reshards states."""
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -20,27 +20,26 @@ __all__ = ["Apart", "Role", "Stored", "fields_of_role", "stored_layout", "with_r
 class Role(Enum):
     """What a field of a slot means. The value is the prefix of its tensors' names in checkpoints.
 
-    A slot's record says so in ``roles``, a mapping from its fields' names. A field without a role belongs to its transform
-    alone: it is saved under ``slots.<slot>.<field>``, resharded like the params if it is a list of tensors like theirs, and
+    A slot's record declares it in ``roles``, a mapping from its fields' names. A field without a role is private to its
+    transform: it is saved under ``slots.<slot>.<field>``, resharded like the params if it is a list of tensors like theirs, and
     counted among the buffers.
     """
 
-    MASTER = "masters"  # the params as the optimizer has them, where what is stored is less exact
-    EXACT = "exact"  # the stored params, where what ranks gather of them is rounded
-    AVERAGE = "averages"  # a mean of the params over time, which an export can take in their place
+    MASTER = "masters"  # the optimizer's params, if the stored ones are less precise
+    EXACT = "exact"  # the stored params, if gathers round them
+    AVERAGE = "averages"  # a mean of the params over time, which can be exported instead
     BUFFER = "buffers"  # buffers of modules
-    ATTRIBUTE = "attributes"  # what else forward passes have set on modules
+    ATTRIBUTE = "attributes"  # other attributes that forward passes have set on modules
     SETTING = "settings"  # comes and goes with the strategy: a checkpoint may have it or not
 
 
 @attrs.frozen(eq=False)
 class Stored:
-    """How a state's params lie, as the slot that cut them says.
+    """How a state's params are stored, as the slot of the transform that sharded them declares.
 
     Attributes:
-        leaf_map: which leaf lies where in what the optimizer gets.
-        layout: the flat segments in which the params are stored; None where they are the user's tree, or are where ``leaf_map``
-            says.
+        leaf_map: which leaf is where in what the optimizer gets.
+        layout: the flat segments in which the params are stored; None if they are the user's tree, or as in ``leaf_map``.
     """
 
     leaf_map: LeafMap
@@ -49,20 +48,20 @@ class Stored:
 
 @tree.record
 class Apart:
-    """The slot of ranks that have a model each, by design: which of how many models is this rank's."""
+    """The slot of ``apart``: which of how many models is this rank's."""
 
     place: int = tree.static()
     size: int = tree.static()
 
     @staticmethod
     def named(state: "State", leaf: str) -> str:
-        """The name of a leaf among those of all models: ``outer.0/w`` for ``w`` of the first one."""
+        """A leaf's name among those of all models: ``outer.0/w`` for ``w`` of the first one."""
         models = [f"{name}.{slot.place}/" for name, slot in sorted(state.slots.items()) if isinstance(slot, Apart)]
         return "".join(models) + leaf
 
 
 def stored_layout(state: "State") -> Stored | None:
-    """How the params lie, by the slot that has a ``leaf_map``, and perhaps a ``layout``; None where all is the user's tree."""
+    """How the params are stored, by the slot that has a ``leaf_map``; None if they are the user's tree."""
     for slot in state.slots.values():
         if isinstance(found := getattr(slot, "leaf_map", None), LeafMap):
             return Stored(found, getattr(slot, "layout", None))
@@ -70,7 +69,7 @@ def stored_layout(state: "State") -> Stored | None:
 
 
 def fields_of_role(state: "State", role: Role) -> Iterator[Any]:
-    """The fields of all slots that have this role, in the order in which transforms made the slots."""
+    """The fields of all slots that have this role, in the order of the slots."""
     for slot in state.slots.values():
         for field, found in getattr(slot, "roles", {}).items():
             if found is role:
@@ -78,7 +77,7 @@ def fields_of_role(state: "State", role: Role) -> Iterator[Any]:
 
 
 def with_room(state: "State", names: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> "State":
-    """The state with room in its slots for tensors of a checkpoint that a fresh state lacks, where a slot can grow.
+    """The state with empty tensors in its slots for those of a checkpoint that a fresh state lacks, where a slot can grow.
 
     Args:
         state: a fresh one.
@@ -87,7 +86,7 @@ def with_room(state: "State", names: Mapping[str, tuple[tuple[int, ...], torch.d
     if model := Apart.named(state, ""):
         ending = f"/{model}".removesuffix("/")
         names = {name.removesuffix(ending): spec for name, spec in names.items() if name.endswith(ending)}
-    if "step" in names:  # what is counted beside it comes with it
+    if "step" in names:  # what is counted with it is included
         counted = [name.removeprefix("idle.") for name in names if name.startswith("idle.")]
         state = tree.replace(state, idle={path: torch.zeros((), dtype=torch.int64) for path in counted})
     for key, slot in state.slots.items():

@@ -1,4 +1,4 @@
-"""Everything that a resumed run needs, as one pytree; and the leaves that no loss has used."""
+"""The training state: everything that a resumed run needs, as one pytree; and the leaves that no loss has used."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -35,21 +35,21 @@ __all__ = [
 
 
 class DonatedStateError(RuntimeError):
-    """A state was used after a step had taken its memory."""
+    """Raised when a state is used after a step has taken its memory."""
 
 
 class UpdateError(RuntimeError):
-    """An update failed and changed nothing: the state that the step was given can be used again, donated or not."""
+    """Raised when an update failed and changed nothing: the state passed to the step stays valid, donated or not."""
 
 
 @attrs.define(eq=False)
 class SeenGraphs:
-    """Which kinds of graphs were looked through for what would lose gradients; it changes no value, and is not saved.
+    """Which autograd graphs were inspected for lost gradients; it changes no value, and is not saved.
 
     Attributes:
-        kinds: of each: how many nodes it has, or which leaves it leaves without a gradient.
-        passes: those that loops of a user's own have opened.
-        metrics: the names that each step's loss has returned, in training and in evaluations.
+        kinds: of each: its number of nodes, or which leaves it leaves without a gradient.
+        passes: those that custom loops have opened.
+        metrics: the names of the metrics of each step, in training and in evaluations.
     """
 
     kinds: set[Any] = attrs.field(factory=set)
@@ -57,14 +57,14 @@ class SeenGraphs:
     metrics: "weakref.WeakKeyDictionary[Any, dict[str, list[str]]]" = attrs.field(factory=weakref.WeakKeyDictionary, repr=False)
 
     def is_new(self, kind: Any) -> bool:
-        """Whether no graph was of this kind so far; from now on one was."""
+        """Whether no such graph was seen so far; records it."""
         if kind in self.kinds:
             return False
         self.kinds.add(kind)
         return True
 
     def __eq__(self, other: object) -> bool:
-        """Two states of one structure may have seen different graphs."""
+        """Always true: states of one structure may differ in it."""
         return isinstance(other, SeenGraphs)
 
     def __hash__(self) -> int:
@@ -82,20 +82,20 @@ class State:
     """A step's state.
 
     Attributes:
-        params: what is stored: the user's tree, or whatever a transform keeps instead.
+        params: the stored params: the user's tree, or what a transform stores instead.
         optimizer: the optimizer's state.
-        step: how many updates were made, an int64 scalar.
-        key: where random draws come from; None while evaluating.
-        slots: what each transform keeps, by the name of its slot, and ``"buffers"``: what modules hold beside parameters.
-        skip: after ``reduce``, within a step: a bool scalar, whether the update is to leave params, optimizer and step as they
-            are. None for never.
-        finite: as long: whether the gradients that ``reduce`` gave were finite, where a loss scale asks. None where none does.
-        idle: for each leaf that the loss did not always use: how many updates left it alone, by path; int64, on the host.
-        reduced: within a step: False in ``gradients``, whose sums may be this rank's alone, and True once ``reduce`` has run.
-        unused: within a step: the paths of the trained leaves that the loss has not used so far, after the gradients on no
-            rank. None where nothing has been differentiated yet, and where all were used.
+        step: the number of updates so far, an int64 scalar.
+        key: the source of random draws; None while evaluating.
+        slots: what each transform keeps, by the name of its slot, and ``"buffers"``: module buffers.
+        skip: within a step, after ``reduce``: a bool scalar, whether the update leaves params, optimizer and step unchanged.
+            None for never.
+        finite: within a step, after ``reduce``: whether the gradients were finite; None without a loss scale.
+        idle: for each leaf that some losses did not use: how many updates skipped it, by path; int64, on the host.
+        reduced: within a step: False in ``gradients``, whose sums may be this rank's only, and True once ``reduce`` has run.
+        unused: within a step: the paths of the trained leaves that the loss has not used so far, after ``reduce`` on no rank.
+            None before any gradient, and if all were used.
         batch: the structure of the batches so far; None before the first.
-        graphs: the kinds of graphs that its losses have had.
+        graphs: the graphs of losses that were inspected.
     """
 
     params: Any
@@ -112,9 +112,9 @@ class State:
     graphs: SeenGraphs = tree.static(default=attrs.Factory(SeenGraphs))
 
     def donate(self, after: "State | None" = None) -> "State":
-        """The same state, or ``after``, which may share tensors with it, as a new value; neither can be used any more.
+        """The same state, or ``after``, which may share tensors with it, as a new value; the originals cannot be used any more.
 
-        This, and ``restore``, are the only places that change a record: what is donated must not be used again.
+        This and ``restore`` are the only methods that change a record.
         """
         heir = tree.replace(self if after is None else after)
         for spent in (self, after):
@@ -127,7 +127,7 @@ class State:
         self.__dict__.update(before.__dict__)
 
     def clone(self, *, keeps_graph: bool = False) -> "State":
-        """A copy that shares no memory; ``keeps_graph``: through which gradients flow."""
+        """A copy that shares no memory; with ``keeps_graph`` gradients flow through it."""
 
         def copied(leaf: Any) -> Any:
             return like_marked((leaf if keeps_graph else leaf.detach()).clone(), leaf) if isinstance(leaf, Tensor) else leaf
@@ -135,7 +135,7 @@ class State:
         return tree.map(copied, self)  # type: ignore[no-any-return]
 
     def put(self, **slots: Any) -> "State":
-        """With these slots set."""
+        """A copy with these slots set."""
         return tree.replace(self, slots={**self.slots, **slots})
 
     def __repr__(self) -> str:
@@ -156,7 +156,7 @@ class State:
         return html_table(["", "tensors", "dtypes", "bytes"], [(k, *_row(v)) for k, v in kinds.items()], caption=repr(self))
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached for what is not there: a field's absence means that the state was donated.
+        # Called only for missing attributes: a missing field means that the state was donated.
         if name in State.__annotations__:
             raise DonatedStateError(
                 f"state.{name}: this state was donated to a step, which reuses its memory; go on with the state that the "
@@ -176,7 +176,7 @@ _DONATED = "_fds_donated"
 
 
 def mark_donated(state: State) -> None:
-    """Marks the count of updates, which all aliases of the state share, and no later state, with a tensor that is gone."""
+    """Marks the count of updates, which only aliases of the state share, with a tensor that is gone."""
     first = _first_param(state)
     if first is not None:
         setattr(state.step, _DONATED, weakref.ref(first))
@@ -187,7 +187,7 @@ def _first_param(state: State) -> Tensor | None:
 
 
 def refuse_donated(state: State) -> None:
-    """Refuses an alias of a state that was donated, as ``copy.copy`` and ``state.put`` make them.
+    """Raises an error for an alias of a donated state, as ``copy.copy`` and ``state.put`` make them.
 
     Raises:
         DonatedStateError: it is one.
@@ -201,10 +201,10 @@ def refuse_donated(state: State) -> None:
 
 
 def refuse_open(state: State) -> None:
-    """Refuses to donate a state of which a pass is open, whose backward would find other params.
+    """Raises an error if a state with an open pass would be donated, whose backward would then use other params.
 
     Raises:
-        ValueError: there is one.
+        ValueError: there is such a pass.
     """
     if any(one.runs_on(state) for one in state.graphs.passes):
         raise ValueError(
@@ -220,11 +220,12 @@ def _row(held: Any) -> tuple[int, str, str]:
     return len(leaves), dtypes, f"{size:,}"
 
 
-# -- trained leaves that no rank's loss has used: found by each rank, agreed on, and counted, so that optimizers skip them -----
+# -- trained leaves that no rank's loss has used: detected on each rank, agreed on, and counted, so that optimizers skip them
+# -----
 
 
 class Summing(Protocol):
-    """The part of a step that ranks agree by."""
+    """The part of a step by which ranks agree."""
 
     @property
     def skips_unused(self) -> bool: ...
@@ -240,7 +241,7 @@ class Summing(Protocol):
 def with_unused(step: Summing, state: State, places: Iterable[int]) -> State:
     """The state after a backward pass that gave no gradient to the leaves at these places of the leaf map.
 
-    What another pass of the same optimizer step has used stays used.
+    A leaf that another pass of the same optimizer step has used stays used.
     """
     found = list(places)
     leaves = step.leaf_map(state).leaves if found else ()
@@ -255,8 +256,7 @@ def without(state: State, paths: frozenset[str]) -> State:
 def summed_over_ranks(step: Summing, state: State, scalars: Any) -> tuple[Any, ...]:
     """A step's scalars summed over the ranks, and the paths of the trained leaves that none of them used, or None.
 
-    Cost: 4 bytes a leaf more in the sum that is sent anyway. A rank whose own loss used all its leaves reads nothing back, and
-    need not: then no leaf of it is unused.
+    Cost: 4 more bytes per leaf in the sum of the metrics. A rank whose loss used all its leaves does not wait for the result.
     """
     own = state.unused
     if not step.skips_unused or own is None or not step.sums:
@@ -283,14 +283,14 @@ def summed_over_ranks(step: Summing, state: State, scalars: Any) -> tuple[Any, .
 
 
 def unused_leaves(step: Summing, state: State) -> Unused | None:
-    """What an optimizer has to know of unused leaves; None if the loss has used all of them in every step."""
+    """What an optimizer must know of unused leaves; None if the loss has used all of them in every step."""
     if not step.skips_unused or not (state.unused or state.idle):
         return None
     return Unused(state.unused or frozenset(), {path: int(count) for path, count in state.idle.items()})
 
 
 def with_idle(state: State, unused: frozenset[str] | None, before: Any) -> State:
-    """The state after an update that has left these leaves alone, unless it was skipped: then its step is the one before."""
+    """The state after an update that has left these leaves unchanged, unless it was skipped, with the step as before."""
     if not unused:
         return state
     idle = dict(state.idle)

@@ -1,1 +1,1 @@
-"""Every key of DeepSpeed's config as a record: its spellings, type and default, and what becomes of it."""
+"""Every key of DeepSpeed's config as a record: its spellings, type and default, and its outcome."""

@@ -1,4 +1,4 @@
-"""Classes whose statement says what their constructor takes: ``class WarmupLR(LRScheduler, warmup_num_steps=1000)``."""
+"""Classes whose definition declares constructor arguments: ``class WarmupLR(LRScheduler, warmup_num_steps=1000)``."""
 
 import inspect
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ Kind = Literal["int", "float", "number", "bool", "str", "list", "dict", "betas",
 
 
 class Fate(Enum):
-    """What happens to a key: it changes the plan, or the engine only, or nothing; or it raises an error where it is active."""
+    """The outcome of a key: it changes the plan, only the engine, or nothing; or it raises an error if it is active."""
 
     BECAME = "supported"
     ENGINE = "engine"
@@ -34,15 +34,15 @@ class ConfigKey:
         path: its place, with dots.
         kind: of its value: "number" is a float that may be infinite, "rate" one that may be the only one of a list.
         default: DeepSpeed's.
-        fate: what becomes of it.
-        text: one sentence: what it becomes, why it means nothing, or why it is refused and what to do instead.
+        fate: its outcome.
+        text: one sentence: what it becomes, why it has no effect, or why it is unsupported and what to do instead.
         aliases: other spellings of the last name that DeepSpeed accepts.
-        choices: the values that there are; () for any.
+        choices: the allowed values; () for any.
         least: the lowest value of a number.
         most: the highest value of a number.
-        harmless: values that ask for nothing, beside the default; a refused key may have them.
+        harmless: values without effect, in addition to the default, which an unsupported key may have.
         auto: whether DeepSpeed itself reads "auto" as its default, as it does in some blocks.
-        removed: whether DeepSpeed 0.19.8 raises wherever the key stands.
+        removed: whether DeepSpeed 0.19.8 raises an error for any use of the key.
     """
 
     path: str
@@ -69,7 +69,7 @@ class ConfigKey:
         return self.path.rpartition(".")[0]
 
     def is_harmless(self, value: Any) -> bool:
-        """Whether a refused key asks for nothing with this value: DeepSpeed's default, or something that is off."""
+        """Whether an unsupported key has no effect with this value: DeepSpeed's default, or one that turns it off."""
         off = isinstance(value, dict) and value.get("enabled", bool(value)) in (False, "false", "auto")
         return off or any(type(value) is type(none) and value == none for none in (self.default, *self.harmless))
 

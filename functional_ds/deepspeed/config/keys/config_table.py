@@ -1,4 +1,4 @@
-"""Every key of DeepSpeed's config in one table, ``keys.toml``, and where a name is looked up in it."""
+"""Every key of DeepSpeed's config in one table, ``keys.toml``, and lookups in it."""
 
 import difflib
 import tomllib
@@ -64,7 +64,7 @@ def optimizer_keys(optimizer: dict[str, Any]) -> tuple[ConfigKey, ...]:
 
 
 def schedule_rows(schedule: str) -> dict[str, dict[str, Any]]:
-    """By name, what the table says of the arguments of a schedule; it has those of all."""
+    """The table's rows for the arguments of a schedule, by name."""
     own = _TABLE["schedulers"].get(schedule, {})
     return {name: row | own.get(name, {}) for name, row in _TABLE["schedule_arguments"].items()}
 
@@ -89,7 +89,7 @@ def key_of(path: str) -> ConfigKey | None:
 
 
 def nearest(path: str) -> str:
-    """Words about an unknown key: what is known of it, or the nearest name."""
+    """A hint for an unknown key: what is known of it, or the nearest name."""
     if path in DEAD:
         return f"DeepSpeed accepts the name and does nothing with it: {DEAD[path]}"
     block, _, name = path.rpartition(".")

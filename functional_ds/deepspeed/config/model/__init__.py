@@ -1,1 +1,1 @@
-"""What a config takes from the modules of a model: which of them are units of ZeRO."""
+"""What a config uses of a model's modules: which of them are units of ZeRO."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's leaf modules: whose params stage 3 gathers as one."""
+"""DeepSpeed's leaf modules, whose params stage 3 gathers together."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -50,11 +50,11 @@ def set_z3_leaf_modules(
     Args:
         model: the whole model, before ``initialize``.
         leaf_module_classes: classes, or their names, also with their modules'.
-        raise_if_not_found: whether that there is none is an error.
+        raise_if_not_found: whether it is an error if there are none.
 
     Raises:
-        TypeError: something else than a class or a name.
-        ValueError: there is none.
+        TypeError: something other than a class or a name.
+        ValueError: there are none.
 
     >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))
     >>> len(set_z3_leaf_modules(model, [nn.Linear])), len(unset_z3_leaf_modules(model, ["Linear"]))
@@ -73,13 +73,13 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks modules by their names in ``named_modules``, and returns them and the names that there are not.
+    """Marks modules by their names in ``named_modules``; returns them and the names that do not exist.
 
     Args:
         model: the whole model, before ``initialize``.
         module_names: the names.
-        flag: False takes the marks away.
-        raise_if_not_found: whether a name that there is not is an error.
+        flag: False removes the marks.
+        raise_if_not_found: whether a missing name is an error.
     """
     return _marked_where(model, module_names, str.__eq__, flag=flag, needed=raise_if_not_found)
 
@@ -129,10 +129,10 @@ def _marked_where(
 
 @attrs.frozen
 class LeafUnits:
-    """A unit for each leaf module, and one for each block of what is outside of them; for ``unit_of=`` of ``T.zero``.
+    """A unit for each leaf module, and one for each block of the rest; for ``unit_of=`` of ``T.zero``.
 
     Attributes:
-        names: of the leaf modules that are in no other.
+        names: of the outermost leaf modules.
     """
 
     names: tuple[str, ...]
@@ -148,14 +148,14 @@ class LeafUnits:
 
 
 def leaf_units(model: Any, given: Mapping[str, Any] | None) -> LeafUnits | None:
-    """The units of a model with leaf modules; None where there are none.
+    """The units of a model with leaf modules; None if there are none.
 
     Args:
         model: a module; anything else has none.
         given: the config's ``zero_optimization.leaf_module``: lists ``classes``, ``names``, ``name_suffixes``. They are marked.
 
     Raises:
-        ValueError: another key; a value that is no list of strings.
+        ValueError: another key; a value that is not a list of strings.
     """
     lists = {name: _strings(name, value) for name, value in (given or {}).items()}
     if not isinstance(model, nn.Module):

@@ -1,1 +1,1 @@
-"""Learning rates: each of DeepSpeed's schedules as one class, torch's schedulers, and OneCycle's betas."""
+"""Learning-rate schedules: DeepSpeed's, one class each, torch's schedulers, and OneCycle's betas."""

@@ -1,4 +1,4 @@
-"""OneCycle's momentum: betas that move against the rate, as a function of the updates, and optimizers that have them."""
+"""OneCycle's momentum: betas that cycle inversely to the learning rate, as a function of the updates."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -21,15 +21,15 @@ Built = Optimizer | PerParameter
 
 @attrs.frozen
 class BetaCycle:
-    """The betas of each update, DeepSpeed's. The first update has the lowest first beta; the second beta is 0.99.
+    """DeepSpeed's betas of each update. The first update has the lowest first beta; the second beta is 0.99.
 
     Attributes:
-        height: of the cycle, 0 to 1: from the updates so far, as the rate's.
+        height: of the cycle, 0 to 1, by the updates so far, as the rate's.
         total: updates of the cycle.
         low: the first beta where the rate is highest.
         high: where it is lowest.
-        decay: how fast the first beta moves after the cycle.
-        every: over how many updates ``decay`` counts once; 0 for no decay.
+        decay: the rate of the first beta's decay after the cycle.
+        every: updates per unit of ``decay``; 0 for no decay.
     """
 
     height: Callable[[Tensor], Tensor] = attrs.field(repr=False)
@@ -52,19 +52,19 @@ class BetaCycle:
 
 @tree.record
 class CycledState:
-    """How many updates there were, and the optimizer's own state."""
+    """The number of updates, and the optimizer's own state."""
 
     updates: Tensor
     inner: Any
 
 
 def cycled(build: Callable[[Betas], Built], betas: Callable[[int], Betas]) -> Built:
-    """The optimizer ``build(betas(k))`` in update k, whose state counts the updates that were made.
+    """The optimizer ``build(betas(k))`` in update k, with a state that counts updates.
 
-    Betas are numbers of the host, so on a GPU each update waits for the count.
+    Betas are host numbers, so on a GPU each update waits for the count.
 
     Args:
-        build: from betas to an optimizer; its state is of one kind for all betas.
+        build: from betas to an optimizer; its state has one structure for all betas.
         betas: from the number of updates so far.
     """
     of = lru_cache(maxsize=8)(build)

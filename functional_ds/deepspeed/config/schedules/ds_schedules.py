@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules, each in one class: arguments, defaults, rates as functions of the updates, scheduler."""
+"""DeepSpeed's learning-rate schedules, one class each: arguments, defaults, rates as functions of the updates, scheduler."""
 
 import logging
 import math
@@ -23,7 +23,7 @@ def _at(tensor: Tensor, value: float) -> Tensor:
 
 
 def _rise(b: Tensor, steps: int, shape: str) -> Tensor:
-    """DeepSpeed's gamma below ``steps``: logarithmic for every word but "linear"."""
+    """DeepSpeed's gamma below ``steps``: logarithmic unless ``shape`` is "linear"."""
     return b / steps if shape == "linear" else torch.log(b + 1) * (1.0 / math.log(steps))
 
 
@@ -52,7 +52,7 @@ def _check_warmup(self: LRScheduler, a: dict[str, Any]) -> None:
 
 
 class WarmupLR(LRScheduler, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log"):
-    """Rises from ``warmup_min_lr`` to ``warmup_max_lr``, by default the group's own rate, and stays there.
+    """Rises from ``warmup_min_lr`` to ``warmup_max_lr``, by default the group's own rate, and stays constant.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     >>> schedule = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
@@ -74,7 +74,7 @@ class WarmupLR(LRScheduler, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_st
 class WarmupDecayLR(
     LRScheduler, total_num_steps=REQUIRED, warmup_min_lr=0.0, warmup_max_lr=0.001, warmup_num_steps=1000, warmup_type="log"
 ):
-    """``WarmupLR``, then falls to 0 along a line, until ``total_num_steps``."""
+    """``WarmupLR``, then a linear decay to 0 at ``total_num_steps``."""
 
     shown = f"{WarmupLR.shown} total_num_steps"
 
@@ -82,7 +82,7 @@ class WarmupDecayLR(
 
     @staticmethod
     def rates(a: dict[str, Any], lr: float) -> Rates:
-        """A line after the warm-up."""
+        """Linear after the warmup."""
         total = a["total_num_steps"]
         return _between(
             a["warmup_min_lr"], a["warmup_max_lr"], a, lambda b, steps: ((total - b) / max(1.0, total - steps)).clamp(min=0)
@@ -92,7 +92,7 @@ class WarmupDecayLR(
 class WarmupCosineLR(
     LRScheduler, total_num_steps=REQUIRED, warmup_min_ratio=0.0, warmup_num_steps=1000, cos_min_ratio=0.0001, warmup_type="log"
 ):
-    """Rises to the group's own rate, then falls along a cosine to ``cos_min_ratio`` of it."""
+    """Rises to the group's own rate, then follows a cosine to ``cos_min_ratio`` of it."""
 
     shown = "total_num_steps warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio"
 
@@ -117,7 +117,7 @@ class WarmupCosineLR(
         return rates
 
     def get_lr_ratio(self) -> float:
-        """What this iteration's rates are of the groups' rates at the start."""
+        """This iteration's rates, relative to the groups' initial rates."""
         return self._ratio(torch.tensor(float(self.last_batch_iteration + 1), dtype=torch.float64)).item()
 
 
@@ -136,7 +136,7 @@ class OneCycle(
     cycle_max_mom=0.9,
     decay_mom_rate=0.0,
 ):
-    """One rise and fall of the rate, against which the first beta moves, then a decay (Smith 2018)."""
+    """One rise and fall of the rate, with an inverse cycle of the first beta, then a decay (Smith 2018)."""
 
     shown = "min_lrs=cycle_min_lr max_lrs=cycle_max_lr decay_lr_rate decay_step_size first_stair_count=cycle_first_stair_count"
 
@@ -185,9 +185,9 @@ class OneCycle(
         return rates
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each param group at this iteration; None where they stay.
+        """The betas of each param group at this iteration; None if they are constant.
 
-        Before the first step it says the highest, as DeepSpeed's does, although the groups have the lowest.
+        Before the first step it returns the highest, as DeepSpeed's does, although the groups have the lowest.
         """
         if not self.cycle_momentum:
             return None
@@ -214,7 +214,7 @@ def _halves(a: dict[str, Any]) -> tuple[float, float, int, int]:
 
 
 def beta_cycle(a: dict[str, Any]) -> BetaCycle:
-    """The betas that go with OneCycle's rates, of its arguments; DeepSpeed's defaults for those left out."""
+    """The betas that go with OneCycle's rates, from its arguments; DeepSpeed's defaults for omitted ones."""
     a = {key.name: key.default for key in OneCycle.keys} | a
     first, second, *_ = _halves(a)
     height = OneCycle.rates({**a, "cycle_min_lr": 0.0, "cycle_max_lr": 1.0}, 1.0)
@@ -228,7 +228,7 @@ class LRRangeTest(
     lr_range_test_step_rate=1.0,
     lr_range_test_staircase=False,
 ):
-    """Raises the rate from ``lr_range_test_min_lr`` on, to find the largest one that trains (Smith 2018)."""
+    """Raises the rate from ``lr_range_test_min_lr`` on, to find the highest one that trains (Smith 2018)."""
 
     shown = (
         "min_lr=lr_range_test_min_lr step_size=lr_range_test_step_size step_rate=lr_range_test_step_rate "

@@ -1,7 +1,7 @@
-"""What DeepSpeed's schedulers have in common: arguments by their signatures, rates, and the object that sets them.
+"""The base of DeepSpeed's schedulers: arguments by their signatures, rates, and the object that sets them.
 
-DeepSpeed sets a first rate when it makes the scheduler, and moves the scheduler after each update. So update k, from 0, has the
-rate of the scheduler's iteration b = k - 1. Rates are absolute, same as DeepSpeed; ``T.schedule`` gets them as multiples of the
+DeepSpeed sets a first rate when it makes the scheduler, and steps the scheduler after each update. So update k, from 0, has the
+rate of the scheduler's iteration b = k - 1. Rates are absolute, same as DeepSpeed; ``T.schedule`` gets them relative to the
 optimizer's rate.
 """
 
@@ -27,8 +27,8 @@ class RateSchedule:
 
     Attributes:
         name: the scheduler and its numbers.
-        rates: from a tensor, how many updates there were, to the next update's rate.
-        reference: the optimizer's rate, which the factors are multiples of.
+        rates: from a tensor, the number of updates so far, to the next update's rate.
+        reference: the optimizer's rate, to which the factors are relative.
         of: the rates of a param group, from the group's own rate.
     """
 
@@ -69,10 +69,10 @@ class RateSchedule:
 class LRScheduler:
     """One of DeepSpeed's schedules, as an object: ``step`` after each update, ``get_lr``, ``get_last_lr``, ``state_dict``.
 
-    The class describes the schedule. Its statement has the arguments with their defaults, of which the table of keys says more;
-    ``rates`` has the rates. The constructor, the config's keys, the tuning options and the documentation follow.
+    A subclass describes a schedule: its definition has the arguments with their defaults, documented in the table of keys, and
+    ``rates`` has the rates. The constructor, the config's keys, the tuning options and the documentation follow from these.
 
-    The first rate is set when the object is made, and a first ``step`` moves to iteration 0; DeepSpeed's rates lag by that.
+    The first rate is set when the object is made, and a first ``step`` moves to iteration 0, so DeepSpeed's rates lag by one.
 
     Attributes:
         last_batch_iteration: how often ``step`` was called, less one.
@@ -97,7 +97,7 @@ class LRScheduler:
         self._begin(given)
 
     def check(self, a: dict[str, Any]) -> None:
-        """Refuses arguments that have no meaning, and gives others the form that ``rates`` reads."""
+        """Raises an error for invalid arguments, and normalises others for ``rates``."""
 
     @staticmethod
     def rates(a: dict[str, Any], lr: float) -> Rates:
@@ -106,7 +106,7 @@ class LRScheduler:
 
     @classmethod
     def build(cls, given: dict[str, Any], lr: float, reference: float) -> RateSchedule:
-        """The schedule for an optimizer with the rate ``lr``, whose factors are multiples of ``reference``."""
+        """The schedule for an optimizer with the rate ``lr``, with factors relative to ``reference``."""
         arguments = {key.name: given.get(key.name, key.default) for key in cls.keys}
         shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if name in given)
         return RateSchedule(
@@ -159,7 +159,7 @@ class LRScheduler:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, int]) -> None:
-        """Goes on from there; the rates are set by the next ``step``, as DeepSpeed does."""
+        """Continues from there; the next ``step`` sets the rates, as in DeepSpeed."""
         self.last_batch_iteration = sd["last_batch_iteration"]
 
     def __repr__(self) -> str:
@@ -167,7 +167,7 @@ class LRScheduler:
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """The param groups of an optimizer, or of one that wraps it.
+    """The param groups of an optimizer, or of a wrapper of one.
 
     Raises:
         TypeError: there are none.

@@ -1,4 +1,4 @@
-"""torch's learning-rate schedulers as functions of how many updates there were."""
+"""torch's learning-rate schedulers as functions of the number of updates."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["TorchRates", "why_not"]
 
 
 def why_not(name: str, params: dict[str, Any]) -> str | None:
-    """Why a scheduler cannot be taken over, or None."""
+    """Why a scheduler is unsupported, or None."""
     if name in NOT_HERE["schedulers"]:
         return f"{name}: {NOT_HERE['schedulers'][name]}"
     kind = getattr(torch.optim.lr_scheduler, name, None)
@@ -24,9 +24,9 @@ def why_not(name: str, params: dict[str, Any]) -> str | None:
 
 
 class TorchRates:
-    """The rates of one of torch's schedulers, which moves once an update.
+    """The rates of one of torch's schedulers, stepped once an update.
 
-    It runs on the host, so a count on another device is waited for.
+    It runs on the host, so it waits for a count on another device.
 
     Raises:
         TypeError: an argument that the scheduler does not have.

@@ -1,1 +1,1 @@
-"""What both engines have, that of ``initialize`` and a pipeline's: param groups, counts, schedulers, checkpoints."""
+"""What both engines share, that of ``initialize`` and the pipeline's: param groups, counts, schedulers, checkpoints."""

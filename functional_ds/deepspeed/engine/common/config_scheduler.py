@@ -1,4 +1,4 @@
-"""The scheduler of a config as an object beside the engine."""
+"""A config's scheduler as an object next to the engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,16 +17,16 @@ __all__ = ["ConfigScheduler", "cycled_on_host", "named_scheduler"]
 
 @attrs.define(eq=False)
 class ConfigScheduler:
-    """The config's schedule with the interface of DeepSpeed's schedulers. The engine moves it after each update.
+    """The config's schedule with the interface of DeepSpeed's schedulers. The engine steps it after each update.
 
-    The step itself has the schedule, as a function of its count of updates. This object only says what it is, until the program
-    moves it or writes another rate: then that rate holds.
+    The step itself has the schedule, as a function of its count of updates. This object only reports it, until the program
+    steps it or writes another rate, which then applies.
 
     Attributes:
         schedule: of the plan.
         multiples: whether a group's rates are always the same multiples of its own.
 
-    It is an instance of the class that the config names, ``WarmupLR`` for example, and has what such an object has.
+    It is an instance of the class that the config names, such as ``WarmupLR``, with its attributes.
     """
 
     schedule: RateSchedule
@@ -37,7 +37,7 @@ class ConfigScheduler:
     _twin: Any = attrs.field(default=None, init=False, repr=False)
     _lrs: list[float] = attrs.field(factory=list, init=False, repr=False)  # of each group at the start
     _updates: int = 0  # of the step
-    _moved: int = 0  # how often somebody else called ``step``
+    _moved: int = 0  # how often other code called ``step``
     _own: list[RateSchedule] = attrs.field(factory=list, repr=False)  # of each group
     _host: list[bool] = attrs.field(factory=list, repr=False)  # whether the step's own rates are not the right ones for it
 
@@ -51,7 +51,7 @@ class ConfigScheduler:
         self._show()
 
     def _named(self) -> Any:
-        """The scheduler that the config names, over groups of its own, at this iteration."""
+        """The scheduler that the config names, with its own groups, at this iteration."""
         if self._twin is None:
             groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in self._lrs]
             self._twin = self._make(torch.optim.Adam(groups))
@@ -59,11 +59,11 @@ class ConfigScheduler:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What ``isinstance`` goes by, beside the type itself."""
+        """For ``isinstance``, in addition to the type itself."""
         return type(self._named())
 
     def __getattr__(self, name: str) -> Any:
-        """What the scheduler that the config names has beside: ``warmup_num_steps``, ``get_lr_ratio``."""
+        """Further attributes of the scheduler that the config names: ``warmup_num_steps``, ``get_lr_ratio``."""
         if name.startswith("_"):
             raise AttributeError(name)
         twin = self._named()
@@ -73,18 +73,18 @@ class ConfigScheduler:
 
     @property
     def differs(self) -> bool:
-        """Whether the step's own rates are not the right ones for all groups."""
+        """Whether the step's own rates are wrong for some group."""
         return any(self._host)
 
     @property
     def last_batch_iteration(self) -> int:
-        """How many updates there were, less one."""
+        """The number of updates, less one."""
         self._settle()
         return self._updates + self._moved - 1
 
     @property
     def last_epoch(self) -> int:
-        """The same by torch's name: how many updates there were."""
+        """The number of updates, by torch's name."""
         return self.last_batch_iteration + 1
 
     def get_lr(self) -> list[float]:
@@ -97,7 +97,7 @@ class ConfigScheduler:
         return self.get_lr()
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Moves on by one more than the updates do; the engine needs no such call."""
+        """Advances by one more than the updates do; the engine needs no such call."""
         self._settle()
         self._moved += 1
         self._show()
@@ -107,13 +107,13 @@ class ConfigScheduler:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from an iteration, whatever the step's count is."""
+        """Continues from an iteration, independent of the step's count."""
         self._settle()
         self._moved = int(state_dict["last_batch_iteration"]) + 1 - self._updates
         self._show()
 
     def count(self, updates: int) -> None:
-        """Says how many updates the step has made."""
+        """Sets the number of updates that the step has made."""
         self._updates = updates
         self._show()
 
@@ -125,11 +125,11 @@ class ConfigScheduler:
 
 
 def named_scheduler(name: str, given: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """What makes the scheduler of an optimizer that a config names, one of DeepSpeed's or of torch's.
+    """A function that makes, for an optimizer, the scheduler that a config names, DeepSpeed's or torch's.
 
     Args:
         name: its type.
-        given: its arguments, as the config has them.
+        given: its arguments, as in the config.
     """
     if name not in SCHEDULERS:
         return lambda optimizer: getattr(torch.optim.lr_scheduler, name)(optimizer, **given)
@@ -140,9 +140,9 @@ def named_scheduler(name: str, given: Mapping[str, Any]) -> Callable[[Any], Any]
 
 
 def cycled_on_host(config: dict[str, Any]) -> Callable[[Any], Any] | None:
-    """What makes the scheduler of an optimizer where a config's OneCycle cycles betas; else None.
+    """A function that makes an optimizer's scheduler, if a config's OneCycle cycles betas; else None.
 
-    Betas are numbers of the host here, so this scheduler moves there, after each update.
+    Betas are host numbers here, so this scheduler steps on the host, after each update.
     """
     block = config.get("scheduler")
     params = block.get("params") if isinstance(block, dict) and block.get("type") == "OneCycle" else None
@@ -153,7 +153,7 @@ def cycled_on_host(config: dict[str, Any]) -> Callable[[Any], Any] | None:
     try:
         return named_scheduler("OneCycle", params)
     except (KeyError, ValueError):
-        return None  # the plan refuses it
+        return None  # the plan rejects it
 
 
 def _has_betas(config: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""How many steps an engine has made, and how many of them changed nothing."""
+"""How many steps an engine has made, and how many were skipped."""
 
 import warnings
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ __all__ = ["CountedEngine", "EngineCounts"]
 
 @attrs.define(eq=False)
 class EngineCounts:
-    """Counts as DeepSpeed has them. Whether an update was left out is read from the device when it is asked for.
+    """DeepSpeed's counts. Whether an update was skipped is read from the device on demand.
 
     Attributes:
-        global_steps: boundaries, with those whose update was left out.
+        global_steps: boundaries, including those whose update was skipped.
         global_samples: their rows.
         micro_steps: calls of ``step``.
-        skipped_steps: updates that were left out, as far as they are settled.
+        skipped_steps: updates that were skipped, as far as known.
         at_boundary: whether the last ``step`` was at a boundary.
-        overflow: whether the last update was left out, as far as it is settled.
+        overflow: whether the last update was skipped, as far as known.
         updates: of the step.
-        scheduler: what moves with each update.
+        scheduler: is stepped with each update.
         managed: whether the engine counts micro-batches.
         backwards: calls of ``backward`` since the last boundary.
-        micro_rows: of a micro-batch, where they were changed.
+        micro_rows: of a micro-batch, if they were changed.
     """
 
     micro_batches: int
@@ -44,7 +44,7 @@ class EngineCounts:
     updates: int = 0
     backwards: int = 0
     micro_rows: int | None = None
-    _open: list[Any] = attrs.field(factory=list)  # what says of each update whether it was left out
+    _open: list[Any] = attrs.field(factory=list)  # tells of each update whether it was skipped
     _stepped: bool = False
 
     def updated(self, metrics: Metrics, rows: int, lr_kwargs: Mapping[str, Any] | None) -> None:
@@ -59,7 +59,7 @@ class EngineCounts:
             self.settle(lr_kwargs)
 
     def settle(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Reads what has become of the updates so far, and moves the scheduler by those that were made."""
+        """Reads which updates so far were skipped, and steps the scheduler by the others."""
         if not self._open:
             return
         skipped = [each is not None and bool(each > 0) for each in self._open]
@@ -76,7 +76,7 @@ class EngineCounts:
                 self.move(scheduler, lr_kwargs)
 
     def restart(self, numbers: Mapping[str, int]) -> None:
-        """Goes on from the counts of a checkpoint. As in DeepSpeed, ``micro_steps`` stay, back to the last boundary."""
+        """Continues from the counts of a checkpoint. As in DeepSpeed, ``micro_steps`` stay, back to the last boundary."""
         self._open, self.overflow = [], False
         self.micro_steps -= self.micro_steps % self.micro_batches
         self.backwards = 0
@@ -87,7 +87,7 @@ class EngineCounts:
             self.scheduler.count(self.updates)
 
     def move(self, scheduler: Any, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Calls the scheduler, after an update."""
+        """Steps the scheduler, after an update."""
         with warnings.catch_warnings():
             if not self._stepped:  # torch's schedulers look for calls of optimizer.step(), which is the engine's here
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -96,7 +96,7 @@ class EngineCounts:
 
 
 class CountedEngine(ConfigQuestions):
-    """What engines answer of their counts and of a batch's sizes, by DeepSpeed's names."""
+    """An engine's counts and batch sizes, by DeepSpeed's names."""
 
     _counts: EngineCounts
 
@@ -114,17 +114,17 @@ class CountedEngine(ConfigQuestions):
 
     @property
     def global_steps(self) -> int:
-        """How many boundaries there were, with those whose update was left out."""
+        """The number of boundaries, including those whose update was skipped."""
         return self._counts.global_steps
 
     @property
     def global_samples(self) -> int:
-        """How many rows these had, on all ranks."""
+        """The number of their rows, on all ranks."""
         return self._counts.global_samples
 
     @property
     def skipped_steps(self) -> int:
-        """How many updates were left out, as gradients were not finite. Reading it waits for the device."""
+        """The number of updates skipped because gradients were not finite. Reading it waits for the device."""
         self._counts.settle()
         return self._counts.skipped_steps
 

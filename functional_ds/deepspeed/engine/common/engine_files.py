@@ -36,15 +36,15 @@ _COUNTS = ("global_steps", "global_samples", "skipped_steps", "updates", "micro_
 class EngineFiles:
     """``save_checkpoint`` and ``load_checkpoint``.
 
-    The folder of a tag is one that ``fds.load`` reads, for any number of ranks and stages. What ``client_state`` and the
-    scheduler hold is written as JSON: numbers, strings, containers, tensors, arrays. An object of another class is pickled,
-    which a warning says. An engine has a ``state``, which a load replaces, and ``_groups()``, its param groups as they are now.
+    A tag's folder can be read by ``fds.load``, on any number of ranks and any stage. ``client_state`` and the scheduler's state
+    are written as JSON: numbers, strings, containers, tensors, arrays. Other objects are pickled, with a warning. An engine has
+    a ``state``, which a load replaces, and ``_groups()``, its present param groups.
     """
 
     _reads_deepspeed = False  # whether DeepSpeed's own files of such an engine are read
 
     def _discard(self) -> None:
-        """Ends the passes that are under way."""
+        """Ends the open passes."""
 
     def save_checkpoint(
         self: Any,
@@ -59,15 +59,15 @@ class EngineFiles:
         Args:
             save_dir: a folder that all ranks see.
             tag: its name; by default ``global_step{N}``.
-            client_state: what ``load_checkpoint`` is to return: plain values, tensors, arrays, or else objects, which are
-                pickled. Rank 0's counts.
+            client_state: what ``load_checkpoint`` will return: plain values, tensors, arrays, or other objects, which are
+                pickled. Rank 0's is used.
             save_latest: whether the file ``latest`` names it from now on.
-            exclude_frozen_parameters: saves no space here, which a warning says: a state is saved whole.
+            exclude_frozen_parameters: has no effect, with a warning: a state is always saved whole.
 
         Raises:
-            ValueError: no folder, or a tag that leads out of it; ranks with different tags, where ``checkpoint.tag_validation``
-                is FAIL. Otherwise rank 0's is taken.
-            CheckpointError: a rank could not write; ``latest`` is as it was.
+            ValueError: no folder, or a tag outside of it; ranks with different tags, if ``checkpoint.tag_validation`` is FAIL.
+                Otherwise rank 0's is used.
+            CheckpointError: a rank could not write; ``latest`` is unchanged.
         """
         from functional_ds.checkpointing.save import save  # may be left out of an installation
 
@@ -105,21 +105,21 @@ class EngineFiles:
         *,
         allow_pickle: bool = False,
     ) -> tuple[str | None, Any]:
-        """Goes on from a checkpoint of any number of ranks and any stage; DeepSpeed's own, too, but for pipelines. Collective.
+        """Resumes from a checkpoint of any number of ranks and stage, or from DeepSpeed's, except of pipelines. Collective.
 
         Returns:
-            the folder and ``client_state``; (None, None) where the folder has no file ``latest`` and no tag is given.
+            the folder and ``client_state``; (None, None) if the folder has no file ``latest`` and no tag is given.
 
         Args:
             load_dir: the folder that was passed to ``save_checkpoint``.
             tag: which one; by default the one that ``latest`` names.
-            load_module_strict: False lets params and buffers differ by name.
-            load_optimizer_states: False reads params and buffers alone; with it the param groups' numbers, rates among them.
-            load_lr_scheduler_states: False leaves the scheduler as it is.
-            load_module_only: True reads params and buffers alone, and leaves counts and scheduler as they are.
-            custom_load_fn: refused.
-            allow_pickle: whether objects that were pickled are unpickled, which can run any code: what in ``client_state`` or
-                the scheduler's state is no plain value, tensor or array.
+            load_module_strict: False allows params and buffers with different names.
+            load_optimizer_states: False reads only params and buffers; True also the param groups' numbers, including rates.
+            load_lr_scheduler_states: False leaves the scheduler unchanged.
+            load_module_only: True reads only params and buffers, and leaves counts and scheduler unchanged.
+            custom_load_fn: unsupported.
+            allow_pickle: whether to unpickle objects, which can run any code: those in ``client_state`` or the scheduler's
+                state that are not plain values, tensors or arrays.
 
         Raises:
             NoCheckpointError: there is no such tag.
@@ -164,7 +164,7 @@ class EngineFiles:
     def _of_deepspeed(
         self: Any, folder: Any, tag: str, like: State, options: dict[str, Any]
     ) -> tuple[State, dict[str, int], dict[str, Any]]:
-        """The state of a checkpoint of DeepSpeed's, its counts, and what ``save_checkpoint`` keeps beside. Collective."""
+        """The state of a DeepSpeed checkpoint, its counts, and what ``save_checkpoint`` stores with it. Collective."""
         from functional_ds.interchange.deepspeed import from_deepspeed  # may be left out of an installation
         from functional_ds.interchange.deepspeed_files import ZeroFiles
 
@@ -192,10 +192,10 @@ def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _one_tag(tag: str, mode: str) -> str:
-    """Rank 0's tag, which is everyone's. Collective.
+    """Rank 0's tag, for all ranks. Collective.
 
     Raises:
-        UsageError: the ranks' tags differ, and the config says FAIL.
+        UsageError: the ranks' tags differ, and the config requires FAIL.
     """
     tags = comm.all_gather_object(tag) if comm.world().size > 1 else [tag]
     if len(set(tags)) > 1 and mode != "IGNORE":

@@ -1,4 +1,4 @@
-"""Param groups whose numbers may be written between updates, as pure optimizers."""
+"""Param groups whose numbers may be changed between updates, as pure optimizers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ _ZERO = {"amsgrad": False, "maximize": False, "dampening": 0, "lr_decay": 0, "di
 
 @attrs.define(eq=False)
 class LiveGroup:
-    """A param group: its dict, which programs read and write, and the optimizer that its numbers make.
+    """A param group: its dict, which programs read and write, and the optimizer for its numbers.
 
     Law: while the dict is not written, the optimizer is ``build(numbers)``.
 
@@ -35,8 +35,8 @@ class LiveGroup:
         given: the dict.
         paths: of its leaves.
         build: from its numbers and a learning rate to an optimizer.
-        base: the rate that factors are multiples of.
-        shown: the rate that the engine has put into the dict; None if the engine wrote none of the rates there.
+        base: the rate to which factors are relative.
+        shown: the rate that the engine has put into the dict; None if it has put none there.
     """
 
     given: Numbers
@@ -47,7 +47,7 @@ class LiveGroup:
     _last: tuple[Any, Rule] | None = None
 
     def factor(self) -> float | None:
-        """What multiplies the base rate, where the program has written one; else None."""
+        """The factor of the base rate, if the program has written one; else None."""
         written = float(self.given["lr"])
         return None if written == self.shown else written / self.base
 
@@ -56,7 +56,7 @@ class LiveGroup:
         self.given["lr"] = self.shown = rate
 
     def rule(self) -> Rule:
-        """The optimizer of the numbers that the dict has now."""
+        """The optimizer for the dict's present numbers."""
         numbers = {name: _plain(value) for name, value in self.given.items() if name not in ("params", "lr", "initial_lr")}
         key = repr(sorted(numbers.items()))
         if self._last is None or self._last[0] != key:
@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
 
 
 def live_optimizer(groups: Sequence[LiveGroup]) -> Rule:
-    """The optimizer of all groups, which asks each for its numbers at every update."""
+    """The optimizer of all groups, which reads their numbers at every update."""
     rules = [_live(group) for group in groups]
     if len(rules) == 1:
         return rules[0]
@@ -115,10 +115,10 @@ def _asks(group: LiveGroup, first: Optimizer, pair_of: Callable[[Any], Optimizer
 
 
 def as_groups(parameters: Any) -> list[Numbers]:
-    """``model_parameters`` of ``initialize`` as torch's optimizers take them: dicts with ``params``.
+    """``model_parameters`` of ``initialize`` as for torch's optimizers: dicts with ``params``.
 
     Raises:
-        TypeError: they are no tensors or dicts.
+        TypeError: they are not tensors or dicts.
     """
     found: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not found or not isinstance(found[0], Mapping):
@@ -136,7 +136,7 @@ def as_groups(parameters: Any) -> list[Numbers]:
 
 
 def groups_of_config(plan: ConfigPlan, groups: Sequence[Numbers], names: Mapping[int, str]) -> list[LiveGroup]:
-    """The groups of the optimizer that a config names; each dict's own numbers go before the config's.
+    """The groups of the optimizer that a config names; each dict's own numbers override the config's.
 
     Args:
         plan: of the config.
@@ -144,7 +144,7 @@ def groups_of_config(plan: ConfigPlan, groups: Sequence[Numbers], names: Mapping
         names: the module's parameters, by id.
 
     Raises:
-        ValueError: a parameter is none of the module's; a number has no meaning.
+        ValueError: a parameter is not the module's; a number is invalid.
     """
     rule = rule_of(plan.value("optimizer.type"))
     if rule is None:
@@ -195,7 +195,7 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, st
     """The groups of a torch optimizer, or of one of DeepSpeed's by name; their dicts are the optimizer's own.
 
     Raises:
-        ValueError: there is no pure form of it, or of one of its options; a parameter is none of the module's.
+        ValueError: it, or one of its options, has no pure form; a parameter is not the module's.
         UsageError: it has made updates, or has hooks.
     """
     build, kind = _builder(optimizer), type(optimizer).__name__

@@ -1,1 +1,1 @@
-"""What an engine drives: a step in halves, the user's module beside its state, values of single parameters."""
+"""What an engine runs: a step in two halves, the user's module next to its state, values of single parameters."""

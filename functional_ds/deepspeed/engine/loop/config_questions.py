@@ -1,4 +1,4 @@
-"""An engine's questions that its config alone answers, by DeepSpeed's names."""
+"""An engine's queries that only need its config, by DeepSpeed's names."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ _STAGE, _STATES, _PARAMS = (f"zero_optimization.{key}" for key in ("stage", "off
 
 
 def _asks(path: str, means: Callable[[Any], Any] = lambda value: value) -> Callable[[Any], Any]:
-    """A method that returns a key's value, or what it means."""
+    """A method that returns a key's value, or what follows from it."""
 
     def answer(self: Any) -> Any:
         return means(self.plan.value(path))
@@ -28,34 +28,34 @@ def _asks(path: str, means: Callable[[Any], Any] = lambda value: value) -> Calla
 
 
 def _no(self: Any) -> bool:
-    """False: it is not here, and a config that has it is refused."""
+    """False: it is unsupported, and a config that enables it raises an error."""
     return False
 
 
 class ConfigQuestions:
     """Methods of engines that only read a plan. ``plan.value(path)`` gives any key.
 
-    Law: each returns what DeepSpeed's engine does for the same config, but for the dtype of sums in ``get_data_types``, which
-    are fp32 here, and ``zero_gather_16bit_weights_on_model_save``.
+    Law: each returns what DeepSpeed's engine does for the same config, except the dtype of sums in ``get_data_types``, which is
+    fp32 here, and ``zero_gather_16bit_weights_on_model_save``.
     """
 
     plan: ConfigPlan
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config with nothing left open."""
+        """The complete config."""
         return self.plan.to_ds_config()
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     @property
     def local_rank(self) -> int:
-        """This rank's place on its host."""
+        """This rank's local rank on its host."""
         return comm.get_local_rank()
 
     @property
     def global_rank(self) -> int:
-        """This rank's place in the world."""
+        """This rank's rank in the world."""
         return comm.world().rank
 
     @property
@@ -70,11 +70,11 @@ class ConfigQuestions:
 
     @property
     def mp_world_size(self) -> int:
-        """The number of model-parallel ranks, which an engine here has none of."""
+        """1: an engine here has no model parallelism."""
         return 1
 
     def get_model_parallel_rank(self) -> int:
-        """0: engines here have no model parallelism beside a pipeline's."""
+        """0: engines here have no model parallelism except a pipeline's."""
         return 0
 
     get_tensor_parallel_rank = get_model_parallel_rank
@@ -86,7 +86,7 @@ class ConfigQuestions:
 
     postscale_gradients = _asks("prescale_gradients", lambda prescales: not prescales)
     dynamic_loss_scale = _asks("fp16.loss_scale", lambda scale: not scale)
-    loss_scale = _asks("fp16.loss_scale", float)  # 0 where it moves; ``optimizer.cur_scale`` multiplies the next loss
+    loss_scale = _asks("fp16.loss_scale", float)  # 0 if it is dynamic; ``optimizer.cur_scale`` multiplies the next loss
     initial_dynamic_scale = _asks("fp16.initial_scale_power", lambda power: 1 << int(power))
 
     @property
@@ -136,7 +136,7 @@ class ConfigQuestions:
     zero_offload_param = _asks(_PARAMS, lambda device: device != "none")
 
     def zero_overlap_comm(self) -> bool:
-        """``zero_optimization.overlap_comm``, by default in stage 3 alone. Here messages always overlap."""
+        """``zero_optimization.overlap_comm``, by default only in stage 3. Here communication always overlaps."""
         given = self.plan.value("zero_optimization.overlap_comm")
         return self.plan.value(_STAGE) == 3 if given is None else bool(given)
 

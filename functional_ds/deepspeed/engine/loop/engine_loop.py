@@ -1,4 +1,4 @@
-"""What an engine keeps between its calls: a state, the pass that is open, the gradients so far, and counts."""
+"""What an engine keeps between its calls: a state, the open pass, the gradients so far, and counts."""
 
 import math
 import threading
@@ -31,13 +31,13 @@ _HERE = threading.local()  # whether an engine of this thread runs a backward pa
 
 @attrs.define(eq=False)
 class LossShare:
-    """What multiplies the weight of an update's gradients, so that a sum of losses is divided by the number of micro-batches.
+    """Scales the weight of an update's gradients, so that a sum of losses is divided by the number of micro-batches.
 
-    Each pass weighs one, and an update has as many passes as micro-batches, unless the loop does otherwise.
+    Each pass has weight one, and an update has as many passes as micro-batches, unless the loop does otherwise.
 
     Attributes:
-        factor: what multiplies the weight.
-        norm_times: what multiplies the gradients' norm for the metric "grad_norm"; 0 if it is not to be computed.
+        factor: of the weight.
+        norm_times: the factor of the gradients' norm for the metric "grad_norm"; 0 to not compute it.
     """
 
     factor: float = 1.0
@@ -45,10 +45,10 @@ class LossShare:
 
     @staticmethod
     def of(plan: ConfigPlan) -> "LossShare":
-        """With the norm where DeepSpeed computes it and no clipping does: not in stage 0 in fp32.
+        """With the norm if DeepSpeed computes it and no clipping does: not in stage 0 in fp32.
 
         Cost: a pass over the gradients and a sum of one number over ranks; ``zero_optimization.compute_grad_norm: false``
-        saves it.
+        avoids it.
         """
         half = plan.value("fp16.enabled") or plan.value("bf16.enabled")
         computed = plan.value("zero_optimization.compute_grad_norm") if plan.value("zero_optimization.stage") else half
@@ -58,7 +58,7 @@ class LossShare:
         return LossShare(norm_times=plan.batch.world_size if plan.value("gradient_allreduce_op") == "sum" else 1.0)
 
     def transform(self) -> Transform:
-        """Multiplies the weight, and measures the gradients."""
+        """Scales the weight, and measures the gradients."""
 
         def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
             if self.factor != 1:
@@ -73,7 +73,7 @@ class LossShare:
 
 
 def grad_norm_of(metrics: Metrics) -> float | None:
-    """An update's norm as DeepSpeed says it; None where it was not computed."""
+    """An update's norm as DeepSpeed reports it; None if it was not computed."""
     norm = metrics.get("grad_norm")
     return None if norm is None else math.inf if metrics.get("skipped", 0) > 0 else float(norm)
 
@@ -110,7 +110,7 @@ class EngineLoop:
     # -- calls -------------------------------------------------------------------------------------------------------------
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``function(params, *args, **kwargs)``, in the pass that is open, or in a new one."""
+        """``function(params, *args, **kwargs)``, in the open pass, or in a new one."""
         self.live.follow_modes()
         self.live.follow_values(self.rest)
         if not torch.is_grad_enabled():
@@ -152,14 +152,14 @@ class EngineLoop:
         self._count()
 
     def scaled(self, loss: Any, *, last: bool) -> Tensor:
-        """The loss as it is to be differentiated by its own ``backward()``."""
+        """The loss to differentiate by its own ``backward()``."""
         if self._run is None:
             raise RuntimeError("scale: no forward pass is open; compute the loss from what engine(...) returns")
         self._run.last = last
         return self._run.scaled(loss)
 
     def lasts(self, last: bool) -> None:
-        """Says whether a ``loss.backward()`` that may follow is the update's last one."""
+        """Sets whether a ``loss.backward()`` that may follow is the update's last one."""
         if self._run is not None:
             self._run.last = last and not self._several
 
@@ -185,7 +185,7 @@ class EngineLoop:
         self._backwards = 0
 
     def update(self) -> Metrics:
-        """The update, of what the passes have left; the sum of their losses is divided by ``micro_batches``."""
+        """The update from the passes so far; the sum of their losses is divided by ``micro_batches``."""
         self.collect()
         grads = self.grads
         if grads is None:
@@ -223,7 +223,7 @@ class EngineLoop:
             self.discard()
 
     def summed(self) -> tuple[list[Tensor], Tensor] | None:
-        """The gradients since the last update and what they are to be divided by; None until they are summed over ranks."""
+        """The gradients since the last update and their divisor; None until they are summed over ranks."""
         self.collect()
         grads = self.grads
         if grads is None:
@@ -236,21 +236,21 @@ class EngineLoop:
         return found.sum, found.weight * (ranks * self.micro_batches / self._passes)
 
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """The factor of the next loss."""
         held = getattr(self.state.slots.get("mixed_precision"), "loss_scale", None)
         return float(getattr(held, "value", 1.0))
 
     def replace(self, state: State) -> None:
-        """Goes on with another state."""
+        """Continues with another state."""
         self.discard()
         self.state = state
         self.live.show(self.step, state)
 
     def rest(self) -> None:
-        """Ends the open pass before a write into the state's memory, as its graph would find other values.
+        """Ends the open pass before a write into the state's memory, because its graph would read other values.
 
         Raises:
-            RuntimeError: its backward pass is still to come.
+            RuntimeError: its backward pass is still pending.
         """
         self.collect()
         if self._run is not None and not (self._begun or self._touched):

@@ -39,7 +39,7 @@ def owner_of(parameter: Tensor, what: str) -> tuple[EngineLoop, str]:
     """The engine's loop that has a parameter, and the parameter's name.
 
     Raises:
-        ValueError: none has it.
+        ValueError: no engine has it.
     """
     owner: _Owner | None = getattr(parameter, _OWNER, None)
     loop = None if owner is None else owner.loop()
@@ -77,14 +77,14 @@ def fill_again(module: nn.Module) -> None:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Within the block, stage-3 parameters have their values. Collective. In other stages they always have.
+    """A context in which stage-3 parameters have their values. Collective. In other stages they always have.
 
     Before ``initialize``, parameters that ``zero.Init`` has made get those of ``modifier_rank``.
 
     Args:
         params: a parameter or several, or a module.
-        modifier_rank: the rank whose values are the params' after the block; None where the block only reads.
-        fwd_module: of no effect.
+        modifier_rank: the rank whose values are kept after the block; None if the block only reads.
+        fwd_module: has no effect.
         enabled: False does nothing.
 
     Raises:
@@ -128,12 +128,12 @@ def _from(value: Tensor, rank: int) -> Tensor:
 
 @contextmanager
 def writing(loop: EngineLoop) -> Iterator[None]:
-    """A block that writes into a loop's state; the module shows what it has become."""
+    """A context for writes into a loop's state; the module shows the result."""
     loop.rest()
     yield
     loop.live.show(loop.step, loop.state)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing: a parameter is gathered wherever it is used."""
+    """Does nothing: a parameter is gathered wherever it is used."""
     del module, parameter

@@ -27,7 +27,7 @@ def own_shards(state: State, roles: Sequence[str], leaf: str) -> dict[str, list[
 
 
 def has_role(state: State, roles: Sequence[str]) -> bool:
-    """Whether this rank has any leaf in one of these roles, or has no optimizer state at all. Not collective."""
+    """Whether this rank has any leaf in one of these roles, or no optimizer state at all. Not collective."""
     here = {shard.name.partition("/")[0] for shard in describe(as_tensors(state))}
     return any(role in here for role in roles) or not any(role.startswith("optimizer.") for role in here)
 
@@ -37,13 +37,13 @@ def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
 
     Args:
         state: the state.
-        roles: "params", "masters", "optimizer.exp_avg" and the like.
+        roles: "params", "masters", "optimizer.exp_avg" and so on.
         leaf: its path.
 
     Raises:
         KeyError: no rank has it, in any role.
 
-    Cost: an all-gather of as much as the rank with the most has.
+    Cost: an all-gather of the size of the largest rank's part.
     """
     own = own_shards(state, roles, leaf)
     mine = {
@@ -72,10 +72,10 @@ def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
 
 
 def refuse_disk(state: State, leaf: str) -> None:
-    """Raises if values cannot be written in place.
+    """Raises an error if values cannot be written in place.
 
     Raises:
-        ValueError: the state is on a disk.
+        ValueError: the state is on disk.
     """
     if any(callable(getattr(held, "read", None)) for held in tree.leaves(state)):
         raise ValueError(f"{leaf!r}: what is offloaded to a disk cannot be set; load a checkpoint instead")

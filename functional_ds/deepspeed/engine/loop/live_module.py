@@ -1,4 +1,4 @@
-"""The user's own module beside a step's state: its parameters and buffers show what the state has."""
+"""The user's own module as a view of a step's state: its parameters and buffers show the state's."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ class LiveModule:
         )
 
     def follow_modes(self) -> None:
-        """Gives the function the modes that the user's module has now."""
+        """Copies the user's module's modes to the function."""
         modes = [each.training for each in self._owners]
         if modes != self._modes:
             for bare, mode in zip(self._bare, modes, strict=True):
@@ -84,13 +84,13 @@ class LiveModule:
             self._modes = modes
 
     def follow_values(self, rest: Callable[[], None]) -> None:
-        """Takes tensors that the program has assigned: ``parameter.data = x`` is ``parameter.data.copy_(x)``.
+        """Writes tensors that the program has assigned: ``parameter.data = x`` is ``parameter.data.copy_(x)``.
 
         Args:
             rest: called before a write.
 
         Raises:
-            RuntimeError: another shape, dtype or device, another parameter, or one whose values are in shards.
+            RuntimeError: another shape, dtype or device, another parameter, or one whose values are sharded.
         """
         homes = (self._homes[name] for name in self.params)
         replaced = any(held.get(key) is not own for (held, key), own in zip(homes, self.params.values(), strict=True))
@@ -123,7 +123,7 @@ class LiveModule:
         return [(own.data_ptr(), own.dtype) for own in self.params.values()]
 
     def call(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """The module's value; parameters that the user's module has frozen by now get no gradient.
+        """The module's output; parameters that the user's module has frozen meanwhile get no gradient.
 
         Raises:
             RuntimeError: one that was frozen at ``initialize`` requires a gradient now.
@@ -174,7 +174,7 @@ class LiveModule:
         parameter.data = self._empty[dtype]
 
     def clear_others(self, state: State) -> None:
-        """Makes the parameters empty that this rank's state does not have: those of other stages."""
+        """Empties the parameters that this rank's state does not have: those of other stages."""
         frame = StateLayout.of(state).stored
         own = {frame.leaves[member][0] for place in frame.places for member in place.members}
         for name, parameter in self.params.items():
@@ -198,12 +198,12 @@ class LiveModule:
         return found
 
     def whole(self, step: Step, state: State, *, frozen: bool) -> dict[str, Tensor]:
-        """The module's ``state_dict`` on the host, with whole params as the forward pass has them. Collective in stage 3.
+        """The module's ``state_dict`` on the host, with whole params in the forward pass's dtype. Collective in stage 3.
 
         Args:
             step: the step.
             state: its state.
-            frozen: whether params that are not trained are among them.
+            frozen: whether to include params that are not trained.
         """
         dtypes = {name: parameter.dtype for name, parameter in self.params.items()}
         values = (
@@ -220,7 +220,7 @@ class LiveModule:
 
 
 def take_over(holders: Mapping[str, Sequence[int]], module: nn.Module) -> None:
-    """Gives a module's params and buffers the values of the first rank that has them. What has no values yet is left alone.
+    """Gives a module's params and buffers the values of the first rank that has them. Those without values are left alone.
 
     Args:
         holders: by name, the ranks that have a param; all have the others, and buffers.

@@ -41,12 +41,12 @@ class CsvFiles:
                 rows.writerow((done, value))
 
     def close(self) -> None:
-        """Nothing: no file stays open."""
+        """Does nothing: no file stays open."""
 
 
 @attrs.define(eq=False)
 class Monitors:
-    """``engine.monitor``: what a config's monitors are told. They write on rank 0 alone.
+    """``engine.monitor``: the config's monitors. They write only on rank 0.
 
     Attributes:
         enabled: whether the config has any.
@@ -57,7 +57,7 @@ class Monitors:
 
     @staticmethod
     def of(plan: ConfigPlan) -> "Monitors":
-        """Those of a config, opened."""
+        """The monitors of a config, opened."""
         asked = [block for block in MONITORS if plan.value(f"{block}.enabled")]
         return Monitors(bool(asked), [] if comm.world().rank else [_sink(plan, block) for block in asked])
 

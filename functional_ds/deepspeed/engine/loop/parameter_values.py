@@ -1,7 +1,7 @@
-"""What an engine has of a parameter, by DeepSpeed's names: its master, its gradient, its optimizer's states. Whole, or a part.
+"""A parameter's values in an engine, by DeepSpeed's names: master, gradient and optimizer states, whole or this rank's part.
 
-Local functions are about this rank's part of a stage-3 parameter, flat. Law: the parts of all ranks, in the order of ranks, are
-the whole. DeepSpeed's parts are equal, with padding; here a parameter may lie on some of the ranks alone, and others have an
+Local functions are for this rank's part of a stage-3 parameter, flat. Law: the parts of all ranks, in the order of ranks, are
+the whole. DeepSpeed's parts are equal, with padding; here a parameter may be on only some of the ranks, and others have an
 empty part. All local functions have the same elements.
 """
 
@@ -53,10 +53,10 @@ class _Local:
 
     @staticmethod
     def of(loop: EngineLoop, path: str, what: str) -> "_Local | None":
-        """None of a parameter that is not trained.
+        """None for a parameter that is not trained.
 
         Raises:
-            ValueError: it is of an engine whose params are whole.
+            ValueError: it belongs to an engine whose params are whole.
         """
         if loop.live.shows:
             raise ValueError(f"{what}: {path!r} is whole, as in all stages but 3; call {what.replace('local', 'full')}")
@@ -92,7 +92,7 @@ class _Local:
         return torch.empty(0, device=state.step.device) if not self.ranges and there.intersection(roles) else None
 
     def set(self, state: State, roles: Sequence[str], value: Tensor, what: str) -> None:
-        """Writes the elements, also into what every rank has whole, with all ranks' parts."""
+        """Writes the elements, and into whole tensors of every rank, with all ranks' parts."""
         refuse_disk(state, self.path)
         if value.numel() != self.numel:
             raise ValueError(f"{what}: this rank has {self.numel} elements of {self.path!r}, and the value {value.numel()}")
@@ -121,12 +121,12 @@ class _Value:
     """A tensor that belongs to a parameter.
 
     Attributes:
-        call: who asks, for errors.
+        call: the caller, for errors.
         loop: of the engine that has the parameter.
         path: the parameter's.
         roles: it is in the first of these that a rank has.
-        state: has it; None for a gradient that ranks have not summed yet.
-        weight: what a gradient is to be divided by; None for other values.
+        state: has it; None for a gradient that is not reduced yet.
+        weight: the divisor of a gradient; None for other values.
         key: the optimizer's name for it; "" for other values.
     """
 
@@ -157,7 +157,7 @@ class _Value:
         return _Value(call, loop, path, (f"optimizer.{name}", f"optimizer.states.{name}"), loop.state, key=key)
 
     def whole(self) -> Tensor | None:
-        """All of it; None where no rank has it. Collective."""
+        """The whole tensor; None if no rank has it. Collective."""
         if self.state is None:
             return None
         try:
@@ -173,7 +173,7 @@ class _Value:
                 raise KeyError(f"{self.call}: the optimizer keeps no {self.key!r}")
 
     def part(self) -> Tensor | None:
-        """This rank's elements, in fp32; None where there is no such value."""
+        """This rank's elements, in fp32; None if there is no such value."""
         local = _Local.of(self.loop, self.path, self.call)
         found = None if local is None or self.state is None else local.get(self.state, self.roles)
         return found if found is None or self.weight is None else found / self.weight
@@ -211,16 +211,16 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient that the next update has of a parameter, in fp32 and before clipping. Collective.
+    """The gradient of a parameter for the next update, in fp32 and before clipping. Collective.
 
-    None where there is none yet: in stages 0 and 1 ranks sum during the last backward pass of an update. None for a frozen
-    parameter, too.
+    None if there is none yet: in stages 0 and 1 ranks sum during the last backward pass of an update. Also None for a frozen
+    parameter.
     """
     return _Value.gradient(param, "safe_get_full_grad").whole()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the gradient that the next update has of a parameter. All ranks pass the same value.
+    """Sets the gradient of a parameter for the next update. All ranks pass the same value.
 
     Raises:
         RuntimeError: there is none yet.
@@ -229,7 +229,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A whole tensor of the optimizer's state, "exp_avg" for example; None if there is none. Collective."""
+    """A whole tensor of the optimizer's state, such as "exp_avg"; None if there is none. Collective."""
     return _Value.of_optimizer(param, optim_state_key, "safe_get_full_optimizer_state").whole()
 
 
@@ -242,13 +242,13 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         optim_state_key: as in ``safe_get_full_optimizer_state``.
 
     Raises:
-        KeyError: the optimizer keeps nothing of that name.
+        KeyError: the optimizer has no such state.
     """
     _Value.of_optimizer(param, optim_state_key, "safe_set_full_optimizer_state").set_whole(value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of a stage-3 parameter's master, in fp32; None of one that is not trained.
+    """This rank's part of a stage-3 parameter's master, in fp32; None for one that is not trained.
 
     Raises:
         ValueError: the engine is not of stage 3, as in DeepSpeed.
@@ -278,7 +278,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     Args:
         param: whose.
         value: as many elements as ``safe_get_local_optimizer_state`` gives.
-        optim_state_key: "exp_avg" and the like.
+        optim_state_key: such as "exp_avg".
 
     Raises:
         KeyError: there is no such state.
@@ -288,12 +288,12 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the gradient that the next update has, in fp32, before clipping; None where there is none yet."""
+    """This rank's part of the next update's gradient, in fp32, before clipping; None if there is none yet."""
     return _Value.gradient(param, "safe_get_local_grad").part()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets this rank's part of the gradient that the next update has.
+    """Sets this rank's part of the next update's gradient.
 
     Raises:
         RuntimeError: there is none yet.

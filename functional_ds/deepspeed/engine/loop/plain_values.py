@@ -1,4 +1,4 @@
-"""What a user keeps beside a state, as JSON: numbers, strings, containers, tensors, arrays; other objects are pickled alone."""
+"""Values stored with a state, as JSON: numbers, strings, containers, tensors, arrays; other objects are pickled."""
 
 import base64
 import io
@@ -18,14 +18,14 @@ from functional_ds.state_dict.errors import CheckpointError, DamagedError
 
 __all__ = ["decoded", "encoded", "pickled_paths"]
 
-_KIND = "__kind__"  # marks what JSON has no form for
+_KIND = "__kind__"  # marks values that JSON cannot represent
 _SIMPLE = (str, int, float, bool, type(None))
 
 
 def encoded(value: Any) -> Any:
-    """The value as JSON. Tensors come to the CPU.
+    """The value as JSON. Tensors are copied to the CPU.
 
-    Law: ``decoded(encoded(x)) = x``, of the same types.
+    Law: ``decoded(encoded(x)) = x``, with the same types.
 
     Raises:
         ValueError: it contains itself, or is nested too deeply; an object in it cannot be pickled.
@@ -76,7 +76,7 @@ def pickled_paths(data: Any, name: str) -> list[str]:
 
 
 def decoded(data: Any, *, name: str, allow_pickle: bool) -> Any:
-    """The value of what ``encoded`` made. No code of it runs, unless ``allow_pickle`` lets it.
+    """The inverse of ``encoded``. Its code does not run, unless ``allow_pickle`` allows it.
 
     Args:
         data: the JSON.
@@ -85,7 +85,7 @@ def decoded(data: Any, *, name: str, allow_pickle: bool) -> Any:
 
     Raises:
         CheckpointError: it has pickled objects, and ``allow_pickle`` is False.
-        DamagedError: ``encoded`` made no such thing.
+        DamagedError: it is not from ``encoded``.
     """
     found = pickled_paths(data, name)
     if found and not allow_pickle:

@@ -1,4 +1,4 @@
-"""What engines save beside a state: param groups' numbers, a scheduler's state, and which buffers are persistent."""
+"""What engines save with a state: param groups' numbers, a scheduler's state, and which buffers are persistent."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def latest_on_ranks(folder: Path) -> str | None:
     """The tag in the file ``latest`` of a folder, as rank 0 reads it; None without such a file. Collective.
 
     Raises:
-        DamagedError: the file is damaged, on some rank; all ranks raise.
+        DamagedError: the file is damaged, on some rank; all ranks raise it.
     """
     return gather_or_none(comm.world(), lambda: latest_tag(folder), share=lambda tag: tag)[1][0]
 
@@ -47,20 +47,20 @@ def saved_buffers(module: nn.Module) -> list[str]:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """The further names of tied parameters: by each, the first."""
+    """From further names of tied parameters to the first."""
     first = {id(p): name for name, p in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in every if first[id(p)] != name}
 
 
 def module_roles(state: State) -> tuple[str, ...]:
-    """What a state has of a module: for ``only`` of ``load``, where weights alone are to be read."""
+    """What a state has of a module: for ``only`` of ``load``, to read just weights."""
     buffers = any(shard.name.startswith(f"{Role.BUFFER.value}.") for shard in describe(state))
     return ("params", *([Role.BUFFER.value] if buffers else []))
 
 
 def saved_values(held: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept beside a state, as JSON; warns on rank 0 of objects that JSON has no form for, which are pickled."""
+    """Values to store with a state, as JSON; warns on rank 0 of objects that are pickled."""
     found: dict[str, Any] = {name: encoded(value) for name, value in held.items()}
     pickled = [path for name, value in found.items() for path in pickled_paths(value, name)]
     if pickled and comm.world().rank == 0:
@@ -73,11 +73,11 @@ def saved_values(held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loaded_values(held: Mapping[str, Any], *, allow_pickle: bool) -> dict[str, Any]:
-    """What ``saved_values`` made, as values.
+    """The inverse of ``saved_values``.
 
     Raises:
         CheckpointError: it has pickled objects, and ``allow_pickle`` is False.
-        DamagedError: an engine saved no such thing.
+        DamagedError: no engine saved it.
     """
     return {name: decoded(value, name=name, allow_pickle=allow_pickle) for name, value in held.items()}
 
@@ -95,17 +95,17 @@ def check_resumable(
     scheduler: Any = None,
     saved_scheduler: Any = None,
 ) -> None:
-    """Refuses a checkpoint whose groups or scheduler are not the engine's, before anything is changed.
+    """Raises an error for a checkpoint whose groups or scheduler are not the engine's, before anything is changed.
 
     Args:
         place: of the checkpoint.
         groups: of the engine.
-        saved_groups: None where they are not to be loaded.
-        scheduler: one of the user's own that is to go on; None where there is none.
+        saved_groups: None if they are not to be loaded.
+        scheduler: the user's own, to resume; None if there is none.
         saved_scheduler: its state.
 
     Raises:
-        ValueError: there are more or fewer groups; the checkpoint has no scheduler's state, or one of another kind.
+        ValueError: there are more or fewer groups; the checkpoint has no scheduler's state, or that of another class.
     """
     if saved_groups is not None and len(saved_groups) != len(groups):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""``zero.Init``: a block in which a model is built without memory, until ``initialize`` shards it."""
+"""``zero.Init``: a context in which a model is built without memory, until ``initialize`` shards it."""
 
 import hashlib
 import itertools
@@ -41,16 +41,16 @@ def mark_sharded(parameter: nn.Parameter, number: int, shape: torch.Size) -> Non
 
 
 class Init:
-    """Within the block, new parameters have no memory: each rank draws its shards in ``initialize``, a leaf at a time.
+    """A context in which new parameters have no memory: each rank draws its shards in ``initialize``, a leaf at a time.
 
-    Law: the values are those of the model built without the block, on rank 0. What is done to them before ``initialize``
-    counts, too (``load_state_dict``, ``half()``, ``nn.init``), and must be the same on all ranks; values that only one rank
-    has go through ``GatheredParameters(..., modifier_rank=0)``. Collective. A block within a block does nothing.
+    Law: the values are those of the model built normally on rank 0. Changes before ``initialize`` (``load_state_dict``,
+    ``half()``, ``nn.init``) are included, and must be the same on all ranks; for values that only one rank has use
+    ``GatheredParameters(..., modifier_rank=0)``. Collective. A nested block does nothing.
 
     Args:
-        module: of no effect: a module that is there stays whole until ``initialize``.
+        module: has no effect: an existing module stays whole until ``initialize``.
         enabled: False does nothing.
-        others: of no effect; the config is ``initialize``'s.
+        others: have no effect; the config is ``initialize``'s.
 
     Raises:
         RuntimeError: within the block: something is made on another device than the CPU, or by ``.numpy()``.
@@ -100,7 +100,7 @@ class Init:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Within it, this thread's ``Init`` block is closed."""
+    """A context in which this thread's ``Init`` block is closed."""
     block = _OPEN.get()
     if block is None:
         yield
@@ -113,10 +113,10 @@ def suspended() -> Iterator[None]:
 
 
 def deferral_of(module: nn.Module) -> Deferral | None:
-    """The block in which a module's parameters were made; None of one with values.
+    """The block in which a module's parameters were made; None for a module with values.
 
     Raises:
-        ValueError: they are of several blocks.
+        ValueError: they are from several blocks.
     """
     found = {id(p.fake_mode): p.fake_mode for p in module.parameters() if isinstance(p, FakeTensor)}
     if len(found) > 1:
@@ -133,9 +133,9 @@ def broadcast_deferred(parameter: Tensor, rank: int) -> None:
 
 
 def taken(deferral: Deferral, module: nn.Module, device: torch.device) -> tuple[Apply, dict[str, Tensor]]:
-    """``functional(module)`` with leaves that get values as they are stored; the module's parameters stay those objects.
+    """``functional(module)`` with leaves that get values as they are stored; the module keeps its parameter objects.
 
-    They are tensors of one element that have their shapes until the engine shows values in them. Collective.
+    These are tensors of one element with their shapes until the engine shows values in them. Collective.
 
     Raises:
         ValueError: the ranks have built different values.
@@ -156,7 +156,7 @@ def taken(deferral: Deferral, module: nn.Module, device: torch.device) -> tuple[
 
 
 def _own_names(fake: nn.Parameter) -> set[str]:
-    """What torch itself keeps in a fake tensor."""
+    """Attributes that torch itself sets on a fake tensor."""
     held: Any = fake
     with held.fake_mode:
         return {*vars(torch.empty(0)), *FakeTensor.__annotations__, "_is_param"}
@@ -176,7 +176,7 @@ def _check_agreement(deferral: Deferral, module: nn.Module) -> None:
 
 
 def _digest(deferral: Deferral, parameter: Tensor) -> str:
-    """Of what a parameter's values are made by."""
+    """Of the operations that make a parameter's values."""
     found = hashlib.blake2b(digest_size=16)
     for function, arguments, state in deferral.recording.operations(deferral.recording.place(parameter)):
         found.update(str(function).encode())

@@ -1,1 +1,1 @@
-"""Functions and losses applied tile by tile along the sequence, so that activations of one tile exist at a time."""
+"""Functions and losses applied tile by tile along the sequence, to keep the activations of only one tile."""

@@ -1,4 +1,4 @@
-"""``tiled``: a function of tokens, computed for some of them at a time, in the forward pass and in the backward."""
+"""``tiled``: computes a function of tokens for some of them at a time, forward and backward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,29 +21,27 @@ __all__ = ["tiled"]
 
 
 def tiled(function: Callable[..., Any], tiles: int, *, dim: int = 1, sums: bool = False) -> Callable[..., Any]:
-    """``function(params, *args)``, computed for one of ``tiles`` parts of the tokens after another.
+    """Computes ``function(params, *args)`` for one of ``tiles`` parts of the tokens at a time, to save activation memory.
 
-    Law 45: for a function that acts by token, value and gradients are the function's; with ``sums``, for one that returns sums
-    over tokens. What it computes inside exists for one tile at a time: 1/tiles of the function's peak. The backward pass
-    computes each tile again, which costs one more forward pass. Gradients of params are added up over the tiles in one tensor
-    each, in fp32 where they are half precision.
+    Law 45: for a function that acts on each token, value and gradients are unchanged; with ``sums``, for one that returns sums
+    over tokens. Intermediates exist for one tile at a time: 1/tiles of the peak. The backward pass recomputes each tile, which
+    costs one more forward pass. Gradients of params are accumulated over the tiles, in fp32 for half precision.
 
-    The first argument is whole in every tile: params and whatever else all tokens share. ZeRO-3 gathers it once in the forward
-    pass and once in the backward, not for each tile. Every tensor in the further arguments has its tokens along ``dim`` and is
-    cut there, into parts whose sizes differ by one at most. A ``Key`` draws what it draws for the whole tensors (law 49). Other
-    values go with every tile. Torch's generators give in the backward pass what they gave before, but not what they give the
-    function without tiles.
+    The first argument is passed to every tile: params and anything that all tokens share; ZeRO-3 gathers it once per pass, not
+    per tile. Every tensor in the further arguments is split along ``dim``, into parts whose sizes differ by at most one. A
+    ``Key`` draws as for the whole tensors (law 49). Other values are passed to every tile. Torch's generators repeat their
+    draws in the backward pass, but draw differently from the function without tiles.
 
     Args:
-        function: ``(params, *args) -> a tree of tensors``. It takes what it is differentiated by from its arguments.
-        tiles: how many; fewer where there are fewer tokens.
-        dim: along which the tokens lie in every tensor, counted from the front.
-        sums: whether the function returns scalars, such as a ``Weighted``, which are added up, in fp32 at least. Otherwise its
-            tensors have as many tokens along ``dim`` as the arguments, and are put together there.
+        function: ``(params, *args) -> a tree of tensors``. Tensors that need gradients must be among its arguments.
+        tiles: how many; fewer if there are fewer tokens.
+        dim: the tokens' dim in every tensor, counted from the front.
+        sums: whether the function returns scalars, such as a ``Weighted``, which are summed, in fp32 at least. Otherwise its
+            tensors have as many tokens along ``dim`` as the arguments, and are concatenated.
 
     Raises:
-        ValueError: ``tiles`` or ``dim`` is no such number; when called: a tensor has another number of tokens, a result is no
-            scalar or has other tokens, or the function uses a tensor that requires grad and is no argument.
+        ValueError: ``tiles`` or ``dim`` is out of range; when called: a tensor has another number of tokens, a result is not a
+            scalar or has other tokens, or the function uses a tensor that requires grad and is not an argument.
         RuntimeError: in second derivatives.
 
     Source: tiled computation in Arctic Long Sequence Training (arXiv 2506.13996).
@@ -79,12 +77,12 @@ class _Tiles:
     """One call.
 
     Attributes:
-        function: as ``tiled`` was given it, and so are the next three.
+        function: as given to ``tiled``, like the next three.
         tiles: how many tiles.
-        dim: along which tokens lie.
-        sums: whether results are added up.
+        dim: of the tokens.
+        sums: whether results are summed.
         leaves: of all arguments; a key is one.
-        spec: puts them together.
+        spec: their structure.
         shared: how many of them are the first argument's.
         places: which of them are tensors.
         parts: the tokens of each tile.
@@ -134,7 +132,7 @@ class _Tiles:
         return tensor.narrow(self.dim, part.start, len(part))
 
     def cut(self, tensors: Sequence[Tensor], part: range) -> list[Tensor]:
-        """What a tile gets of the arguments' tensors."""
+        """The slices of the arguments' tensors for a tile."""
         pairs = zip(self.places, tensors, strict=True)
         return [tensor if place < self.shared else self.of(tensor, part) for place, tensor in pairs]
 
@@ -157,7 +155,7 @@ class _Tiles:
         return found
 
     def _key(self, key: Key, part: range) -> Key:
-        """The key that draws for a tile what this one draws for all."""
+        """The key that draws for a tile what this one draws for the whole."""
         if self.dim == 0:
             return key.at(rows=part.start)
         tokens = self.parts[-1].stop
@@ -208,7 +206,7 @@ class _TileByTile(torch.autograd.Function):
         found, spec = tree.flatten(tiles.whole())
         specs.append(spec)
         ctx.save_for_backward(*given)
-        for place in tiles.places:  # only autograd holds them from here on: ZeRO-3 may free params
+        for place in tiles.places:  # drops the references, except autograd's: ZeRO-3 may free params
             tiles.leaves[place] = None
         ctx.tiles = tiles
         ctx.set_materialize_grads(False)
@@ -261,7 +259,7 @@ def _gradients(
 
 
 def _refuse_foreign(found: Sequence[Tensor], known: set[int]) -> None:
-    """Refuses results that depend on a tensor that requires grad and is no argument: it would get no gradient."""
+    """Raises an error for results that depend on a tensor that requires grad and is not an argument."""
     todo = [leaf.grad_fn for leaf in found if leaf.grad_fn is not None]
     seen = set(todo)
     while todo:
@@ -278,7 +276,7 @@ def _refuse_foreign(found: Sequence[Tensor], known: set[int]) -> None:
 
 
 def _again() -> Callable[[], Any]:
-    """A context in which the function finds what it finds now: the pass, the generators' states and the autocast."""
+    """Captures the pass, the generators' states and the autocast, and returns a context that restores them."""
     device = in_use()
     kinds = {"cpu"} if device is None else {"cpu", device.type}
     autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary without the logits of all tokens at once."""
+"""Cross entropy over a vocabulary without materialising the logits of all tokens."""
 
 from typing import Any
 
@@ -22,26 +22,26 @@ def tiled_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Weighted:
-    """The cross entropy of ``hidden @ weight.T + bias``, summed over tokens, and how many tokens those are.
+    """Cross entropy of ``hidden @ weight.T + bias``, tile by tile: the sum over tokens, and the number of tokens.
 
-    Law 45: it is ``F.cross_entropy(logits.float(), labels, reduction="sum")``, value and gradients. Logits exist for one of
-    ``tiles`` parts of the tokens at a time: T/tiles x V elements, twice in fp32 at least, in place of all T x V. Each tile's
-    gradients are computed with its logits, so no product is computed twice, and the backward pass only scales them. Sums of the
-    loss and of the gradients of ``weight`` over tiles are in fp32.
+    Law 45: value and gradients equal ``F.cross_entropy(logits.float(), labels, reduction="sum")``. Logits exist for one of
+    ``tiles`` parts of the tokens at a time: T/tiles x V elements, twice in fp32 at least, instead of T x V. Each tile's
+    gradients are computed with its logits, so no product is computed twice, and the backward pass only scales them. Sums over
+    tiles are in fp32.
 
-    Sends nothing. On ranks that have other tokens, sum both over the ranks, as ``T.zero`` does with a loss that is this.
+    Cost: sends nothing. On ranks with other tokens, sum both results over the ranks, as ``T.zero`` does for such a loss.
 
     Args:
-        hidden: [..., M], the states of T tokens. They vary between ranks of a sequence.
+        hidden: [..., M], the states of T tokens, different on the ranks of a sequence.
         weight: [V, M], the output embedding, the same on those ranks.
         labels: integers [...], already shifted.
-        tiles: into how many parts the tokens are cut; fewer where there are fewer tokens.
+        tiles: into how many parts the tokens are split; fewer if there are fewer tokens.
         bias: [V].
         ignore_index: the label of tokens that do not count.
         label_smoothing: how much of the target is spread over the vocabulary, as in ``F.cross_entropy``.
 
     Raises:
-        ValueError: shapes do not fit, or a number is out of range.
+        ValueError: shapes do not match, or a number is out of range.
         RuntimeError: in second derivatives.
 
     Source: fused logits and loss in Arctic Long Sequence Training (arXiv 2506.13996).
@@ -74,7 +74,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, tiles: int, bias: Ten
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """The sum over tokens; the gradients are there when the forward pass ends."""
+    """The sum over tokens; the gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(
