@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.step.state.state import State
+from functional_ds.step.step import Step
 
 from .batch_cut import CutBatch
 
-__all__ = ["in_halves", "in_other_orders"]
+__all__ = ["has_zeros", "in_halves", "in_other_orders"]
 
 
 def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch]:
@@ -95,3 +97,10 @@ def in_halves(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBa
 
     a, b, rest = every[:half], every[half : 2 * half], every[2 * half :]
     return of(every), of(torch.cat([a, a, rest])), of(torch.cat([b, b, rest]))
+
+
+def has_zeros(step: Step, state: State) -> bool:
+    """Whether this rank's part of some matrix is zeros."""
+    leaf_map = step.leaf_map(state)
+    parts = zip(leaf_map.shards, leaf_map.views(step.trained(state)), strict=True)
+    return any(len(leaf_map.leaves[part.leaf].shape) > 1 and part.numel and not own.any() for part, own in parts)

@@ -25,7 +25,7 @@ from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
 from .batch_cut import BatchCut, CutBatch, entered, padded
-from .order_check import in_halves, in_other_orders
+from .order_check import has_zeros, in_halves, in_other_orders
 
 __all__ = ["sequence"]
 
@@ -325,7 +325,7 @@ class _SequenceParallel:
             one, other = (step.phases["measure"](step, state, each)["loss"] for each in two)
         finally:
             before.restore()
-        weight, zeros = (torch.as_tensor(number, device=one.sum.device) for number in (one.weight, _has_zeros(step, state)))
+        weight, zeros = (torch.as_tensor(number, device=one.sum.device) for number in (one.weight, has_zeros(step, state)))
         own = torch.stack([(one.sum - other.sum).abs(), one.sum.abs(), weight, zeros]).double()
         change, size, weight, zeros = step.sum_over_ranks(state, own).tolist()
         if zeros:
@@ -388,13 +388,6 @@ class _SequenceParallel:
             "fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']); for a loss without attention pass "
             "tokenwise=True"
         )
-
-
-def _has_zeros(step: Step, state: State) -> bool:
-    """Whether this rank's part of some matrix is zeros."""
-    leaf_map = step.leaf_map(state)
-    parts = zip(leaf_map.shards, leaf_map.views(step.trained(state)), strict=True)
-    return any(len(leaf_map.leaves[part.leaf].shape) > 1 and part.numel and not own.any() for part, own in parts)
 
 
 def _device(piece: CutBatch) -> torch.device:

@@ -272,7 +272,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     functools.partial(test_order_check.test_what_acts_along_a_piece_is_refused, "behind a head of zeros"): [
-        Bug("zeros say nothing", "transforms.parallel.sequence:_has_zeros", "not own.any()", "False"),
+        Bug("zeros say nothing", "transforms.parallel.order_check:has_zeros", "not own.any()", "False"),
     ],
     functools.partial(test_order_check.test_right_models_pass, "draws"): [
         Bug("draws of a check differ", "base.prng:Key._drawn", "self.constant", "False", shows=ValueError),
