@@ -1,9 +1,11 @@
 """A folder of checkpoints: its entries, and which checkpoint is the newest.
 
 ```
-folder/latest             the tag of the newest, and its checksum folder/1000/              a checkpoint: manifest.json and data
-files folder/.saving-…          a checkpoint that is being written folder/.replaced-1000     a checkpoint being replaced by one
-of the same tag folder/.lock              locked by the job that saves here
+folder/latest             the tag of the newest, and its checksum
+folder/1000/              a checkpoint: manifest.json and data files
+folder/.saving-…          a checkpoint that is being written
+folder/.replaced-1000     a checkpoint being replaced by one of the same tag
+folder/.lock              locked by the job that saves here
 ```
 """
 

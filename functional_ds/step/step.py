@@ -348,7 +348,7 @@ class Step(Phases, FollowsFromAxes):
     def gradients(
         self, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """As ``Phases.gradients``; the result is not reduced yet."""
+        """Sums of gradients over this rank's batch and ``carry``, those of earlier micro-batches; not reduced yet."""
         return super().gradients(tree.replace(state, reduced=False), batch, carry, last)
 
     def reduce(self, state: State, grads: Weighted) -> tuple[State, Weighted]:

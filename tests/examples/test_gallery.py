@@ -8,6 +8,9 @@ from types import ModuleType
 
 import pytest
 
+import functional_ds
+from functional_ds import comm, pipelining, transforms
+
 TOP = Path(__file__).resolve().parents[2]
 FOLDER = TOP / "examples/research"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "shared")
@@ -42,3 +45,27 @@ def test_the_page_says_what_its_docstring_says(name: str) -> None:
     assert f"examples/research/{name}.py" in PAGE
     for paper in re.findall(r"arXiv:\d+\.\d+", words):
         assert paper in PAGE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_overview_has_each_file_with_its_lines(name: str) -> None:
+    """Where a file grows, the row is to be renewed."""
+    source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    title, lines = source.split('"""')[1].partition(":")[0], sum(bool(line.strip()) for line in source.splitlines())
+    assert f"| [{title}](#{title.lower().replace(' ', '-')}) | `{name}.py` | {lines} | " in PAGE
+
+
+def test_the_table_of_methods_names_what_is_there() -> None:
+    """Each name of the column "written with" is the library's, and each method has lines and stages."""
+    heads = {"fds": functional_ds, "T": transforms, "comm": comm, "pp": pipelining, "step": functional_ds.Step}
+    table = PAGE.partition("<!-- methods -->")[2].partition("<!-- /methods -->")[0].strip().splitlines()[2:]
+    assert len(table) == 24
+    for row in table:
+        method, lines, names, stages, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+        assert lines.isdecimal(), method
+        assert stages, method
+        for name in re.findall(r"`([\w.]+)`", names):
+            head, *rest = name.split(".")
+            value: object = heads[head]
+            for part in rest:
+                value = getattr(value, part)

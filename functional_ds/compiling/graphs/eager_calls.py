@@ -1,8 +1,8 @@
 """Functions that a graph calls eagerly, because their inner sizes depend on values: one node forward, one backward.
 
-``run(Tensor[] xs, int site) -> Tensor[]`` returns the result and a token, which holds what autograd saved. ``run_backward(
-Tensor token, Tensor[] xs, Tensor grad, int site) -> Tensor[]`` returns the gradients. Autograd saves places instead of ``xs``,
-so a graph may free and regather them in between.
+``run(Tensor[] xs, int site) -> Tensor[]`` returns the result and a token, which holds what autograd saved.
+``run_backward(Tensor token, Tensor[] xs, Tensor grad, int site) -> Tensor[]`` returns the gradients. Autograd saves places
+instead of ``xs``, so a graph may free and regather them in between.
 """
 
 from collections.abc import Callable, Sequence

@@ -196,7 +196,8 @@ def per_leaf(
             same shape, such as ``torch.zeros_like``.
         rule: from gradient, state and ``step`` (an int64 scalar, 1 in the first update) to ``u`` and the new state, both of the
             part's shape. A parameter ``param`` gets the part. Parts are in at least fp32; complex ones are pairs of reals. The
-            rule must not modify them, and must yield equally often for all leaves, also for empty parts.
+            rule must not modify them, and must yield equally often for all leaves, also for empty parts. ``0.9 ** step`` is
+            fp32; where params are fp64, write ``0.9 ** step.to(grad.dtype)``.
         lr: the learning rate.
         weight_decay: decoupled weight decay.
         name: for printing and errors; by default the rule's.

@@ -2,8 +2,9 @@
 
 For each call of a torch function, or of a module that is not opened::
 
-    number the argument tensors; an unknown one is a constant, or comes from code that cannot be seen run the call, noting which
-    storages its operators read and write if it made a tensor or wrote into one:
+    number the argument tensors; an unknown one is a constant, or comes from code that cannot be seen
+    run the call, noting which storages its operators read and write
+    if it made a tensor or wrote into one:
         append Instruction(function, arguments with numbers for tensors, numbers of the results, reads, writes)
 
 Torch's own tracers (2.13) do less than a split needs. Proxies of ``torch.fx`` have neither shapes nor values, so they cannot

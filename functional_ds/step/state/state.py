@@ -220,8 +220,7 @@ def _row(held: Any) -> tuple[int, str, str]:
     return len(leaves), dtypes, f"{size:,}"
 
 
-# -- trained leaves that no rank's loss has used: detected on each rank, agreed on, and counted, so that optimizers skip them
-# -----
+# -- trained leaves that no rank's loss has used: detected, agreed on, and counted, so that optimizers skip them -------------
 
 
 class Summing(Protocol):
