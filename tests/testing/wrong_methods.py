@@ -189,6 +189,17 @@ def writes_in_place() -> fds.Transform:
     return with_slot("writes_in_place", lambda step, state: torch.zeros(()), gradients=gradients)
 
 
+def mean_in_the_params() -> fds.Transform:
+    """Its slot begins as the params themselves, into which updates write; with ``donate=False`` it is a copy from then on."""
+
+    def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        state, metrics = inner(step, state, grads)
+        pairs = zip(step.trained(state), state.slots["kept"], strict=True)
+        return state.put(kept=[p.lerp(mean, 0.9) for p, mean in pairs]), metrics
+
+    return with_slot("mean_in_the_params", lambda step, state: step.trained(state), update=update)
+
+
 def counts_outside() -> fds.Transform:
     """Counts steps in Python, which no checkpoint has."""
     steps = [0]
@@ -330,6 +341,7 @@ WRONG: dict[Callable[[], fds.Transform], tuple[str, dict[str, Any]]] = {
     counts_skipped: ("skipped steps", {}),
     infinite_memory: ("skipped steps", {}),
     writes_in_place: ("donation", {}),
+    mean_in_the_params: ("donation", {}),
     counts_outside: ("checkpoints", {}),
     mean_of_sums: ("slots", {}),
     one_dtype: ("bf16", {}),
