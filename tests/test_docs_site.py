@@ -170,6 +170,14 @@ def test_pages_install_the_commands_that_they_run(page: Path) -> None:
     assert not (extras and re.search(r"^\$ functional-ds ", text, re.MULTILINE)) or "cli" in extras
 
 
+def test_figures_name_files_that_exist() -> None:
+    """docs/figures/make.py draws them from a run; the drawings are kept, and the files may move."""
+    drawn = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "figures").glob("*.svg"))
+    names = set(re.findall(r">((?:functional_ds|comm|transforms)/[\w/]+\.py)<", drawn))
+    assert len(names) > 8
+    assert sorted(name for name in names if not (TOP / name).is_file()) == []
+
+
 def test_worked_cases_are_read_as_they_are_printed() -> None:
     """docs/which-strategy.md's differences in percent are those of the times that it prints."""
     page = (DOCS / "which-strategy.md").read_text(encoding="utf-8")

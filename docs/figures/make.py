@@ -110,7 +110,9 @@ def path_of(collective: str, through: str) -> list[str]:
 
 DOES = {
     "functional_ds/step/step.py": "step(state, batch) calls the phases in order",
+    "functional_ds/step/phase_signatures.py": "the phases, and what each is called with",
     "functional_ds/step/train_step.py": "the phase gradients: view, loss, backward",
+    "functional_ds/step/view.py": "pull: gradients of what the loss saw",
     "functional_ds/step/pass_scope.py": "ends the forward pass, starts the backward",
     "transforms/zero/lazy_tensor.py": "a torch function touches a leaf",
     "transforms/zero/lazy_params.py": "which unit; its node in the graph",
@@ -126,14 +128,16 @@ DOES = {
 def zero_path() -> Figure:
     """Both ways through the files, from step() down to the wire; files on both ways stand in the middle."""
     gather, reduce = path_of("all_gather", "gather.py"), path_of("reduce_scatter", "reduce.py")
-    figure = Figure(figsize=(9.2, 6.8))
+    rows = dict.fromkeys([*gather, *reduce], 0)
+    steps = [*pairwise(gather), *pairwise(reduce)]
+    while late := {below: rows[above] + 1 for above, below in steps if rows[below] <= rows[above]}:
+        rows |= late  # below all that lead there
+    deepest, middle = max(rows.values()), 7.0
+    figure = Figure(figsize=(10.6, 0.75 * deepest + 0.8))
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, 12), ylim=(-0.1, 9.0))
+    axes.set(xlim=(0, 14), ylim=(7.9 - deepest, 9.0))
     axes.axis("off")
-    rows: dict[str, float] = {}
-    for names in (gather, reduce):
-        rows |= {name: max(rows.get(name, 0), index) for index, name in enumerate(names)}
-    columns = {name: 6.0 if name in gather and name in reduce else 2.4 if name in gather else 9.6 for name in rows}
+    columns = {name: middle if name in gather and name in reduce else 2.4 if name in gather else 11.6 for name in rows}
     where = {name: (columns[name], 8.4 - row) for name, row in rows.items()}
     for name, (x, y) in where.items():
         axes.add_patch(FancyBboxPatch((x - 2.05, y - 0.31), 4.1, 0.62, boxstyle="round,pad=0.03", fc="white", ec="#333333"))
@@ -142,15 +146,15 @@ def zero_path() -> Figure:
     for names, colour, shift in ((gather, BLUE, -0.35), (reduce, ORANGE, 0.35)):
         for above, below in pairwise(names):
             (x0, y0), (x1, y1) = where[above], where[below]
-            start, end = (x0 + (shift if x0 == 6 else 0), y0 - 0.35), (x1 + (shift if x1 == 6 else 0), y1 + 0.36)
+            start, end = ((x + (shift if x == middle else 0), y) for x, y in ((x0, y0 - 0.35), (x1, y1 + 0.36)))
             axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.6})
     x, y = 0.3, where["comm/simulation/simulator.py"][1]
     axes.text(x, y + 1.9, "a param's values", color=BLUE, fontsize=10, weight="bold")
     values = "all-gather when first touched;\nback up the same files: flat\ntensors, then views of them"
     axes.text(x, y + 1.05, values, color=BLUE, fontsize=8)
-    axes.text(8.7, y + 1.9, "its gradient", color=ORANGE, fontsize=10, weight="bold")
+    axes.text(10.3, y + 1.9, "its gradient", color=ORANGE, fontsize=10, weight="bold")
     gradient = "reduce-scatter when its unit\nis complete; back: a shard,\nwhich the update gets"
-    axes.text(8.7, y + 1.05, gradient, color=ORANGE, fontsize=8)
+    axes.text(10.3, y + 1.05, gradient, color=ORANGE, fontsize=8)
     return figure
 
 

@@ -357,7 +357,7 @@ class _At:
         """
         rule = self.rule
         total, residual = self._mean(moved, state.residual)
-        dtype, device = widest(own), own[0].device
+        dtype, device = widest(own), own[0].device if own else None  # a stage may have no leaves
         scale = gain if isinstance(gain, Tensor) else torch.full((), gain, dtype=dtype, device=device)  # does not block
         scale = scale.to(dtype)
         step = rule.lr if rule.weighs else rule.lr * scale

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -265,3 +267,12 @@ def test_entries_that_are_left_out_have_no_line() -> None:
     found = [line_of(apart, entry) for entry in ("data", "data.rows", "data.x.a", "logs", "strategy", "strategy.clip")]
     assert found == [1, 2, 6, 3, 7, 10]
     assert json_line_of('{"data": {"rows": 1},\n "logs": {\n"rows": 2}}', "logs.rows") == 3
+
+
+@pytest.mark.parametrize("missing", ["tomlkit", "pydantic"])
+@pytest.mark.parametrize("name", ["Job", "load_job", "run_job"])
+def test_without_the_extra(missing: str, name: str) -> None:
+    """The library alone names what jobs need."""
+    program = f"import sys; sys.modules[{missing!r}] = None; import functional_ds as fds; fds.{name}"
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert "ImportError: jobs need pydantic and tomlkit: pip install 'functional-ds[jobs]'" in ended.stderr

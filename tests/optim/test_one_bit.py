@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 import functional_ds as fds
 from functional_ds import comm
+from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.optim.one_bit import UpdateIntervals
 from functional_ds.testing import assert_same
+from tests.planting import Bug, planted
 from tests.transforms.models import CASES, own_rows
 from tests.transforms.rules import ROWS, fresh, linear
 
@@ -352,6 +354,44 @@ def test_what_never_had_a_gradient_stays() -> None:
     found = step.params(state)["w"]
     assert found.isfinite().all()
     assert (found == 1).tolist() == [False, True, False, True]
+
+
+def a_stage_without_leaves(rule: str) -> None:
+    """A pipeline one of whose ranks has no params is the step without a pipeline, after the warm-up, too."""
+    optimizer = {
+        "1-bit": fds.one_bit_adam(0.0625, warmup=2, eps=1e-3, codec=comm.codecs.OneBit(2)),
+        "0/1": fds.zero_one_adam(0.0625, freeze=2, each=1, local=2, longest=2, eps=1e-3, codec=comm.codecs.OneBit(2)),
+    }[rule]
+    params = {"w": torch.tensor([3.0, 2.0], dtype=torch.float64)}
+    pieces = [pp.Piece(lambda w, x: x * w, uses="w"), pp.Piece(lambda _, x: x * x, uses=())]
+    stages = pp.stages(pieces, params, inputs=lambda batch: batch, loss=lambda y, _: y.mean())
+
+    def program(pipelined: bool) -> Any:
+        mesh = comm.mesh(dp=2, pp=1 + pipelined)
+        piped = [T.pipeline(pp.one_f_one_b(2, 1), stages, mesh["pp"])] if pipelined else []
+        step = fds.compose(T.local_gradients(mesh["dp"]), *piped)(fds.train_step(stages, optimizer))
+        state = step.init(params)
+        for count in range(6):
+            state, _ = step(state, torch.tensor([[1.0 + mesh["dp"].rank, 0.5 * count]], dtype=torch.float64))
+        return step.params(state)
+
+    expected = comm.simulate(program, False, world_size=2)
+    for rank, found in enumerate(comm.simulate(program, True, world_size=4)):
+        close(found, expected[rank // 2], 1e-12)
+
+
+@pytest.mark.parametrize("rule", ["1-bit", "0/1"])
+def test_a_stage_without_leaves(rule: str) -> None:
+    """Its ranks update nothing; an update that asks its first leaf for the device breaks the law."""
+    a_stage_without_leaves(rule)
+    bug = Bug(
+        "the first leaf's device",
+        "optim.one_bit:_At._sync",
+        "dtype, device = widest(own), own[0].device if own else None",
+        "dtype, device = widest(own), own[0].device",
+    )
+    with planted(bug), pytest.raises(IndexError):
+        a_stage_without_leaves(rule)
 
 
 def test_bad_input() -> None:

@@ -33,6 +33,18 @@ def on_two(loss: Any, *strategy: fds.Transform, params: Any = None) -> None:
     comm.simulate(lambda: once(loss, *strategy, params=params), world_size=2)
 
 
+def other_metrics() -> None:
+    """A metric for each task, which depends on the batch."""
+
+    def program() -> None:
+        step = made(T.zero(0), loss=lambda params, x: (square(params, x), {f"task {int(x[0, 0])}": x.mean()}))
+        state = step.init(weights())
+        for task in range(2):
+            state, _ = step(state, torch.full((4, 3), float(task)))
+
+    comm.simulate(program, world_size=2)
+
+
 def a_module_itself() -> None:
     module = nn.Linear(3, 2)
     _, params = fds.functional(module)
@@ -135,6 +147,15 @@ REFUSALS = [
         why="The step's params would not be trained.",
         instead="Call `apply(params, x)`.",
         program=a_module_itself,
+    ),
+    Refusal(
+        what="metrics whose names change in a later step, on several ranks",
+        error=ValueError,
+        says=r"returned the metrics \['loss', 'task 1'\], and \['loss', 'task 0'\] before",
+        advises="return the same metrics in every step",
+        why="Ranks add metrics up by position, so those of other names would be mixed.",
+        instead="Return the same metrics in every step, `fds.Weighted(torch.zeros(()), 0)` if there is nothing to add.",
+        program=other_metrics,
     ),
     Refusal(
         what="a loss without a graph (`no_grad`, `detach()`, `.item()`)",

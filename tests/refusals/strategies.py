@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import functional_ds as fds
-from functional_ds import comm
+from functional_ds import comm, seq
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.step.state.state import UpdateError
@@ -162,6 +162,23 @@ def mean_of_positions() -> None:
         step(step.init(weights()), torch.arange(8)[None] % 3)
 
     comm.simulate(program, world_size=2)
+
+
+def half_of_a_sequence() -> None:
+    """Attention over two of the four ranks that have a part of the sequence each."""
+
+    def program() -> None:
+        mesh = comm.mesh(ring=2, heads=2)
+        attend = seq.ring(mesh["ring"])
+
+        def loss(params: Any, batch: Any) -> fds.Weighted:
+            x = params["w"][batch["input_ids"]][:, None]
+            return fds.Weighted(attend(x, x, x).sum(), batch["input_ids"].numel())
+
+        step = made(T.zero(0), T.sequence(mesh["ring", "heads"]), loss=loss)
+        step(step.init(weights()), torch.arange(8)[None] % 3)
+
+    comm.simulate(program, world_size=4)
 
 
 def stages_of_a_sequence() -> None:
@@ -497,6 +514,15 @@ REFUSALS = [
         why="It would see each rank's piece alone.",
         instead="Pass `position_ids` of the batch; models with other mixers than attention cannot be cut so.",
         program=counted_positions,
+    ),
+    Refusal(
+        what="attention over a part of the ranks that share a sequence",
+        error=ValueError,
+        says=r"the pieces on the 2 ranks of 'ring' have 4 positions together, and the sequence of .* T\.sequence 8 on 4",
+        advises=r"Leave the group out; for Ulysses over a ring pass two",
+        why="It would attend to a part of each sequence.",
+        instead="Leave the group out, or use `fds.seq.ulysses(fds.seq.ring(mesh['ring']), mesh['heads'])`.",
+        program=half_of_a_sequence,
     ),
     Refusal(
         what="a loss over cut sequences that is no sum over tokens: a mean of positions, a preference loss",

@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-from tomlkit.container import Container
-from tomlkit.exceptions import TOMLKitError
-from tomlkit.items import AbstractTable, AoT, Array
+try:
+    import tomlkit
+    from tomlkit.container import Container
+    from tomlkit.exceptions import TOMLKitError
+    from tomlkit.items import AbstractTable, AoT, Array
+except ModuleNotFoundError as error:
+    raise ImportError("jobs need pydantic and tomlkit: pip install 'functional-ds[jobs]'") from error
 
 from functional_ds.base.disk.files import parse_json, read_text
 

@@ -105,7 +105,8 @@ class _GatheredProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         group, dim, chunks = ctx.group, ctx.dim, ctx.chunks
-        weights, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint recomputes at the first access and raises at a second
+        weights, kept = saved[: ctx.count], saved[ctx.count :]
         pieces = [_pieces(grad, group.size, dim, chunks) for grad in grads]
         wants_x, wants_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         again = _gather(kept[0], group, dim, chunks) if ctx.regather and any(wants_weights) else []

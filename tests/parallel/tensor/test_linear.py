@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import functional_ds as fds
 from functional_ds import comm
@@ -31,6 +32,7 @@ class Block:
     chunks: int = 1
     biased: bool = True
     ends: bool = False  # columns gather, and rows split, so that each layer stands alone
+    again: bool = False  # under activation checkpointing, which lets saved tensors be read once
 
     @property
     def length(self) -> int:
@@ -85,8 +87,13 @@ class Block:
         with comm.ledger() as sent:
             ups, biases = [own[f"up{i}"] for i in range(self.heads)], [own.get(f"bias{i}") for i in range(self.heads)]
             again = {"regather": True} if self.regather else {}
-            hidden = fds.tp.column(own["x"], ups, bias=biases, group=here, gather_output=self.ends, **more, **again)
-            y = fds.tp.row(self.joined(hidden), own["down"], bias=own.get("bias"), group=here, split_input=self.ends, **more)
+
+            def forward(x: Tensor) -> Any:
+                hidden = fds.tp.column(x, ups, bias=biases, group=here, gather_output=self.ends, **more, **again)
+                joined = self.joined(hidden)
+                return fds.tp.row(joined, own["down"], bias=own.get("bias"), group=here, split_input=self.ends, **more)
+
+            y = checkpoint(forward, own["x"], use_reentrant=False) if self.again else forward(own["x"])
             grads = self.gradients(y, own, start)
         for name, (dim, _) in cut.items():
             grads[name] = comm.all_gather(grads[name], here, dim=dim)
@@ -119,6 +126,7 @@ def blocks(draw: Any) -> Block:
         chunks=draw(st.integers(1, 3)) if sequence else 1,
         biased=draw(st.booleans()),
         ends=draw(st.booleans()),
+        again=draw(st.booleans()),
     )
 
 
@@ -126,7 +134,7 @@ def blocks(draw: Any) -> Block:
 @settings(max_examples=2 * FEW)
 @given(block=st.composite(blocks)())
 def test_row_of_column_is_dense(block: Block) -> None:
-    """``row(column(x, A), B)`` is the dense block: bitwise on integers, with sequence parallelism, in any number of chunks."""
+    """``row(column(x, A), B)`` is the dense block: bitwise on integers, in any number of chunks, recomputed or not."""
     agrees(block)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import attrs
 import pytest
 
 from tests.parallel.tensor import test_vocabulary
@@ -36,6 +37,7 @@ STEP = "transforms.parallel.tensor_parallel"
 
 dense = Block(2)
 pieces = Block(2, positions=2, sequence=True, chunks=2, regather=True)
+again = attrs.evolve(pieces, again=True)
 loss = (test_vocabulary.agrees, 2, 3, (5,), 0.1, 1e-2, 0, 1.0)
 lookup = (test_vocabulary.lookups_agree, 2, 3, 4, False)
 model = test_tensor_modules.agrees
@@ -68,6 +70,14 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
             "parallel.tensor.sequence_products:_weight_gradient",
             "functools.reduce(torch.add, products)",
             "products[0]",
+        ),
+    ],
+    (agrees, again): [
+        Bug(
+            "saved tensors are read twice, which a checkpoint refuses",
+            "parallel.tensor.sequence_products:_GatheredProducts.backward",
+            "saved[ctx.count:]",
+            "ctx.saved_tensors[ctx.count:]",
         ),
     ],
     loss: [
