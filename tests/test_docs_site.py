@@ -211,6 +211,42 @@ def test_masked_batches_move_nothing() -> None:
         torch.testing.assert_close(step.params(state)["w"], torch.full((3, 2), expected))
 
 
+def test_the_order_of_the_cheat_sheet_composes() -> None:
+    """docs/cheat-sheet.md names an order of transforms that no transform refuses."""
+    sheet = (DOCS / "cheat-sheet.md").read_text(encoding="utf-8")
+    (row,) = [line for line in sheet.splitlines() if line.startswith("| order in `compose` |")]
+    params = {"w": torch.ones(2)}
+    stages = pp.stages(
+        [pp.Piece(lambda w, x: x * w, uses="w")],
+        params,
+        inputs=lambda batch: batch,
+        loss=lambda y, _: fds.Weighted(y.sum(), len(y)),
+    )
+
+    def program() -> str:
+        mesh = comm.mesh(dp=1, pp=1, sp=1, ep=1, tp=1)
+        made: dict[str, fds.Transform] = {
+            "ema": T.ema(0.5),
+            "mixed_precision": T.mixed_precision("bf16"),
+            "offload": T.offload("cpu"),
+            "zero": T.zero(1, mesh["dp"]),
+            "pipeline": T.pipeline(pp.one_f_one_b(1, 1), stages, mesh["pp"]),
+            "sequence": T.sequence(mesh["sp"]),
+            "experts": T.experts("experts", mesh["ep"]),
+            "tensor_parallel": T.tensor_parallel({}, mesh["tp"]),
+            "accumulate": T.accumulate(2),
+            "remat": T.remat(),
+            "clip": T.clip(1.0),
+            "schedule": T.schedule(T.warmup_cosine(2, 10)),
+        }
+        names = re.findall(r"`(\w+)`", row)[1:]
+        assert sorted(names) == sorted(made)
+        return str(fds.compose(*(made[name] for name in names))(fds.train_step(stages, fds.sgd(0.1))))
+
+    (said,) = comm.simulate(program, world_size=1)
+    assert said.count("->") == 12
+
+
 def test_a_name_that_is_gone_is_noticed() -> None:
     assert _lacks("fds.route")
     assert _lacks("fds.memory.Tracked")

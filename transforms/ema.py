@@ -40,8 +40,8 @@ def ema(decay: float) -> Transform:
     The mean starts as the initial params; a skipped update leaves it unchanged. ``averaged(step, state)`` returns it. Law: in
     every stage of ZeRO it equals the single-device mean.
 
-    Put it before ``mixed_precision`` and ``zero``, so that it averages the fp32 master weights and is sharded. It costs 4 bytes
-    a parameter (4/n in stages 1 to 3) and no communication.
+    Put it before ``mixed_precision``, ``offload`` and ``zero``, so that it averages the fp32 master weights and is sharded. It
+    costs 4 bytes a parameter (4/n in stages 1 to 3) and no communication.
 
     Raises:
         ValueError: the decay is not in [0, 1); a transform before this one wraps ``params``.
@@ -82,8 +82,8 @@ def ema(decay: float) -> Transform:
     def check(step: Step) -> None:
         if step.wraps("params"):
             raise ValueError(
-                f"ema({decay}): this step stores params in its own way already ({step}); put ema before zero and "
-                "mixed_precision, and use one ema"
+                f"ema({decay}): this step stores params in its own way already ({step}); put ema before "
+                "mixed_precision, offload and zero, and use one ema"
             )
 
     traits = [Trait.COPIES_PARAMS, Trait.HEEDS_SKIPS]

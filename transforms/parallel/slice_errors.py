@@ -77,6 +77,20 @@ def _text(modules: list[nn.Module], slices: Mapping[str, LeafSlice], group: comm
     return (
         f"tensor_parallel: {path!r} ({type(modules[-1]).__name__}) fails on slices over the {group.size} ranks "
         f"of {group.name!r}: {str(error).splitlines()[0]}. {type(failed).__name__} {here!r} has here: "
-        f"{', '.join(cut) or 'no slices'}. Layers that meet must be cut alike and in whole heads{local}; a leaf used on slices "
-        "is cut by its dim, {'norm.weight': 0}; else leave these layers out of the plan"
+        f"{', '.join(cut) or 'no slices'}. Layers that meet must be cut alike and in whole heads{local}; "
+        f"{_advice(path, modules[-1])}; else leave these layers out of the plan"
     )
+
+
+def _advice(path: str, module: nn.Module) -> str:
+    """What the plan can say of the module that failed."""
+    kind = type(module).__name__
+    if isinstance(module, nn.GroupNorm):
+        leaves = "".join(f"'{path}.{key}': 0, " for key, leaf in parameters_of(module).items() if leaf is not None)
+        return f"of a {kind} cut the params and count the groups of each rank, {{{leaves}'{path}.num_groups': 'local'}}"
+    whole = "say 'colwise_gather_output' for the layer before it and 'rowwise_split_input' for the one after it"
+    if getattr(module, "running_mean", None) is not None:
+        return f"the running statistics of a {kind} are buffers, which stay whole: {whole}"
+    if hasattr(module, "normalized_shape"):
+        return f"{kind} needs all features of its input: {whole}"
+    return "a leaf that acts on each feature alone is cut by its dim, {'scale': 0}, and a norm needs all features"

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.axes import axes
 
 from .routing import Routing, counted
 
@@ -30,7 +31,8 @@ def balance_loss(
 
     Args:
         routing: of this rank's tokens; with probabilities.
-        sequence: computes f and P for each run of so many tokens, as in DeepSeek-V3's loss; None for all tokens together. Only
+        sequence: computes f and P for each run of so many of this rank's tokens, as in DeepSeek-V3's loss; None for all tokens
+            together. Where ranks have parts of sequences it is the length of this rank's part, not that of the sequence. Only
             the loss by sequence does not depend on the split into micro-batches.
         group: the ranks over which f counts: all data-parallel ranks for the loss of the global batch; with ``sequence`` those
             that have parts of the same sequences. None: f counts this rank's tokens only.
@@ -39,7 +41,8 @@ def balance_loss(
     Cost: an all-reduce of E + 1 integers (for each sequence), none backward.
 
     Raises:
-        ValueError: a routing without probabilities, tokens that do not divide into sequences, or a mask of another size.
+        ValueError: a routing without probabilities; tokens that do not divide into sequences; in a step with ``T.sequence``,
+            sequences longer than this rank's part of them; a mask of another size.
 
     >>> even = Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), 2, probabilities=torch.eye(2))
     >>> balance_loss(even)
@@ -50,6 +53,14 @@ def balance_loss(
     tokens, k = routing.experts.shape
     if sequence is not None and (sequence < 1 or tokens % sequence):
         raise ValueError(f"sequence={sequence}: {tokens} tokens are no whole sequences")
+    cut = axes().get("sp")  # that of T.sequence has a length
+    length = getattr(cut, "length", None)
+    if cut is not None and sequence is not None and length is not None and sequence > length // cut.group.size:
+        raise ValueError(
+            f"sequence={sequence}: T.sequence cuts sequences of {length} positions over the {cut.group.size} ranks of "
+            f"{cut.group.name!r}, so a run of {sequence} of this rank's tokens is not in one sequence: pass the length of this "
+            f"rank's part, sequence={length // cut.group.size}, with the group"
+        )
     rows, parts = (tokens, 1) if sequence is None else (sequence, tokens // sequence)
     counts = counted(mask, tokens, routing.experts)
     places = routing.experts + torch.arange(parts, device=counts.device).repeat_interleave(rows)[:, None] * routing.count

@@ -56,7 +56,7 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
 
     Raises:
         ValueError: a word is unknown; a key matches nothing; two match a leaf; a layer's param has another word than the layer;
-            a size is not divisible by the ranks.
+            a size is not divisible by the ranks; the params of a GroupNorm are cut, and its groups are not.
     """
     slices: dict[str, LeafSlice] = {}
     summed, by_word, worded, used = set(), set(), set(), set()
@@ -85,6 +85,7 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
             slices[path] = next(iter(found.values()))
     everywhere = [place for each in places.values() for place in each]
     _check_used(plan, used, everywhere, group.size)
+    _check_groups(plan, [place for path in slices for place in places[path]], group)
     _check_tokenwise(plan, everywhere, {path: leaf.dim() for path, leaf in tree.named(params)}, places, slices)
     in_modules = frozenset(path for path in worded if places[path][0].module is not None)
     summed, by_word = summed - slices.keys(), by_word - slices.keys()
@@ -349,6 +350,21 @@ def _check_local(key: str, inside: Mapping[str, nn.Module], n: int) -> None:
     for path, value in numbers:
         if value % n:
             raise ValueError(f"plan: {path}.{name} = {value} does not divide by the {n} ranks")
+
+
+def _check_groups(plan: Plan, cut: Iterable[_LeafPlace], group: comm.Group) -> None:
+    """Raises an error for a GroupNorm with cut params whose groups are not divided by the ranks."""
+    local = [_parted(key) for key, value in plan.items() if value == "local"]
+    for place in cut:
+        module = _owner(place)
+        counted = any(name == "num_groups" and (not owner or fits(owner, place.owner)) for owner, name in local)
+        if group.size > 1 and isinstance(module, nn.GroupNorm) and not counted:
+            attribute = f"{place.owner}.num_groups".lstrip(".")
+            raise ValueError(
+                f"plan: {place.path!r} is cut over the {group.size} ranks of {group.name!r}, and its GroupNorm would make all "
+                f"{module.num_groups} groups of each rank's features: say {{{attribute!r}: 'local'}}, too; where the ranks do "
+                "not divide the groups, leave the layers around it out of the plan"
+            )
 
 
 def _check_lists(key: str, inside: Mapping[str, nn.Module]) -> None:

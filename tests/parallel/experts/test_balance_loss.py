@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_named() -> None:
         moe.balance_loss(routing, mask=torch.ones(5))
 
 
-def sequences_balanced(dp: int, sp: int, tp: int, axes: tuple[str, ...]) -> Any:
+def sequences_balanced(dp: int, sp: int, tp: int, axes: tuple[str, ...], sequence: int | None = None) -> Any:
     """Params after two steps with a balance loss whose counts are summed over these axes of a mesh."""
     mesh = comm.mesh(dp=dp, sp=sp, tp=tp)
     over = mesh[axes]
@@ -162,7 +162,7 @@ def sequences_balanced(dp: int, sp: int, tp: int, axes: tuple[str, ...]) -> Any:
         hidden = fds.tp.row(fds.tp.column(x, params["up"], group=mesh["tp"]).tanh(), params["down"], group=mesh["tp"])
         routing = moe.route(x @ params["router"], 2)
         main = ((routing.weights.sum(1) + hidden.sum(-1)) ** 2).sum()
-        return fds.Weighted(main + 0.5 * moe.balance_loss(routing, group=over), len(x))
+        return fds.Weighted(main + 0.5 * moe.balance_loss(routing, sequence=sequence, group=over), len(x))
 
     cut = [transforms.tensor_parallel({"up": "colwise", "down": "rowwise"}, mesh["tp"])]
     cut += [transforms.sequence(mesh["sp"], tokenwise=True, shift=False)]
@@ -192,3 +192,13 @@ def test_counts_of_a_ranks_own_tokens_beside_a_cut_sequence_are_refused() -> Non
     """Counts that miss some of the sequence's ranks are not the single device's."""
     with pytest.raises(ValueError, match="the loss is no sum over tokens"):
         comm.simulate(sequences_balanced, 2, 2, 1, ("dp",), world_size=4)
+
+
+def test_by_sequence_beside_a_cut_sequence() -> None:
+    """The length of a rank's part gives the single device's loss; the whole sequence's would mix sequences, and is refused."""
+    (alone,) = comm.simulate(sequences_balanced, 1, 1, 1, ("sp",), 8, world_size=1)
+    for found in comm.simulate(sequences_balanced, 2, 2, 1, ("sp",), 4, world_size=4):
+        for name in alone:
+            close(found[name], alone[name], 1e-5)
+    with pytest.raises(ValueError, match=r"sequence=8: T\.sequence cuts sequences of 8 positions over the 2 ranks.*sequence=4"):
+        comm.simulate(sequences_balanced, 2, 2, 1, ("sp",), 8, world_size=4)

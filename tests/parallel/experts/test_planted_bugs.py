@@ -226,6 +226,15 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             "torch.zeros(parts, dtype=torch.int64)",
         )
     ],
+    test_balance_loss.test_by_sequence_beside_a_cut_sequence: [
+        Bug(
+            "the length of whole sequences is taken for that of their parts",
+            "parallel.experts.balance_loss:balance_loss",
+            "sequence > length // cut.group.size",
+            "sequence > length",
+            shows=pytest.fail.Exception,
+        )
+    ],
     IN_A_STEP: [
         Bug(
             "the loss is a mean, with a weight of its own",

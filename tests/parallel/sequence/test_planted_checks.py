@@ -20,7 +20,7 @@ BUGS: dict[Callable[[], None], Bug] = {
         "nullcontext()",
         ValueError,
     ),
-    functools.partial(RIGHT, "a sum in fp16"): Bug(
+    functools.partial(RIGHT, "a sum in bf16"): Bug(
         "a scalar sum stays in half",
         "transforms.parallel.wide_sums:WideSums.__torch_function__",
         "each.sum(dtype=torch.float32)",

@@ -227,6 +227,60 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     _run(_Reshaped, {**PLAN, "num_heads": "local"}, None, _square)
 
 
+class _Normed(nn.Module):
+    """A norm between two linears."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 8), norm, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))  # type: ignore[no-any-return]
+
+
+def test_the_groups_of_a_cut_norm_are_cut() -> None:
+    """Else each rank would make all groups of its own features."""
+
+    def losses(plan: Any, ranks: int) -> list[float]:
+        torch.manual_seed(0)
+        apply, params = fds.functional(_Normed(nn.GroupNorm(4, 8)))
+
+        def program() -> list[float]:
+            step = T.tensor_parallel(plan)(fds.train_step(lambda p, x: _square(apply(p, x)), fds.sgd(0.1)))
+            state, found = step.init(params), []
+            for _ in range(3):
+                state, metrics = step(state, X)
+                found.append(metrics["loss"].item())
+            return found
+
+        return comm.simulate(program, world_size=ranks)[0]
+
+    cut = {**PLAN, r"^norm\.(weight|bias)$": 0}
+    found = r"'norm\.(weight|bias)' is cut over the 2 ranks of 'world'.*all 4 groups.*say \{'norm\.num_groups': 'local'\}"
+    with pytest.raises(ValueError, match=found):
+        losses(cut, 2)
+    expected = losses({}, 1)
+    assert losses(cut, 1) == expected
+    assert losses({**cut, "num_groups": "local"}, 2) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("norm", "says"),
+    [
+        (nn.GroupNorm(4, 8), r"\{'norm\.weight': 0, 'norm\.bias': 0, 'norm\.num_groups': 'local'\}"),
+        (nn.LayerNorm(8), "LayerNorm needs all features of its input: say 'colwise_gather_output'"),
+        (nn.RMSNorm(8), "RMSNorm needs all features of its input"),
+        (nn.BatchNorm1d(8), "running statistics of a BatchNorm1d are buffers, which stay whole: say 'colwise_gather_output'"),
+    ],
+)
+def test_what_to_do_with_a_norm_on_slices(norm: nn.Module, says: str) -> None:
+    """The advice is for this norm, and holds."""
+    with pytest.raises(ValueError, match=says):
+        _run(lambda: _Normed(norm), PLAN, None, _square)
+    if not isinstance(norm, nn.GroupNorm):
+        _run(lambda: _Normed(norm), {"up": "colwise_gather_output", "down": "rowwise_split_input"}, None, _square)
+
+
 def test_an_error_outside_of_modules_names_what_is_cut() -> None:
     """A head of the loss's own, on an embedding of which each rank has some words."""
     apply, params = fds.functional(nn.Sequential(nn.Embedding(8, 4)))

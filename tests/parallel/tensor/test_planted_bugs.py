@@ -6,11 +6,14 @@ from typing import Any
 
 import attrs
 import pytest
+from torch import nn
 
 from tests.parallel.tensor import test_vocabulary
 from tests.parallel.tensor.test_first_step_checks import (
     test_leaves_behind_a_layer_of_zeros_are_named_in_the_second_step,
     test_steps_that_a_loss_scale_skips_are_not_compared,
+    test_the_groups_of_a_cut_norm_are_cut,
+    test_what_to_do_with_a_norm_on_slices,
     whole_leaves_that_are_summed_are_named,
 )
 from tests.parallel.tensor.test_linear import Block, agrees
@@ -227,6 +230,22 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
             "told if compared.finite else ()",
             "told",
             shows=ValueError,
+        ),
+    ],
+    (test_the_groups_of_a_cut_norm_are_cut,): [
+        Bug(
+            "a rank makes all groups of its features",
+            "parallel.tensor.leaf_cuts:cuts_of",
+            "_check_groups(plan, [place for path in slices for place in places[path]], group)",
+            "pass",
+        ),
+    ],
+    (test_what_to_do_with_a_norm_on_slices, nn.LayerNorm(8), "LayerNorm needs all features"): [
+        Bug(
+            "a norm over all features is to be cut",
+            "transforms.parallel.slice_errors:_advice",
+            "hasattr(module, 'normalized_shape')",
+            "False",
         ),
     ],
     (draws_are_refused,): [
