@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from functional_ds import comm
+from functional_ds.comm.table.errors import DeadlockError
 from tests.parallel.sequence import test_order_check
 from tests.planting import Bug, planted
 
@@ -42,7 +42,7 @@ BUGS: dict[Callable[[], None], Bug] = {
         f"{CHECKS}:_over_ranks",
         "{IN_ORDER: IN_ORDER, HALF: _SUMMED_WIDE}",
         "{HALF: _SUMMED_WIDE}",
-        comm.DeadlockError,
+        DeadlockError,
     ),
 }
 
