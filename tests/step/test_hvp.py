@@ -212,7 +212,7 @@ BUGS = [
         "products count replicas",
         "step.gradient_sums:dot",
         "_total(dividing, rows, lambda a, b: _dot(state, a, b, wide))",
-        "_dot(state, *rows)",
+        "_dot(state, *rows, wide)",
     ),
     Bug("what a pass returns is a view of params", "step.pass_scope:evaluated", "x.clone() if lies_in_params(x) else x", "x"),
 ]

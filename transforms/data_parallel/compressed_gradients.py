@@ -24,13 +24,16 @@ def compressed_gradients(codec: comm.codecs.Codec, group: comm.Group | None = No
 
     Law 38: ``Σₜ C(qₜ) = Σₜ gₜ - (e + e' at the end)``: errors are sent later, never lost, so biased codecs such as 1-bit and
     top-k converge (Seide et al. 2014; Stich and Karimireddy 2019; both directions, Tang et al. 2019). The residuals are of
-    means, so a loss scale may change between steps. A step whose gradients are not finite leaves the residuals unchanged.
+    means, so a loss scale and a batch's weight may change between steps. A skipped step, and one whose gradients are not finite
+    on any rank, of any stage or slice, leaves the residuals unchanged. In a pipeline the law holds for each stage's leaves, and
+    copies of a shared leaf stay bitwise equal.
 
     The transform wraps ``reduce``, so transforms that wrap ``update``, such as ``clip``, get the sum, which is bitwise equal on
     all ranks. ``init`` uses rank 0's params.
 
     Cost: in bytes of the codec's payload, each rank sends (n - 1) / n of each leaf and (n - 1) times its piece, which is 1/n of
-    the leaf; and 8 bytes for the weight and the overflow check. Memory: fp32 residuals of (1 + 1/n) times the leaves.
+    the leaf; and 8 bytes for the weight and the overflow check, which a pipeline sums over its stages, too; 1 byte more over
+    each axis that divides gradients. Memory: fp32 residuals of (1 + 1/n) times the leaves.
 
     Raises:
         ValueError: the ranks' params differ in structure; another transform reduces gradients, such as ``zero``.

@@ -69,7 +69,7 @@ def replicated(
         title,
         check=lambda step: replicas.alone(step, title),
         slot=slot,
-        traits=[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
+        traits=[Trait.RESIDENT_SLOT],
         options={"reduce": reduce, "init": init},
         axes=[replicas],
         init=begin,

@@ -32,12 +32,14 @@ class Combine:
     gets what ``reduce`` returns for g. Law: with ``reduce = lambda g, memory, group: (comm.all_reduce(g, group, op="avg"),
     memory)`` it equals the single-device step on the concatenated batch; with any function, all stages compute the same.
 
-    ``reduce`` runs once a step and must return bitwise equal results on all ranks, or their params diverge. A step whose
-    gradients are not finite on any rank leaves the memory unchanged. The optimizer skips a leaf that no rank's loss uses,
+    ``reduce`` runs once a step and must return bitwise equal results on all ranks, or their params diverge. In a pipeline it
+    gets the leaves of this rank's stages, so it must treat each leaf by itself, as codecs do. A step whose gradients are not
+    finite on any rank, of any stage or slice, leaves the memory unchanged. The optimizer skips a leaf that no rank's loss uses,
     unless the memory adds a gradient.
 
-    Cost: what ``reduce`` sends, and 8 bytes for the weight and the overflow check. Every rank holds whole gradients in fp32
-    from the first micro-batch to the update, also in stages 2 and 3.
+    Cost: what ``reduce`` sends, and 8 bytes for the weight and the overflow check, which a pipeline sums over its stages, too;
+    1 byte more over each axis that divides gradients. Every rank holds whole gradients in fp32 from the first micro-batch to
+    the update, also in stages 2 and 3.
 
     Args:
         reduce: ``(gradients, memory, group) -> (gradients, memory)``: lists of real tensors, fp32 at least, shaped like the
@@ -69,12 +71,13 @@ class Combine:
         before = state.slots[slot]
         comm.varying(grads.sum, ranks)  # ``reduce`` and the overflow check need not be linear
         bad = _finite(reals(grads.sum), grads.weight).logical_not()  # on this rank: ``reduce`` may make numbers of infinities
-        weight, bad = comm.all_reduce(torch.stack([grads.weight, bad.to(grads.weight.dtype)]), ranks)
+        weight, bad = step.sum_over_ranks(state, torch.stack([grads.weight, bad.to(grads.weight.dtype)]))
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)
         own = [_wide(grad) * (ranks.size / weight) for grad in reals(grads.sum)]
         means, memory = self.reduce(own, before, ranks)
         means = comm.invariant(means, ranks)
         finite = _finite(means, weight) & (bad == 0)
+        finite = step.finite(state, [torch.where(finite, torch.zeros_like(weight), torch.inf)])  # in all stages and slices
         memory = tree.map(lambda new, old: torch.where(finite, new, old), memory, before)
         state = tree.replace(state, finite=finite if state.finite is None else finite & state.finite)
         shaped = [_like((mean * weight).view(-1), grad) for mean, grad in zip(means, grads.sum, strict=True)]
@@ -112,7 +115,7 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
     return wrap(
         str(combine),
         slot="combine",
-        traits=[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS],
+        traits=[Trait.RESIDENT_SLOT],
         options={"reduce": combine.reduce, "init": combine.init},
         init=init,
         reduce=reduce,

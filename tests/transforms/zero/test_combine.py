@@ -158,13 +158,13 @@ def decayed(strategy: Any, uses: list[bool]) -> tuple[list[float], dict[str, int
     return step.params(state)["u"].tolist(), {path: int(count) for path, count in state.idle.items()}
 
 
-def feedback(stage: int | None) -> Any:
+def feedback(stage: int | None, group: comm.Group | None = None) -> Any:
     """The larger half of each leaf, the rest in a later step; None for the transform that does this by itself."""
     codec = comm.codecs.TopK(0.5)
     if stage is None:
-        return T.compressed_gradients(codec)
+        return T.compressed_gradients(codec, group)
     sums = comm.codecs.ErrorFeedback(codec)
-    return T.zero(stage, aggregate=T.Combine(lambda *args: sums.all_reduce(*args, op="avg"), init=sums.init))
+    return T.zero(stage, group, aggregate=T.Combine(lambda *args: sums.all_reduce(*args, op="avg"), init=sums.init))
 
 
 @pytest.mark.law(14)
