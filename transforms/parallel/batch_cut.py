@@ -230,9 +230,13 @@ class BatchCut:
             given = None  # as in transformers: positions mark documents only where there is no mask
         if not self.whole:
             mask, given, found = (None if leaf is None else _gathered(leaf, axis) for leaf in (mask, given, found))
-        found = documents_of(mask, position_ids=given) if found is None else found
+        if found is None:
+            found = documents_of(mask, position_ids=given)
+        elif mask is not None:  # both: documents with padding
+            found = torch.where(mask == 0, -1, found)
         missing = axis.length - length
-        if missing and axis.layout.documents is None:
+        by_layout = found is None and axis.layout.documents is not None  # the padding is a document of the layout
+        if missing and not by_layout:
             if found is None:
                 some = next(iter(named.values()))
                 found = torch.zeros(1, length, dtype=torch.int64, device=some.device)

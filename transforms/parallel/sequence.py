@@ -12,7 +12,6 @@ from functional_ds.base import tree
 from functional_ds.base.device import generator_states
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.worlds.current import current_recorder
-from functional_ds.comm.worlds.rng_state import RngState
 from functional_ds.parallel.sequence.axis import AXIS, IN_DOCUMENTS, SequenceAxis
 from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
 from functional_ds.state_dict.fingerprint import fingerprints
@@ -25,11 +24,11 @@ from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
 from .batch_cut import BatchCut, CutBatch, entered, padded
-from .order_check import has_zeros, in_halves, in_other_orders
+from .loss_checks import HALF, ZEROS, check_order, check_sum
+from .wide_sums import is_half
 
 __all__ = ["sequence"]
 
-_ZEROS = "a matrix of zeros"  # noted if a matrix is zeros at first, which hides the layers before it
 _KINDS = 256  # how many batches to remember: each may have other documents, which a layout knows
 
 
@@ -53,16 +52,16 @@ def sequence(
     All ranks of the group get the same batch. A dict's ``labels`` become ``shift_labels`` before the split, and
     ``position_ids`` are added. A lone tensor of tokens [rows, positions] becomes ``{"input_ids": tokens, "labels": tokens}``.
     Then the sequence leaves are split in the layout. Attention masks follow from ``attention_mask``, ``documents`` [rows,
-    positions], or, without a mask, ``position_ids`` that restart.
+    positions], or both, or, without these, ``position_ids`` that restart.
 
     It does not reduce gradients: compose it with ``T.zero(k, mesh["dp", "sp"])``, which sums gradients and weights over both
     axes. Rows are counted over "dp" alone. Put it after ``pipeline``; it may be before or after any other transform.
 
     Cost: one small message, on which the host waits, for each new shape or layout of batches, by which ranks compare them; with
     ``whole=False`` also the masks. The first step runs five more forward passes, with dropout off, to check that only attention
-    depends on the order of a rank's tokens, and that the loss is a sum over tokens; the second step too, if a matrix was all
-    zeros at first. There is no such check in pipelines, nor with attention other than ``fds.seq``'s or a window of 2; a loss
-    that reduces over the ranks itself need not be a sum over tokens.
+    depends on the order of a rank's tokens, and that the loss is a sum over tokens; seven, most of which sum in fp32, if the
+    loss is in half precision; the second step too, if a matrix was all zeros at first. A loss that reduces over the ranks
+    itself need not be a sum over tokens. The order is not checked with attention other than ``fds.seq``'s or a window of 2.
 
     Args:
         group: the ranks over which sequences are split; None for the whole world.
@@ -255,10 +254,10 @@ class _SequenceParallel:
         if carry is not None or self._has_no_sequences(batch) or not self.is_due(state):
             return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
         piece, _, dims = self.cut(step, state, batch)
-        if self.mesh_axis.compares and not (step.has(AxisRole.STAGES) or state.step.is_meta):
+        if self.mesh_axis.compares and not state.step.is_meta:
             key = None if state.key is None else tree.replace(state.key, constant=True)
-            self.check_order(step, tree.replace(state, key=key), piece, dims)
-            self.check_sum(step, tree.replace(state, key=key), piece, dims)
+            check_order(str(self), step, tree.replace(state, key=key), piece, dims)
+            check_sum(str(self), step, tree.replace(state, key=key), piece, dims)
         result = inner(step, state, batch, carry, last)
         self.check_stages(step, state, _device(piece))
         return result  # type: ignore[no-any-return]
@@ -268,7 +267,7 @@ class _SequenceParallel:
         graphs = state.graphs
         if state.batch is None:
             return graphs.is_new("first step over sequences")
-        return _ZEROS in graphs.kinds and current_recorder() is None and graphs.is_new("second step over sequences")
+        return ZEROS in graphs.kinds and current_recorder() is None and graphs.is_new("second step over sequences")
 
     def guard_forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """Refuses draws from torch's generator, a loss that is None, and a loss that does not ask for the axis.
@@ -291,6 +290,8 @@ class _SequenceParallel:
                 "'shift_labels', which were shifted before the sequence was cut. Sum over this rank's tokens: pass labels="
                 "batch['shift_labels'], num_items_in_batch=1 beside these, and return fds.Weighted(loss, number of labels)"
             )
+        if is_half(result):
+            state.graphs.is_new(HALF)
         if asked(AXIS) or asked(IN_ORDER):
             state.graphs.is_new(IN_ORDER)
         if asked(AXIS) or asked(IN_DOCUMENTS):
@@ -312,60 +313,6 @@ class _SequenceParallel:
                 "them: return fds.Weighted(sum over tokens, number of tokens)"
             )
         return total  # type: ignore[no-any-return]
-
-    def check_order(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
-        """Raises an error for a loss that depends on the order of positions outside attention; two forward passes.
-
-        Raises:
-            ValueError: on all ranks.
-        """
-        two = in_other_orders(piece, dims)
-        before = RngState.now()
-        try:
-            one, other = (step.phases["measure"](step, state, each)["loss"] for each in two)
-        finally:
-            before.restore()
-        weight, zeros = (torch.as_tensor(number, device=one.sum.device) for number in (one.weight, has_zeros(step, state)))
-        own = torch.stack([(one.sum - other.sum).abs(), one.sum.abs(), weight, zeros]).double()
-        change, size, weight, zeros = step.sum_over_ranks(state, own).tolist()
-        if zeros:
-            state.graphs.is_new(_ZEROS)
-        if IN_ORDER not in state.graphs.kinds and change > 1e-5 * size + 3e-7 * weight:
-            raise ValueError(
-                f"{self}: where tokens change their places within a rank, each with its label and position, the loss changes "
-                f"by {change:.2g} of {size:.6g}, though attention is kept out of it. So something else acts along the "
-                "sequence, and would see each rank's piece alone: positions that the model counts itself (pass it the batch's "
-                "position_ids), labels that are shifted in the loss, a convolution or a recurrence (linear attention, state "
-                "space). Such models cannot be cut along the sequence, unless that layer exchanges its pieces itself and asks "
-                "for the ranks by axis('sp')"
-            )
-
-    def check_sum(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
-        """Raises an error for a loss that is not a sum over a rank's tokens, unless it reduces over ranks; three passes.
-
-        Raises:
-            ValueError: on all ranks.
-        """
-        group = self.mesh_axis.ranks()
-        three = in_halves(piece, dims)
-        before = RngState.now()
-        try:
-            with comm.ledger() as book:
-                whole, first, second = (step.phases["measure"](step, state, each)["loss"].sum for each in three)
-        finally:
-            before.restore()
-        change, size = (first + second - 2 * whole).abs(), first.abs() + second.abs() + 2 * whole.abs()
-        slack = max(1e-5, 4 * torch.finfo(whole.dtype).eps) * size
-        own = torch.stack([(change - slack).clamp(min=0), change, size]).double()
-        over, by, of = step.sum_over_ranks(state, own).tolist()
-        roles = {row.traffic.role for row in book.rows if set(group.ranks) <= set(row.ranks) and "/" not in row.group}
-        if over > 0 and IN_ORDER not in state.graphs.kinds and roles <= {"exchange", "gather"}:
-            raise ValueError(
-                f"{self}: the loss is no sum over tokens: with half of a rank's tokens twice, and with the other half twice, "
-                f"it adds up to {by:.2g} of {of:.6g} more or less than twice the loss of all. A mean over positions, a "
-                "preference loss, or a balance loss of a rank's own tokens would differ on each number of ranks: sum over the "
-                "ranks what goes into it, by comm.all_reduce over the group of axis('sp')"
-            )
 
     def check_stages(self, step: Step, state: State, device: torch.device) -> None:
         """Raises an error, after the first pass, for a pipeline in which no stage asks for this axis.

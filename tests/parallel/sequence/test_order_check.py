@@ -11,6 +11,7 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm, seq
+from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.parallel.sequence.axis import sequence_axis
 
@@ -50,9 +51,10 @@ def _run(
     dtype: str | None = None,
     keyed: bool = False,
     silent: bool = False,
+    narrow: bool = False,
     **options: Any,
 ) -> None:
-    """Two steps: of a loss that draws, if it is keyed, and where the head begins as zeros, if it is silent."""
+    """Two steps: of a loss that draws, if it is keyed; where the head begins as zeros, if it is silent; narrow: a half sum."""
 
     def of(params: dict[str, Tensor], batch: dict[str, Tensor], key: Any = None) -> fds.Weighted:
         x = layer(params, params["words"][batch["input_ids"]], batch["position_ids"])
@@ -60,7 +62,8 @@ def _run(
         logits, labels = x @ params["head"].T, batch["shift_labels"]
         if shifts:
             logits, labels = logits[:, :-1], batch["input_ids"][:, 1:]
-        each = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+        logits = logits if narrow else logits.float()
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         return fds.Weighted(each, (labels != -100).sum())
 
     def with_key(params: dict[str, Tensor], batch: dict[str, Tensor], key: Any) -> fds.Weighted:
@@ -99,6 +102,7 @@ WRONG = {
     "two tokens on a rank": (_table(_here), {"length": 4}),
     "shifted labels": (_attention(), {"shifts": True}),
     "in half precision": (_convolution, {"dtype": "bf16", "layout": "zigzag"}),
+    "a little, in a bf16 sum": (lambda params, x, at: _convolution(params, x, at) / 50, {"dtype": "bf16", "narrow": True}),
     "rotary positions and draws": (_attention(lambda x, at: _rotary(x, _here(at))), {"keyed": True}),
     "behind a head of zeros": (_convolution, {"silent": True}),
 }
@@ -128,6 +132,8 @@ RIGHT = {
     "a token on each rank": (_table(lambda at: at), {"length": 2}),
     "draws": (_attention(_rotary), {"keyed": True, "layout": "zigzag"}),
     "a head of zeros": (_attention(_rotary), {"silent": True}),
+    "a sum in bf16": (_attention(_rotary), {"dtype": "bf16", "narrow": True}),
+    "a sum in fp16": (_table(lambda at: at), {"dtype": "fp16", "narrow": True, "layout": "zigzag"}),
     "a window of two": (_attention(_rotary, functools.partial(seq.ring(), window=2)), {}),
     "a window of three": (_attention(_rotary, functools.partial(seq.gathered(), window=3)), {"layout": "zigzag"}),
 }
@@ -159,6 +165,72 @@ def test_a_mean_over_positions_is_refused_with_a_key_too(keyed: bool) -> None:
 
     with pytest.raises(ValueError, match="the loss is no sum over tokens"):
         comm.simulate(program, world_size=2)
+
+
+def _staged(first: Layer, second: Layer, *, mean: bool = False) -> float:
+    """The loss of the first of two steps of a pipeline of two stages."""
+
+    def embed(params: Any, tokens: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        words, qkv, places = params
+        return first({"qkv": qkv, "at": places}, words[tokens], batch["position_ids"])
+
+    def head(params: Any, x: Tensor, batch: dict[str, Tensor]) -> fds.Weighted:
+        words, kernel = params
+        logits, labels = second({"kernel": kernel}, x, batch["position_ids"]) @ words.T, batch["shift_labels"]
+        if mean:
+            return fds.Weighted(logits.mean(1).square().sum(), torch.tensor(float(len(logits))))
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return fds.Weighted(each, (labels != -100).sum())
+
+    torch.manual_seed(0)
+    params = {"words": torch.randn(WORDS, WIDTH), "at": torch.randn(16, WIDTH), "qkv": torch.randn(WIDTH, 3 * WIDTH)}
+    params["kernel"] = torch.randn(WIDTH, WIDTH, 2) / 9
+    pieces = [pp.Piece(embed, uses=("words", "qkv", "at")), pp.Piece(head, uses=("words", "kernel"))]
+    model = pp.stages(pieces, params, inputs=lambda batch: batch["input_ids"])
+
+    def program() -> float:
+        mesh = comm.mesh(pp=2, sp=2)
+        strategy = [T.zero(0, mesh["sp"]), T.pipeline(pp.one_f_one_b(2, 2), model, mesh["pp"]), T.sequence(mesh["sp"])]
+        step = fds.compose(*strategy)(fds.train_step(model, fds.sgd(0.01)))
+        state, batch = step.init(params), {"input_ids": TOKENS, "labels": TOKENS}
+        state, metrics = step(state, batch)
+        step(state, batch)
+        return metrics["loss"].item()
+
+    return comm.simulate(program, world_size=4)[0]
+
+
+def _same(params: dict[str, Tensor], x: Tensor, at: Tensor) -> Tensor:
+    return x
+
+
+def _shifted(params: dict[str, Tensor], x: Tensor, at: Tensor) -> Tensor:
+    return x + F.pad(x[:, :-1], (0, 0, 1, 0))
+
+
+STAGES = {
+    "positions in the first stage": (_table(_here), _same, "where tokens change their places"),
+    "a shift in the last stage": (_attention(), _shifted, "where tokens change their places"),
+    "a mean over positions": (_attention(), _same, "the loss is no sum over tokens"),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_are_checked(name: str) -> None:
+    first, second, words = STAGES[name]
+    with pytest.raises(ValueError, match=words):
+        _staged(first, second, mean="mean" in name)
+
+
+def with_sums(params: dict[str, Tensor], x: Tensor, at: Tensor) -> Tensor:
+    """Sums over earlier positions, as an attention of its own."""
+    return x + seq.ulysses(lambda q, k, v: v.cumsum(2))(*[x[:, None]] * 3)[:, 0]
+
+
+@pytest.mark.parametrize("second", [_same, with_sums])
+def test_right_stages_pass(second: Layer) -> None:
+    """Also where one of them has an attention of its own, of which the other knows nothing."""
+    _staged(_table(lambda at: at), second)
 
 
 GROUPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {

@@ -150,6 +150,23 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             "None",
         ),
     ],
+    functools.partial(test_sequence.test_layouts_by_document_with_padding, "documents"): [
+        Bug(
+            "numbers of documents are not padded",
+            "transforms.parallel.batch_cut:BatchCut._documents",
+            "found is None and axis.layout.documents is not None",
+            "axis.layout.documents is not None",
+            shows=ValueError,
+        ),
+    ],
+    test_sequence.test_masks_of_documents: [
+        Bug(
+            "a mask beside documents is dropped",
+            "transforms.parallel.batch_cut:BatchCut._documents",
+            "torch.where(mask == 0, -1, found)",
+            "found",
+        ),
+    ],
     recomputed_in_a_pipeline: [
         Bug("what runs again sees the last micro-batch's masks", "step.moment:Moment.restored", "self.axes", "pass_.axes"),
     ],

@@ -192,6 +192,22 @@ def test_layouts_by_document() -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.parametrize("known", ["position_ids", "documents"])
+def test_layouts_by_document_with_padding(known: str) -> None:
+    """Documents of a layout, which the batch gives as well, and positions appended to them."""
+    batches = [batch_of(1, 10, seed, "packed") for seed in range(2)]
+    expected = on_one_device(batches, 0.3, True)
+
+    def by_document(batch: dict[str, Tensor]) -> seq.SequenceLayout:
+        starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), 10]
+        return seq.SequenceLayout.per_document([stop - start for start, stop in pairwise(starts)])
+
+    if known == "documents":
+        batches = [{**batch, known: (batch["position_ids"] == 0).cumsum(1)} for batch in batches]
+    for found in sequence_ranks(model_loss(seq.ring(), dropout=0.3), batches, layout=by_document, pad=True, sp=4):
+        assert_same(found, expected)
+
+
 def test_pieces_of_sequences() -> None:
     """With ``whole=False`` each rank gets its positions of shifted batches; masks are gathered."""
     batches = [batch_of(2, 8, seed, "right") for seed in range(2)]
@@ -316,6 +332,8 @@ def test_masks_of_documents() -> None:
     assert of({"input_ids": tokens, "attention_mask": torch.ones_like(mask), "position_ids": at}) == [[None, None]] * 2
     assert of({"input_ids": tokens, "position_ids": at}) == [[[[0, 0, 1, 1]], [[0, 0, 0, 0]]]] * 2
     assert of({"input_ids": tokens, "documents": at}) == [[at[:1].tolist(), at[1:].tolist()]] * 2
+    both = {"input_ids": tokens, "documents": at, "attention_mask": mask}
+    assert of(both) == [[[[0, 1, 0, -1]], [[-1, 1, 2, 3]]]] * 2
 
 
 def test_it_sends_nothing_of_its_own() -> None:
