@@ -175,8 +175,8 @@ def _donation(method: Method) -> None:
         except AssertionError as error:
             raise WrongError(f"{setup}: {error}", setup) from None
         _same_bits(kept, method.run(setup), f"{setup}: donate=False and donate=True", setup)
-        runs = [comm.simulate(_left, method.recipe, setup, donate, world_size=setup.ranks) for donate in (False, True)]
-        _same_bits(*runs, f"{setup}: the states after donate=False and donate=True", setup)
+        before, after = (comm.simulate(_left, method.recipe, setup, gives, world_size=setup.ranks) for gives in (False, True))
+        _same_bits(before, after, f"{setup}: the states after donate=False and donate=True", setup)
 
 
 def _left(recipe: Recipe, setup: Setup, donate: bool) -> tuple[dict[str, Tensor]]:
