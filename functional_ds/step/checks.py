@@ -123,9 +123,9 @@ def name_sum(step: Strategy, state: State, metrics: Mapping[str, Any], call: str
     Raises:
         ValueError: the names differ from those of the first call.
     """
-    if not step.sums or state.step.is_meta:
+    if not step.sums or state.step.is_meta or current_recorder() is not None:
         return None
-    names, known = sorted(metrics), state.graphs.metrics.setdefault(step, {})
+    names, known = sorted(metrics.keys() - {"loss"}), state.graphs.metrics.setdefault(step, {})
     if call in known:
         if known[call] != names:
             raise ValueError(

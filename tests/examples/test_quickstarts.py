@@ -75,8 +75,9 @@ def test_the_plan_of_a_large_model_is_the_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", SHOWING, ids=lambda page: page.stem)
-def test_blocks_print_what_the_page_shows(page: Path) -> None:
-    """A text block right after a python block is what the python block prints."""
+def test_blocks_print_what_the_page_shows(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text block right after a python block is what the python block prints, in the folder in which the page works."""
+    monkeypatch.chdir(TOP / "examples" if "$ cd examples\n" in page.read_text(encoding="utf-8") else TOP)
     namespace: dict[str, object] = {"__name__": page.stem}
     for source, shown in SHOWN.findall(page.read_text(encoding="utf-8")):
         with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -151,7 +151,7 @@ REFUSALS = [
     Refusal(
         what="metrics whose names change in a later step, on several ranks",
         error=ValueError,
-        says=r"returned the metrics \['loss', 'task 1'\], and \['loss', 'task 0'\] before",
+        says=r"returned the metrics \['task 1'\], and \['task 0'\] before",
         advises="return the same metrics in every step",
         why="Ranks add metrics up by position, so those of other names would be mixed.",
         instead="Return the same metrics in every step, `fds.Weighted(torch.zeros(()), 0)` if there is nothing to add.",

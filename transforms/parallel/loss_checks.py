@@ -1,6 +1,6 @@
 """The checks of a first step over sequences: only attention depends on the order of tokens, and the loss is a sum over them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,7 +25,9 @@ _SUMMED_WIDE = "a loss whose checks sum in fp32"  # noted on all ranks
 _IN_HALF = ". A loss whose sums over tokens are in half precision cannot be compared so closely: sum in fp32"
 
 
-def check_order(what: str, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
+def check_order(
+    what: str, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int], closer: Callable[[], None]
+) -> None:
     """Raises an error for a loss that depends on the order of positions outside attention; two forward passes.
 
     Args:
@@ -34,6 +36,7 @@ def check_order(what: str, step: Step, state: State, piece: CutBatch, dims: Mapp
         state: before the step.
         piece: of the batch.
         dims: of the leaves that were split, by path.
+        closer: called on all ranks before the error; it may raise one that is closer to the cause.
 
     Raises:
         ValueError: on all ranks.
@@ -48,6 +51,7 @@ def check_order(what: str, step: Step, state: State, piece: CutBatch, dims: Mapp
             state.graphs.is_new(ZEROS)
         if IN_ORDER in state.graphs.kinds or (not change > slack and (wide or _SUMMED_WIDE not in state.graphs.kinds)):
             return
+    closer()
     raise ValueError(
         f"{what}: where tokens change their places within a rank, each with its label and position, the loss changes "
         f"by {change:.2g} of {size:.6g}, though attention is kept out of it. So something else acts along the "
@@ -58,7 +62,9 @@ def check_order(what: str, step: Step, state: State, piece: CutBatch, dims: Mapp
     )
 
 
-def check_sum(what: str, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
+def check_sum(
+    what: str, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int], closer: Callable[[], None]
+) -> None:
     """Raises an error for a loss that is not a sum over a rank's tokens, unless it reduces over ranks; three passes.
 
     Args:
@@ -67,6 +73,7 @@ def check_sum(what: str, step: Step, state: State, piece: CutBatch, dims: Mappin
         state: before the step.
         piece: of the batch.
         dims: of the leaves that were split, by path.
+        closer: called on all ranks before the error; it may raise one that is closer to the cause.
 
     Raises:
         ValueError: on all ranks.
@@ -84,6 +91,7 @@ def check_sum(what: str, step: Step, state: State, piece: CutBatch, dims: Mappin
         over, by, of, reduces = _over_ranks(step, state, own)
         if reduces or not over > 0 or IN_ORDER in state.graphs.kinds:
             return
+    closer()
     raise ValueError(
         f"{what}: the loss is no sum over tokens: with half of a rank's tokens twice, and with the other half twice, "
         f"it adds up to {by:.2g} of {of:.6g} more or less than twice the loss of all. A mean over positions, a "

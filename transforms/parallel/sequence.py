@@ -1,6 +1,7 @@
 """Sequence (context) parallelism: each rank has other positions of the same sequences."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -256,8 +257,9 @@ class _SequenceParallel:
         piece, _, dims = self.cut(step, state, batch)
         if self.mesh_axis.compares and not state.step.is_meta:
             key = None if state.key is None else tree.replace(state.key, constant=True)
-            check_order(str(self), step, tree.replace(state, key=key), piece, dims)
-            check_sum(str(self), step, tree.replace(state, key=key), piece, dims)
+            stages = partial(self.check_stages, step, state, _device(piece))
+            check_order(str(self), step, tree.replace(state, key=key), piece, dims, stages)
+            check_sum(str(self), step, tree.replace(state, key=key), piece, dims, stages)
         result = inner(step, state, batch, carry, last)
         self.check_stages(step, state, _device(piece))
         return result  # type: ignore[no-any-return]
