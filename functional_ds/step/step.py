@@ -408,7 +408,7 @@ class Step(Phases, FollowsFromAxes):
     def without_guards(self) -> "Step":
         """The step without checks for misuse: the same values for correct programs.
 
-        Law 66: bitwise equal results, and from the second step on equal communication; ``guards`` lists what is no longer
+        Law 66: bitwise equal results, and from the third step on equal communication; ``guards`` lists what is no longer
         checked.
         """
         return attrs.evolve(self, guarded=False)

@@ -67,13 +67,7 @@ def check_sum(
 ) -> None:
     """Raises an error for a loss that is not a sum over a rank's tokens, unless it reduces over ranks; three passes.
 
-    Args:
-        what: the transform, for the error.
-        step: whose loss it is.
-        state: before the step.
-        piece: of the batch.
-        dims: of the leaves that were split, by path.
-        closer: called on all ranks before the error; it may raise one that is closer to the cause.
+    Its arguments are those of ``check_order``.
 
     Raises:
         ValueError: on all ranks.

@@ -107,7 +107,27 @@ def check_draws(drawn: Sequence[Drawn], group: comm.Group) -> set[str]:
     return {name for place, (name, _, _) in enumerate(drawn) if any(row[3 * place] for row in rows)}
 
 
-def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collection[str], group: comm.Group) -> "Compared":
+@attrs.frozen
+class Compared:
+    """What a comparison of gradients has seen.
+
+    Attributes:
+        finite: whether all were finite; where a loss scale skips the step, nothing is known.
+        zeros: whether some leaf's were zeros on all ranks, as behind a layer that begins as zeros.
+    """
+
+    finite: bool
+    zeros: bool
+
+    @staticmethod
+    def of(told: Sequence[tuple[str, list[list[float]]]]) -> "Compared":
+        """Of what ranks have told of each leaf."""
+        rows = [rows for _, rows in told]
+        finite = all(math.isfinite(number) for of_leaf in rows for row in of_leaf for number in row)
+        return Compared(finite, any(not any(row[0] for row in of_leaf) for of_leaf in rows))
+
+
+def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collection[str], group: comm.Group) -> Compared:
     """Raises an error for gradients of leaves that are not split and that differ over the group.
 
     Raises:
@@ -127,7 +147,7 @@ def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collecti
     return compared
 
 
-def check_partial_gradients(parts: LeafMap, grads: Sequence[Tensor], cuts: Cuts, group: comm.Group) -> "Compared":
+def check_partial_gradients(parts: LeafMap, grads: Sequence[Tensor], cuts: Cuts, group: comm.Group) -> Compared:
     """Raises an error if gradients that the plan would sum over the group are equal on all ranks.
 
     It raises nothing if the gradients of all slices are equal too, as in layers that begin with one number everywhere.
@@ -149,26 +169,6 @@ def check_partial_gradients(parts: LeafMap, grads: Sequence[Tensor], cuts: Cuts,
                 f"{group.size} times too large; say 'replicated' for it, or leave it out of the plan"
             )
     return compared
-
-
-@attrs.frozen
-class Compared:
-    """What a comparison of gradients has seen.
-
-    Attributes:
-        finite: whether all were finite; where a loss scale skips the step, nothing is known.
-        zeros: whether some leaf's were zeros on all ranks, as behind a layer that begins as zeros.
-    """
-
-    finite: bool
-    zeros: bool
-
-    @staticmethod
-    def of(told: Sequence[tuple[str, list[list[float]]]]) -> "Compared":
-        """Of what ranks have told of each leaf."""
-        rows = [rows for _, rows in told]
-        finite = all(math.isfinite(number) for of_leaf in rows for row in of_leaf for number in row)
-        return Compared(finite, any(not any(row[0] for row in of_leaf) for of_leaf in rows))
 
 
 def _gradients_told(
