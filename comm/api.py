@@ -22,8 +22,6 @@ from functional_ds.comm.table.variance import Variance
 from .dispatch import check_avg, collective, flatten, request, resolve_dim, resolve_group
 from .uneven import all_gather_uneven
 
-__all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "reduce_scatter", "repeat"]
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Handle
 
-__all__ = ["is_differentiable", "results_in_graph"]
-
 Transposed = tuple[Call, Sequence[Tensor], str | None]  # a transpose, the gradients, and the forward call's source line
 
 

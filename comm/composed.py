@@ -15,8 +15,6 @@ from functional_ds.comm.record.pending import Pending, Request
 
 from .dispatch import collective, resolve_group
 
-__all__ = ["composed"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -13,8 +13,6 @@ from functional_ds.comm.table.variance import Variance
 
 from .dispatch import flatten, resolve_group
 
-__all__ = ["invariant", "partial", "replicated", "varying"]
-
 T = TypeVar("T")
 
 

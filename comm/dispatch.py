@@ -23,22 +23,6 @@ from functional_ds.comm.worlds.current import current_recorder, world
 
 from .autograd_node import Transposed, is_differentiable, results_in_graph
 
-__all__ = [
-    "check_avg",
-    "check_call",
-    "collective",
-    "flatten",
-    "outline",
-    "prepare",
-    "relay",
-    "request",
-    "request_all",
-    "resolve_dim",
-    "resolve_group",
-    "start",
-    "start_call",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

@@ -15,8 +15,6 @@ from functional_ds.comm.table.permutation import Permutation
 from .dispatch import collective, request, resolve_dim, resolve_group
 from .uneven import need_values
 
-__all__ = ["all_to_all", "permute"]
-
 T = TypeVar("T")
 _Sizes: TypeAlias = Sequence[int] | None
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .autograd_node import is_differentiable
 
-__all__ = ["Graft"]
-
 
 @attrs.frozen(eq=False)
 class Graft:

@@ -20,8 +20,6 @@ from functional_ds.comm.table.exchanges import COPY_TO, GATHER_FROM, REDUCE_FROM
 
 from .dispatch import collective, request, resolve_dim
 
-__all__ = ["copy_to", "gather_from", "reduce_from", "scatter_to"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from functional_ds.comm.record.group import Group, World
 from functional_ds.comm.worlds.current import world
 from functional_ds.comm.worlds.process import ProcessWorld
 
-__all__ = ["Mesh", "mesh"]
-
 _SHOWN_ROWS = 32
 
 

@@ -14,8 +14,6 @@ from .api import broadcast
 from .dispatch import request, resolve_group
 from .uneven import need_values, sizes_along
 
-__all__ = ["all_gather_object", "broadcast_object"]
-
 T = TypeVar("T")
 
 

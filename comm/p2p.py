@@ -18,8 +18,6 @@ from functional_ds.comm.table.exchanges import TRANSFER
 
 from .dispatch import collective, request, request_all, resolve_group
 
-__all__ = ["Recv", "Send", "batch_p2p", "recv", "send"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from functional_ds.comm.table.rows import REDUCE
 from .api import reducing
 from .dispatch import collective, request, resolve_dim, resolve_group
 
-__all__ = ["gather", "reduce", "scatter"]
-
 T = TypeVar("T")
 
 

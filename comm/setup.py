@@ -17,16 +17,6 @@ from functional_ds.comm.worlds.current import simulated_world, world
 from functional_ds.comm.worlds.process import DEFAULT_TIMEOUT, check_timeout, leave_process_world, process_world
 from functional_ds.comm.worlds.rendezvous import Deadline, connect, meet, open_store
 
-__all__ = [
-    "destroy_process_group",
-    "get_local_rank",
-    "get_rank",
-    "get_world_size",
-    "init_distributed",
-    "is_initialized",
-    "new_group",
-]
-
 _PER_NODE = "functional_ds/ranks_per_node"
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 

@@ -27,8 +27,6 @@ from functional_ds.comm.worlds.process import check_timeout
 
 from .setup import destroy_process_group, init_distributed
 
-__all__ = ["spawn"]
-
 _HOST = "127.0.0.1"
 _GRACE = 0.5  # seconds to wait for the cause of an error, which another rank may report later than the error
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>

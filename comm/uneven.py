@@ -16,8 +16,6 @@ from functional_ds.comm.table.rows import ALL_GATHER
 
 from .dispatch import flatten, request, request_all
 
-__all__ = ["all_gather_uneven", "need_values", "sizes_along"]
-
 T = TypeVar("T")
 
 

@@ -233,6 +233,26 @@ def test_every_package_says_what_is_in_it() -> None:
 
 PACKAGES = (fds, comm, transforms)
 
+# Modules with a list of names: users reach them as namespaces, or a test goes through the list. In others a name without
+# underscore may be imported from elsewhere in the library.
+NAMESPACES = {
+    "base.torch_private",
+    "base.torch_replaced",
+    "base.tree",
+    "comm.algorithms.cost",
+    "comm.backends.torch_groups",
+    "comm.table.errors",
+    "compiling.torch_compiler",
+    "sharding.grouping",
+}
+
+
+def test_indexes_alone_list_their_names() -> None:
+    """Beside these, modules of ``deepspeed`` do, whose names are compared with those of the module that each stands for."""
+    listing = {source.name for source in library().values() if re.search("^__all__", source.path.read_text(), re.MULTILINE)}
+    others = {module for module in listing if not module.endswith("__init__") and not module.startswith("deepspeed.")}
+    assert others == NAMESPACES
+
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_dir_shows_the_public_names(package: object) -> None:

@@ -13,8 +13,6 @@ from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
-__all__ = ["accumulate"]
-
 
 def accumulate(k: int) -> Transform:
     """Gradient accumulation: splits each batch into k micro-batches and sums their gradients before the update.

@@ -14,8 +14,6 @@ from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
-__all__ = ["clip"]
-
 _EPS = 1e-6  # torch's and DeepSpeed's
 
 

@@ -20,8 +20,6 @@ from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.transforms.zero.lazy_tensor import fetched
 
-__all__ = ["compiled"]
-
 
 def compiled(
     blocks: str | None = None,

@@ -26,8 +26,6 @@ from functional_ds.step.step import Step
 from functional_ds.step.train_step import updating
 from functional_ds.step.view import View, dense, wide_dtype
 
-__all__ = ["differentiable"]
-
 _COMPOSE = frozenset({"init", "loss", "gradients", "reduce", "update", "rate", "params"})  # gradients flow through these phases
 
 

@@ -16,8 +16,6 @@ from functional_ds.step.state.slots import Role
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
-__all__ = ["averaged", "ema"]
-
 
 @tree.record
 class Mean:

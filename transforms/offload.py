@@ -23,8 +23,6 @@ from functional_ds.transforms.offloading.plan import Place
 from functional_ds.transforms.offloading.storage import OffloadSlot, Storage, make_disk
 from functional_ds.transforms.offloading.update import Update
 
-__all__ = ["offload"]
-
 _PLACES: tuple[Place, ...] = get_args(Place)
 
 

@@ -26,8 +26,6 @@ from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
-__all__ = ["pipeline"]
-
 
 def pipeline(
     schedule: Schedule,

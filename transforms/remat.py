@@ -21,8 +21,6 @@ from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
-__all__ = ["remat"]
-
 
 def remat(blocks: str | None = None, *, policy: str | RematPolicy = "recompute", group: comm.Group | None = None) -> Transform:
     """Activation checkpointing: recomputes, offloads or partitions the activations of a module's blocks.

@@ -17,8 +17,6 @@ from functional_ds.step.state.slots import Apart
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
-__all__ = ["apart", "every"]
-
 _FORM = frozenset({"init", "params", "measure"})  # phases that run in every step
 
 

@@ -21,8 +21,6 @@ from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
-__all__ = ["Factor", "check_floor", "one_cycle", "range_test", "schedule", "warmup", "warmup_cosine", "warmup_decay"]
-
 Factor = Callable[..., Tensor]
 
 

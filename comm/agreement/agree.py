@@ -15,8 +15,6 @@ from functional_ds.comm.api import all_gather, all_reduce
 from functional_ds.comm.objects import all_gather_object
 from functional_ds.comm.record.group import Group
 
-__all__ = ["Entry", "agree", "differences"]
-
 _LONGEST = 400  # characters of what a rank has, in a message
 
 

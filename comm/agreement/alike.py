@@ -15,8 +15,6 @@ from functional_ds.comm.worlds.current import current_recorder
 
 from .description import described
 
-__all__ = ["alike"]
-
 
 @contextmanager
 def alike(what: str, group: Group, **arguments: Any) -> Iterator[None]:

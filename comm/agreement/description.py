@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from functional_ds.comm.record.group import Group
 
-__all__ = ["described"]
-
 _Known = dict[int, tuple[Any, str]]  # by id: the values, which keeps them alive, and their texts
 
 _LONGEST = 2000  # characters of one value

@@ -32,8 +32,6 @@ from functional_ds.comm.table.rows import ALL_REDUCE
 
 from .trees import combined, cut, in_order, joined, role_in, second, through
 
-__all__ = ["double_tree", "halving_doubling", "hierarchical", "recursive_doubling", "ring", "tree"]
-
 T = TypeVar("T")
 Total = Callable[[Tensor, str], Tensor]  # from a flat payload and an op to the reduced payload
 

@@ -14,8 +14,6 @@ from functional_ds.comm.table.exchanges import PERMUTE
 from functional_ds.comm.table.permutation import Permutation
 from functional_ds.comm.table.rows import ALL_GATHER
 
-__all__ = ["bruck"]
-
 
 def bruck(x: Tensor, group: Group) -> Tensor:
     """``comm.all_gather(x, group)`` by Bruck's algorithm, without autograd: [m, ...] -> [n m, ...].

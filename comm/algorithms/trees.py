@@ -15,8 +15,6 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.table.packing import pad_rows
 
-__all__ = ["TreeRole", "combined", "cut", "in_order", "joined", "role_in", "second", "through"]
-
 
 def cut(flat: Tensor, n: int) -> list[Tensor]:
     """Splits [N] into n pieces [m], zero-padded."""

@@ -27,21 +27,6 @@ from functional_ds.base.byte_ranges import begin_together
 from .primitives import Communicator, Options, Prepared, Started
 from .reduction import chunk_bounds, fold
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_rows",
-    "barrier",
-    "broadcast",
-    "gather",
-    "permute",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "transfer",
-]
-
 _SWAPPED = 2**22  # bytes: for larger donated values two rounds take half the memory; all ranks must choose the same
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import attrs
 
-__all__ = ["SETTING", "HostMemory", "keep_freed_memory"]
-
 SETTING = "FUNCTIONAL_DS_MALLOC"  # the environment variable; "default" leaves malloc unchanged
 
 # Parameters of mallopt(3), and values with which freed memory is reused by later allocations.

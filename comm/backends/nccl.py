@@ -12,21 +12,6 @@ from functional_ds.base.byte_ranges import begin_together
 
 from .primitives import Options, Started
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_rows",
-    "barrier",
-    "broadcast",
-    "gather",
-    "permute",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "transfer",
-]
-
 # torch 2.13 renamed these two, and warns of the old names.
 _ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _REDUCE_SCATTER = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor

@@ -10,8 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base.torch_private import dispatch_modes
 
-__all__ = ["Pool"]
-
 _LEAST = 2**16  # bytes; smaller tensors are left to malloc
 
 

@@ -8,8 +8,6 @@ import attrs
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Communicator", "GlooPrimitive", "NcclPrimitive", "Options", "Prepared", "Started"]
-
 Options = Mapping[str, Any]
 
 

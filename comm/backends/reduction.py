@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OPS", "chunk_bounds", "combine", "fold", "fold_by_node"]
-
 _WIDENED = 2**20  # elements of half precision that are copied to fp32 at a time
 
 

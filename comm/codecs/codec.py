@@ -11,8 +11,6 @@ from torch import Tensor
 
 from functional_ds.base.torch_private import is_fake
 
-__all__ = ["Blocks", "Cast", "Codec", "OneBit", "TopK"]
-
 
 class Codec(Protocol):
     """A pair of pure functions on rows [n, m] of floating point, which act on each row separately.

@@ -24,16 +24,6 @@ from functional_ds.comm.table.rows import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 from .codec import Codec
 
-__all__ = [
-    "Compressed",
-    "check_leaves",
-    "compressed",
-    "crop",
-    "decode_leaf",
-    "encode_leaf",
-    "sum_dtype",
-]
-
 _Program = Callable[..., Request[Any]]
 
 

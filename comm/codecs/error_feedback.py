@@ -21,8 +21,6 @@ from functional_ds.comm.table.rows import ALL_REDUCE, REDUCE_SCATTER
 from .codec import Codec
 from .compressed import check_leaves, crop, decode_leaf, encode_leaf, sum_dtype
 
-__all__ = ["ErrorFeedback", "Residual"]
-
 
 class Residual(NamedTuple):
     """The accumulated compression error: two trees like the value, in fp32 for leaves in half precision.

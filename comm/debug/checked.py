@@ -15,8 +15,6 @@ from functional_ds.comm.worlds.call_log import CallLog
 from functional_ds.comm.worlds.current import world
 from functional_ds.comm.worlds.process import ProcessWorld, check_timeout
 
-__all__ = ["checked", "monitored_barrier"]
-
 
 @contextmanager
 def checked(timeout: timedelta | None = None) -> Iterator[None]:

@@ -13,8 +13,6 @@ from functional_ds.comm.objects import all_gather_object, broadcast_object
 from functional_ds.comm.p2p import recv, send
 from functional_ds.comm.record.group import Group
 
-__all__ = ["Offsets", "clock_offsets"]
-
 _ROUNDS = 16
 
 

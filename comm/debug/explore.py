@@ -12,8 +12,6 @@ from functional_ds.base.tree import NAMESPACE
 from functional_ds.comm.simulation.simulate import simulate
 from functional_ds.comm.table.errors import DivergenceError
 
-__all__ = ["explore"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

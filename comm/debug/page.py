@@ -12,8 +12,6 @@ from functional_ds.comm.table.errors import DeadlockError
 
 from .trace import Slice, slices_of
 
-__all__ = ["Arrow", "Chart", "calls_chart", "waits_chart", "write_page"]
-
 _LANE, _SPAN, _CURVE, _AXIS = 20, 14, 60, 18  # pixels
 _LEGEND = 120  # characters of all names; with more there is no legend
 _LETTER = 0.008  # a character's width as a part of the chart's; a span shows its name if it fits

@@ -10,8 +10,6 @@ import attrs
 from functional_ds.comm.record.ledger import Event, Ledger
 from functional_ds.comm.worlds.current import world
 
-__all__ = ["Slice", "Spread", "ledger", "opened", "slices_of", "spreads", "write_slices", "write_trace"]
-
 
 @contextmanager
 def ledger(*, times: bool = False) -> Iterator[Ledger]:

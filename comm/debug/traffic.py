@@ -12,8 +12,6 @@ from functional_ds.comm.record.ledger import Ledger
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_traffic", "traffic"]
-
 _COLOURS = ("Blues", "Oranges", "Greens", "Purples", "Reds", "Greys")
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _LABELLED = 16  # with more ranks than this, a cell has no room for its number

@@ -11,8 +11,6 @@ from functional_ds.comm.table.collective import Call, Handle
 
 from .group import Group
 
-__all__ = ["CallRecorder", "TraceNotes", "UnitGathering"]
-
 
 @attrs.frozen
 class UnitGathering:

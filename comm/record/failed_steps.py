@@ -18,8 +18,6 @@ from functional_ds.comm.table.errors import CommError
 
 from .group import Group
 
-__all__ = ["FailedSteps"]
-
 _PATIENCE = 10.0  # seconds within which the other ranks' steps must have failed, too
 _PAUSE = 5e-3  # seconds between two requests to the store
 

@@ -23,20 +23,6 @@ from .ledger import Ledger
 if TYPE_CHECKING:
     from functional_ds.comm.backends.malloc import HostMemory
 
-__all__ = [
-    "Beside",
-    "Group",
-    "Ready",
-    "Solo",
-    "ValueWatch",
-    "World",
-    "at_site",
-    "call_site",
-    "check_ranks_per_node",
-    "last",
-    "poll_all",
-]
-
 
 class Beside(Protocol):
     """Steps that the world runs in the background."""

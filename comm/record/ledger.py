@@ -14,8 +14,6 @@ from torch import Tensor
 from functional_ds.base.device import synchronize
 from functional_ds.comm.table.collective import Call, Handle, Here, Traffic, WatchedHandle
 
-__all__ = ["Event", "Ledger", "LedgerCall", "Row", "RowsBySize", "add_by_size", "begin"]
-
 _OVERLAP = 0.1  # of a call's time: if its rank did other work for longer, its time does not measure the transfer
 
 

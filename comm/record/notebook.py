@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from html import escape
 
-__all__ = ["html_table", "html_text"]
-
 
 def html_table(head: Iterable[object], rows: Iterable[Iterable[object]], *, caption: str = "") -> str:
     """An HTML table; cells are converted with ``str`` and escaped.

@@ -15,8 +15,6 @@ from functional_ds.comm.table.errors import WrittenError
 
 from .group import Group, call_site, poll_all
 
-__all__ = ["Pending", "Request", "watched_inputs"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

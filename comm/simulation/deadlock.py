@@ -3,8 +3,6 @@
 from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
-__all__ = ["Awaited", "deadlock", "unmatched"]
-
 
 class Awaited(Protocol):
     """A collective, or a chain of them, that a rank or one of its lanes can wait for."""

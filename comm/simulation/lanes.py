@@ -15,8 +15,6 @@ from functional_ds.comm.worlds.rng_state import RngState
 
 from .schedule import AbortedError, Simulator
 
-__all__ = ["Chain", "Lane", "run_beside"]
-
 
 class RankWorld(Protocol):
     """The part of a simulated rank's world that lanes use."""

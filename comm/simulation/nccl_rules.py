@@ -16,8 +16,6 @@ from functional_ds.comm.table.collective import Call
 from functional_ds.comm.table.errors import DeadlockError
 from functional_ds.comm.worlds.communicator_key import CommunicatorKey
 
-__all__ = ["RankRules", "rules_by_rank"]
-
 
 @attrs.frozen
 class Operation:

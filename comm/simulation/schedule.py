@@ -23,8 +23,6 @@ from functional_ds.comm.worlds.rng_state import RngState, drop_spare_normal
 
 from .deadlock import Awaited, deadlock
 
-__all__ = ["AbortedError", "GroupCall", "RankCall", "Simulator", "copied"]
-
 _PATIENCE = 1.0  # seconds for the ranks to end when the caller is interrupted
 _MAX_FRUITLESS_POLLS = 10_000  # after these a program that only polls is reported as a deadlock
 

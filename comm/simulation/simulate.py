@@ -16,8 +16,6 @@ from .deadlock import unmatched
 from .schedule import AbortedError, Simulator
 from .simulator import SimulatedWorld
 
-__all__ = ["simulate"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

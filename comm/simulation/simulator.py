@@ -23,8 +23,6 @@ from .schedule import GroupCall, RankCall, Simulator, copied
 if TYPE_CHECKING:
     from .nccl_rules import RankRules
 
-__all__ = ["SimulatedWorld"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

@@ -11,8 +11,6 @@ from functional_ds.comm.backends.primitives import GlooPrimitive, NcclPrimitive,
 
 from .variance import Variance
 
-__all__ = ["Call", "Collective", "Handle", "Here", "Traffic"]
-
 
 class Handle(Protocol):
     """A collective that has been started."""

@@ -18,18 +18,6 @@ from .rows import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER, as_
 from .tiling import check_cut, check_dim
 from .variance import Variance
 
-__all__ = [
-    "ALL_TO_ALL",
-    "ALL_TO_ALL_ROWS",
-    "COPY_TO",
-    "GATHER_FROM",
-    "PERMUTE",
-    "REDUCE_FROM",
-    "SCATTER_TO",
-    "TABLE",
-    "TRANSFER",
-]
-
 # -- exchanges --------------------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,6 @@ from functional_ds.comm.backends.reduction import chunk_bounds
 
 from .collective import Here
 
-__all__ = ["all_gather_volume", "all_reduce_volume", "shares_by_node"]
-
 
 def _own_chunk(numel: int, rank: int, n: int) -> int:
     bounds = chunk_bounds(numel, n)

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .collective import Here
 
-__all__ = ["pack_cut", "pack_rows", "pad_rows", "piece_shape", "unpack_joined", "unpack_piece", "unpack_rows"]
-
 
 def pack_cut(leaf: Tensor, here: Here, dim: int | None = None) -> Tensor:
     """A tensor as [n, m], with a row for each rank."""

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 
-__all__ = ["Permutation"]
-
 
 class Permutation:
     """A partial permutation of ranks as (source, destination) pairs, as in ``jax.lax.ppermute``; checked once, reusable.

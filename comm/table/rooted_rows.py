@@ -12,8 +12,6 @@ from .packing import pack_cut, unpack_joined, unpack_piece
 from .rows import as_sent, but, check_rank
 from .tiling import check_cut, check_dim, cut, join
 
-__all__ = ["BARRIER", "GATHER", "SCATTER", "nothing"]
-
 
 def nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros of a shape that take no memory (an expanded scalar)."""

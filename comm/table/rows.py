@@ -15,8 +15,6 @@ from .packing import pack_cut, pack_rows, unpack_joined, unpack_piece, unpack_ro
 from .tiling import check_cut, check_dim, cut, join
 from .variance import Variance
 
-__all__ = ["ALL_GATHER", "ALL_REDUCE", "BROADCAST", "REDUCE", "REDUCE_SCATTER", "as_sent", "but"]
-
 
 def _copies(value: Tensor, n: int) -> list[Tensor]:
     """The tensor and n - 1 copies of it."""

@@ -13,8 +13,6 @@ from functional_ds.comm.backends.primitives import Options
 
 from .collective import Here
 
-__all__ = ["check_cut", "check_dim", "cut", "join"]
-
 
 def join(pieces: Sequence[Tensor], options: Options) -> Tensor:
     """The ranks' pieces, concatenated or stacked."""

@@ -2,8 +2,6 @@
 
 from enum import Enum
 
-__all__ = ["Variance"]
-
 
 class Variance(Enum):
     """How the ranks of a group hold a value, and its gradient.

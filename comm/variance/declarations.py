@@ -9,8 +9,6 @@ from torch import Tensor
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.variance import Variance
 
-__all__ = ["Claim", "Contradiction", "Declarations", "raw_bytes"]
-
 _ADVICE = {
     Variance.INVARIANT: "each rank has gradients of its own use alone: put comm.copy_to before that use, which sums them, or "
     "declare it replicated and sum its gradient yourself",

@@ -17,8 +17,6 @@ from .group_bits import GroupBits, input_key
 from .linearity import DRAWN_INTO, KEEPS, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF_PRODUCTS, TERMS, makes_constants
 from .op_trace import OpTrace, TracedEvent, Values
 
-__all__ = ["contradictions"]
-
 # "constant": made from plain numbers; "unknown": equal so far, without a declaration.
 _Kind = Literal["constant", "unknown"] | Variance
 _R, _I, _V, _P = Variance.REPLICATED, Variance.INVARIANT, Variance.VARYING, Variance.PARTIAL

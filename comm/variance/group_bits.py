@@ -6,8 +6,6 @@ from functional_ds.comm.record.group import Group
 
 from .op_trace import OpTrace, TracedEvent
 
-__all__ = ["GroupBits", "input_key"]
-
 
 def input_key(event: TracedEvent, place: int) -> int:
     """A key that identifies an input of an event on all ranks."""

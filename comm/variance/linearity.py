@@ -3,19 +3,6 @@
 A partial sum ``x = Σ x_r`` is held as ``x_r`` on rank r; ``f(x) = Σ f(x_r)`` holds only for linear ``f``.
 """
 
-__all__ = [
-    "ARITHMETIC",
-    "DRAWN_INTO",
-    "KEEPS",
-    "MOVES",
-    "PRODUCTS",
-    "SCALES",
-    "SUMS",
-    "SUMS_OF_PRODUCTS",
-    "TERMS",
-    "makes_constants",
-]
-
 # f(x + y) = f(x) + f(y), jointly in all tensors.
 SUMS = frozenset({"add", "sub", "rsub", "lerp"})
 

@@ -20,8 +20,6 @@ from functional_ds.comm.table.variance import Variance
 from .declarations import raw_bytes
 from .linearity import ARITHMETIC, makes_constants
 
-__all__ = ["OpTrace", "TracedEvent", "TracedValue", "Values"]
-
 _SWEEP = 1024  # after that many new storages, freed ones are removed
 
 Kind = Literal["first use", "operator", "draw", "write", "call", "declaration", "gradient"]

@@ -19,8 +19,6 @@ from .declarations import Claim, Declarations
 from .follow import contradictions
 from .op_trace import OpTrace
 
-__all__ = ["RankWatch", "Watches"]
-
 
 @attrs.define(eq=False)
 class RankWatch:

@@ -19,8 +19,6 @@ from functional_ds.comm.record.group import Group, call_site
 from functional_ds.comm.table.collective import Call, Here
 from functional_ds.comm.table.errors import CommError, MismatchError, TimedOutError
 
-__all__ = ["CallLog"]
-
 _MIN_PAUSE, _MAX_PAUSE = 50e-6, 5e-3  # seconds between two requests to the store, at first and later
 _REPORT_AFTER = 0.2  # seconds: a rank that waits longer writes to the store what it waits for
 

@@ -8,8 +8,6 @@ import attrs
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call
 
-__all__ = ["CommunicatorKey"]
-
 
 @attrs.frozen(order=True)
 class CommunicatorKey:

@@ -13,18 +13,6 @@ from functional_ds.comm.table.errors import CommError
 
 from .process import process_world
 
-__all__ = [
-    "current_recorder",
-    "enter",
-    "exclusive_simulation",
-    "labelled",
-    "recomputing",
-    "recording",
-    "runs_on_shapes",
-    "simulated_world",
-    "world",
-]
-
 
 class _OfThread(threading.local):
     """State of the current thread.

@@ -13,8 +13,6 @@ from functional_ds.comm.table.collective import Call, Handle
 from .process_handle import ProcessHandle
 from .shapes import ShapesWorld
 
-__all__ = ["GlooShapesWorld"]
-
 
 class _Silent(Communicator):
     """A communicator that sends nothing."""

@@ -12,8 +12,6 @@ from functional_ds.comm.table.errors import CommError, TimedOutError
 
 from .worker import Worker
 
-__all__ = ["GRACE", "ending_error", "finish", "follows_another_rank"]
-
 GRACE = 2.0  # seconds to finish outstanding calls
 _HASTE = 0.2  # seconds if an exception is the reason for the end, since other ranks wait to hear of it
 _SHOWN = 5  # calls that the message names

@@ -32,8 +32,6 @@ from .process_handle import ProcessHandle
 from .rendezvous import ended_store
 from .worker import Performed, Posted, Queued, Worker
 
-__all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "check_timeout", "leave_process_world", "process_world"]
-
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 

@@ -15,8 +15,6 @@ from functional_ds.comm.table.errors import CommError
 
 from .worker import Performed, Posted, Queued
 
-__all__ = ["ProcessHandle"]
-
 
 @attrs.define(eq=False)
 class _Coalesced:

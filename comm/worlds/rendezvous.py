@@ -21,8 +21,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from functional_ds.comm.table.errors import CommError, TimedOutError
 
-__all__ = ["Deadline", "answering", "connect", "ended_store", "holder", "meet", "open_store", "reconnect", "within"]
-
 _PAUSE = 2e-3  # seconds between two requests to the store
 _KNOCKS = 0.1  # seconds between two attempts to reach the process that holds the store
 _GRACE = 1.0  # seconds: for a store's error to come first; for ranks that time out together to report it to each other

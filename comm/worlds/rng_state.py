@@ -13,8 +13,6 @@ from numpy.random import mtrand
 from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 
-__all__ = ["RngState", "drop_spare_normal", "kept_rng"]
-
 
 @attrs.frozen(eq=False)
 class RngState:

@@ -21,8 +21,6 @@ from .current import enter, exclusive_simulation
 from .rng_state import kept_rng
 from .symmetric import SymmetricWorld
 
-__all__ = ["ShapesWorld", "rank_on_shapes", "run_on_shapes"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

@@ -12,8 +12,6 @@ from functional_ds.comm.table.collective import Call, Here
 from .current import enter, exclusive_simulation
 from .rng_state import kept_rng
 
-__all__ = ["SymmetricWorld", "is_symmetric", "symmetric"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

@@ -13,9 +13,6 @@ from torch import Tensor
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.errors import CommError
 
-__all__ = ["Performed", "Posted", "Queued", "Worker"]
-
-
 _IDLE = 5.0  # seconds after which a thread without jobs ends; the next job starts a new one
 
 

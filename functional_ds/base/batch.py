@@ -6,8 +6,6 @@ from typing import Any
 from . import tree
 from .tree import rows_of
 
-__all__ = ["micro_rows", "split"]
-
 
 def micro_rows(batch: Any, k: int) -> list[int]:
     """The number of rows of each of k micro-batches; the first ones may have one more."""

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from .torch_private import is_fake, storage_id
 
-__all__ = ["ByteRange", "begin_together", "overlapping"]
-
 _KINDS = (Tensor, nn.Parameter)
 
 

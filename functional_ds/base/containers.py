@@ -12,8 +12,6 @@ from torch import Tensor
 from . import tree
 from .torch_private import pytree_node_of
 
-__all__ = ["register_containers"]
-
 Flat = tuple[tuple[Any, ...], Any, tuple[str, ...]]  # children, the context to rebuild from, names of the children
 
 _LOCK = threading.Lock()

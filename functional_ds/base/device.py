@@ -14,23 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "arriving",
-    "forked_rng",
-    "generator_states",
-    "held_bytes",
-    "in_use",
-    "is_pinned",
-    "overlaps",
-    "peak_bytes",
-    "redrawn",
-    "resident_peak_bytes",
-    "rng_state",
-    "seconds_of",
-    "set_rng_state",
-    "synchronize",
-]
-
 
 def overlaps(device: torch.device) -> bool:
     """Whether the device runs asynchronously to the host, on streams.

@@ -22,8 +22,6 @@ from torch import Tensor
 from . import tree
 from .device import overlaps
 
-__all__ = ["Arrival", "CopyStream", "LentToTransport", "SideStream", "Streams", "current_stream"]
-
 
 def current_stream(device: torch.device) -> Any:
     """The device's current stream in this thread."""

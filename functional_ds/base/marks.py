@@ -11,27 +11,6 @@ from torch import Tensor, nn
 from . import tree
 from .torch_private import in_dual_level, is_transformed
 
-__all__ = [
-    "ORIGIN",
-    "ModuleRef",
-    "freeze",
-    "is_dtensor",
-    "is_trainable",
-    "like_marked",
-    "mark_module",
-    "mark_part",
-    "mark_sharers",
-    "mark_slices",
-    "mark_stored",
-    "module_of",
-    "part_of",
-    "sharers_of",
-    "slices_of",
-    "stored_in",
-    "trainable",
-    "without_values",
-]
-
 
 def is_trainable(leaf: Tensor) -> bool:
     """Whether a leaf is trained: floating or complex, and not an ``nn.Parameter`` that does not require grad."""

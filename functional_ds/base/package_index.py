@@ -10,8 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["lazy_index", "optional"]
-
 
 class _Index(ModuleType):
     """A package with a lazy index, whose names take precedence over submodules of the same name."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from . import tree
 from .torch_private import constant_when_compiled
 
-__all__ = ["Key", "Places"]
-
 # By dim: the global indices of the local elements, and the dim's global size; None for a dim that is whole.
 Places = Mapping[int, tuple[Tensor | range, int] | None]
 

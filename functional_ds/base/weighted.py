@@ -8,8 +8,6 @@ from torch import Tensor
 from . import tree
 from .device import overlaps
 
-__all__ = ["Weighted", "check_constant", "weigh", "weight_dtype"]
-
 
 @tree.record
 class Weighted:

@@ -22,8 +22,6 @@ from . import storage
 from .directory import open_manifest
 from .manifest import BLOCK, Chunk, Manifest
 
-__all__ = ["CheckpointReader"]
-
 _STAGED = 64 << 20  # bytes that are read at once into memory other than the target's, where the target cannot take them
 
 

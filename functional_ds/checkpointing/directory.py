@@ -23,30 +23,6 @@ from functional_ds.state_dict.errors import CheckpointError, DamagedError, NoChe
 
 from .manifest import LONGEST, MANIFEST, Manifest, Summary, read_summary
 
-__all__ = [
-    "POINTER",
-    "Retention",
-    "candidates",
-    "check_free",
-    "check_pointer",
-    "check_tag",
-    "clean",
-    "hidden_place",
-    "latest",
-    "make_folder",
-    "open_manifest",
-    "place_of",
-    "pointer",
-    "publish",
-    "read_pointer",
-    "replaced",
-    "retain",
-    "staging",
-    "summaries",
-    "tags",
-    "written",
-]
-
 POINTER = "latest"
 _REPLACED = ".replaced-"
 _FIRST = "00000.bin"  # rank 0's data

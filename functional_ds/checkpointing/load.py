@@ -23,8 +23,6 @@ from functional_ds.step.state.state import State
 from . import storage
 from .directory import candidates, check_pointer, check_tag, open_manifest, read_pointer, written
 
-__all__ = ["load", "verify"]
-
 T = TypeVar("T")
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 from functional_ds.base.disk.files import FileLock, process_note
 from functional_ds.state_dict.errors import BusyError, CheckpointError
 
-__all__ = ["LOCK", "take_lock"]
-
 LOCK = ".lock"
 _PATIENCE = 10.0  # seconds; child processes of a killed job may hold its lock a little longer than the job
 _PAUSE = 0.1

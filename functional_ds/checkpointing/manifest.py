@@ -17,8 +17,6 @@ from functional_ds.base.disk.files import open_regular
 from functional_ds.sharding.leaf_region import LeafRegion, fault
 from functional_ds.state_dict.errors import DamagedError, NewerFormatError
 
-__all__ = ["BLOCK", "DTYPES", "LONGEST", "MANIFEST", "Chunk", "DataFile", "Manifest", "StoredTensor", "Summary", "read_summary"]
-
 MANIFEST = "manifest.json"
 LONGEST = 1 << 30  # bytes of a manifest; one of 10^6 tensors in 10 chunks each has half of it
 BLOCK = 1 << 20  # bytes of a data file that share one checksum

@@ -13,8 +13,6 @@ from .lock import take_lock
 from .shard_plan import SaveRequest, assign_writes, metadata_of
 from .writer import CheckpointWriter, PendingCheckpoint, WriteData
 
-__all__ = ["save_named"]
-
 
 def save_named(
     tensors: Mapping[str, Tensor], path: str | Path, *, tag: str, step: int = 0, extra: Mapping[str, Any] | None = None

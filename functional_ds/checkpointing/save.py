@@ -26,8 +26,6 @@ from .lock import take_lock
 from .shard_plan import SaveRequest, ShardMetadata, WriteTask, assign_writes, metadata_of, replicated, with_fingerprints
 from .writer import CheckpointWriter, PendingCheckpoint, WriteData
 
-__all__ = ["Saver", "save"]
-
 
 class Saver:
     """Saves into one folder asynchronously. No other job can save there while it is open.

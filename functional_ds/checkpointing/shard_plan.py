@@ -14,8 +14,6 @@ from functional_ds.state_dict.errors import CheckpointError
 from functional_ds.state_dict.fingerprint import SHORT, fingerprints
 from functional_ds.state_dict.matching import per_rank_name
 
-__all__ = ["SaveRequest", "ShardMetadata", "WriteTask", "assign_writes", "metadata_of", "replicated", "with_fingerprints"]
-
 _SPLIT = 4 << 20  # bytes; larger copies are split among the ranks that have them
 
 

@@ -27,8 +27,6 @@ try:
 except ImportError:
     from zlib import crc32
 
-__all__ = ["ReadRequest", "check_file", "read", "write"]
-
 _READ_SIZE = 2 << 20  # bytes of one read: large enough to hide the cost of a system call, and checked while it is in the cache
 _WRITE_SIZE = 8 << 20  # bytes of one write, in whole pages
 _READERS = 4

@@ -30,8 +30,6 @@ from .directory import Retention, publish, retain, summaries
 from .manifest import DTYPES, LONGEST, MANIFEST, Chunk, DataFile, Manifest, StoredTensor, Summary
 from .shard_plan import SaveRequest, ShardMetadata, WriteTask
 
-__all__ = ["CheckpointWriter", "PendingCheckpoint", "WriteData", "data_name", "stored_tensors"]
-
 _CHUNK = 16 << 20  # bytes that are copied from a device at once
 
 

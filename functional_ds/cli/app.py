@@ -13,8 +13,6 @@ from .report_command import report
 from .train_command import train
 from .words.errors_in_one_line import CommandError
 
-__all__ = ["application", "run"]
-
 _HELP = "Reports, plans, tuning, checkpoints, drawings, hosts and jobs of functional_ds."
 
 

@@ -19,8 +19,6 @@ from .words.errors_in_one_line import CommandError, refused
 from .words.options import size
 from .words.pages import OutputTable, bytes_of, count_of, emit
 
-__all__ = ["convert", "inspect"]
-
 _SHOWN = 8
 _FORMS = ("params/", "masters/", "exact/")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

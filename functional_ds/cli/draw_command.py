@@ -25,8 +25,6 @@ from .words.errors_in_one_line import CommandError, refused
 from .words.options import mesh_sizes
 from .words.pages import OutputTable, emit, seconds_of
 
-__all__ = ["draw"]
-
 _CONVENTIONS = {"16": SIXTEEN, "18": EIGHTEEN, "fp32": SINGLE}
 _MOST = 64  # ranks that are simulated for a picture of traffic
 _MOST_CELLS = 2**14  # micro-batches of all ranks in a picture of a schedule

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from .words.errors_in_one_line import CommandError, one_line
 from .words.pages import printable
 
-__all__ = ["main"]
-
 _USER = (CommandError, ValueError, TypeError, OSError, ImportError, RuntimeError, LookupError)
 
 

@@ -15,8 +15,6 @@ from functional_ds.base.disk.files import read_text
 from .words.errors_in_one_line import CommandError, refused
 from .words.pages import emit
 
-__all__ = ["HostSlots", "commands_of", "filtered", "hosts", "read_hostfile", "ssh_commands"]
-
 _LINE = re.compile(r"^(\S+)\s+slots=([0-9]+)$")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")  # of a host; it never begins as an option does
 _LONGEST = 253  # characters of a host's name

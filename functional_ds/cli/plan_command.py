@@ -21,8 +21,6 @@ from .words.errors_in_one_line import CommandError
 from .words.options import choices, mesh_sizes, numbers, size
 from .words.pages import OutputTable, bytes_of, count_of, emit, seconds_of
 
-__all__ = ["plan", "plan_page"]
-
 _SHOWN = ("params", "masters", "optimizer", "gradients", "gathered")
 
 

@@ -16,8 +16,6 @@ import typer
 
 from .words.pages import OutputTable, bytes_of, emit
 
-__all__ = ["environment", "report", "warnings_of"]
-
 _PACKAGES = (
     *("torch", "numpy", "attrs", "optree", "safetensors", "transformers"),
     *("tensorboard", "wandb", "matplotlib", "hjson", "deepspeed", "triton"),

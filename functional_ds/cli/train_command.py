@@ -12,8 +12,6 @@ from functional_ds.base.disk.files import parse_json
 from .words.errors_in_one_line import CommandError
 from .words.pages import emit
 
-__all__ = ["train"]
-
 _JOBS = "functional_ds.jobs"  # may be left out of an installation
 
 

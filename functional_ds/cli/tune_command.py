@@ -27,8 +27,6 @@ from .words.errors_in_one_line import CommandError
 from .words.options import choices, numbers, size
 from .words.pages import OutputTable, bytes_of, emit, seconds_of
 
-__all__ = ["SearchSpace", "candidates_of", "tune"]
-
 
 def tune(
     model: Annotated[

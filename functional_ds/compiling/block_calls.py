@@ -26,8 +26,6 @@ from .compile_options import CompileOptions
 from .errors import Refusal
 from .torch_compiler import keep_saved_tensors, recompile_reasons, refuse_graph_breaks
 
-__all__ = ["BlockCalls", "keep_graphs"]
-
 _HERE = threading.local()  # the calls of compiled code that this thread is in
 _RUN = "_fds_run"  # where a module that compiled code goes around has its runs
 _OUTSIDE = "_fds_outside"  # and what torch.compile calls as it is, which runs these

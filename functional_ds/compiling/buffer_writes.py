@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["written_and_used"]
-
 _NAMES = [name for name in dir(operator) if name.startswith("i") and f"__{name[1:]}__" in dir(operator)]  # iadd, and no invert
 _OPERATORS = {operator.setitem, *(getattr(operator, name) for name in _NAMES)}
 _METHODS = {"__setitem__", *(f"__{name}__" for name in _NAMES)}

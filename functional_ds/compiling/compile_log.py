@@ -8,8 +8,6 @@ import attrs
 
 from functional_ds.step.step import Step
 
-__all__ = ["BlockClass", "Compilation", "CompileLog", "CompileReport", "Compiles", "compile_report"]
-
 
 @attrs.frozen
 class Compilation:

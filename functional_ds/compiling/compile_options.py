@@ -10,8 +10,6 @@ from functional_ds.sharding.path_patterns import nearest
 
 from .torch_compiler import compiler_backend
 
-__all__ = ["CompileOptions"]
-
 
 @attrs.frozen
 class CompileOptions:

@@ -3,8 +3,6 @@
 import re
 from typing import Any
 
-__all__ = ["Refusal", "backward_refusal"]
-
 _COLLECTIVE = re.compile(r'File "[^"]*[/\\\\]comm[/\\\\](?:api|exchange|p2p|megatron|uneven|objects)\.py", line \d+, in (\w+)')
 _FORWARD = re.compile(r'File "[^"]*", line \d+, in forward')
 _ADVICE = "Name what cannot be traced in eager='...', compile the modules inside of it that can be, by path, or leave it out"

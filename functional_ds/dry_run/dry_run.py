@@ -18,8 +18,6 @@ from functional_ds.step.step import Step
 
 from .events import Events, recorded
 
-__all__ = ["dry_run", "kernels_of", "loss_of_all"]
-
 _LEARNS = 2  # the first step learns in which order units are used, and the second agrees on it
 
 

@@ -20,8 +20,6 @@ from functional_ds.comm.table.collective import Handle, WatchedHandle
 
 from .operations import OperationCounter, SizedOperation, tensors_in
 
-__all__ = ["AllocationEvent", "Event", "EventRecorder", "Events", "FakeRecorder", "recorded", "row_of"]
-
 
 @attrs.frozen
 class AllocationEvent:

@@ -20,8 +20,6 @@ from functional_ds.base.torch_private import (
     schema_of,
 )
 
-__all__ = ["WORK_KINDS", "OperationCounter", "SizedOperation", "operation_of", "tensors_in"]
-
 WORK_KINDS = ("products", "attention", "elementwise", "copies", "update", "pages")
 
 _MAPPED = 32 << 20  # glibc's malloc gives larger blocks back to the system as soon as they are freed

@@ -13,8 +13,6 @@ from functional_ds.step.state.state import State
 from .checks import positive_steps
 from .positions import gathered, gathered_generators
 
-__all__ = ["CheckpointManager", "Checkpoints", "Progress"]
-
 if TYPE_CHECKING:
     from functional_ds.checkpointing.save import Saver
 

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-__all__ = ["check_steps", "positive_steps"]
-
 
 def check_steps(name: str, value: Any, *, least: int = 1, optional: bool = True) -> None:
     """Raises ValueError unless the value is a number of steps.

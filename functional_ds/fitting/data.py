@@ -9,8 +9,6 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["BatchReader", "BatchSource", "Epochs", "Indexed", "Replayed", "Stateful", "as_source"]
-
 
 class BatchReader(Protocol):
     """Batches from some position on, one after the other."""

@@ -17,8 +17,6 @@ from .run import Evaluation, Interrupted, TrainingRun
 from .signals import Flag, stop_on_signals
 from .watchdog import watchdog
 
-__all__ = ["fit"]
-
 
 def fit(
     step: Step,

@@ -16,8 +16,6 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Here
 from functional_ds.step.step import Step
 
-__all__ = ["Heartbeat", "Heartbeats", "PeerStatus", "Watch", "activity"]
-
 _LIBRARIES = ("functional_ds", "torch", "optree")
 _PYTHON = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  # compared as text
 _COMM, _STEP = "functional_ds.comm.", Step.__module__

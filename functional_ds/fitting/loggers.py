@@ -18,21 +18,6 @@ from functional_ds.step.step import Step
 
 from .checks import check_steps
 
-__all__ = [
-    "Comet",
-    "Console",
-    "CsvLog",
-    "Logger",
-    "Logging",
-    "MeasuredStep",
-    "MetricLogger",
-    "StepMeasure",
-    "TensorBoard",
-    "WandB",
-    "checked",
-]
-
-
 _LONGEST_LOG = 2**30  # bytes of a CSV file that a resumed run reads
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from functional_ds import comm
 
-__all__ = ["Health", "NonFiniteLossError", "OnNonFinite", "RollBack", "Stop", "Verdict"]
-
 
 class NonFiniteLossError(FloatingPointError):
     """The loss was not finite for too many steps in a row, by ``on_non_finite``."""

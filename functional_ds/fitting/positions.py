@@ -9,9 +9,6 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.device import in_use, rng_state, set_rng_state
 
-__all__ = ["as_json", "from_json", "gathered", "gathered_generators", "own", "restore_generators"]
-
-
 _TENSOR, _BYTES = "__tensor__", "__bytes__"
 
 

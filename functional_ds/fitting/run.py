@@ -24,8 +24,6 @@ from .non_finite import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdi
 from .positions import own, restore_generators
 from .signals import Flag
 
-__all__ = ["Evaluation", "Interrupted", "TrainingRun"]
-
 _SIGINT = 2  # for a flag that does not say which signal set it
 
 

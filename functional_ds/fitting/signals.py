@@ -11,8 +11,6 @@ from typing import Protocol
 
 import attrs
 
-__all__ = ["Flag", "stop_on_signals", "stop_ranks_on_signals"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -22,8 +22,6 @@ from functional_ds.comm.worlds.rendezvous import holder, reconnect
 
 from .heartbeat import Heartbeat, Heartbeats, PeerStatus, Watch
 
-__all__ = ["EXIT_CODE", "Failure", "report", "watchdog"]
-
 _FINISHED = "finished"
 
 

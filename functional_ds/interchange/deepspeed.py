@@ -22,8 +22,6 @@ from functional_ds.step.state.state import State
 from .deepspeed_files import ZeroFiles
 from .deepspeed_layout import MASTER, Param
 
-__all__ = ["from_deepspeed"]
-
 # Roles in a state that get DeepSpeed's master values.
 _MODEL = ("params", Role.MASTER.value, Role.EXACT.value, Role.AVERAGE.value)
 _OPTIMIZER: Mapping[str, str] = MappingProxyType(

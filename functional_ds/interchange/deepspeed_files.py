@@ -23,8 +23,6 @@ from functional_ds.state_dict.latest_file import latest_tag
 
 from .deepspeed_layout import MASTER, Param, frozen_params, in_groups, in_pieces, numbers_of, whole_params
 
-__all__ = ["PlainAttributes", "ZeroFiles", "load_pickle"]
-
 
 class PlainAttributes:
     """The attributes of an object of one of DeepSpeed's classes, without its methods."""

@@ -16,18 +16,6 @@ from torch import Tensor
 
 from functional_ds.state_dict.errors import StructureError
 
-__all__ = [
-    "MASTER",
-    "FlatRange",
-    "Param",
-    "StageZeroParams",
-    "frozen_params",
-    "in_groups",
-    "in_pieces",
-    "numbers_of",
-    "whole_params",
-]
-
 MASTER = "master"  # the kind of value that every parameter has; the others are the optimizer's keys
 
 

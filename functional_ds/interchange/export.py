@@ -27,8 +27,6 @@ from .gather_stream import LeafInfo, LeafSend, LocalShard, chunk_bytes, plan_sen
 from .naming import NamedLeaf, Naming, checked_dtype
 from .safetensors_writer import SafetensorsWriter
 
-__all__ = ["Transfer", "export"]
-
 
 @attrs.frozen(eq=False)
 class Transfer:

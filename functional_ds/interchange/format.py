@@ -16,8 +16,6 @@ import torch
 
 from functional_ds.base.disk.files import check_plain
 
-__all__ = ["CODES", "INDEX", "SINGLE", "HeaderEntry", "SafetensorsFile", "TensorSpec", "index_of", "split_files"]
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 

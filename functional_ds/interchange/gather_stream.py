@@ -11,8 +11,6 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.sharding.leaf_region import LeafRegion, fault
 
-__all__ = ["LeafInfo", "LeafSend", "LocalShard", "chunk_bytes", "plan_sends", "stream"]
-
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 2**16, 2**22  # bytes; a few chunks are in flight, for any size of model
 
 

@@ -22,8 +22,6 @@ from functional_ds.state_dict.matching import patterns_of
 from .format import CODES, INDEX, SINGLE
 from .naming import Naming, Rename, listed
 
-__all__ = ["FileTensor", "SafetensorsFiles", "load_params", "open_files"]
-
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType({code: dtype for dtype, code in CODES.items()})
 
 

@@ -15,8 +15,6 @@ from functional_ds.step.state.state import State
 from .format import CODES, TensorSpec
 from .gather_stream import LeafInfo
 
-__all__ = ["NamedLeaf", "Naming", "nearest"]
-
 Rename = Callable[[str], str | None]
 
 

@@ -15,8 +15,6 @@ from functional_ds.base.disk.files import lock_folder, reserve, sync_folder, wri
 
 from .format import INDEX, SINGLE, HeaderEntry, SafetensorsFile, index_of
 
-__all__ = ["SafetensorsWriter"]
-
 _BLOCK = 16 * 2**20  # bytes of a tensor that are converted or copied to the host at once
 
 

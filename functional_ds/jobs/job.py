@@ -25,19 +25,6 @@ from functional_ds.jobs.entries.job_reader import (
 )
 from functional_ds.jobs.entries.job_text import located, toml
 
-__all__ = [
-    "RECORDS",
-    "DataEntry",
-    "DeepSpeedEntry",
-    "EvaluationEntry",
-    "Job",
-    "LogsEntry",
-    "ProfileEntry",
-    "SavedEntry",
-    "module_names",
-]
-
-
 BESIDE_DEEPSPEED = ("remat", "pipeline", "sequence", "experts", "tensor_parallel")  # of which its configs have no keys
 
 

@@ -21,9 +21,6 @@ from functional_ds.jobs.entries.job_errors import JobError
 from .job import Job
 from .resolve import made
 
-__all__ = ["TokenText", "imported", "read_files", "read_standard_library", "text_of"]
-
-
 MAX_BYTES = 8_000_000  # of the standard library; files of the user's are taken whole
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests"}
 

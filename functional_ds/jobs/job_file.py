@@ -15,8 +15,6 @@ from functional_ds.jobs.entries.job_text import located
 
 from .job import Job, module_names
 
-__all__ = ["load_job"]
-
 
 def load_job(
     path: str | os.PathLike[str], changes: Mapping[str, Any] | None = None, *, allow_import: Sequence[str] = ()

@@ -15,8 +15,6 @@ from functional_ds.jobs.entries.job_errors import JobError
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Transform
 
-__all__ = ["huggingface", "next_token", "pipeline", "pipeline_schedule", "vocab_parallel"]
-
 
 def huggingface(
     config: str | dict[str, Any],

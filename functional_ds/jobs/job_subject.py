@@ -23,8 +23,6 @@ from .job import Job
 from .resolve import Surroundings, function_and_arguments, made
 from .strategy import schedule_of, strategy_of
 
-__all__ = ["OwnBatches", "Subject", "known_tokens", "loss_function", "subject_of"]
-
 LossFn = Callable[[Any, Any], Any]  # of a model, which is called as a module is, and a batch
 
 

@@ -29,8 +29,6 @@ from .job import Job
 from .job_data import TokenText, text_of
 from .job_subject import OwnBatches, known_tokens, subject_of
 
-__all__ = ["PreparedJob", "device_of", "prepare"]
-
 Batch = Any
 
 

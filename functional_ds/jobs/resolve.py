@@ -19,8 +19,6 @@ from functional_ds.sharding.grouping import UnitPolicy
 
 from .job import Job
 
-__all__ = ["LIBRARY", "ModelWords", "Surroundings", "function_and_arguments", "made", "user_object"]
-
 
 class ModelWords(Protocol):
     """What a model specifies about itself, and the stages that it is split into."""

@@ -22,8 +22,6 @@ from .prepare import device_of, prepare
 from .resolve import Surroundings, function_and_arguments
 from .strategy import strategy_of
 
-__all__ = ["JobResult", "check_job", "run_job", "run_ranks"]
-
 Found = TypeVar("Found")
 
 

@@ -14,18 +14,6 @@ from .job import Job
 from .job_model import pipeline_schedule
 from .resolve import Surroundings, made
 
-__all__ = [
-    "AXES",
-    "data_axes",
-    "deepspeed_plan",
-    "group_size",
-    "micro_batches",
-    "rows_of_rank",
-    "schedule_of",
-    "size",
-    "strategy_of",
-]
-
 AXES = ("dp", "pp", "sp", "tp", "ep")  # ep is within dp, whose other ranks are edp
 _BESIDE = ("pipeline", "sequence", "experts", "tensor_parallel")  # transforms of the axes other than dp
 

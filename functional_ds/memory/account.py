@@ -12,8 +12,6 @@ from functional_ds.step.state.state import State
 
 from .counting import holdings
 
-__all__ = ["KINDS", "Memory", "measured"]
-
 KINDS = ("params", "masters", "optimizer", "gradients", "gathered", "activations", "buffers")
 
 

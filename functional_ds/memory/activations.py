@@ -16,8 +16,6 @@ from functional_ds.dry_run.events import FakeRecorder
 from functional_ds.step.pass_scope import Pass
 from functional_ds.step.plain_view import stored_view
 
-__all__ = ["Activations", "activations"]
-
 
 @attrs.frozen
 class Activations:

@@ -8,8 +8,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
 
-__all__ = ["holdings", "places", "stored"]
-
 
 def holdings(held: Any) -> dict[Hashable, tuple[str, int]]:
     """The memory of a tree: from an identity of each storage to its device type and bytes.

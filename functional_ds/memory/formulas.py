@@ -6,19 +6,6 @@ import attrs
 
 from functional_ds.sharding.layout import Layout
 
-__all__ = [
-    "EIGHTEEN",
-    "SINGLE",
-    "SIXTEEN",
-    "Convention",
-    "Formula",
-    "by_stage",
-    "elements_sent",
-    "layer_elements_sent",
-    "padding",
-    "padding_bound",
-]
-
 
 @attrs.frozen
 class Formula:

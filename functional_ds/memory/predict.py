@@ -19,8 +19,6 @@ from functional_ds.step.step import Step
 from .account import Memory, measured
 from .counting import stored
 
-__all__ = ["predicted"]
-
 _ROWS = 720_720  # of a micro-batch without values: a step's own transforms may cut it into any number up to 16
 _PASSES = 2  # the first learns in which order units are used, and fetches nothing ahead
 

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 from .account import Memory
 from .formulas import SIXTEEN, Convention, Formula, by_stage
 
-__all__ = ["compared", "draw_compared", "draw_zero", "zero_table"]
-
 _STATE = ("params", "masters", "optimizer")
 
 

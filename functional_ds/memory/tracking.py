@@ -10,8 +10,6 @@ from functional_ds.step.step import Step, Transform
 
 from .counting import stored
 
-__all__ = ["noted", "peak"]
-
 
 def noted(sizes: list[int]) -> Transform:
     """A transform that appends the bytes of each step's gradients, as the optimizer gets them, and changes nothing.

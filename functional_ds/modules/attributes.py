@@ -14,20 +14,6 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 
-__all__ = [
-    "ABSENT",
-    "Absent",
-    "HiddenAttributes",
-    "Stale",
-    "copied",
-    "has_graph",
-    "is_mutable",
-    "is_state",
-    "kept",
-    "put_attribute",
-    "usable",
-]
-
 
 class Stale:
     """Replaces an attribute in a copy that would not follow training; raises an error when it is used.

@@ -11,8 +11,6 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-__all__ = ["Put", "deep_copy", "fields_of", "reached"]
-
 _ATOMS = (str, bytes, int, float, complex, type, types.ModuleType, Tensor)
 _REBUILT = (tuple, types.MethodType, functools.partial)  # cannot be written into, so copies of them are made anew, too
 

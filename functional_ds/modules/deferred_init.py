@@ -16,8 +16,6 @@ from .functional import Apply, functional
 from .init_recorder import Initialisation, Place
 from .shared_memory import SharedMemory
 
-__all__ = ["Deferral", "deferred"]
-
 
 @attrs.frozen(eq=False)
 class _Built:

@@ -33,8 +33,6 @@ from .shared_memory import SharedMemory
 from .skeleton import Skeleton
 from .write_watch import refuse_aliases, same_versions, watched
 
-__all__ = ["Apply", "functional"]
-
 
 class Apply:
     """A module as a function: ``apply(params, *args, **kwargs)`` is ``module(*args, **kwargs)`` with these parameters.

@@ -16,8 +16,6 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import FakeTensor, TorchDispatchMode, schema_of, storage_id, unset_fake_temporarily
 from functional_ds.remat.operator_arguments import tensors_written
 
-__all__ = ["Initialisation", "Place"]
-
 _OVERWRITES = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "log_normal_"}
 )

@@ -21,8 +21,6 @@ from .attributes import ABSENT, put_attribute
 from .deep_copy import fields_of
 from .module_places import Place
 
-__all__ = ["BareParameter", "ModuleChanges"]
-
 _TENSORS = ("_parameters", "_buffers")
 _STRUCTURE = (*_TENSORS, "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PASSED_OVER = frozenset(vars(nn.Module())) - {"training", *_STRUCTURE}  # no call depends on it, or it changes with hooks

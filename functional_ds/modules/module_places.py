@@ -9,8 +9,6 @@ from functional_ds.base.torch_private import buffers_of, parameters_of
 
 from .attributes import is_mutable
 
-__all__ = ["OF_EVERY_MODULE", "Place", "buffer_names", "joined", "mutable_attributes", "parameter_places"]
-
 Place = tuple[str, str]  # a module's path and an attribute
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # the attributes that every module has
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from functional_ds.base.torch_private import mark_parameter
 
-__all__ = ["ParameterMarks", "attributes_on"]
-
 _OF_TORCH = "_is_param"  # by which ``isinstance(tensor, nn.Parameter)`` is true, as torch documents it for custom tensors
 
 

@@ -9,8 +9,6 @@ from torch.nn.parameter import is_lazy
 from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import hooks_of, is_fake
 
-__all__ = ["check_elsewhere", "check_module", "refuse_flags", "refuse_loading", "refuse_lost_writes", "refuse_placeholders"]
-
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 

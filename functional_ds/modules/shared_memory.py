@@ -12,8 +12,6 @@ from functional_ds.base.torch_private import buffers_of
 from .attributes import Stale
 from .module_places import Place, joined
 
-__all__ = ["SharedMemory", "attributes_of"]
-
 _FOLLOWS = "fds.functional got the module, and would not follow training"
 
 

@@ -20,8 +20,6 @@ from .module_changes import ModuleChanges
 from .module_places import Place, joined
 from .refusals import refuse_flags
 
-__all__ = ["RunBy", "Skeleton"]
-
 
 class RunBy(functools.partial[Any]):
     """The forward of a module that one of ``Skeleton.calls`` runs: ``call.run(path, forward, *args, **kwargs)``."""

@@ -15,8 +15,6 @@ from functional_ds.remat.operator_arguments import tensors_written
 from functional_ds.step.graph_checks import bit_sums
 from functional_ds.step.pass_scope import Pass
 
-__all__ = ["refuse_aliases", "same_versions", "watched"]
-
 
 def _refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> None:
     """Raises RuntimeError: the module of this kind wrote into the parameter of this name."""

@@ -13,8 +13,6 @@ from .kernels import check, counts, run_fused, zeros
 from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
-__all__ = ["AdagradState", "adagrad"]
-
 
 @tree.record
 class AdagradState:

@@ -14,8 +14,6 @@ from .kernels import check, check_betas, counts, found_inf, run_fused, zeros
 from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
-__all__ = ["AdamState", "adam", "adam_optimizer", "adamw"]
-
 _MANY = 2.0**60  # a number of updates t for which betaᵗ is 0 in fp32 and fp64
 
 

@@ -15,8 +15,6 @@ from .elementwise_trial import ELEMENTWISE, Trial, counting, tried, unfit_form
 from .kernels import guarded
 from .optimizer import Optimizer, PerParameter, Rate
 
-__all__ = ["BoundOptimizer"]
-
 
 @attrs.define(eq=False)
 class BoundOptimizer:

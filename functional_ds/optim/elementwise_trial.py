@@ -13,8 +13,6 @@ from functional_ds.sharding.leaf_selection import IndivisibleStateError, StatePa
 
 from .optimizer import Optimizer, PerParameter
 
-__all__ = ["ELEMENTWISE", "Trial", "counting", "tried", "unfit_form"]
-
 _SCALES = (
     1e4,
     0.1,

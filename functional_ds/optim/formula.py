@@ -14,8 +14,6 @@ from functional_ds.base.weighted import Weighted
 from .kernels import means, reals
 from .optimizer import Optimizer, PerParameter, Rate
 
-__all__ = ["formula", "out_of_place", "root", "tensors"]
-
 
 def formula(rule: Callable[..., tuple[Tensor, ...]], lr: float | Tensor) -> Callable[..., tuple[list[Tensor], Any]]:
     """An optimizer's out-of-place update, which autograd and ``torch.func`` can differentiate and batch.

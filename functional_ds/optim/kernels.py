@@ -12,24 +12,6 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import is_transformed
 from functional_ds.base.weighted import Weighted, weight_dtype
 
-__all__ = [
-    "check",
-    "check_betas",
-    "check_counts",
-    "counts",
-    "divided",
-    "found_inf",
-    "gradients",
-    "guarded",
-    "means",
-    "reals",
-    "run_fused",
-    "widened",
-    "widest",
-    "zeros",
-]
-
-
 _COPIED = 2**22  # elements of gradients that are converted at a time
 
 

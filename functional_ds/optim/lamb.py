@@ -14,8 +14,6 @@ from .kernels import check, check_betas, means, reals
 from .optimizer import Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
-__all__ = ["lamb"]
-
 
 def lamb(
     lr: float,

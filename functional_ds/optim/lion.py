@@ -10,8 +10,6 @@ from .kernels import check, check_betas, means, reals, zeros
 from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
-__all__ = ["LionState", "lion"]
-
 
 @tree.record
 class LionState:

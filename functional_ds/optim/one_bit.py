@@ -18,8 +18,6 @@ from .kernels import check, check_betas, check_counts, gradients, reals, widest,
 from .optimizer import Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
-__all__ = ["ALWAYS", "LocalSteps", "OneBitState", "UpdateIntervals", "one_bit_adam", "zero_one_adam"]
-
 
 @attrs.frozen
 class UpdateIntervals:

@@ -13,8 +13,6 @@ from functional_ds.sharding.leaf_map import LeafMap
 
 from .kernels import divided
 
-__all__ = ["Hyper", "Optimizer", "PerParameter", "Rate", "as_optimizer"]
-
 Rate = float | Tensor
 Hyper = float | Tensor
 _OF_TORCH = {"AdamW", "Adam", "SGD", "Adagrad"}  # those with equivalents here, in lower case

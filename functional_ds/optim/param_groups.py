@@ -15,8 +15,6 @@ from .bind import BoundOptimizer
 from .formula import out_of_place
 from .optimizer import Hyper, Optimizer, PerParameter, Rate, as_optimizer
 
-__all__ = ["GroupStates", "PathFilter", "by_decay", "grouped", "param_groups", "shown_filter"]
-
 PathFilter = str | Callable[[str], bool]
 
 

@@ -13,8 +13,6 @@ from .kernels import check, run_fused, widened, zeros
 from .optimizer import Hyper, Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
-__all__ = ["SGDState", "sgd"]
-
 
 @tree.record
 class SGDState:

@@ -13,8 +13,6 @@ from functional_ds.base.torch_private import graph_number, is_fake, node_number
 from functional_ds.dry_run.operations import OperationCounter, SizedOperation, tensors_in
 from functional_ds.step.pass_scope import current_pass
 
-__all__ = ["Flops", "ModuleFlops"]
-
 
 @attrs.frozen
 class Flops:

@@ -6,8 +6,6 @@ import torch
 
 from functional_ds.base.device import overlaps, synchronize
 
-__all__ = ["peak_flops"]
-
 
 def peak_flops(
     dtype: torch.dtype = torch.float32,

@@ -8,8 +8,6 @@ import attrs
 
 from functional_ds.base.device import in_use, synchronize
 
-__all__ = ["PlainSteps"]
-
 
 @attrs.define(eq=False)
 class PlainSteps:

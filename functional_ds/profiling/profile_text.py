@@ -9,8 +9,6 @@ from .module_flops import Flops
 from .rank import RankProfile
 from .spans import STAGES, SpanKey
 
-__all__ = ["text"]
-
 _WIDTH, _MANY, _ROWS = 48, 16, 24
 
 

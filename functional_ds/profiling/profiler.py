@@ -24,8 +24,6 @@ from .rank import MemoryStatus, RankProfile
 from .result import Profile
 from .spans import SpanClock, SpanKey, WaitLedger, timed
 
-__all__ = ["Profiled", "Profiling", "profile"]
-
 
 def _positive(_: Any, field: "attrs.Attribute[Any]", value: Any) -> None:
     least = 0 if field.name == "skip" else 1

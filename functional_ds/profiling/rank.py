@@ -12,8 +12,6 @@ from functional_ds.comm.record.ledger import Event, Row
 from .module_flops import Flops
 from .spans import STAGES, SpanKey
 
-__all__ = ["MemoryStatus", "RankProfile"]
-
 
 @attrs.frozen
 class MemoryStatus:

@@ -11,8 +11,6 @@ from torch import Tensor
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
-__all__ = ["Recording", "record"]
-
 _CURVE = (240, 40)  # pixels, wide and high
 _LINES = 10  # of a printed table
 

@@ -14,8 +14,6 @@ from .module_flops import Flops
 from .profile_text import text
 from .rank import RankProfile
 
-__all__ = ["Profile"]
-
 
 @attrs.frozen
 class Profile:

@@ -19,8 +19,6 @@ from functional_ds.step.phases import mapped
 from functional_ds.step.step import Step
 from functional_ds.step.view import View
 
-__all__ = ["STAGES", "SpanClock", "SpanKey", "WaitLedger", "timed"]
-
 STAGES = ("forward", "backward", "passes", "reduce", "update", "other")
 """Of a step: "passes" is what transforms do around passes, and a pipeline's backward passes, which alternate with messages."""
 

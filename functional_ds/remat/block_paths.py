@@ -9,8 +9,6 @@ from torch import nn
 from functional_ds.base import tree
 from functional_ds.sharding.path_patterns import nearest
 
-__all__ = ["check_blocks", "check_pattern", "find_blocks", "fits", "no_such_block"]
-
 
 def check_pattern(blocks: Any) -> None:
     """Raises an error unless the value is a pattern or None.

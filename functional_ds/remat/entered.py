@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .policy import RematPolicy
     from .rerun import ModuleCalls
 
-__all__ = ["Entered", "called", "current_region", "entered", "one_operation", "refuse_exceptions"]
-
 
 class Entered(Protocol):
     """A region, as seen by the code inside of it."""

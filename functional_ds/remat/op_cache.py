@@ -27,8 +27,6 @@ from .operator_arguments import tensors_given, tensors_written
 from .policy import Keep, RematPolicy
 from .saved_tensors import Offloaded, Resident, TensorStore, address_of, is_own
 
-__all__ = ["MATMULS", "OpRecorder", "Replayer"]
-
 
 def _operations(*names: str) -> frozenset[Any]:
     """Those operators that this torch version has."""

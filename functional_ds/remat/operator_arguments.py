@@ -7,8 +7,6 @@ from torch import Tensor
 
 from functional_ds.base.torch_private import schema_of
 
-__all__ = ["tensors_given", "tensors_written", "written"]
-
 
 def tensors_given(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among an operator's arguments, also within lists."""

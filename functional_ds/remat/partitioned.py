@@ -8,8 +8,6 @@ from torch import Tensor
 
 from functional_ds import comm
 
-__all__ = ["PartitionLog", "PartitionedTensor", "partition"]
-
 _CHANNEL = "remat"  # gathers are ordered apart from the group's other collectives
 
 

@@ -9,8 +9,6 @@ import attrs
 
 from functional_ds.sharding.path_patterns import nearest
 
-__all__ = ["Keep", "RematPolicy"]
-
 
 class Keep(Enum):
     """Where a tensor is between the forward pass and the backward pass.

@@ -24,8 +24,6 @@ from .report import Notes, open_report
 from .rerun import ModuleCalls, snapshot
 from .saved_tensors import Offloaded, Resident, SavedTensorHooks, TensorStore, address_of, is_own
 
-__all__ = ["Region", "run"]
-
 
 def run(
     function: Callable[..., Any],

@@ -13,8 +13,6 @@ from .entered import called, current_region
 from .policy import RematPolicy
 from .region import run
 
-__all__ = ["check_group", "check_names", "checkpoint_name", "remat"]
-
 R = TypeVar("R")
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from .policy import Keep
 from .saved_tensors import Offloaded, Resident
 
-__all__ = ["Notes", "RematReport", "ReportRow", "open_report", "remat_report"]
-
 _HERE = threading.local()  # the reports that this thread has open
 
 

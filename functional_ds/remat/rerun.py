@@ -15,9 +15,6 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, disable_dispatch_modes, is_fake, parameters_of, version_of
 from functional_ds.comm.worlds.current import current_recorder
 
-__all__ = ["ModuleCalls", "Rewind", "snapshot"]
-
-
 _SHARED = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 _CONTAINERS = (list, tuple, dict, set, deque)
 

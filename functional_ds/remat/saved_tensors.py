@@ -22,8 +22,6 @@ from functional_ds.step.pass_scope import current_pass
 from .partitioned import PartitionedTensor, PartitionLog, partition
 from .policy import Keep
 
-__all__ = ["Offloaded", "Resident", "SavedTensorHooks", "TensorStore", "address_of", "compact", "is_own"]
-
 
 def is_own(tensor: Tensor) -> bool:
     """Whether it is a plain tensor; a tensor without values is, if a step is traced into a graph."""

@@ -10,8 +10,6 @@ from functional_ds.comm.algorithms.cost import Link, Network, predict
 from functional_ds.comm.record.ledger import Row
 from functional_ds.dry_run.operations import WORK_KINDS, SizedOperation
 
-__all__ = ["FACTORS", "MACHINES", "Machine"]
-
 FACTORS = (*WORK_KINDS, "starts", "communicate")
 
 _AGAIN = 2.5  # starts that a recomputed operation takes: its hooks on saved tensors are Python, in both passes

@@ -12,9 +12,6 @@ from functional_ds.pipelining.schedules.schedule import Schedule
 
 from .transformer import Transformer
 
-__all__ = ["RECOMPUTE", "MeshPlan", "PassWork", "RankShare", "rank_share", "stage_passes"]
-
-
 RECOMPUTE = ("none", "needed", "whole")
 
 _positive = attrs.validators.and_(attrs.validators.instance_of(int), attrs.validators.ge(1))

@@ -13,8 +13,6 @@ from .machine import Machine
 from .mesh_plan import MeshPlan, PassWork, RankShare, rank_share, stage_passes
 from .transformer import Transformer
 
-__all__ = ["PredictedRun", "predict_run"]
-
 _SPENT = ("products", "kernels", "tensor")
 _LIVE = 3  # units that stage 3 has at one time by default: two whole, one ahead
 _UPDATED = 26  # bytes of an element that Adam reads and writes besides the gradient: fp32 master and moments, 16-bit param

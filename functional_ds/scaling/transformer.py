@@ -2,8 +2,6 @@
 
 import attrs
 
-__all__ = ["Transformer"]
-
 _positive = attrs.validators.and_(attrs.validators.instance_of(int), attrs.validators.ge(1))
 _positive_or_none = attrs.validators.optional(_positive)
 

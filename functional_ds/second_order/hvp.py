@@ -12,8 +12,6 @@ from functional_ds.step.mesh_axes import AxisRole, axes_of
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
-__all__ = ["hvp"]
-
 
 def hvp(
     step: Step, state: State, batch: Any, vector: Sequence[Tensor], *, inner: Callable[..., Any] = Step.gradients

@@ -32,8 +32,6 @@ from .grouping import UnitOf, unit_names
 from .segment import Blocks, Segment, Slot, Unit
 from .sources import Origin, Source, deferred, home, piece
 
-__all__ = ["Layout", "shard", "unshard"]
-
 _ALIGNMENT = 16  # bytes; leaves of a flat tensor start at multiples of this, for vector loads
 
 

@@ -23,8 +23,6 @@ from .leaf_slice import LeafSlice
 from .path_patterns import check_expression, nearest
 from .segment import Blocks
 
-__all__ = ["LeafMap", "LeafShard", "LeafSpec", "TensorRange", "at_least_fp32", "match_leaves"]
-
 _SHOWN_RANKS = 32
 
 

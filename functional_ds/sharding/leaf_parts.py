@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .leaf_map import LeafMap
 
-__all__ = ["LeafParts"]
-
 
 @attrs.frozen
 class LeafParts:

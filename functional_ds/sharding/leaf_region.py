@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .leaf_slice import LeafSlice, Ranges, whole_shape
 
-__all__ = ["Box", "LeafRegion", "fault", "grouped", "stretches"]
-
 _CELLS = 1 << 24  # more than any practical slicing has, and small enough for memory
 
 

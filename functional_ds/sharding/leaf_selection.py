@@ -13,8 +13,6 @@ from functional_ds.base.tree import NAMESPACE
 
 from .leaf_map import LeafMap, TensorRange
 
-__all__ = ["IndivisibleStateError", "LeafSelection", "StateParts", "Unused"]
-
 
 class IndivisibleStateError(ValueError):
     """An optimizer's state cannot be split by leaves."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from functional_ds.base.marks import mark_slices, slices_of
 
-__all__ = ["LeafSlice", "mark_slice", "runs", "whole_shape"]
-
 Ranges = tuple[tuple[int, int], ...]
 
 

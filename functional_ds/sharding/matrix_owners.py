@@ -10,8 +10,6 @@ from functional_ds import comm
 
 from .leaf_map import LeafMap, LeafShard
 
-__all__ = ["MatrixOwners"]
-
 
 @attrs.frozen
 class MatrixOwners:

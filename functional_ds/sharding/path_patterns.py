@@ -4,8 +4,6 @@ import difflib
 import re
 from collections.abc import Iterable
 
-__all__ = ["check_expression", "nearest"]
-
 
 def check_expression(what: str, expression: str) -> None:
     """Checks a regular expression; ``what`` begins the error message.

@@ -13,8 +13,6 @@ from functional_ds.comm.backends.pool import Pool
 
 from .leaf_slice import LeafSlice
 
-__all__ = ["Blocks", "Segment", "Slot", "Unit"]
-
 Blocks = tuple[tuple[int, ...], ...]
 
 

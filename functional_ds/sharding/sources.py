@@ -19,8 +19,6 @@ from functional_ds.base.marks import ORIGIN, is_trainable, like_marked, slices_o
 from .leaf_region import Box, LeafRegion, grouped, stretches
 from .leaf_slice import LeafSlice, mark_slice
 
-__all__ = ["Origin", "Source", "Whole", "deferred", "from_source", "home", "is_deferred", "piece", "sliced", "values_of"]
-
 _GAP = 1 << 20  # bytes; ranges of a slice with a smaller gap between them are read at once
 
 

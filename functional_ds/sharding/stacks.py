@@ -7,8 +7,6 @@ import attrs
 
 from .leaf_map import LeafMap, LeafShard, LeafSpec
 
-__all__ = ["unstacked"]
-
 
 def unstacked(leaf_map: LeafMap, stacks: Collection[int]) -> LeafMap:
     """The leaf map in which each matrix of a stack is a leaf ``path[number]``; the tensors are the same.

@@ -19,8 +19,6 @@ from functional_ds.comm.table.collective import Call, Handle, WatchedHandle
 from .gpu import Access, SimulatedGpu, Touch, tensors_in
 from .streams import SimulatedEvent
 
-__all__ = ["collective", "started"]
-
 # torch's operators: which argument is written, and which is read.
 _ARGUMENTS: dict[str, tuple[int | None, int | None]] = {
     **dict.fromkeys(["allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "recv_"], (0, None)),

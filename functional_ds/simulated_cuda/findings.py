@@ -11,8 +11,6 @@ import torch
 
 from functional_ds.base import torch_private
 
-__all__ = ["Finding", "Findings", "Kind", "Site", "here", "is_programs"]
-
 Kind = Literal["race", "early free", "host sync"]
 _SKIPPED = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parent) + os.sep, torch_private.__file__, "<")
 _STANDARD = (str(Path(os.__file__).parent / "contextlib.py"), str(Path(os.__file__).parent / "unittest") + os.sep)

@@ -17,8 +17,6 @@ from functional_ds.base.torch_private import disable_torch_function, storage_id
 from .findings import Findings, Site, here, is_programs
 from .streams import Clock, SimulatedStream
 
-__all__ = ["DEVICE", "HOST", "Access", "SimulatedGpu", "SimulatedMemory", "Touch", "has_own_dispatch", "tensors_in"]
-
 DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
 _TIMES = itertools.count(1)  # of all devices: a thread's streams may outlive one
 _MARK = "_fds_simulated_gpu"  # the attribute of a tensor without memory that says it is on the device

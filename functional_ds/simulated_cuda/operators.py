@@ -20,8 +20,6 @@ from functional_ds.base.torch_private import (
 from .communicators import collective
 from .gpu import DEVICE, HOST, SimulatedGpu, has_own_dispatch, tensors_in
 
-__all__ = ["Functions", "Operators"]
-
 # Their kernels copy a size or a value to the host.
 _WAITS = {
     *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim"),

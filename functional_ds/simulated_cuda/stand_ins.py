@@ -27,8 +27,6 @@ from .operators import Functions, Operators, is_device
 from .streams import SimulatedEvent, SimulatedStream, on_stream
 from .thread import current_gpu, enter_gpu
 
-__all__ = ["simulated_cuda"]
-
 
 def _instead(original: Any, ours: Callable[..., Any]) -> Any:
     """``ours(gpu, ...)`` on a thread with a simulated device, else the original."""

@@ -10,8 +10,6 @@ import torch
 
 from .thread import current_gpu, require_gpu
 
-__all__ = ["Clock", "SimulatedEvent", "SimulatedStream"]
-
 _IDS = itertools.count(1)
 
 

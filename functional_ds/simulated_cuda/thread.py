@@ -3,8 +3,6 @@
 import threading
 from typing import Any
 
-__all__ = ["current_gpu", "enter_gpu", "require_gpu"]
-
 _THREAD = threading.local()  # gpu: the thread's simulated device
 
 

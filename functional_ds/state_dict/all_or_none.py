@@ -7,8 +7,6 @@ from functional_ds import comm
 
 from .errors import CheckpointError
 
-__all__ = ["all_or_none", "gather_or_none"]
-
 T = TypeVar("T")
 S = TypeVar("S")
 

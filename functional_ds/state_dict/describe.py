@@ -23,8 +23,6 @@ from functional_ds.step.state.state import State
 from .leaf_places import Frame, StateLayout, of_extents
 from .stored_view import PieceReader, StoredView
 
-__all__ = ["TensorShard", "as_before", "as_tensors", "dense", "describe", "describe_in_place"]
-
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 

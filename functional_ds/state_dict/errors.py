@@ -1,7 +1,5 @@
 """Errors of checkpoints, this library's or others'."""
 
-__all__ = ["BusyError", "CheckpointError", "DamagedError", "NewerFormatError", "NoCheckpointError", "StructureError"]
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read. Earlier checkpoints are unaffected."""

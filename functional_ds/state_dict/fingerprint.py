@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .stored_view import StoredView
 
-__all__ = ["SHORT", "fingerprints"]
-
 SHORT = 4096  # elements; longer tensors on a device are summed there before they are copied to the host
 _COLUMNS, _ROWS = 512, 16384  # elements of a row; rows that are widened to int64 at once
 _BITS = {1: torch.uint8, 2: torch.int16}  # the integers that an element of this size is read as; larger ones as several int32

@@ -6,8 +6,6 @@ from functional_ds.base.disk.files import read_regular
 
 from .errors import DamagedError
 
-__all__ = ["latest_tag"]
-
 _LONGEST = 1 << 12  # bytes; a path on Linux has no more
 
 

@@ -16,8 +16,6 @@ from functional_ds.sharding.segment import Segment
 from functional_ds.step.state.slots import stored_layout
 from functional_ds.step.state.state import State
 
-__all__ = ["Cut", "Frame", "StateLayout", "TensorForm", "TensorLayout"]
-
 Shape = tuple[int, ...]
 
 

@@ -13,8 +13,6 @@ from functional_ds.step.state.slots import Role
 from .describe import TensorShard
 from .errors import StructureError
 
-__all__ = ["Choice", "Differences", "StoredShape", "fits", "match", "patterns_of", "per_rank_name", "without_rank"]
-
 # The forms in which a leaf of the model is stored, the most precise first. A state need not have those of the checkpoint.
 _FORMS = (Role.MASTER.value, Role.EXACT.value, "params")  # the forms of a leaf, the most exact first
 _POLICY = (f"{Role.SETTING.value}.*",)  # comes and goes with the precision

@@ -7,8 +7,6 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["PieceReader", "StoredView"]
-
 
 class StoredTensorPieces(Protocol):
     """An offloaded tensor. Its pieces have ``chunk`` elements each, the last one perhaps fewer."""

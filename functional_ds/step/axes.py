@@ -10,19 +10,6 @@ from typing import Any
 
 from .pass_scope import Pass, current_pass
 
-__all__ = [
-    "IN_ORDER",
-    "SUMS_EXPERTS",
-    "asked",
-    "axes",
-    "axis",
-    "for_shapes",
-    "is_for_shapes",
-    "note_asked",
-    "with_axes",
-    "with_axis",
-]
-
 IN_ORDER = "the order of what a rank holds"  # what functions ask for that are known to depend on it: drops, other attentions
 _FOR_SHAPES = "results of the right shape will do"
 SUMS_EXPERTS = "tp sums experts"  # the slot of a pass that means: the caller of an experts function sums its results over tp

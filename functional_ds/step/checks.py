@@ -2,6 +2,7 @@
 
 import warnings
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.byte_ranges import overlapping
 from functional_ds.base.containers import register_containers
-from functional_ds.base.marks import trainable
-from functional_ds.base.torch_private import in_torch_func
+from functional_ds.base.marks import like_marked, trainable
+from functional_ds.base.torch_private import in_torch_func, storage_id
 from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.comm.worlds.process import ProcessWorld
 from functional_ds.sharding.leaf_map import LeafMap
@@ -22,18 +24,6 @@ from functional_ds.sharding.leaf_map import LeafMap
 from .phases import Layer
 from .state.buffers import BUFFERS
 from .state.state import State, refuse_donated
-
-__all__ = [
-    "Strategy",
-    "check_batch",
-    "check_state",
-    "name_sum",
-    "refuse_inference",
-    "refuse_other_names",
-    "refuse_torch_func",
-    "structure_of",
-    "warning_of_lone_ranks",
-]
 
 _PLAIN = (bool, int, float, complex, str, bytes)  # leaves of a batch that are not tensors
 
@@ -106,6 +96,44 @@ def check_state(step: Strategy, state: Any, *args: Any) -> None:
         raise ValueError(
             f"state: it is the state of another strategy than {step}{lacks}{has}. Use the state of this step's init, or carry "
             "the values over: fds.save(state, folder), then fds.load(folder, like=step.init(params))"
+        )
+
+
+def shared_tensors(state: State) -> list[tuple[str, str, Tensor]]:
+    """What of its optimizer's state and slots shares memory with the params, or with each other: ``(part, other, tensor)``."""
+    if state.step.is_meta or current_recorder() is not None:
+        return []
+    slots = {f"the slot {slot!r}": value for slot, value in state.slots.items()}
+    parts = {"the params": state.params, "the optimizer's state": state.optimizer, **slots}
+    leaves = ((part, leaf) for part, value in parts.items() for leaf in tree.leaves(value))
+    named = [(part, leaf) for part, leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    owners = defaultdict[int, set[str]](set)
+    for part, leaf in named:
+        owners[storage_id(leaf)].add(part)
+    shared = [(part, leaf) for part, leaf in named if len(owners[storage_id(leaf)]) > 1]
+    pairs = [sorted(pair, key=lambda each: [*parts].index(each.name)) for pair in (overlapping(shared) if shared else ())]
+    return [(later.name, first.name, later.tensor) for first, later in pairs if first.name != later.name]
+
+
+def with_own_memory(state: State) -> State:
+    """A new state whose optimizer and slots share no memory with the params: they keep values, and updates write in place."""
+    shared = {id(tensor) for _, _, tensor in shared_tensors(state)}
+    if not shared:
+        return state
+    own = tree.map(lambda x: like_marked(x.detach().clone(), x) if id(x) in shared else x, (state.optimizer, state.slots))
+    return tree.replace(state, optimizer=own[0], slots=own[1])
+
+
+def refuse_shared(state: State) -> None:
+    """Refuses what an update returns if slots share memory with the params, into which the next update writes.
+
+    Raises:
+        ValueError: they do.
+    """
+    for part, other, _ in shared_tensors(state):
+        raise ValueError(
+            f"update: {part} shares memory with {other}, and the next update writes into it in place; let the transform or "
+            "optimizer keep a copy, tensor.clone()"
         )
 
 

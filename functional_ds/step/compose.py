@@ -10,8 +10,6 @@ from .phase_signatures import PhaseFunctions
 from .phases import Trait, check_phases
 from .step import Step, Transform
 
-__all__ = ["check_step", "compose", "wrap"]
-
 _NONE: PhaseFunctions = {}
 
 

@@ -16,8 +16,6 @@ from functional_ds.optim.kernels import reals, widest
 from .mesh_axes import Axis, Divided, GradientParts, axes_of
 from .state.state import State
 
-__all__ = ["GRADIENT_SUMS"]
-
 
 def norm(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
     """‖g‖² = AR Σ ‖parts‖² / holders + ‖the rest‖² over each axis (law 27). Padding does not count.

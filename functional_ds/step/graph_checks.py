@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from functional_ds.base.torch_private import disable_dispatch_modes, has_late_hooks
 from functional_ds.base.weighted import Weighted
 
-__all__ = ["bit_sums", "bypassed", "check_graph", "inspect_graph", "refuse_late_hooks", "watched"]
-
 T = TypeVar("T", bound=Tensor)
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element

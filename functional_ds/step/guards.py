@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +21,6 @@ from .checks import Strategy, check_batch, check_state, refuse_inference, refuse
 from .mesh_axes import AxisRole
 from .phases import Layer
 from .state.state import State
-
-__all__ = ["GUARDS", "check_same_leaves", "entries"]
 
 
 def check_params(step: Strategy, params: Any) -> None:
@@ -124,6 +123,22 @@ def check_same_step(step: Strategy, *args: Any) -> None:
         )
 
 
+def refuse_ranks_twice(step: Strategy, *args: Any) -> None:
+    """Refuses two transforms that divide a batch over the same ranks, or that train one model and several on them.
+
+    Raises:
+        ValueError: their groups share more than this rank.
+    """
+    owned = [(layer.name, axis) for layer in step.layers for axis in layer.axes if axis.sums or axis.role is AxisRole.APART]
+    for (one, first), (other, second) in combinations(owned, 2):
+        shared = {*first.ranks().ranks} & {*second.ranks().ranks}
+        if len(shared) > 1:
+            raise ValueError(
+                f"init: {one} and {other} both divide the ranks {sorted(shared)[:8]}; give each its own axis of a mesh, "
+                "comm.mesh(outer=2, dp=...), or leave one of the two out"
+            )
+
+
 def refuse_unreduced(step: Strategy, state: State, grads: Sequence[Tensor]) -> None:
     """Refuses a norm, a product or sums by leaf of gradients that are not reduced yet.
 
@@ -167,7 +182,7 @@ Guard = Callable[..., None]
 
 GUARDS: Mapping[str, tuple[Guard, ...]] = MappingProxyType(
     {  # checks before each call of a step; the guards of its transforms are with their phases
-        "init": (refuse_inference, refuse_torch_func, check_params, check_same_step),
+        "init": (refuse_inference, refuse_torch_func, check_params, refuse_ranks_twice, check_same_step),
         "step": (refuse_inference, refuse_torch_func, check_state, check_batch),
         "open": (refuse_inference, refuse_torch_func, refuse_halves, check_state, check_batch),
         "finish": (refuse_inference, check_state),

@@ -17,8 +17,6 @@ from .sequence_rows import row_of
 from .state.buffer_sync import synced
 from .state.state import State
 
-__all__ = ["OVER_RANKS", "Axis", "AxisRole", "FollowsFromAxes", "GradientParts", "axes_of"]
-
 
 class AxisRole(Enum):
     """What the ranks of an axis divide; ``Step.has`` accepts it like a trait."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .pass_scope import Pass, current_pass
 
-__all__ = ["Moment"]
-
 
 @attrs.frozen(eq=False)
 class Moment:

@@ -24,8 +24,6 @@ from .state.buffers import BUFFERS
 from .state.state import State
 from .view import NeedsWhole, Pulling
 
-__all__ = ["OpenPass"]
-
 
 class OpenPass:
     """One forward pass of a step, opened by ``Step.open``: functions run in it as the step runs its loss function.

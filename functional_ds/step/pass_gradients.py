@@ -16,8 +16,6 @@ from .phases import Layer, Trait
 from .state.state import State, Summing, refuse_open
 from .view import View, wide
 
-__all__ = ["Gradients", "RunsPasses"]
-
 
 class RunsPasses(Summing, Protocol):
     """The part of a step that a pass runs."""

@@ -22,8 +22,6 @@ from .state.buffers import BUFFERS
 from .state.state import SeenGraphs, State, Summing, with_unused
 from .view import NeedsWhole, Pulling, View
 
-__all__ = ["Pass", "current_pass", "detached", "differentiated", "evaluated", "whole_if_needed", "with_buffers"]
-
 T = TypeVar("T")
 
 _HERE = threading.local()  # this thread's stack of passes

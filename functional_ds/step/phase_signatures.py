@@ -14,8 +14,6 @@ from functional_ds.sharding.leaf_map import LeafMap
 from .state.state import State
 from .view import View
 
-__all__ = ["PHASES", "RESULTS", "Metrics", "Phase", "PhaseFunctions", "Phases", "Wraps", "bound"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -12,8 +12,6 @@ from .phase_signatures import PHASES, Phase, bound
 from .state.skipped import keeping, marking
 from .state.state import State
 
-__all__ = ["OF_A_STEP", "Layer", "Trait", "check_phases", "compose_phase", "innermost", "mapped", "outermost"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 OF_A_STEP = frozenset({"loss", "forward", "gradients", "reduce", "comm_dtype", "update", "rate"})  # others change storage
 

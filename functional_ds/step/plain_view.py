@@ -13,8 +13,6 @@ from functional_ds.base.torch_private import storage_id
 from .graph_checks import refuse_late_hooks, watched
 from .view import Outputs, Pulled, Pulling, View, dense, differentiate, sum_of, wide
 
-__all__ = ["stored_view"]
-
 
 def stored_view(params: Any, *, trains: bool) -> View:
     """The stored params themselves; their gradients come from autograd.

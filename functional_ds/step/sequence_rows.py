@@ -4,8 +4,6 @@ import torch
 
 from functional_ds import comm
 
-__all__ = ["row_of"]
-
 
 def row_of(
     name: str, group: comm.Group, index: int, count: int, *, known: dict[tuple[comm.Group, int, int], tuple[int, int]]

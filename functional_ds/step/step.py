@@ -19,7 +19,7 @@ from functional_ds.base.tree import rows_of
 from functional_ds.base.weighted import Weighted, check_constant
 
 from .axes import with_axis
-from .checks import name_sum, refuse_other_names, structure_of, warning_of_lone_ranks
+from .checks import name_sum, refuse_other_names, refuse_shared, structure_of, warning_of_lone_ranks, with_own_memory
 from .gradient_sums import GRADIENT_SUMS
 from .guards import GUARDS
 from .mesh_axes import OVER_RANKS, Axis, AxisRole, FollowsFromAxes, axes_of
@@ -32,8 +32,6 @@ from .state.buffer_sync import agreed_anew, unagreed
 from .state.buffers import BUFFERS, Buffers, Modules
 from .state.skipped import kept_slots
 from .state.state import State, UpdateError, mark_donated, refuse_open, summed_over_ranks, with_idle
-
-__all__ = ["Step", "Transform"]
 
 Transform = Callable[["Step"], "Step"]
 
@@ -112,6 +110,7 @@ class Step(Phases, FollowsFromAxes):
                 f"init: the slots {sorted(undeclared)} belong to no transform of this step ({self}); a transform that keeps "
                 "state names its slot: wrap(name, slot=..., init=...)"
             )
+        state = state if self.keeps_graph else with_own_memory(state)
         buffers = Buffers.fresh(held, self.buffers, state.step.device)
         return state if buffers is None else state.put(**{BUFFERS: buffers})
 
@@ -325,6 +324,8 @@ class Step(Phases, FollowsFromAxes):
             state.restore(before)
             raise
         own = tree.replace(own, skip=None, finite=None, reduced=None)
+        if self.guarded and before.batch is None and not self.keeps_graph:
+            refuse_shared(own)
         if donate:
             own = tree.replace(own, step=own.step.detach()) if own.step is before.step else own  # an update without weight
             mark_donated(before)

@@ -30,8 +30,6 @@ from .state.buffers import BUFFERS, POLICIES
 from .state.state import State, UpdateError, unused_leaves
 from .step import Step
 
-__all__ = ["train_step", "updating"]
-
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
     try:

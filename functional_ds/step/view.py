@@ -13,21 +13,6 @@ from functional_ds.base.torch_private import gradients
 
 from .graph_checks import bypassed
 
-__all__ = [
-    "NeedsWhole",
-    "Outputs",
-    "Pull",
-    "Pulled",
-    "Pulling",
-    "View",
-    "dense",
-    "differentiate",
-    "in_this_thread",
-    "sum_of",
-    "wide",
-    "wide_dtype",
-]
-
 Outputs = Sequence[tuple[Tensor, Tensor | None]]  # where a backward pass begins, with gradients; None means one, for a loss
 
 

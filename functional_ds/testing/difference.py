@@ -11,8 +11,6 @@ from functional_ds.comm.record.notebook import html_text
 
 from .same import same_bits
 
-__all__ = ["Difference", "LeafDifference", "difference"]
-
 
 @attrs.frozen
 class LeafDifference:

@@ -14,8 +14,6 @@ from .method import Method, NotApplicableError, WrongError, refuses
 from .problem import Problem
 from .recipe import Recipe, factory_of, imported
 
-__all__ = ["BoundLaw", "LawResult", "LawTable", "holds", "laws"]
-
 _LIBRARY = "functional_ds."
 
 

@@ -21,8 +21,6 @@ from functional_ds.step.step import Step
 from .method import BF16, NEAR, Method, NotApplicableError, WrongError, apart
 from .recipe import STEPS, Recipe, Setup, started, train
 
-__all__ = ["LAWS", "Law"]
-
 _ZERO = tuple(f"T.zero({stage})" for stage in range(4))
 _MEAN = "T.replicated(reduce=mean_over_ranks)"
 _HYBRID = "T.zero(2, group=mesh['dp'], replicate=mesh['nodes'])"

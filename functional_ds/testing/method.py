@@ -16,8 +16,6 @@ from functional_ds.step.step import Step
 
 from .recipe import STEPS, Recipe, Setup, name_of, train
 
-__all__ = ["BF16", "NEAR", "Method", "NotApplicableError", "WrongError", "apart", "refuses"]
-
 BF16 = "T.mixed_precision('bf16')"
 NEAR = 0.2  # of a leaf's change: half precision rounds each gradient by 2**-8 or more, and methods divide by gradients
 _PARALLEL = ("T.zero", "T.replicated")

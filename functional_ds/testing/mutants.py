@@ -15,8 +15,6 @@ import attrs
 from .holds import BoundLaw, laws
 from .recipe import factory_of, name_of
 
-__all__ = ["Mutant", "MutantTable", "mutants"]
-
 _SLOW = ("processes", "interleavings", "jit", "variance", "bytes")
 
 # (pattern, bug, description): one-letter names in a pattern match any expression.

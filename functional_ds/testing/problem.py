@@ -11,8 +11,6 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.tree import rows_of
 
-__all__ = ["DIVISOR", "Problem"]
-
 DIVISOR = 12  # laws divide a batch among up to 4 ranks, and into two micro-batches
 
 

@@ -23,20 +23,6 @@ from functional_ds.step.train_step import train_step
 
 from .problem import Problem
 
-__all__ = [
-    "STEPS",
-    "Recipe",
-    "Setup",
-    "factory_of",
-    "imported",
-    "is_optimizer",
-    "mean_over_ranks",
-    "name_of",
-    "overflow",
-    "started",
-    "train",
-]
-
 STEPS = 3
 
 

@@ -11,8 +11,6 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.comm.variance.declarations import raw_bytes
 
-__all__ = ["assert_like_one_rank", "assert_same", "same_bits"]
-
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors of one dtype and shape are bitwise equal."""

@@ -29,23 +29,6 @@ from functional_ds.base import tree
 if TYPE_CHECKING:  # pipelining may be absent; only ``schedules`` needs it
     from functional_ds.pipelining.schedules.schedule import Schedule
 
-__all__ = [
-    "ADDABLE",
-    "COMPLEX",
-    "DTYPES",
-    "FLOATING",
-    "INTEGRAL",
-    "Inputs",
-    "Leaf",
-    "inputs",
-    "leaves",
-    "schedules",
-    "seeds",
-    "shapes",
-    "trees",
-    "world_sizes",
-]
-
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex64, torch.complex128)
 INTEGRAL = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -42,6 +42,29 @@ def kept() -> fds.Transform:
     return fds.wrap("kept", slot="kept", init=init, update=fds.innermost(update))
 
 
+def latest() -> fds.Transform:
+    """The params after each update, not copied."""
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        state: fds.State = inner(step, params)
+        return state.put(latest=step.trained(state))
+
+    def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        state, metrics = inner(step, state, grads)
+        return state.put(latest=step.trained(state)), metrics
+
+    return fds.wrap("latest", slot="latest", init=init, update=update)
+
+
+def after_one(*strategy: fds.Transform) -> None:
+    step = made(*strategy)
+    step(step.init(weights()), rows())
+
+
+def mean(grads: list[Tensor], memory: Any, group: comm.Group) -> tuple[list[Tensor], Any]:
+    return comm.all_reduce(grads, group, op="avg"), memory
+
+
 def undivided() -> None:
     """An optimizer whose state is one tensor for all leaves, and a loss that leaves one out."""
     rule = fds.Optimizer(lambda params: torch.zeros(9), lambda p, g, s, r: (p, s), "odd", elementwise=True)
@@ -325,6 +348,24 @@ REFUSALS = [
         why="A skipped step must leave them as they were.",
         instead="Put new tensors into the state; or use `state.skip`, and declare `traits=[Trait.HEEDS_SKIPS]`.",
         program=writes_beside_a_loss_scale,
+    ),
+    Refusal(
+        what="an `update` that puts the params themselves into its slot",
+        error=ValueError,
+        says="the slot 'latest' shares memory with the params, and the next update writes into it",
+        advises=r"keep a copy, tensor\.clone\(\)",
+        why="The next update would change what the slot keeps.",
+        instead="Put `tensor.clone()` into the slot; at `init` the library copies.",
+        program=lambda: after_one(latest()),
+    ),
+    Refusal(
+        what="two transforms that divide a batch over the same ranks, or `apart` and one of these",
+        error=ValueError,
+        says=r"replicated\(mean, world\) and zero\(1, world\) both divide the ranks \[0, 1\]",
+        advises="give each its own axis of a mesh",
+        why="The second would reduce the first one's sums, or shards as if they were whole leaves.",
+        instead="Leave one out, or give each its own axis of a mesh.",
+        program=lambda: begin(T.replicated(reduce=mean), T.zero(1)),
     ),
     Refusal(
         what="another optimizer, learning rate, transform, schedule, seed or version on one of the ranks that train together",

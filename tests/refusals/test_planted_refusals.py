@@ -20,7 +20,14 @@ from tests.comm.simulation.test_simulator import test_a_rank_that_exits_as_if_al
 from tests.jobs.test_job_file import test_what_is_wrong_is_named_with_its_line as job_is_wrong
 from tests.planting import Bug, planted
 from tests.refusals.engines import REFUSALS
+from tests.refusals.strategies import REFUSALS as STRATEGIES
 from tests.refusals.test_refusals_table import test_it_is_refused_by_name as is_refused
+
+
+def strategy(what: str) -> Callable[[Path], None]:
+    """The same of a strategy."""
+    [refusal] = [refusal for refusal in STRATEGIES if refusal.what.startswith(what)]
+    return lambda folder: is_refused(refusal)
 
 
 def engine(what: str) -> Callable[[Path], None]:
@@ -73,6 +80,14 @@ def program_ends(folder: Path) -> None:
 
 
 CASES: list[tuple[Callable[[Path], None], Bug]] = [
+    (
+        strategy("an `update` that puts the params themselves"),
+        Bug("aliases are values", "step.checks:shared_tensors", "first.name != later.name", "False"),
+    ),
+    (
+        strategy("two transforms that divide a batch over the same ranks"),
+        Bug("ranks are divided twice", "step.guards:refuse_ranks_twice", "len(shared) > 1", "False"),
+    ),
     (
         engine("an optimizer that has made updates"),
         Bug(

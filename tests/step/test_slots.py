@@ -384,3 +384,69 @@ def test_gradients_may_write_state() -> None:
     state = step.init({"a": torch.ones(3, 5), "b": torch.ones(5, 1)})
     state, _ = step(state, batch(0))
     torch.testing.assert_close(state.slots["seen"], batch(0).square().sum())
+
+
+def proximal(clone: bool) -> fds.Transform:
+    """A pull towards the first params, which the slot holds, or is."""
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        state: fds.State = inner(step, params)
+        return state.put(anchor=[leaf.clone() if clone else leaf for leaf in step.trained(state)])
+
+    def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        moved = zip(step.trained(state), state.slots["anchor"], grads.sum, strict=True)
+        pulled = [g + 0.3 * grads.weight * (x.view_as(g) - a.view_as(g)) for x, a, g in moved]
+        return inner(step, state, fds.Weighted(pulled, grads.weight))
+
+    return fds.wrap("proximal", slot="anchor", init=init, update=update)
+
+
+def averaged(clone: bool) -> fds.Optimizer:
+    """Descent in place, whose state is, or copies, the first params: half of each step goes back to them."""
+
+    def update(params: list[Tensor], grads: fds.Weighted, start: Any, rate: Any) -> tuple[list[Tensor], Any]:
+        for x, first, g in zip(params, start, grads.sum, strict=True):
+            x.sub_(0.1 * g / grads.weight).lerp_(first, 0.5)
+        return params, start
+
+    return fds.Optimizer(lambda params: [x.clone() if clone else x for x in params], update, "averaged", elementwise=True)
+
+
+def kept_alike(stage: int | None, donate: bool = True) -> None:
+    """What a transform or an optimizer keeps at ``init`` are values, whether it copies the params or not."""
+
+    def program(clone: bool) -> Any:
+        strategy = () if stage is None else (T.zero(stage),)
+        step = fds.compose(proximal(clone), *strategy)(fds.train_step(loss, averaged(clone)))
+        state = step.init(build()[1].params)
+        for index in range(3):
+            state, _ = step(state, batch(index), donate=donate)
+        return step.params(state)
+
+    want = comm.simulate(program, True, world_size=2)
+    assert_same(comm.simulate(program, False, world_size=2), want)
+
+
+@pytest.mark.law(31)
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("donate", [True, False])
+def test_what_is_kept_at_init_are_values(stage: int | None, donate: bool) -> None:
+    kept_alike(stage, donate)
+
+
+def test_a_slot_that_is_the_params_is_seen() -> None:
+    bug = Bug("slots are the params", "step.checks:with_own_memory", "id(x) in shared", "False")
+    with planted(bug), pytest.raises((AssertionError, ValueError)):
+        kept_alike(0)
+
+
+def test_equal_memory_in_one_slot_is_kept() -> None:
+    """Views of one tensor within a slot, and tensors that lie side by side in one storage."""
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        flat = torch.arange(6.0)
+        return inner(step, params).put(own={"flat": flat, "view": flat[:3]})  # type: ignore[no-any-return]
+
+    state = fds.wrap("own", slot="own", init=init)(fds.train_step(loss, fds.sgd(0.1))).init(build()[1].params)
+    own = state.slots["own"]
+    assert own["view"].data_ptr() == own["flat"].data_ptr()

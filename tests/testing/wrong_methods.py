@@ -190,12 +190,14 @@ def writes_in_place() -> fds.Transform:
 
 
 def mean_in_the_params() -> fds.Transform:
-    """Its slot begins as the params themselves, into which updates write; with ``donate=False`` it is a copy from then on."""
+    """From the second update on its slot is the params themselves, into which updates write; a copy with ``donate=False``."""
 
     def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        before = state.slots["kept"]
         state, metrics = inner(step, state, grads)
-        pairs = zip(step.trained(state), state.slots["kept"], strict=True)
-        return state.put(kept=[p.lerp(mean, 0.9) for p, mean in pairs]), metrics
+        pulled = [p.lerp(mean.view_as(p), 0.1) for p, mean in zip(step.trained(state), before, strict=True)]
+        state = step.with_trained(state, pulled)
+        return state.put(kept=before if int(state.step) == 1 else step.trained(state)), metrics
 
     return with_slot("mean_in_the_params", lambda step, state: step.trained(state), update=update)
 

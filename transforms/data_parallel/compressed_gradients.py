@@ -8,8 +8,6 @@ from functional_ds.step.step import Transform
 from .replicas import Replicas
 from .replicated import replicated
 
-__all__ = ["compressed_gradients"]
-
 
 def compressed_gradients(codec: comm.codecs.Codec, group: comm.Group | None = None) -> Transform:
     """Data parallelism that sums gradients through a lossy ``codec`` with error feedback.

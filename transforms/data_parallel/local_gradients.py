@@ -10,8 +10,6 @@ from functional_ds.step.step import Step, Transform
 
 from .replicas import Replicas
 
-__all__ = ["local_gradients"]
-
 
 def local_gradients(group: comm.Group | None = None) -> Transform:
     """Data parallelism that leaves gradients unreduced, for optimizers that reduce them themselves.

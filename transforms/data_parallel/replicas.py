@@ -11,8 +11,6 @@ from functional_ds.step.guards import check_same_leaves
 from functional_ds.step.mesh_axes import Axis, AxisRole
 from functional_ds.step.step import Step
 
-__all__ = ["Replicas"]
-
 
 @attrs.frozen(eq=False)
 class Replicas(Axis):

@@ -16,8 +16,6 @@ from functional_ds.transforms.zero.combine import Combine
 
 from .replicas import Replicas
 
-__all__ = ["replicated"]
-
 
 def replicated(
     group: comm.Group | None = None,
@@ -31,7 +29,8 @@ def replicated(
 
     ``reduce`` must satisfy what ``T.Combine`` documents; ``T.zero(stage, aggregate=T.Combine(reduce, init=init))`` is the same
     with sharded states. Its memory is the slot ``slot`` of the state. Transforms that wrap ``update``, such as ``clip``, get
-    the combined gradient. ``init`` uses rank 0's params.
+    the combined gradient. ``init`` uses rank 0's params. Before ``zero`` over another axis, ``reduce`` gets flat shards, so it
+    must be elementwise.
 
     Args:
         group: the ranks; None for the whole world.
@@ -41,7 +40,7 @@ def replicated(
         name: the transform's name in errors.
 
     Raises:
-        ValueError: the ranks' params differ in structure; another transform reduces gradients, such as ``zero``.
+        ValueError: the ranks' params differ in structure; another transform divides the batch over these ranks.
         TypeError: ``group`` is not a ``comm.Group``, or ``reduce`` not a function.
 
     >>> import functional_ds as fds

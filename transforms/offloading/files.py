@@ -19,9 +19,6 @@ from functional_ds.base.disk.direct_io import DirectFile, padded
 from functional_ds.base.disk.files import FileLock, lock_folder, open_regular, process_note, reserve
 from functional_ds.step.state.state import UpdateError
 
-__all__ = ["Disk", "DiskTraffic", "Extent", "OffloadError", "ScratchFolder", "VersionedFile", "check_folder"]
-
-
 _PREFIX = "fds-offload-"
 _LOCK = "manifest.json"
 

@@ -18,8 +18,6 @@ from functional_ds.base.tree import NAMESPACE
 from .files import Disk, Extent, OffloadError, VersionedFile
 from .prefetch import Prefetcher
 
-__all__ = ["OnDisk", "OnHost", "OnPaper", "Version", "fetched", "is_handle", "restored", "typed"]
-
 
 class _TensorInfo:
     """What a leaf with a ``shape`` and a ``dtype`` answers without its values."""

@@ -18,8 +18,6 @@ from .leaf_states import assembled, beside_params, content, flat, joined, list_l
 from .plan import LeafPiece, OffloadedLeaf, OffloadPlan, Place, StateTensor, chunk_of, cut, tensor_specs
 from .storage import GRAD_BYTES, PARAM, OffloadSlot, Storage
 
-__all__ = ["Options", "initial_state", "plan_of"]
-
 
 @attrs.frozen
 class Options:

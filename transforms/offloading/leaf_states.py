@@ -18,19 +18,6 @@ from functional_ds.step.state.state import State
 
 from .handles import is_handle
 
-__all__ = [
-    "assembled",
-    "beside_params",
-    "content",
-    "flat",
-    "joined",
-    "list_lengths",
-    "on_device",
-    "parted",
-    "shared",
-    "without_leaves",
-]
-
 
 def on_device(values: Any, device: torch.device) -> Any:
     """The tree with every tensor on the device. The host waits for copies to it, not for scalars to reach the device."""

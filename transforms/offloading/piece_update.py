@@ -17,8 +17,6 @@ from functional_ds.step.step import Step
 from .leaf_states import assembled, beside_params, content, flat, on_device, without_leaves
 from .plan import OffloadPlan, cut
 
-__all__ = ["PieceUpdate"]
-
 
 @attrs.define(eq=False, repr=False)
 class PieceUpdate:

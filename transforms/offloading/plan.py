@@ -16,8 +16,6 @@ from functional_ds.step.state.state import State
 
 from .leaf_states import beside_params, content, shared
 
-__all__ = ["LeafPiece", "OffloadPlan", "OffloadedLeaf", "Place", "StateTensor", "chunk_of", "cut", "tensor_specs"]
-
 Place = Literal["device", "cpu", "disk"]  # from near to far
 
 _GRAIN = 64  # elements; pieces begin at multiples of it, so that kernels vectorise alike

@@ -9,8 +9,6 @@ from torch import Tensor
 from functional_ds.base.device_streams import CopyStream
 from functional_ds.comm.worlds.current import current_recorder
 
-__all__ = ["Prefetcher", "refuse_streams"]
-
 
 def refuse_streams(overlaps: bool) -> None:
     """Raises an error where copies on a side stream would be traced.

@@ -19,9 +19,6 @@ from .handles import OnHost, Version, typed
 from .plan import OffloadedLeaf, OffloadPlan, StateTensor
 from .prefetch import Prefetcher
 
-__all__ = ["GRAD", "GRAD_BYTES", "PARAM", "Buffer", "OffloadSlot", "Storage", "make_disk", "regions_of", "traffic"]
-
-
 PARAM, GRAD = 0, -1  # the indices of a unit's param among its tensors, and of its gradient, which is none of them
 GRAD_BYTES = 16  # of an element of any dtype
 

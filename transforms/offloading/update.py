@@ -28,8 +28,6 @@ from .plan import LeafPiece, OffloadedLeaf, StateTensor
 from .prefetch import refuse_streams
 from .storage import GRAD, PARAM, Buffer, Storage
 
-__all__ = ["Transaction", "Update"]
-
 
 @attrs.define(eq=False, repr=False)
 class Transaction:

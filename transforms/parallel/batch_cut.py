@@ -17,8 +17,6 @@ from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
 from functional_ds.sharding.path_patterns import check_expression, nearest
 from functional_ds.step.axes import with_axis
 
-__all__ = ["IGNORED", "BatchCut", "CutBatch", "entered", "padded"]
-
 IGNORED = -100  # the label of positions that do not count
 
 # Leaves that are cut along dim 1 wherever they are, by the last part of their path: how many dims they have; what pads them.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from functional_ds import comm
 
-__all__ = ["read_alone"]
-
 
 def read_alone(
     roots: Sequence[Tensor], ep: comm.Group, path_of: Callable[[Any, int], str | None], matches: Callable[[str], bool]

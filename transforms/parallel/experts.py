@@ -26,8 +26,6 @@ from functional_ds.step.view import View
 from .expert_reads import read_alone
 from .slice_errors import traced
 
-__all__ = ["Experts", "experts"]
-
 
 def _is_group(experts: Any, field: Any, value: Any) -> None:
     if not (isinstance(value, comm.Group) or (value is None and field.name == "edp")):

@@ -23,8 +23,6 @@ from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
-__all__ = ["balance"]
-
 
 def balance(rate: float, routers: Mapping[str, int] | str, *, over: comm.Group | None = None) -> Transform:
     """Balances experts by router biases, once an update, as DeepSeek-V3 does, without an auxiliary loss.

@@ -17,8 +17,6 @@ from .batch_cut import CutBatch
 from .order_check import has_zeros, in_halves, in_other_orders
 from .wide_sums import WideSums
 
-__all__ = ["HALF", "ZEROS", "check_order", "check_sum"]
-
 HALF = "a loss in half precision"  # noted where the loss function returned one
 ZEROS = "a matrix of zeros"  # noted if a matrix is zeros at first, which hides the layers before it
 _SUMMED_WIDE = "a loss whose checks sum in fp32"  # noted on all ranks

@@ -12,8 +12,6 @@ from functional_ds.step.step import Step
 
 from .batch_cut import CutBatch
 
-__all__ = ["has_zeros", "in_halves", "in_other_orders"]
-
 
 def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch]:
     """This rank's piece twice, in two orders of its tokens; a single token stays, as other ranks may have more.

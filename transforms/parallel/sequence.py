@@ -28,8 +28,6 @@ from .batch_cut import BatchCut, CutBatch, entered, padded
 from .loss_checks import HALF, ZEROS, check_order, check_sum
 from .wide_sums import is_half
 
-__all__ = ["sequence"]
-
 _KINDS = 256  # how many batches to remember: each may have other documents, which a layout knows
 
 

@@ -16,17 +16,6 @@ from functional_ds.parallel.tensor.slice_draws import Drawn, told_apart
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.state_dict.fingerprint import fingerprints
 
-__all__ = [
-    "Compared",
-    "check_batch",
-    "check_draws",
-    "check_loss",
-    "check_partial_gradients",
-    "check_whole_gradients",
-    "declared_batch",
-    "declared_loss",
-]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from functional_ds.base import torch_private
 from functional_ds.base.torch_private import parameters_of
 from functional_ds.sharding.leaf_slice import LeafSlice
 
-__all__ = ["named_errors", "traced"]
-
 _OURS = {Path(comm.__file__).parent, Path(torch_private.__file__).parent.parent, Path(__file__).parent.parent}
 
 

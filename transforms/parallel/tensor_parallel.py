@@ -42,8 +42,6 @@ from .slice_checks import (
 )
 from .slice_errors import named_errors
 
-__all__ = ["tensor_parallel"]
-
 _SLOT = "tensor_parallel"
 
 

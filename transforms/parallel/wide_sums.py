@@ -10,8 +10,6 @@ from torch.overrides import TorchFunctionMode
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-__all__ = ["HALF", "WideSums", "is_half"]
-
 HALF = frozenset({torch.float16, torch.bfloat16})
 _SUMS = frozenset({torch.sum, Tensor.sum})
 

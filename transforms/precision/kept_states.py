@@ -12,8 +12,6 @@ from functional_ds.base.torch_private import foreach_copy_
 
 from .stochastic_rounding import Draws, round_stochastically
 
-__all__ = ["KeptStates", "rounded", "rounds"]
-
 
 @attrs.frozen
 class KeptStates:

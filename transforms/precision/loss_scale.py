@@ -10,8 +10,6 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-__all__ = ["DynamicScale", "LossScale", "NoScale", "StaticScale"]
-
 S = TypeVar("S")
 
 

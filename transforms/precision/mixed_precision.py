@@ -28,8 +28,6 @@ from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from .policy import Policy
 from .stochastic_rounding import Draws
 
-__all__ = ["Mixed", "mixed_precision"]
-
 _SLOT = "mixed_precision"
 
 

@@ -13,8 +13,6 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import mark_stored
 
-__all__ = ["Policy"]
-
 Where = str | Callable[[str], bool]
 
 _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

@@ -10,8 +10,6 @@ from functional_ds.base.prng import Key
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_region import LeafRegion, grouped
 
-__all__ = ["Draws", "round_stochastically"]
-
 _CHUNK = 1 << 20  # elements per batch of draws, which take a few int64 numbers each
 
 

@@ -2,8 +2,6 @@
 
 from functional_ds import comm
 
-__all__ = ["check_block", "check_replicas"]
-
 
 def check_block(group: comm.Group, intra_node: comm.Group | int, size: int) -> None:
     if isinstance(intra_node, int):

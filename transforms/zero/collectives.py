@@ -19,8 +19,6 @@ from functional_ds.sharding.segment import Segment
 from .config import ZeroConfig
 from .process_groups import ProcessGroups
 
-__all__ = ["Collectives"]
-
 Flats = list[Tensor]
 PendingFlats = comm.Pending[Flats]
 

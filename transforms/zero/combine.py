@@ -21,8 +21,6 @@ from functional_ds.step.step import Step
 
 from .process_groups import ProcessGroups
 
-__all__ = ["Combine", "combining"]
-
 
 @attrs.frozen
 class Combine:

@@ -16,8 +16,6 @@ from functional_ds.sharding.segment import Segment
 from .combine import Combine
 from .process_groups import ProcessGroups
 
-__all__ = ["AGGREGATIONS", "ZeroConfig"]
-
 AGGREGATIONS = ("reduce_scatter", "all_reduce", "owner")
 
 _OF_STAGE_3 = ("prefetch", "max_live_units", "persistence_threshold", "hpz")

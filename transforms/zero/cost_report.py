@@ -26,8 +26,6 @@ from .combine import Combine
 from .config import ZeroConfig
 from .process_groups import ProcessGroups
 
-__all__ = ["CostReport", "report_costs"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from functional_ds.sharding.layout import Layout
 from .collectives import Collectives
 from .prefetch import FetchPlan, FetchTrace, plan_fetches
 
-__all__ = ["GatherOnce", "Gatherer"]
-
 _FINISHED, _FINISHED_WITH_NOTE = -1, -2
 
 

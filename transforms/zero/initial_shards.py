@@ -12,8 +12,6 @@ from functional_ds.sharding.sources import home, is_deferred
 
 from .process_groups import ProcessGroups
 
-__all__ = ["InitialShards"]
-
 
 @attrs.frozen(eq=False)
 class InitialShards:

@@ -27,8 +27,6 @@ from .saved_places import SavedPlaces, UnitLeaves, WriteGuard
 from .state import ZeroCache
 from .unit_source import UnitSource, WholeParams
 
-__all__ = ["LazyParams"]
-
 
 class _UnitNode(torch.autograd.Function):
     """An autograd node from the view's one differentiable leaf to a unit's trained leaves, whose gradients it passes on.

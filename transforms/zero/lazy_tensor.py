@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from functional_ds.base.torch_private import disable_torch_function_subclass, make_wrapper_subclass
 
-__all__ = ["LazyTensor", "fetched"]
-
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
     *("is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes", "grad", "grad_fn", "names"),

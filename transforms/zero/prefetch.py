@@ -16,8 +16,6 @@ from functools import cache
 
 import attrs
 
-__all__ = ["Fetch", "FetchPlan", "FetchTrace", "plan_fetches"]
-
 
 @attrs.frozen
 class Fetch:

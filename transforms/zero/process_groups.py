@@ -11,8 +11,6 @@ from functional_ds.sharding.segment import Blocks
 
 from .check_groups import check_block, check_replicas
 
-__all__ = ["ProcessGroups"]
-
 
 class GroupArguments(Protocol):
     """The arguments of ``zero`` that define its groups."""

@@ -19,8 +19,6 @@ from functional_ds.step.view import dense, wide
 from .collectives import Collectives
 from .prefetch import FetchPlan
 
-__all__ = ["ReduceOrder", "Reducer"]
-
 _MAX_IN_FLIGHT = 2  # each reduction in flight holds a whole unit's gradients
 
 

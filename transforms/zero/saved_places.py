@@ -12,8 +12,6 @@ from functional_ds.base.torch_private import held_elsewhere, is_fake, version_of
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.graph_checks import bit_sums
 
-__all__ = ["SavedPlace", "SavedPlaces", "SavedTensor", "UnitLeaves", "WriteGuard"]
-
 
 class SavedPlace:
     """What autograd saves instead of a tensor in a unit's memory: the unit, and where the tensor is in it."""

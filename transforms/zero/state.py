@@ -16,8 +16,6 @@ from functional_ds.step.state.slots import Role
 from .prefetch import FetchTrace
 from .reduce import ReduceOrder
 
-__all__ = ["Partition", "Subset", "ZeroCache"]
-
 
 @attrs.define(eq=False)
 class ZeroCache:

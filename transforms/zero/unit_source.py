@@ -10,8 +10,6 @@ from functional_ds.sharding.layout import Layout
 
 from .prefetch import FetchPlan, FetchTrace
 
-__all__ = ["UnitSource", "WholeParams"]
-
 
 class UnitSource(Protocol):
     """A source of whole units.

@@ -36,8 +36,6 @@ from .reduce import Reducer
 from .state import Partition, ZeroCache
 from .unit_source import UnitSource, WholeParams
 
-__all__ = ["Zero", "zero"]
-
 
 @attrs.frozen(eq=False, repr=False)
 class Zero(ZeroConfig):

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .files import open_regular
 
-__all__ = ["PAGE", "DirectFile", "aligned", "padded"]
-
 PAGE = 4096  # bytes; addresses, offsets and sizes of direct I/O must be multiples of it
 _DIRECT = getattr(os, "O_DIRECT", 0)
 

@@ -15,27 +15,6 @@ from typing import Any, BinaryIO
 
 import attrs
 
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_TEXT",
-    "FileLock",
-    "check_plain",
-    "checked_path",
-    "lock_folder",
-    "open_regular",
-    "parse_json",
-    "process_note",
-    "read_open",
-    "read_regular",
-    "read_text",
-    "reserve",
-    "sync_folder",
-    "write_at",
-    "write_atomically",
-    "write_synced",
-    "written_atomically",
-]
-
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes a small file atomically: after a crash the path has all of the data, or its previous content.

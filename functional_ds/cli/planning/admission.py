@@ -10,8 +10,6 @@ from functional_ds.jobs.strategy import schedule_of, size
 
 from .candidate import several
 
-__all__ = ["not_admitted", "why_refused"]
-
 
 def not_admitted(subject: Subject, axis: str, ranks: int) -> str | None:
     """Why a model supports no ranks of an axis: the option, its value, and what to do instead; None if it does.

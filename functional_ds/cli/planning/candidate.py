@@ -17,21 +17,6 @@ from functional_ds.jobs.job import BESIDE_DEEPSPEED, Job
 from functional_ds.jobs.job_subject import Subject
 from functional_ds.jobs.strategy import AXES, data_axes, deepspeed_plan, micro_batches, rows_of_rank, size
 
-__all__ = [
-    "PRECISIONS",
-    "as_dict",
-    "candidate",
-    "check_out",
-    "ds_config_of",
-    "first_ranks",
-    "line_of",
-    "mesh_line",
-    "name_of",
-    "several",
-    "with_config",
-    "write_out",
-]
-
 PRECISIONS = ("fp32", "bf16", "fp16")
 _ORDER = ("remat", "offload", "mixed_precision", "zero", "accumulate", "", "pipeline", "sequence", "experts", "tensor_parallel")
 

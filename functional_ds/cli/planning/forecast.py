@@ -22,9 +22,6 @@ from .admission import why_refused
 from .candidate import as_dict, first_ranks, line_of
 from .values_free_step import StepShape, step_shape
 
-__all__ = ["Forecast", "bubble_seconds", "crosses", "forecast", "once"]
-
-
 _THIRDS = 3  # a forward, and the two halves of its backward, take about as long each
 
 

@@ -28,8 +28,6 @@ from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import train_step
 
-__all__ = ["machine_of", "measured_here"]
-
 
 def machine_of(name: str, *, ranks: int = 1) -> Machine:
     """A machine by name, by a JSON file of its fields, or ``here``: measured in some seconds.

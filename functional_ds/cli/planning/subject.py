@@ -16,8 +16,6 @@ from functional_ds.jobs.job import Job
 from functional_ds.jobs.job_file import load_job
 from functional_ds.jobs.job_subject import Subject, subject_of
 
-__all__ = ["job_of", "planned", "shapes_alone"]
-
 _SHAPES = "shapes:alone"  # the model of a job that cannot be run
 
 

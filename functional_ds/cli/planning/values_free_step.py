@@ -25,8 +25,6 @@ from functional_ds.memory.predict import predicted
 
 from .candidate import name_of
 
-__all__ = ["StepShape", "sent_by_all", "step_shape"]
-
 
 @attrs.frozen
 class StepShape:

@@ -25,9 +25,6 @@ from functional_ds.interchange.deepspeed_layout import MASTER
 from functional_ds.interchange.load_params import open_files
 from functional_ds.state_dict.errors import CheckpointError, DamagedError
 
-__all__ = ["KINDS_OF_FILES", "NamedTensors", "check_metadata", "open_checkpoint"]
-
-
 _METADATA = (
     "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
 )

@@ -19,9 +19,6 @@ from functional_ds.interchange.export import export
 
 from .kinds import NamedTensors
 
-__all__ = ["WRITTEN", "state_names", "written_as"]
-
-
 _OURS = re.compile(
     r"(params|masters|exact|averages|optimizer)(\.[\w.#]+)?/.+|(step|skip|key|idle|buffers|attributes|settings)\b.*"
 )

@@ -9,8 +9,6 @@ from torch import Tensor
 from functional_ds.dry_run.operations import WORK_KINDS
 from functional_ds.scaling.machine import FACTORS, Machine
 
-__all__ = ["fitted", "non_negative_least_squares"]
-
 _TRUST = 0.01  # in the factors as they are: doubling one costs as much as predicting a run 1 % wrong
 _USUAL = 0.05  # a relative error up to which a run counts in full
 _ROUNDS = 30

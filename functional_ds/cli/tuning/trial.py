@@ -29,9 +29,6 @@ from functional_ds.memory.account import measured
 from functional_ds.step.train_step import train_step
 from functional_ds.transforms.zero.zero import zero
 
-__all__ = ["Measurement", "ProcessMemory", "TrialRun", "halve", "measure", "run_rank"]
-
-
 C = TypeVar("C")
 
 

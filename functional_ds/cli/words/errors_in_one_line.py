@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["CommandError", "one_line", "refused"]
-
 
 class CommandError(Exception):
     """The user's input cannot be used; the message is one line, and the exit code 2."""

@@ -9,8 +9,6 @@ from functional_ds.sharding.path_patterns import nearest
 
 from .errors_in_one_line import CommandError
 
-__all__ = ["choices", "mesh_sizes", "numbers", "size"]
-
 _BYTES = TypeAdapter(ByteSize)
 _AXES = ("dp", "pp", "sp", "tp", "ep")
 

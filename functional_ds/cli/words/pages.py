@@ -10,8 +10,6 @@ from typing import Any
 
 import attrs
 
-__all__ = ["OutputTable", "bytes_of", "count_of", "emit", "plain", "printable", "seconds_of"]
-
 _NUMBER = re.compile(r"^(-|[\d.,e+]*( [a-zA-Z]+)?)$")
 _WIDTH = 160  # of plain cells, after which they are cut
 

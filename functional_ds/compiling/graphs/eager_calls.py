@@ -26,8 +26,6 @@ from functional_ds.step.axes import axes, with_axes
 
 from .graph_collectives import GraphRecorder, site_here
 
-__all__ = ["RUN", "RUN_BACKWARD", "EagerSite", "InnerCall", "StepRecorder", "eager_site"]
-
 
 @attrs.frozen(eq=False)
 class InnerCall:

@@ -13,8 +13,6 @@ from .graph_nodes import UNIT, GraphWrites, JoinedUnits, is_view
 from .graph_passes import copied, finished
 from .graph_record import StepGraph
 
-__all__ = ["bucketing"]
-
 
 def bucketing(size: int = 1 << 20) -> Callable[[StepGraph], StepGraph]:
     """Joins consecutive collectives on a group, up to ``size`` bytes together.

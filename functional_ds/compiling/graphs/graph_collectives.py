@@ -22,8 +22,6 @@ from functional_ds.comm.table.collective import Call, Handle, Here
 
 from .graph_nodes import RECOMPUTED, UNIT, tagged
 
-__all__ = ["START", "WAIT", "CallSite", "GraphRecorder", "carrying_out", "results_of", "site_here", "site_of", "starter_of"]
-
 
 @attrs.frozen(eq=False)
 class CallSite:

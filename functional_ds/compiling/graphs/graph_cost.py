@@ -23,8 +23,6 @@ from .graph_nodes import OPERATOR, PHASE
 if TYPE_CHECKING:
     from functional_ds.scaling.machine import Machine
 
-__all__ = ["COMPUTE", "GraphCost", "InMemory", "NodeSpan", "graph_cost"]
-
 COMPUTE = "compute"
 
 

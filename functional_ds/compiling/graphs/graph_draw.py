@@ -7,8 +7,6 @@ from typing import Any
 
 from .graph_cost import COMPUTE, GraphCost, InMemory, NodeSpan
 
-__all__ = ["draw_cost"]
-
 # As in the pictures of pipelines and of ZeRO's units: blue forwards, teal backwards, orange reductions.
 _PHASES = {"forward": "#4c72b0", "backward": "#2a8b8b", "update": "#55a868"}
 _GATHER, _REDUCE, _OTHER, _WAITING, _INK = "#b6c7e3", "#dd8452", "#8c8c8c", "#d9d9d9", "#333333"

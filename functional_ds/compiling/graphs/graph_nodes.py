@@ -13,22 +13,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from functional_ds.base.torch_private import UNDECLARED_VIEWS, schema_of
 from functional_ds.remat.operator_arguments import written
 
-__all__ = [
-    "OPERATOR",
-    "PHASE",
-    "RECOMPUTED",
-    "UNIT",
-    "GraphWrites",
-    "JoinedUnits",
-    "base_of",
-    "inputs_of",
-    "is_view",
-    "root_of",
-    "tagged",
-    "views_of",
-    "written_by",
-]
-
 PHASE = "fds_phase"  # in a node's meta: the phase of the step that it belongs to
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of an operator with its types of arguments
 RECOMPUTED = "fds_recomputed"  # in a node's meta: a number that the nodes of one run of a function run again have in common

@@ -12,8 +12,6 @@ from .graph_collectives import START, WAIT, CallSite, site_of
 from .graph_nodes import PHASE, UNIT, GraphWrites, inputs_of, root_of, views_of, written_by
 from .graph_record import StepGraph, UnitGather
 
-__all__ = ["copied", "finished", "regather", "schedule"]
-
 
 def copied(graph: StepGraph) -> StepGraph:
     """A copy, whose nodes and sites a pass may change."""

@@ -27,8 +27,6 @@ from .graph_nodes import PHASE, RECOMPUTED, UNIT, JoinedUnits, root_of
 if TYPE_CHECKING:
     from functional_ds.scaling.machine import Machine
 
-__all__ = ["StepGraph", "UnitGather"]
-
 
 @attrs.frozen(eq=False)
 class UnitGather:

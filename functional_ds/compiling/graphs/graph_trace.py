@@ -28,8 +28,6 @@ from .graph_collectives import carrying_out
 from .graph_nodes import PHASE, RECOMPUTED, tagged
 from .graph_record import StepGraph
 
-__all__ = ["UntraceableError", "trace"]
-
 _PHASES = {
     "view": "view",
     "loss": "forward",

@@ -13,8 +13,6 @@ from functional_ds.compiling.graphs.graph_collectives import START, WAIT, carryi
 from functional_ds.compiling.graphs.graph_nodes import OPERATOR
 from functional_ds.compiling.graphs.graph_record import StepGraph
 
-__all__ = ["GraphPass", "apply_passes", "pass_name"]
-
 GraphPass = Callable[[StepGraph], StepGraph]
 
 

@@ -21,8 +21,6 @@ from .apply_passes import GraphPass, apply_passes, pass_name
 from .graph_agreement import disagreement, rank_collectives
 from .jit_step import JitStep, jit
 
-__all__ = ["PassReport", "check_pass"]
-
 _ASKED = "say same_ledger=False if it should"
 
 

@@ -12,8 +12,6 @@ from functional_ds.comm.table.collective import Here
 from functional_ds.compiling.graphs.eager_calls import RUN_BACKWARD, eager_site
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, site_of
 
-__all__ = ["RankCollectives", "disagreement", "rank_collectives"]
-
 GroupKey = tuple[str, tuple[int, ...]]
 
 

@@ -15,8 +15,6 @@ from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, results_of, site_of, starter_of
 from functional_ds.compiling.graphs.graph_nodes import OPERATOR, base_of, is_view
 
-__all__ = ["GraphCode", "without_autocast"]
-
 _QUICK: dict[Any, Callable[..., Any]] = {  # the same operators by torch's own parser of arguments, which is faster
     torch.ops.aten.add.Tensor: torch.add,
     torch.ops.aten.addmm.default: torch.addmm,

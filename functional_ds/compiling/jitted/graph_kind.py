@@ -11,8 +11,6 @@ from functional_ds.base import tree
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State
 
-__all__ = ["GraphKind", "is_settled", "kind_of", "leaf_kind"]
-
 
 @attrs.define(eq=False)
 class GraphKind:

@@ -34,8 +34,6 @@ from .region_compiler import RegionCode, RegionError, check_backend
 if TYPE_CHECKING:
     from functional_ds.scaling.machine import Machine
 
-__all__ = ["JitStep", "JitWarning", "jit"]
-
 _NOT_TRACED: dict[Trait | AxisRole, str] = {
     AxisRole.STAGES: "runs stages by messages",
     Trait.USES_FILES: "reads and writes files while the step runs",

@@ -13,8 +13,6 @@ from functional_ds.comm.worlds.current import simulated_world
 from functional_ds.compiling.graphs.graph_cost import GraphCost
 from functional_ds.step.state.state import State
 
-__all__ = ["PredictedStep", "seconds_of_steps"]
-
 
 @attrs.frozen
 class PredictedStep:

@@ -24,9 +24,6 @@ from functional_ds.compiling.torch_compiler import compiler_backend
 
 from .graph_code import GraphCode, without_autocast
 
-__all__ = ["GraphRegion", "RegionCode", "RegionError", "check_backend", "in_regions"]
-
-
 _FEWEST = 2  # kernels that are worth a call of compiled code
 _aten = torch.ops.aten
 _WRITES_UNDECLARED = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default}

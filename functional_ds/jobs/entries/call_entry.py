@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .job_errors import JobError, nearest
 
-__all__ = ["KINDS", "CallEntry", "CallKind", "call_entry", "check_arguments", "parameters_of", "plain"]
-
 
 def plain(value: Any) -> Any:
     """A value as files have it: tuples as lists, paths as strings, entries as tables."""

@@ -8,8 +8,6 @@ import attrs
 
 from functional_ds.sharding import path_patterns
 
-__all__ = ["JobError", "first_key", "joined", "nearest", "within"]
-
 _NOTHING: Any = attrs.NOTHING
 
 

@@ -10,8 +10,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, V
 from .call_entry import call_entry, plain
 from .job_errors import JobError, first_key, joined, nearest
 
-__all__ = ["ALWAYS", "MOST_RANKS", "AtLeastOne", "Entries", "NotNegative", "Ranks", "call_of", "calls_of", "changed", "entry"]
-
 MOST_RANKS = 2**20
 _MOST = annotated_types.Le(2**31 - 1)
 AtLeastOne = Annotated[StrictInt, annotated_types.Ge(1), _MOST]

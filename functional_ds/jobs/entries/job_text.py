@@ -20,8 +20,6 @@ from functional_ds.base.disk.files import parse_json, read_text
 
 from .job_errors import JobError, first_key
 
-__all__ = ["json_line_of", "line_of", "located", "toml"]
-
 _MOST = 1 << 20  # characters of a text in which a line is looked for
 _MARK = "\0"  # which TOML does not have
 

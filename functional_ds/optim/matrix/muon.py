@@ -14,8 +14,6 @@ from functional_ds.sharding.matrix_owners import MatrixOwners
 
 from .per_matrix import descend, on_matrices
 
-__all__ = ["MuonState", "muon", "orthogonalize"]
-
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
 

@@ -22,8 +22,6 @@ from functional_ds.sharding.leaf_selection import LeafSelection, Unused
 from functional_ds.sharding.matrix_owners import MatrixOwners
 from functional_ds.sharding.stacks import unstacked
 
-__all__ = ["LeafStates", "MatrixStates", "descend", "on_matrices", "per_leaf", "per_matrix"]
-
 
 @tree.record
 class MatrixStates:

@@ -4,8 +4,6 @@ import attrs
 
 from functional_ds import comm
 
-__all__ = ["ExpertAxis"]
-
 
 @attrs.frozen(eq=False)
 class ExpertAxis:

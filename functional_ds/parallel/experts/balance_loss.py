@@ -9,8 +9,6 @@ from functional_ds.step.axes import axes
 
 from .routing import Routing, counted
 
-__all__ = ["balance_loss", "load_metrics", "z_loss"]
-
 
 def balance_loss(
     routing: Routing,

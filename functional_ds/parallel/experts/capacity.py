@@ -9,8 +9,6 @@ from torch import Tensor
 
 from functional_ds.step.axes import IN_ORDER, note_asked
 
-__all__ = ["Capacity"]
-
 Drop = Literal["error", "position", "probability"]
 
 

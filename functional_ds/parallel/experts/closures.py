@@ -4,8 +4,6 @@ from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any
 
-__all__ = ["closed_over"]
-
 
 def closed_over(f: Any) -> tuple[list[Any], Callable[[Any], Any]]:
     """The values that a function has closed over, and a function that rebuilds it with other values.

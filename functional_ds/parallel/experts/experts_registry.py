@@ -13,8 +13,6 @@ from .router_bias import count_choices
 from .routing import Routing
 from .token_exchange import exchange
 
-__all__ = ["register_experts"]
-
 
 def register_experts(name: str = "fds_experts") -> str:
     """Registers an implementation of experts in transformers, for the whole process; returns its name.

@@ -11,8 +11,6 @@ from torch import Tensor
 from functional_ds.base.torch_private import FakeTensorMode, is_fake
 from functional_ds.comm.worlds.current import runs_on_shapes
 
-__all__ = ["RowGroups", "grouped_linear"]
-
 
 @attrs.frozen(eq=False)
 class RowGroups:

@@ -10,8 +10,6 @@ from functional_ds import comm
 from .grouped import RowGroups, grouped_linear
 from .token_exchange import ExpertFunction
 
-__all__ = ["gated_mlp", "mlp"]
-
 Activation = Callable[[Tensor], Tensor]
 
 

@@ -13,8 +13,6 @@ from functional_ds.step.pass_scope import current_pass
 
 from .routing import Routing
 
-__all__ = ["Demands", "RouterBiases", "count_choices", "count_demand", "router_bias"]
-
 
 @attrs.frozen(eq=False)
 class Demands:

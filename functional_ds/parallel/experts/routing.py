@@ -10,8 +10,6 @@ from functional_ds.base.prng import Key
 
 from .capacity import Capacity
 
-__all__ = ["Routing", "jitter", "route"]
-
 Gate = Literal["softmax", "sigmoid"]
 
 

@@ -13,8 +13,6 @@ from functional_ds.base.torch_private import is_fake
 from .grouped import RowGroups
 from .token_exchange import ExpertFunction
 
-__all__ = ["StackedExperts", "each_expert", "unstacked"]
-
 _EACH = "each"  # replaces the expert's number in paths of stacked leaves
 
 

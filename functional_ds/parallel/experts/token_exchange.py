@@ -22,8 +22,6 @@ from .grouped import RowGroups
 from .routing import Routing, check_shapes, overflow_error
 from .token_order import TokenOrder, combine, spread
 
-__all__ = ["ExchangeVolume", "ExpertFunction", "exchange", "exchange_volume"]
-
 Way = Literal["auto", "all_to_all", "gather", "by_rank"]
 ExpertFunction = Callable[[Tensor, RowGroups], Tensor]
 

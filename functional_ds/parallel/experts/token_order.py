@@ -6,8 +6,6 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["TokenOrder", "combine", "spread"]
-
 
 @attrs.frozen(eq=False)
 class TokenOrder:

@@ -14,8 +14,6 @@ from functional_ds.step.pass_scope import current_pass
 
 from .sequence_layout import SequenceLayout
 
-__all__ = ["AXIS", "IN_DOCUMENTS", "SequenceAxis", "check_pieces", "documents_of", "resolve_axis", "sequence_axis"]
-
 AXIS = "sp"
 IN_DOCUMENTS = "sp, for attention within its documents"  # what the functions here ask for; ``axis("sp")`` does not reveal it
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from functional_ds.base.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, CUDA_ATTENTION, CUDA_ATTENTION_BACKWARD
 
-__all__ = ["attend", "attend_backward", "takes"]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 

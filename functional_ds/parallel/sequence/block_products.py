@@ -12,8 +12,6 @@ import attrs
 
 from .sequence_layout import SequenceLayout
 
-__all__ = ["BlockProduct", "Extent", "products", "ring_pairs"]
-
 Extent = tuple[int, int]
 _WINDOW_ROWS = 256
 

@@ -17,21 +17,6 @@ from .block_products import BlockProduct, products
 from .sequence_layout import SequenceLayout
 from .softmax_merge import merge_into
 
-__all__ = [
-    "AttentionMask",
-    "Keys",
-    "Partial",
-    "Queries",
-    "Total",
-    "attention",
-    "blockwise",
-    "checked_qkv",
-    "empty_to_infinite",
-    "mask_of",
-    "resolved_scale",
-    "without_autocast",
-]
-
 _TILE = 1 << 20
 _Runs = tuple[range, ...]
 Partial = tuple[Tensor, Tensor]  # the attention to some keys, and its log-sum-exp, wide enough to sum in

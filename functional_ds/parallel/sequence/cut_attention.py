@@ -15,8 +15,6 @@ from .axis import check_pieces, resolve_axis
 from .blockwise import AttentionMask, checked_qkv, mask_of, resolved_scale, without_autocast
 from .sequence_layout import SequenceLayout
 
-__all__ = ["Attention", "CutSequence", "cut_attention", "shape_of_attention"]
-
 Attention = Callable[..., Tensor]
 
 

@@ -9,8 +9,6 @@ from .blockwise import Keys, blockwise
 from .cut_attention import Attention, CutSequence, cut_attention
 from .sequence_layout import SequenceLayout
 
-__all__ = ["gathered"]
-
 
 def gathered(group: Group | None = None, *, layout: SequenceLayout | str | None = None) -> Attention:
     """All-gather attention over sequences split over ranks, each of which gathers all keys and values.

@@ -13,8 +13,6 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.comm.record.group import Group
 
-__all__ = ["HeadExchange", "HeadShares", "head_shares"]
-
 _Heads = tuple[range, ...]
 
 

@@ -21,8 +21,6 @@ from .gathered_keys import gathered
 from .ring import ring
 from .ulysses import ulysses
 
-__all__ = ["SequenceMask", "register_attention"]
-
 # Unsupported arguments that change an attention's result, by the names under which models pass them.
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask", "alibi", "cu_seq_lens_q", "cu_seq_lens_k", "cache")
 

@@ -16,8 +16,6 @@ from .blockwise import Keys, Partial, Queries, Total, empty_to_infinite
 from .cut_attention import Attention, CutSequence, cut_attention
 from .sequence_layout import SequenceLayout
 
-__all__ = ["ring"]
-
 _shift = lru_cache(maxsize=256)(Permutation.shift)
 
 

@@ -8,8 +8,6 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["SequenceLayout"]
-
 _KINDS = ("contiguous", "zigzag", "striped", "per_document")
 
 

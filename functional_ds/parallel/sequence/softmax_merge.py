@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["merge", "merge_into"]
-
 
 def merge(o: Tensor, lse: Tensor, other: Tensor, *, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys from attention over each.

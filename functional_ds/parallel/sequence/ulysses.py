@@ -19,8 +19,6 @@ from .cut_attention import Attention, shape_of_attention
 from .head_exchange import HeadExchange, HeadShares, head_shares
 from .sequence_layout import SequenceLayout
 
-__all__ = ["ulysses"]
-
 
 def ulysses(
     attention: Attention | None = None, group: Group | None = None, *, layout: SequenceLayout | str | None = None

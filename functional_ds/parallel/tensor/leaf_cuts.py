@@ -16,8 +16,6 @@ from functional_ds.sharding.path_patterns import nearest
 
 from .words import STAYS, WHOLE, Packed, Plan, fits, value_at, word_of
 
-__all__ = ["Cuts", "cuts_of", "heads_of", "is_transposed", "kv_groups"]
-
 
 @attrs.frozen
 class Cuts:

@@ -11,8 +11,6 @@ from functional_ds import comm
 from .pairs import shared, summed, tensor_group
 from .sequence_products import gathered_products, scattered_product
 
-__all__ = ["column", "row"]
-
 Biases = Sequence[Tensor | None]
 
 

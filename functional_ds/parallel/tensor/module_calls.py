@@ -23,8 +23,6 @@ from .pairs import shared, summed
 from .vocabulary import local_rows
 from .words import WHOLE, WORDS, Packed, Plan, Word, fits, value_at, word_of
 
-__all__ = ["TensorCalls"]
-
 _SLOT = "tensor_parallel input"
 
 

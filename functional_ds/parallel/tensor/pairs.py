@@ -10,8 +10,6 @@ from functional_ds.step.axes import axis, note_asked
 
 SLICES = "slices of weights over tp"
 
-__all__ = ["SLICES", "shared", "summed", "tensor_group"]
-
 
 def tensor_group(group: comm.Group | None, what: str) -> comm.Group:
     """The group, by default that of the running step's ``T.tensor_parallel``.

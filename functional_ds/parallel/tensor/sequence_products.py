@@ -9,8 +9,6 @@ from torch import Tensor
 
 from functional_ds import comm
 
-__all__ = ["gathered_products", "scattered_product"]
-
 
 def gathered_products(
     x: Tensor, weights: Sequence[Tensor], *, group: comm.Group, dim: int, chunks: int, regather: bool

@@ -10,8 +10,6 @@ from functional_ds.base.torch_private import disable_dispatch_modes, is_fake, is
 
 from .pairs import tensor_group
 
-__all__ = ["DrawLog", "Drawn", "places", "told_apart"]
-
 Drawn = tuple[str, list[int], list[float]]  # a draw's name, the shape of what it is for, numbers that tell its values apart
 
 

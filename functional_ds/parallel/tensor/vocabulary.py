@@ -13,8 +13,6 @@ from functional_ds.comm.agreement.alike import alike
 
 from .pairs import summed, tensor_group
 
-__all__ = ["cross_entropy", "embed", "local_rows"]
-
 
 def embed(
     ids: Tensor,

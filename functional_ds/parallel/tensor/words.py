@@ -7,8 +7,6 @@ from typing import Any
 import attrs
 from torch import nn
 
-__all__ = ["STAYS", "WHOLE", "WORDS", "Packed", "Plan", "Word", "fits", "plan_of", "value_at", "word_of"]
-
 
 def _sizes(given: int | Sequence[int]) -> int | tuple[int, ...]:
     return given if isinstance(given, int) else tuple(given)

@@ -18,8 +18,6 @@ from functional_ds.step.pass_scope import Pass
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
-__all__ = ["Boundary", "Crossing", "ShapeRun", "TensorMeta", "on_shapes", "signature", "view_metas"]
-
 
 @attrs.frozen
 class TensorMeta:

@@ -25,8 +25,6 @@ from .boundary import Boundary
 from .recorder import SavedBytes
 from .split_backward import InFlightMicroBatch
 
-__all__ = ["estimated"]
-
 
 def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, link: Link | None = None) -> Costs:
     """Estimates the stages' costs for a micro-batch like ``batch``, on tensors without values.

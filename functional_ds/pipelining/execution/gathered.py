@@ -13,8 +13,6 @@ from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.view import NeedsWhole, Pulling, View
 
-__all__ = ["GatheredParams"]
-
 
 @attrs.define(eq=False)
 class GatheredParams:

@@ -28,8 +28,6 @@ from .placement import Placement, StageParams
 from .recorder import Recorder
 from .runner import MicroBatch, Rehearsal, Runner
 
-__all__ = ["PipelineSpec", "gradients", "measure"]
-
 _LEAD = 2  # how many compute actions early receives are posted
 _CAPACITY = 256  # kinds of micro-batches; the cache is emptied when a run has more
 

@@ -13,8 +13,6 @@ from functional_ds.pipelining.schedules.action import Action, Kind
 from .boundary import Boundary
 from .recorder import Recorder
 
-__all__ = ["Mailbox"]
-
 _MOST_BATCHES = 8  # batches of sends whose values are kept until they are received
 
 _Key = tuple[Kind, int, int]  # F or B; the stage that sends, or where a value arrives, the stage that receives; the micro-batch

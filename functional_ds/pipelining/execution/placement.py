@@ -23,8 +23,6 @@ from functional_ds.step.step import Step
 
 from .boundary import Crossing, TensorMeta
 
-__all__ = ["Placement", "StageParams"]
-
 
 @attrs.frozen
 class StageParams:

@@ -19,8 +19,6 @@ from functional_ds.pipelining.planning.timeline import Timeline, WaitSpan
 from functional_ds.pipelining.schedules.action import COMPUTE, Action, Kind
 from functional_ds.pipelining.schedules.schedule import Schedule
 
-__all__ = ["Recorder", "SavedBytes"]
-
 Held = dict[tuple[int, int], Mapping[StorageWeakRef, int]]  # the storages that forwards left, by (stage, micro-batch)
 
 

@@ -23,8 +23,6 @@ from .mailbox import Mailbox
 from .recorder import Recorder
 from .split_backward import InFlightMicroBatch
 
-__all__ = ["MicroBatch", "Rehearsal", "Runner"]
-
 
 @attrs.frozen(eq=False)
 class MicroBatch:

@@ -21,9 +21,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from functional_ds.base.torch_private import run_backward, storage_id
 from functional_ds.step.view import in_this_thread
 
-__all__ = ["InFlightMicroBatch", "WeightBackward", "accumulate", "backward_inputs"]
-
-
 Grads = tuple[Tensor | None, ...]
 _NOTHING = frozenset[int]()
 

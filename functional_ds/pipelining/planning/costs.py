@@ -10,8 +10,6 @@ from functional_ds.comm.algorithms.cost import Link
 from functional_ds.pipelining.schedules.action import Kind
 from functional_ds.pipelining.schedules.graph import Floats
 
-__all__ = ["Costs", "PerStage"]
-
 PerStage = float | Sequence[float]
 
 

@@ -8,8 +8,6 @@ from functional_ds.pipelining.schedules.action import Kind
 
 from .timeline import Timeline
 
-__all__ = ["draw"]
-
 # The literature's colours: blue forwards, teal and green backwards.
 _COLOURS = {Kind.F: "#4c72b0", Kind.I: "#64b5cd", Kind.W: "#55a868", Kind.B: "#2a8b8b"}
 _NAMES = {Kind.F: "forward", Kind.I: "backward for inputs", Kind.W: "backward for weights", Kind.B: "backward"}

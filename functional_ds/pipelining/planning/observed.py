@@ -13,8 +13,6 @@ from functional_ds.pipelining.schedules.schedule import Schedule
 from .costs import Costs
 from .timeline import Timeline, WaitSpan
 
-__all__ = ["measured", "observed"]
-
 _ROUNDING = 1e-9  # of the largest time
 
 

@@ -18,8 +18,6 @@ from functional_ds.pipelining.schedules.schedule import Schedule, ScheduleError,
 from .costs import Costs
 from .timeline import timeline
 
-__all__ = ["PriorityRule", "list_schedule", "optimize"]
-
 
 @attrs.frozen
 class PriorityRule:

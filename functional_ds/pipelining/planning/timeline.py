@@ -14,8 +14,6 @@ from functional_ds.pipelining.schedules.schedule import Schedule
 
 from .costs import Costs
 
-__all__ = ["Span", "Timeline", "WaitSpan", "timeline"]
-
 _SHOWN_RANKS = 32
 
 

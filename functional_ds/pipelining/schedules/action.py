@@ -11,8 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ALL", "COMPUTE", "MESSAGES", "Action", "Codes", "Kind"]
-
 Codes = npt.NDArray[np.int64]
 
 ALL = -1  # the micro-batch of actions on a stage's parameters

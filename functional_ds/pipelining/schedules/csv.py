@@ -12,8 +12,6 @@ from functional_ds.base.disk.files import read_text
 from .action import Action, Kind
 from .schedule import Schedule
 
-__all__ = ["from_csv", "to_csv"]
-
 _THEIRS = {Kind.GATHER: "UNSHARD", Kind.EVICT: "RESHARD", Kind.REDUCE: "REDUCE_GRAD"}
 _OURS = {name: kind.name for kind, name in _THEIRS.items()}
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")

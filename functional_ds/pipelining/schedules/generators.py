@@ -18,8 +18,6 @@ import numpy as np
 from .action import MOST_MICROBATCHES, MOST_STAGES, Codes, Kind, pack
 from .schedule import Schedule, stage_to_rank
 
-__all__ = ["breadth_first", "gpipe", "inference", "interleaved_one_f_one_b", "one_f_one_b", "zb_2p", "zb_h1"]
-
 
 def check(p: Any, m: Any, v: Any = 1) -> None:
     """Raises an error for sizes that no schedule has.

@@ -9,9 +9,6 @@ import numpy.typing as npt
 from .action import COMPUTE, Action, Codes, Kind, kinds, microbatches, stages, unpack
 from .schedule import Schedule, ScheduleError
 
-__all__ = ["Floats", "Graph", "Wait", "build_graph", "cycle_error", "earliest_times", "enter", "sent_graph", "weights_done"]
-
-
 _FORWARD, _INPUT, _WEIGHT = range(3)  # the table's slots; a full backward is in the slot of the backward for inputs
 _SLOT = np.array([_FORWARD, _INPUT, _WEIGHT, _INPUT])
 

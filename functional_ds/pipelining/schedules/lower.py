@@ -10,8 +10,6 @@ from .action import ALL, COMPUTE, MESSAGES, Action, Codes, Kind, kinds, microbat
 from .graph import Floats, Graph, build_graph, earliest_times, weights_done
 from .schedule import Schedule
 
-__all__ = ["lower", "receives_early"]
-
 
 def receives_early(steps: Sequence[tuple[Action, ...]], lead: int) -> list[tuple[Action, ...]]:
     """A rank's steps with each receive posted up to ``lead`` compute actions earlier.

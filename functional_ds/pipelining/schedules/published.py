@@ -12,8 +12,6 @@ from .generators import breadth_first, gpipe, interleaved_one_f_one_b, one_f_one
 from .schedule import Schedule, stage_to_rank
 from .v_shaped import dualpipe_v, zbv
 
-__all__ = ["PUBLISHED", "Published", "by_name", "published"]
-
 
 @attrs.frozen
 class Published:

@@ -11,8 +11,6 @@ from functional_ds.comm.record.notebook import html_text
 
 from .action import COMPUTE, MESSAGES, Action, Codes, Kind, kinds, microbatches, packed, unpack
 
-__all__ = ["Schedule", "ScheduleError", "stage_to_rank"]
-
 _SHOWN_ROWS, _SHOWN_ACTIONS = 16, 24
 
 

@@ -12,8 +12,6 @@ from .action import Action, Codes, Kind, microbatches, pack, packed
 from .generators import check, weave
 from .schedule import Schedule, stage_to_rank
 
-__all__ = ["dualpipe_v", "zbv"]
-
 
 def zbv(p: int, m: int) -> Schedule:
     """Zero bubbles with 1F1B's memory: split backwards, and two chunks a rank in a V.

@@ -9,8 +9,6 @@ from .action import MESSAGES, Action, Codes, Kind, kinds, microbatches, stages, 
 from .graph import Graph, Wait, build_graph, cycle_error, earliest_times, enter
 from .schedule import Schedule, ScheduleError
 
-__all__ = ["check_messages", "in_flight", "validate"]
-
 
 def validate(schedule: Schedule, *, training: bool = True, in_flight: int | Sequence[int] | None = None) -> Schedule:
     """Proves that a schedule can run, and returns it.

@@ -4,8 +4,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-__all__ = ["balanced", "uniformly"]
-
 
 def uniformly(blocks: int, stages: int) -> tuple[int, ...]:
     """The first block of each stage; stages differ by at most one block.

@@ -15,8 +15,6 @@ from functional_ds.base.tree import NAMESPACE
 
 from .stages import Params, Stage, Stages
 
-__all__ = ["Piece", "call_with", "first_input", "stages"]
-
 
 def _several(names: str | Iterable[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)

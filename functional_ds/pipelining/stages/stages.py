@@ -19,9 +19,6 @@ from functional_ds.base.torch_private import (
 from functional_ds.base.weighted import Weighted, weigh
 from functional_ds.modules.functional import Apply
 
-__all__ = ["NEEDS_VALUES", "LossInput", "OnesReadMode", "Stage", "Stages", "check_shapes", "mapped", "shown", "standing_for"]
-
-
 Params = Mapping[str, Tensor]
 
 

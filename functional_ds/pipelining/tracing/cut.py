@@ -23,9 +23,6 @@ from .program import Arguments, ModuleCall, Program, StageProgram, tensors_in, t
 from .split import balanced_split, candidates, modules_around, named_split, split_program
 from .tracer import trace_forward
 
-__all__ = ["ProgramCache", "cut", "seconds"]
-
-
 _CAPACITY = 256  # programs; the cache is emptied when a run's batches have more shapes than this
 
 

@@ -18,8 +18,6 @@ from functional_ds.base.torch_private import (
 from functional_ds.comm.record.group import call_site
 from functional_ds.remat.operator_arguments import tensors_given, tensors_written
 
-__all__ = ["FunctionCalls", "OperatorLog", "intercept", "no_checkpoint", "storage_number", "under_checkpoint", "unobserved"]
-
 # Operators that read nothing but shape, dtype and device of their first argument.
 _SHAPE_ONLY = frozenset(
     [f"{what}_like" for what in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]

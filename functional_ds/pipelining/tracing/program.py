@@ -16,23 +16,6 @@ from functional_ds.base.containers import register_containers
 from functional_ds.base.torch_private import disable_torch_function_subclass
 from functional_ds.modules.deep_copy import fields_of
 
-__all__ = [
-    "Arguments",
-    "Instruction",
-    "ModuleCall",
-    "Placeholder",
-    "Program",
-    "StageProgram",
-    "Template",
-    "TensorSource",
-    "TorchModes",
-    "make_template",
-    "opaque_holder",
-    "tensors_in",
-    "torch_modes",
-]
-
-
 _ATOMS = (nn.Module, type, str, bytes, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
 
 

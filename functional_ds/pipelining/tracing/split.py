@@ -13,8 +13,6 @@ from functional_ds.pipelining.stages.balance import balanced, uniformly
 
 from .program import Instruction, ModuleCall, Program, StageProgram
 
-__all__ = ["balanced_split", "candidates", "modules_around", "named_split", "split_program"]
-
 
 def candidates(module: nn.Module, at: Any, blocks: str | None) -> list[list[ModuleCall]]:
     """The calls that each entry of ``at`` may mean; for a number of stages, the first calls of all blocks.

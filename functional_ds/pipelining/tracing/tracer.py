@@ -43,8 +43,6 @@ from .program import (
     torch_modes,
 )
 
-__all__ = ["NotConstant", "trace_forward"]
-
 
 class NotConstant(Exception):
     """A tensor that was traced as a constant depends on the arguments or on random numbers."""

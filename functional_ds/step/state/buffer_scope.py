@@ -12,9 +12,6 @@ from functional_ds.base.torch_private import version_of
 
 from .buffers import Buffers, HasBuffers, OtherAttribute, OtherAttributes, plain_copy
 
-__all__ = ["BufferScope", "Held", "bit_equal"]
-
-
 _SMALL = 1 << 16  # bytes of a buffer that each pass copies without asking whether it is ever written
 
 

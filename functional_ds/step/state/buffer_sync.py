@@ -14,8 +14,6 @@ from functional_ds.comm.worlds.current import current_recorder
 from .buffers import BUFFERS, Buffers
 from .state import State
 
-__all__ = ["Agreement", "agreed_anew", "synced", "synchronized", "unagreed"]
-
 
 @attrs.frozen
 class AttributeForm:

@@ -20,8 +20,6 @@ from functional_ds.comm.worlds.current import current_recorder
 
 from .slots import Role
 
-__all__ = ["BUFFERS", "POLICIES", "Buffers", "HasBuffers", "Modules", "OtherAttribute", "OtherAttributes", "plain_copy"]
-
 BUFFERS = "buffers"  # the name of the slot
 POLICIES = ("first", "mean", "own")
 _NUMBERS = {torch.bool: bool, torch.int64: int, torch.float64: float, torch.complex128: complex}

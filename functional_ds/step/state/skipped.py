@@ -13,8 +13,6 @@ from functional_ds.base.weighted import Weighted
 
 from .state import State
 
-__all__ = ["keeping", "kept_slots", "marking"]
-
 
 def keeping(name: str, slot: str | None, update: Any) -> Any:
     """The ``update`` of a transform that does not handle skipped steps: in one it changes only what ``inner`` does.

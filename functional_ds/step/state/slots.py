@@ -14,8 +14,6 @@ from functional_ds.sharding.leaf_map import LeafMap
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = ["Apart", "Role", "Stored", "fields_of_role", "stored_layout", "with_room"]
-
 
 class Role(Enum):
     """What a field of a slot means. The value is the prefix of its tensors' names in checkpoints.

@@ -17,22 +17,6 @@ from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_selection import Unused
 
-__all__ = [
-    "DonatedStateError",
-    "SeenGraphs",
-    "State",
-    "Summing",
-    "UpdateError",
-    "mark_donated",
-    "refuse_donated",
-    "refuse_open",
-    "summed_over_ranks",
-    "unused_leaves",
-    "with_idle",
-    "with_unused",
-    "without",
-]
-
 
 class DonatedStateError(RuntimeError):
     """Raised when a state is used after a step has taken its memory."""

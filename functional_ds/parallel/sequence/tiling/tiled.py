@@ -17,8 +17,6 @@ from functional_ds.base.prng import Key
 from functional_ds.step.moment import Moment
 from functional_ds.step.view import wide_dtype
 
-__all__ = ["tiled"]
-
 
 def tiled(function: Callable[..., Any], tiles: int, *, dim: int = 1, sums: bool = False) -> Callable[..., Any]:
     """Computes ``function(params, *args)`` for one of ``tiles`` parts of the tokens at a time, to save activation memory.

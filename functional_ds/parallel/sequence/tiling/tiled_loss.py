@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from functional_ds.base.weighted import Weighted
 
-__all__ = ["tiled_loss"]
-
 
 def tiled_loss(
     hidden: Tensor,
