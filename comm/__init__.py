@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from . import algorithms, codecs, debug, table
     from .api import all_gather, all_reduce, barrier, broadcast, reduce_scatter, repeat
+    from .calls.dispatch import start
     from .declare import invariant, partial, replicated, varying
-    from .dispatch import start
     from .exchange import all_to_all, permute
     from .megatron import copy_to, gather_from, reduce_from, scatter_to
     from .mesh import Mesh, mesh

@@ -19,8 +19,8 @@ from functional_ds.comm.table.rooted_rows import BARRIER
 from functional_ds.comm.table.rows import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
 from functional_ds.comm.table.variance import Variance
 
-from .dispatch import check_avg, collective, flatten, request, resolve_dim, resolve_group
-from .uneven import all_gather_uneven
+from .calls.dispatch import check_avg, collective, flatten, request, resolve_dim, resolve_group
+from .calls.uneven import all_gather_uneven
 
 T = TypeVar("T")
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.comm.dispatch import relay
+from functional_ds.comm.calls.dispatch import relay
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending, Request
 
-from .dispatch import collective, resolve_group
+from .calls.dispatch import collective, resolve_group
 
 P = ParamSpec("P")
 R = TypeVar("R")

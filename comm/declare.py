@@ -11,7 +11,7 @@ from functional_ds.base import tree as pytree
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.variance import Variance
 
-from .dispatch import flatten, resolve_group
+from .calls.dispatch import flatten, resolve_group
 
 T = TypeVar("T")
 

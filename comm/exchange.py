@@ -12,8 +12,8 @@ from functional_ds.comm.table.collective import Call
 from functional_ds.comm.table.exchanges import ALL_TO_ALL, ALL_TO_ALL_ROWS, PERMUTE
 from functional_ds.comm.table.permutation import Permutation
 
-from .dispatch import collective, request, resolve_dim, resolve_group
-from .uneven import need_values
+from .calls.dispatch import collective, request, resolve_dim, resolve_group
+from .calls.uneven import need_values
 
 T = TypeVar("T")
 _Sizes: TypeAlias = Sequence[int] | None

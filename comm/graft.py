@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .autograd_node import is_differentiable
+from .calls.autograd_node import is_differentiable
 
 
 @attrs.frozen(eq=False)

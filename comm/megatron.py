@@ -18,7 +18,7 @@ from functional_ds.comm.record.pending import Request
 from functional_ds.comm.table.collective import Call
 from functional_ds.comm.table.exchanges import COPY_TO, GATHER_FROM, REDUCE_FROM, SCATTER_TO
 
-from .dispatch import collective, request, resolve_dim
+from .calls.dispatch import collective, request, resolve_dim
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from functional_ds.comm.table.collective import Call
 from functional_ds.comm.table.rows import ALL_GATHER
 
 from .api import broadcast
-from .dispatch import request, resolve_group
-from .uneven import need_values, sizes_along
+from .calls.dispatch import request, resolve_group
+from .calls.uneven import need_values, sizes_along
 
 T = TypeVar("T")
 

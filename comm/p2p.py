@@ -16,7 +16,7 @@ from functional_ds.comm.record.pending import Request
 from functional_ds.comm.table.collective import Call
 from functional_ds.comm.table.exchanges import TRANSFER
 
-from .dispatch import collective, request, request_all, resolve_group
+from .calls.dispatch import collective, request, request_all, resolve_group
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from functional_ds.comm.table.rooted_rows import GATHER, SCATTER
 from functional_ds.comm.table.rows import REDUCE
 
 from .api import reducing
-from .dispatch import collective, request, resolve_dim, resolve_group
+from .calls.dispatch import collective, request, resolve_dim, resolve_group
 
 T = TypeVar("T")
 

@@ -20,19 +20,20 @@ READING = {
     "what is computed with": """functional_ds/base/tree.py functional_ds/base/weighted.py functional_ds/base/marks.py
         functional_ds/base/prng.py functional_ds/sharding/segment.py""",
     "collectives": """comm/table/collective.py comm/table/rows.py comm/table/tiling.py comm/backends/reduction.py comm/api.py
-        comm/dispatch.py comm/record/group.py comm/record/pending.py comm/worlds/current.py
+        comm/calls/dispatch.py comm/record/group.py comm/record/pending.py comm/worlds/current.py
         comm/worlds/rng_state.py comm/algorithms/bruck.py comm/simulation/simulator.py comm/simulation/schedule.py""",
     "a step on one device": """functional_ds/step/phase_signatures.py functional_ds/step/phases.py
-        functional_ds/step/mesh_axes.py
+        functional_ds/step/over_ranks/mesh_axes.py
         functional_ds/step/compose.py functional_ds/step/step.py functional_ds/step/train_step.py
-        functional_ds/step/view.py functional_ds/step/pass_scope.py functional_ds/step/state/state.py
+        functional_ds/step/views/view.py functional_ds/step/pass_scope.py functional_ds/step/state/state.py
         functional_ds/optim/bind.py functional_ds/optim/adam.py functional_ds/optim/kernels.py""",
     "three transforms": """transforms/clip.py transforms/accumulate.py
         transforms/precision/mixed_precision.py""",
-    "ZeRO": """transforms/zero/zero.py transforms/zero/lazy_params.py transforms/zero/lazy_tensor.py
-        transforms/zero/saved_places.py transforms/zero/gather.py transforms/zero/prefetch.py transforms/zero/reduce.py
+    "ZeRO": """transforms/zero/zero.py transforms/zero/lazy_params.py transforms/zero/units/lazy_tensor.py
+        transforms/zero/units/saved_places.py transforms/zero/gather.py transforms/zero/units/prefetch.py
+        transforms/zero/reduce.py
         transforms/zero/collectives.py transforms/zero/process_groups.py""",
-    "what is refused on the way": """functional_ds/step/checks.py functional_ds/step/graph_checks.py""",
+    "what is refused on the way": """functional_ds/step/checks.py functional_ds/step/views/graph_checks.py""",
     "of torch, what is private": "functional_ds/base/torch_private.py",
     "the wire, between processes": """comm/worlds/process.py comm/worlds/process_handle.py comm/worlds/worker.py
         comm/record/failed_steps.py comm/backends/malloc.py comm/backends/pool.py comm/backends/gloo.py

@@ -34,8 +34,8 @@ from functional_ds.transforms.precision.stochastic_rounding import round_stochas
 from functional_ds.transforms.zero.collectives import Collectives
 from functional_ds.transforms.zero.config import ZeroConfig
 from functional_ds.transforms.zero.gather import Gatherer
-from functional_ds.transforms.zero.prefetch import FetchTrace, plan_fetches
 from functional_ds.transforms.zero.process_groups import ProcessGroups
+from functional_ds.transforms.zero.units.prefetch import FetchTrace, plan_fetches
 from tests.comm.debug import test_written
 from tests.comm.record import test_failed_steps
 from tests.comm.simulation import test_nccl_rules
@@ -1252,7 +1252,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("all get the whole", "comm.table.rooted_rows:_gather", "rank == options['dst']", "True"),
         Bug(
             "sizes are everybody's own",
-            "comm.uneven:sizes_along",
+            "comm.calls.uneven:sizes_along",
             "theirs[place][0]",
             "leaves[place].shape[dim]",
             comm.errors.MismatchError,
@@ -1285,7 +1285,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (results_outlive_inference_mode,): [
         Bug(
             "results belong to inference mode",
-            "comm.dispatch:_in_inference_mode",
+            "comm.calls.dispatch:_in_inference_mode",
             "not torch.is_grad_enabled() and torch.is_inference_mode_enabled()",
             "False",
         ),
@@ -1560,7 +1560,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("a tied weight becomes two", "modules.module_places:parameter_places", "id(parameter)", "(id(parameter), path)"),
     ],
     (one_device_accumulates, 2): [
-        Bug("earlier gradients are dropped", "step.plain_view:_added", "total.add_(grad)", "grad"),
+        Bug("earlier gradients are dropped", "step.views.plain_view:_added", "total.add_(grad)", "grad"),
         Bug(
             "the last micro-batch is left out",
             "transforms.accumulate:accumulate.gradients",
@@ -1601,7 +1601,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (tokens_weigh_the_same, 0): [
         Bug(
             "metrics are each rank's own",
-            "step.mesh_axes:sum_over_ranks",
+            "step.over_ranks.mesh_axes:sum_over_ranks",
             "comm.all_reduce(scalars, axis.ranks())",
             "scalars",
         ),
@@ -1639,7 +1639,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (norms_are_of_the_whole_gradient, 2): [
         Bug(
             "each rank clips by its own shards",
-            "step.gradient_sums:_total",
+            "step.over_ranks.gradient_sums:_total",
             "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
             "functools.reduce(operator.add, divided)",
         ),
@@ -1647,14 +1647,17 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (everybody_hears_of_an_overflow, 2): [
         Bug(
             "one rank's finite gradients suffice",
-            "step.gradient_sums:finite",
+            "step.over_ranks.gradient_sums:finite",
             "comm.all_reduce(everywhere, axis.ranks(), op='min')",
             "comm.all_reduce(everywhere, axis.ranks(), op='max')",
         ),
     ],
     (draws_depend_on_the_position,): [
         Bug(
-            "every rank draws as rank 0", "step.mesh_axes:batch_shard", "index * group.size + group.rank", "index * group.size"
+            "every rank draws as rank 0",
+            "step.over_ranks.mesh_axes:batch_shard",
+            "index * group.size + group.rank",
+            "index * group.size",
         ),
         Bug(
             "micro-batches draw alike",
@@ -1759,14 +1762,14 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (test_nested_autograd.test_losses_that_differentiate, test_nested_autograd.sam, 3, 2): [
         Bug(
             "a leaf is another tensor after an eviction",
-            "transforms.zero.saved_places:UnitLeaves.filled",
+            "transforms.zero.units.saved_places:UnitLeaves.filled",
             "unit not in self._trained",
             "unit not in self.whole",
             RuntimeError,
         ),
         Bug(
             "a leaf gets the first memory that its unit had",
-            "transforms.zero.saved_places:UnitLeaves.filled",
+            "transforms.zero.units.saved_places:UnitLeaves.filled",
             "leaves[place].data = views[place]",
             "pass",
             RuntimeError,
@@ -1783,7 +1786,10 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (test_nested_autograd.test_functions_whose_backward_runs_autograd, test_nested_autograd.Recomputing, None, 1): [
         Bug(
-            "what functions leave in .grad is lost", "step.plain_view:stored_view.pull.wait", "sum_of(leaf.grad, grad)", "grad"
+            "what functions leave in .grad is lost",
+            "step.views.plain_view:stored_view.pull.wait",
+            "sum_of(leaf.grad, grad)",
+            "grad",
         ),
     ],
     (test_nested_autograd.test_nested_gradients_of_one_rank,): [
@@ -1813,7 +1819,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (test_nested_autograd.test_a_copy_of_a_leaf_is_that_of_a_parameter, 3): [
         Bug(
             "a copy of a leaf has its graph",
-            "transforms.zero.lazy_tensor:_watched",
+            "transforms.zero.units.lazy_tensor:_watched",
             "func == _COPY",
             "False",
             RuntimeError,
@@ -1927,7 +1933,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (two_whole_units_and_the_next, False, False): [
         Bug(
             "autograd keeps whole units",
-            "transforms.zero.saved_places:SavedPlaces.home",
+            "transforms.zero.units.saved_places:SavedPlaces.home",
             "self._homes.get(_place(tensor.untyped_storage()))",
             "None",
         ),
@@ -1936,7 +1942,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (plans_are_the_shortest,): [
         Bug(
             "the next use is sought from the start",
-            "transforms.zero.prefetch:_next_use",
+            "transforms.zero.units.prefetch:_next_use",
             "uses.index(unit, now)",
             "uses.index(unit)",
         ),
@@ -1944,7 +1950,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (several_passes_gather_no_more_than_needed, False): [
         Bug(
             "the first to come makes room",
-            "transforms.zero.prefetch:plan_fetches",
+            "transforms.zero.units.prefetch:plan_fetches",
             "max(there, key=lambda u: _next_use(uses, i, u))",
             "there[0]",
         ),
@@ -2109,7 +2115,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "1 if state.skip is None else state.skip.logical_not()",
             "1",
         ),
-        Bug("NaN is finite", "step.gradient_sums:_finite", "overflow[0] == 0", "~torch.cat(grads).isinf().any()"),
+        Bug("NaN is finite", "step.over_ranks.gradient_sums:_finite", "overflow[0] == 0", "~torch.cat(grads).isinf().any()"),
         Bug(
             "a scale is never adjusted",
             "transforms.precision.mixed_precision:_MixedPrecision.update",

@@ -13,12 +13,12 @@ from functional_ds.compiling.compile_options import CompileOptions
 from functional_ds.compiling.errors import backward_refusal
 from functional_ds.remat.block_paths import check_blocks, check_pattern
 from functional_ds.step.compose import wrap
-from functional_ds.step.mesh_axes import AxisRole
+from functional_ds.step.over_ranks.mesh_axes import AxisRole
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
-from functional_ds.transforms.zero.lazy_tensor import fetched
+from functional_ds.transforms.zero.units.lazy_tensor import fetched
 
 
 def compiled(

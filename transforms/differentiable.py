@@ -15,7 +15,6 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.optim.bind import BoundOptimizer
 from functional_ds.optim.formula import out_of_place
 from functional_ds.sharding.sources import is_deferred, values_of
-from functional_ds.step.graph_checks import check_graph
 from functional_ds.step.pass_scope import Pass, with_buffers
 from functional_ds.step.phase_signatures import Phase
 from functional_ds.step.phases import Trait
@@ -24,7 +23,8 @@ from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State, with_unused
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import updating
-from functional_ds.step.view import View, dense, wide_dtype
+from functional_ds.step.views.graph_checks import check_graph
+from functional_ds.step.views.view import View, dense, wide_dtype
 
 _COMPOSE = frozenset({"init", "loss", "gradients", "reduce", "update", "rate", "params"})  # gradients flow through these phases
 

@@ -21,7 +21,7 @@ from functional_ds.pipelining.schedules.validate import validate
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.compose import wrap
-from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform

@@ -16,7 +16,7 @@ from functional_ds.remat.remat import check_group, check_names
 from functional_ds.remat.report import open_report
 from functional_ds.remat.saved_tensors import TensorStore
 from functional_ds.step.compose import wrap
-from functional_ds.step.mesh_axes import AxisRole
+from functional_ds.step.over_ranks.mesh_axes import AxisRole
 from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform

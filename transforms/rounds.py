@@ -10,7 +10,7 @@ from functional_ds import comm
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.guards import check_same_leaves
-from functional_ds.step.mesh_axes import Axis, AxisRole
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import OF_A_STEP
 from functional_ds.step.state.slots import Apart

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import repeat
+from functional_ds.comm.calls.dispatch import check_avg, flatten, resolve_group
 from functional_ds.comm.composed import composed
 from functional_ds.comm.declare import varying
-from functional_ds.comm.dispatch import check_avg, flatten, resolve_group
 from functional_ds.comm.exchange import permute
 from functional_ds.comm.graft import Graft
 from functional_ds.comm.record.group import Group

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.comm.backends.reduction import combine
-from functional_ds.comm.dispatch import start
+from functional_ds.comm.calls.dispatch import start
 from functional_ds.comm.p2p import Recv, Send, batch_p2p
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending

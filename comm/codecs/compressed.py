@@ -12,8 +12,8 @@ from torch import Tensor
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather, all_reduce, reduce_scatter
 from functional_ds.comm.backends.reduction import fold
+from functional_ds.comm.calls.dispatch import check_avg, check_call, flatten, prepare, relay, resolve_dim, resolve_group
 from functional_ds.comm.declare import varying
-from functional_ds.comm.dispatch import check_avg, check_call, flatten, prepare, relay, resolve_dim, resolve_group
 from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.graft import Graft
 from functional_ds.comm.record.group import Group

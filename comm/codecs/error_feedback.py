@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather
 from functional_ds.comm.backends.reduction import fold
-from functional_ds.comm.dispatch import check_avg, flatten, resolve_dim, resolve_group
+from functional_ds.comm.calls.dispatch import check_avg, flatten, resolve_dim, resolve_group
 from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Here

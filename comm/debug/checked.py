@@ -7,7 +7,7 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import PrefixStore
 
 from functional_ds.comm.api import barrier
-from functional_ds.comm.dispatch import resolve_group
+from functional_ds.comm.calls.dispatch import resolve_group
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Here
 from functional_ds.comm.table.rooted_rows import BARRIER

@@ -8,7 +8,7 @@ from time import perf_counter
 import attrs
 import torch
 
-from functional_ds.comm.dispatch import resolve_group
+from functional_ds.comm.calls.dispatch import resolve_group
 from functional_ds.comm.objects import all_gather_object, broadcast_object
 from functional_ds.comm.p2p import recv, send
 from functional_ds.comm.record.group import Group

@@ -6,8 +6,8 @@ from functional_ds.base.package_index import lazy_index
 
 if TYPE_CHECKING:
     from functional_ds.comm.backends.primitives import Communicator, Options, Prepared, Started
+    from functional_ds.comm.calls.dispatch import collective, prepare, request
     from functional_ds.comm.composed import composed
-    from functional_ds.comm.dispatch import collective, prepare, request
     from functional_ds.comm.record.pending import Request
 
     from .collective import Call, Collective, Here, Traffic

@@ -112,15 +112,15 @@ DOES = {
     "functional_ds/step/step.py": "step(state, batch) calls the phases in order",
     "functional_ds/step/phase_signatures.py": "the phases, and what each is called with",
     "functional_ds/step/train_step.py": "the phase gradients: view, loss, backward",
-    "functional_ds/step/view.py": "pull: gradients of what the loss saw",
+    "functional_ds/step/views/view.py": "pull: gradients of what the loss saw",
     "functional_ds/step/pass_scope.py": "ends the forward pass, starts the backward",
-    "transforms/zero/lazy_tensor.py": "a torch function touches a leaf",
+    "transforms/zero/units/lazy_tensor.py": "a torch function touches a leaf",
     "transforms/zero/lazy_params.py": "which unit; its node in the graph",
     "transforms/zero/gather.py": "follows the plan of fetches",
     "transforms/zero/reduce.py": "packs a unit's gradients, in turn",
     "transforms/zero/collectives.py": "levels of groups, codecs",
     "comm/api.py": "all_gather, reduce_scatter",
-    "comm/dispatch.py": "the table's row, checked and counted",
+    "comm/calls/dispatch.py": "the table's row, checked and counted",
     "comm/simulation/simulator.py": "the wire: here threads; else Gloo or NCCL",
 }
 

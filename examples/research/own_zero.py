@@ -16,7 +16,7 @@ from shared import first, loss_fn, table, train
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole, GradientParts
 
 
 def owned_in_turn(*, bug: bool = False) -> fds.Transform:

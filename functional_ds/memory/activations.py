@@ -14,7 +14,7 @@ from functional_ds.base.torch_private import FakeTensorMode
 from functional_ds.base.weighted import weigh
 from functional_ds.dry_run.events import FakeRecorder
 from functional_ds.step.pass_scope import Pass
-from functional_ds.step.plain_view import stored_view
+from functional_ds.step.views.plain_view import stored_view
 
 
 @attrs.frozen

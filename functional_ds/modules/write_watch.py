@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from functional_ds.base import tree
 from functional_ds.base.torch_private import TorchDispatchMode, storage_id, version_of
 from functional_ds.remat.operator_arguments import tensors_written
-from functional_ds.step.graph_checks import bit_sums
 from functional_ds.step.pass_scope import Pass
+from functional_ds.step.views.graph_checks import bit_sums
 
 
 def _refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> None:

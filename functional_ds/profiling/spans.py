@@ -17,7 +17,7 @@ from functional_ds.comm.table.collective import Handle, WatchedHandle
 from functional_ds.step.phase_signatures import Phase
 from functional_ds.step.phases import mapped
 from functional_ds.step.step import Step
-from functional_ds.step.view import View
+from functional_ds.step.views.view import View
 
 STAGES = ("forward", "backward", "passes", "reduce", "update", "other")
 """Of a step: "passes" is what transforms do around passes, and a pipeline's backward passes, which alternate with messages."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.step.mesh_axes import AxisRole, axes_of
+from functional_ds.step.over_ranks.mesh_axes import AxisRole, axes_of
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 

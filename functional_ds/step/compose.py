@@ -5,7 +5,7 @@ from typing import Any, Unpack, cast
 
 import attrs
 
-from .mesh_axes import Axis
+from .over_ranks.mesh_axes import Axis
 from .phase_signatures import PhaseFunctions
 from .phases import Trait, check_phases
 from .step import Step, Transform

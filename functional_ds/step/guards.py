@@ -18,7 +18,7 @@ from functional_ds.comm.agreement.agree import Entry, differences
 from functional_ds.comm.agreement.description import described
 
 from .checks import Strategy, check_batch, check_state, refuse_inference, refuse_torch_func
-from .mesh_axes import AxisRole
+from .over_ranks.mesh_axes import AxisRole
 from .phases import Layer
 from .state.state import State
 

@@ -22,7 +22,7 @@ from .phases import Trait
 from .state.buffer_scope import BufferScope
 from .state.buffers import BUFFERS
 from .state.state import State
-from .view import NeedsWhole, Pulling
+from .views.view import NeedsWhole, Pulling
 
 
 class OpenPass:

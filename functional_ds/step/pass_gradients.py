@@ -14,7 +14,7 @@ from functional_ds.base.weighted import Weighted
 from .phase_signatures import Phase
 from .phases import Layer, Trait
 from .state.state import State, Summing, refuse_open
-from .view import View, wide
+from .views.view import View, wide
 
 
 class RunsPasses(Summing, Protocol):

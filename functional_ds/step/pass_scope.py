@@ -15,12 +15,12 @@ from functional_ds.base.torch_private import at_backward_end, graph_number, stor
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.worlds.rng_state import RngState
 
-from .graph_checks import check_graph, inspect_graph
 from .phases import Trait
 from .state.buffer_scope import BufferScope
 from .state.buffers import BUFFERS
 from .state.state import SeenGraphs, State, Summing, with_unused
-from .view import NeedsWhole, Pulling, View
+from .views.graph_checks import check_graph, inspect_graph
+from .views.view import NeedsWhole, Pulling, View
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .state.state import State
-from .view import View
+from .views.view import View
 
 P = ParamSpec("P")
 R = TypeVar("R")

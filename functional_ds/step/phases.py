@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import attrs
 
-from .mesh_axes import Axis, AxisRole
+from .over_ranks.mesh_axes import Axis, AxisRole
 from .phase_signatures import PHASES, Phase, bound
 from .state.skipped import keeping, marking
 from .state.state import State

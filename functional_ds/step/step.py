@@ -20,10 +20,10 @@ from functional_ds.base.weighted import Weighted, check_constant
 
 from .axes import with_axis
 from .checks import name_sum, refuse_other_names, refuse_shared, structure_of, warning_of_lone_ranks, with_own_memory
-from .gradient_sums import GRADIENT_SUMS
 from .guards import GUARDS
-from .mesh_axes import OVER_RANKS, Axis, AxisRole, FollowsFromAxes, axes_of
 from .open_pass import OpenPass
+from .over_ranks.gradient_sums import GRADIENT_SUMS
+from .over_ranks.mesh_axes import OVER_RANKS, Axis, AxisRole, FollowsFromAxes, axes_of
 from .pass_gradients import Gradients
 from .pass_scope import evaluated
 from .phase_signatures import Metrics, Phase, Phases

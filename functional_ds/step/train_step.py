@@ -20,15 +20,15 @@ from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_selection import IndivisibleStateError
 from functional_ds.sharding.sources import values_of
 
-from .mesh_axes import axes_of
+from .over_ranks.mesh_axes import axes_of
 from .pass_scope import Pass, current_pass, detached, differentiated, evaluated, whole_if_needed, with_buffers
 from .phase_signatures import Metrics, Phase
 from .phases import Trait
-from .plain_view import stored_view
 from .state.buffer_scope import BufferScope
 from .state.buffers import BUFFERS, POLICIES
 from .state.state import State, UpdateError, unused_leaves
 from .step import Step
+from .views.plain_view import stored_view
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:

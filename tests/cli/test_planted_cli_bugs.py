@@ -77,7 +77,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     test_plan.test_activations_are_kept_beside_gathered_units: [
         Bug(
             "storages without values are one",
-            "transforms.zero.saved_places:_place",
+            "transforms.zero.units.saved_places:_place",
             "storage.data_ptr() or -StorageWeakRef(storage).cdata",
             "storage.data_ptr()",
         ),

@@ -210,7 +210,7 @@ BUGS = [
     ),
     Bug(
         "products count replicas",
-        "step.gradient_sums:dot",
+        "step.over_ranks.gradient_sums:dot",
         "_total(dividing, rows, lambda a, b: _dot(state, a, b, wide))",
         "_dot(state, *rows, wide)",
     ),

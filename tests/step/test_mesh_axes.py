@@ -10,7 +10,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.step.axes import axis
-from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole, GradientParts
 
 
 def data_parallel(group: comm.Group, **options: Any) -> fds.Transform:

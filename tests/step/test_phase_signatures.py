@@ -5,7 +5,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import functional_ds as fds
-from functional_ds.step.mesh_axes import OVER_RANKS
+from functional_ds.step.over_ranks.mesh_axes import OVER_RANKS
 from functional_ds.step.phase_signatures import PHASES, PhaseFunctions, Phases
 
 

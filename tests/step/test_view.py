@@ -117,7 +117,7 @@ BUGS = [
         "given.get(self.layout.paths[leaf])",
         "None",
     ),
-    Bug("a leaf's own gradient is lost", "step.view:differentiate", "id(x) in places", "False"),
+    Bug("a leaf's own gradient is lost", "step.views.view:differentiate", "id(x) in places", "False"),
 ]
 
 

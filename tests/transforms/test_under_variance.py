@@ -209,7 +209,7 @@ BUGS = (
     (
         Bug(
             "tensor_parallel counts what all ranks have n times",
-            "step.gradient_sums:_total",
+            "step.over_ranks.gradient_sums:_total",
             "whole.append(comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks()))",
             "whole = [comm.all_reduce(functools.reduce(operator.add, [*whole, *divided]), axis.ranks())]",
         ),

@@ -8,7 +8,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked, sharers_of
 from functional_ds.step.guards import check_same_leaves
-from functional_ds.step.mesh_axes import Axis, AxisRole
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
 from functional_ds.step.step import Step
 
 

@@ -18,10 +18,10 @@ from functional_ds.sharding.path_patterns import check_expression, nearest
 from functional_ds.sharding.sources import sliced
 from functional_ds.step.axes import asked
 from functional_ds.step.compose import wrap
-from functional_ds.step.mesh_axes import Axis, AxisRole
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.view import View
+from functional_ds.step.views.view import View
 
 from .expert_reads import read_alone
 from .slice_errors import traced

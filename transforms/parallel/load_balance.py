@@ -16,7 +16,7 @@ from functional_ds.parallel.experts.router_bias import Demands, RouterBiases
 from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.step.axes import with_axis
 from functional_ds.step.compose import wrap
-from functional_ds.step.mesh_axes import Axis, AxisRole
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.buffers import BUFFERS, Buffers

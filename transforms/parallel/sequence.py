@@ -18,7 +18,7 @@ from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
 from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.axes import IN_ORDER, asked
 from functional_ds.step.compose import wrap
-from functional_ds.step.mesh_axes import Axis, AxisRole
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phases import outermost
 from functional_ds.step.state.state import State

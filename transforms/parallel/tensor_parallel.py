@@ -24,7 +24,7 @@ from functional_ds.sharding.sources import is_deferred, sliced
 from functional_ds.step.axes import asked
 from functional_ds.step.compose import wrap
 from functional_ds.step.guards import check_same_leaves
-from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phases import Trait, innermost, outermost
 from functional_ds.step.state.state import State

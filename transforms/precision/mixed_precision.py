@@ -15,7 +15,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, mark_stored, module_of, stored_in
 from functional_ds.base.weighted import Weighted, weight_dtype
 from functional_ds.step.compose import wrap
-from functional_ds.step.mesh_axes import AxisRole
+from functional_ds.step.over_ranks.mesh_axes import AxisRole
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import Trait, outermost

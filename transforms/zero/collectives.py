@@ -12,8 +12,8 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.marks import like_marked
 from functional_ds.comm.backends.pool import Pool
+from functional_ds.comm.calls.dispatch import relay, start
 from functional_ds.comm.codecs.compressed import Compressed, decode_leaf, encode_leaf
-from functional_ds.comm.dispatch import relay, start
 from functional_ds.sharding.segment import Segment
 
 from .config import ZeroConfig

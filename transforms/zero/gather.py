@@ -13,7 +13,7 @@ from functional_ds.comm.worlds.current import labelled
 from functional_ds.sharding.layout import Layout
 
 from .collectives import Collectives
-from .prefetch import FetchPlan, FetchTrace, plan_fetches
+from .units.prefetch import FetchPlan, FetchTrace, plan_fetches
 
 _FINISHED, _FINISHED_WITH_NOTE = -1, -2
 

@@ -17,15 +17,15 @@ from functional_ds.base.torch_private import (
     outside_functorch,
 )
 from functional_ds.sharding.layout import Layout
-from functional_ds.step.graph_checks import watched
-from functional_ds.step.view import NeedsWhole, Outputs, Pulled, Pulling, View, differentiate
+from functional_ds.step.views.graph_checks import watched
+from functional_ds.step.views.view import NeedsWhole, Outputs, Pulled, Pulling, View, differentiate
 
-from .lazy_tensor import LazyTensor
-from .prefetch import FetchPlan
 from .reduce import Reducer
-from .saved_places import SavedPlaces, UnitLeaves, WriteGuard
 from .state import ZeroCache
-from .unit_source import UnitSource, WholeParams
+from .units.lazy_tensor import LazyTensor
+from .units.prefetch import FetchPlan
+from .units.saved_places import SavedPlaces, UnitLeaves, WriteGuard
+from .units.unit_source import UnitSource, WholeParams
 
 
 class _UnitNode(torch.autograd.Function):

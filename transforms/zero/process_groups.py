@@ -9,8 +9,6 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.sharding.segment import Blocks
 
-from .check_groups import check_block, check_replicas
-
 
 class GroupArguments(Protocol):
     """The arguments of ``zero`` that define its groups."""
@@ -72,11 +70,11 @@ class ProcessGroups:
         ((2, 3), (1, 3, 5), (0, 2, 4, 1, 3, 5))
         """
         if replicate is not None:
-            check_replicas(group, replicate)
+            _check_replicas(group, replicate)
         if intra_node is None:
             return ProcessGroups(group, None, None, group, replicate)
         size = intra_node if isinstance(intra_node, int) else intra_node.size
-        check_block(group, intra_node, size)
+        _check_block(group, intra_node, size)
         count, world = group.size // size, group.world
         first = group.rank // size * size
         block = intra_node
@@ -144,3 +142,29 @@ class ProcessGroups:
                 f"replicate: the groups {self.group.name!r} and {getattr(self.replicas, 'name', None)!r} make no grid: "
                 f"together their members name the ranks {ranks}; take two axes of one mesh"
             )
+
+
+def _check_block(group: comm.Group, intra_node: comm.Group | int, size: int) -> None:
+    if isinstance(intra_node, int):
+        if size < 1 or group.size % size:
+            fits = ", ".join(str(d) for d in range(1, group.size + 1) if group.size % d == 0)
+            raise ValueError(
+                f"intra_node={intra_node}: group {group.name!r} of {group.size} does not factor into blocks of that; use {fits}"
+            )
+        return
+    blocks = [group.ranks[start : start + size] for start in range(0, group.size, size)]
+    if group.size % size or intra_node.ranks != blocks[group.rank // size]:
+        raise ValueError(
+            f"intra_node={intra_node!r}: group {group.name!r} of ranks {list(group.ranks)} does not factor into blocks of "
+            "consecutive ranks of which this is one; name both axes, the outer one first: "
+            "zero(3, mesh['inter', 'intra'], intra_node=mesh['intra'])"
+        )
+
+
+def _check_replicas(group: comm.Group, replicate: comm.Group) -> None:
+    shared = set(group.ranks) & set(replicate.ranks)
+    if shared != {group.ranks[group.rank]}:
+        raise ValueError(
+            f"replicate={replicate!r}: it shares ranks {sorted(shared)} with group {group.name!r}, over which the state is "
+            "sharded; the two may have this rank alone in common: zero(3, mesh['shard'], replicate=mesh['replica'])"
+        )

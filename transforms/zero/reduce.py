@@ -14,10 +14,10 @@ from functional_ds.base.torch_private import foreach_add_, foreach_copy_
 from functional_ds.comm.worlds.current import labelled
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.segment import Segment
-from functional_ds.step.view import dense, wide
+from functional_ds.step.views.view import dense, wide
 
 from .collectives import Collectives
-from .prefetch import FetchPlan
+from .units.prefetch import FetchPlan
 
 _MAX_IN_FLIGHT = 2  # each reduction in flight holds a whole unit's gradients
 

@@ -13,8 +13,8 @@ from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state.slots import Role
 
-from .prefetch import FetchTrace
 from .reduce import ReduceOrder
+from .units.prefetch import FetchTrace
 
 
 @attrs.define(eq=False)

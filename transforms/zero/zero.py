@@ -17,12 +17,12 @@ from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.compose import check_step, wrap
-from functional_ds.step.mesh_axes import Axis, AxisRole, GradientParts
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.view import View
+from functional_ds.step.views.view import View
 
 from .collectives import Collectives
 from .combine import Combine, combining
@@ -34,7 +34,7 @@ from .lazy_params import LazyParams
 from .process_groups import ProcessGroups
 from .reduce import Reducer
 from .state import Partition, ZeroCache
-from .unit_source import UnitSource, WholeParams
+from .units.unit_source import UnitSource, WholeParams
 
 
 @attrs.frozen(eq=False, repr=False)

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import storage_id
-from functional_ds.comm.dispatch import outline
+from functional_ds.comm.calls.dispatch import outline
 from functional_ds.comm.record.call_recorder import TraceNotes
 from functional_ds.comm.record.group import Group, Ready
 from functional_ds.comm.table.collective import Call, Handle, Here

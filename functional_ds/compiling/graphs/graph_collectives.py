@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor, fx
 
-from functional_ds.comm.dispatch import outline, start_call
+from functional_ds.comm.calls.dispatch import outline, start_call
 from functional_ds.comm.record.call_recorder import TraceNotes
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Handle, Here

@@ -6,7 +6,7 @@ from functools import cached_property
 import attrs
 from torch import fx
 
-from functional_ds.transforms.zero.prefetch import plan_fetches
+from functional_ds.transforms.zero.units.prefetch import plan_fetches
 
 from .graph_collectives import START, WAIT, CallSite, site_of
 from .graph_nodes import PHASE, UNIT, GraphWrites, inputs_of, root_of, views_of, written_by

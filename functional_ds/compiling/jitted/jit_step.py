@@ -17,7 +17,7 @@ from functional_ds.compiling.compile_log import BlockClass, Compiles
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
-from functional_ds.step.mesh_axes import AxisRole
+from functional_ds.step.over_ranks.mesh_axes import AxisRole
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.buffers import BUFFERS, Buffers

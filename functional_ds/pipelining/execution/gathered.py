@@ -11,7 +11,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import storage_id
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.view import NeedsWhole, Pulling, View
+from functional_ds.step.views.view import NeedsWhole, Pulling, View
 
 
 @attrs.define(eq=False)

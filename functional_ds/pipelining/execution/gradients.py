@@ -20,7 +20,7 @@ from functional_ds.step.state.buffer_scope import BufferScope
 from functional_ds.step.state.buffers import BUFFERS
 from functional_ds.step.state.state import State, without
 from functional_ds.step.step import Step
-from functional_ds.step.view import wide
+from functional_ds.step.views.view import wide
 
 from .boundary import Crossing, ShapeRun, TensorMeta, on_shapes, signature, view_metas
 from .gathered import GatheredParams

@@ -15,7 +15,7 @@ from functional_ds.pipelining.schedules.action import ALL, MESSAGES, Action, Kin
 from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.view import wide_dtype
+from functional_ds.step.views.view import wide_dtype
 
 from .boundary import Boundary, Crossing
 from .gathered import GatheredParams

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from functional_ds.base.torch_private import run_backward, storage_id
-from functional_ds.step.view import in_this_thread
+from functional_ds.step.views.view import in_this_thread
 
 Grads = tuple[Tensor | None, ...]
 _NOTHING = frozenset[int]()

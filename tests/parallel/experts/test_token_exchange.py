@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functional_ds import comm, moe
 from functional_ds.step.pass_scope import Pass
-from functional_ds.step.plain_view import stored_view
+from functional_ds.step.views.plain_view import stored_view
 from functional_ds.testing import simulated_cuda
 from tests.parallel.experts.oracle import E, M, close, gradients, mixture, numbers, on, own, weights_of
 

@@ -134,7 +134,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     rows_of_two_data_ranks: [
         Bug(
             "a key's rows are counted over sp, too",
-            "step.mesh_axes:batch_shard",
+            "step.over_ranks.mesh_axes:batch_shard",
             "row_of(layer.name, axis.ranks(), index, count, known=axis.shards)",
             "(index, count)",
         ),
@@ -340,7 +340,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     functools.partial(refused, {"zero": False}, test_sequence.alike, "they must be an axis of them"): [
         Bug(
             "gradients that nobody sums go unnoticed",
-            "step.sequence_rows:row_of",
+            "step.over_ranks.sequence_rows:row_of",
             "_without(name, comm.all_gather(mine, control).tolist(), count, group)",
             "(index, count)",
         ),

@@ -18,7 +18,7 @@ from functional_ds import comm, seq
 from functional_ds import transforms as T
 from functional_ds.pipelining.schedules.generators import one_f_one_b
 from functional_ds.step.axes import axis
-from functional_ds.step.mesh_axes import Axis, AxisRole
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
 from functional_ds.testing import simulated_cuda
 from functional_ds.transforms.parallel.batch_cut import BatchCut
 from functional_ds.transforms.parallel.sequence import _SequenceParallel

@@ -139,7 +139,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "the norm misses other ranks' slices",
-            "step.gradient_sums:_total",
+            "step.over_ranks.gradient_sums:_total",
             "comm.all_reduce(functools.reduce(operator.add, divided), axis.ranks())",
             "functools.reduce(operator.add, divided)",
         ),
@@ -153,7 +153,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
         Bug(
             "the norm counts shared heads on each rank",
-            "step.gradient_sums:_total",
+            "step.over_ranks.gradient_sums:_total",
             "part / count if count > 1 else part",
             "part",
         ),

@@ -56,7 +56,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (lazy.test_casts_keep_the_gradient, "type", 0): [
         Bug(
             "a cast of a leaf is taken for a question",
-            "transforms.zero.lazy_tensor:LazyTensor.__torch_function__",
+            "transforms.zero.units.lazy_tensor:LazyTensor.__torch_function__",
             "func in _METADATA",
             "func in _METADATA or func is Tensor.type",
             RuntimeError,

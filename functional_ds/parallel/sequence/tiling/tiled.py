@@ -15,7 +15,7 @@ from functional_ds.base import tree
 from functional_ds.base.device import forked_rng, in_use, rng_state, set_rng_state
 from functional_ds.base.prng import Key
 from functional_ds.step.moment import Moment
-from functional_ds.step.view import wide_dtype
+from functional_ds.step.views.view import wide_dtype
 
 
 def tiled(function: Callable[..., Any], tiles: int, *, dim: int = 1, sums: bool = False) -> Callable[..., Any]:

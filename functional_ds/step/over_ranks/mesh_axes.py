@@ -12,10 +12,10 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.step.state.buffer_sync import synced
+from functional_ds.step.state.state import State
 
 from .sequence_rows import row_of
-from .state.buffer_sync import synced
-from .state.state import State
 
 
 class AxisRole(Enum):

@@ -12,9 +12,9 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.torch_private import unscale_
 from functional_ds.optim.kernels import reals, widest
+from functional_ds.step.state.state import State
 
 from .mesh_axes import Axis, Divided, GradientParts, axes_of
-from .state.state import State
 
 
 def norm(step: Divided, state: State, grads: list[Tensor]) -> Tensor:

@@ -120,7 +120,7 @@ class View:
     def map(self, function: Callable[[Any], Any]) -> "View":
         """The view of ``function(params)``, through which gradients flow back.
 
-        >>> from functional_ds.step.plain_view import stored_view
+        >>> from functional_ds.step.views.plain_view import stored_view
         >>> view = stored_view({"w": torch.tensor([1.0, 2.0])}, trains=True).map(lambda params: {"w": params["w"] ** 2})
         >>> view.pull([(view.params["w"].sum(), None)], None, True).wait()
         Pulled(sums=[tensor([2., 4.])], unused=[])
