@@ -14,10 +14,9 @@ from functional_ds.base import tree as pytree
 from functional_ds.base.byte_ranges import begin_together
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Request
-from functional_ds.comm.table.collective import Call
+from functional_ds.comm.table.collective import Call, Variance
 from functional_ds.comm.table.rooted_rows import BARRIER
 from functional_ds.comm.table.rows import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
-from functional_ds.comm.table.variance import Variance
 
 from .calls.dispatch import check_avg, collective, flatten, request, resolve_dim, resolve_group
 from .calls.uneven import all_gather_uneven

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.variance import Variance
+from functional_ds.comm.table.collective import Variance
 
 from .calls.dispatch import flatten, resolve_group
 

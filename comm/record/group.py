@@ -15,8 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.comm.table.collective import Call, Handle
-from functional_ds.comm.table.variance import Variance
+from functional_ds.comm.table.collective import Call, Handle, Variance
 
 from .ledger import Ledger
 

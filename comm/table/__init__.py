@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     from functional_ds.comm.composed import composed
     from functional_ds.comm.record.pending import Request
 
-    from .collective import Call, Collective, Here, Traffic
+    from .collective import Call, Collective, Here, Traffic, Variance
     from .exchanges import TABLE
-    from .variance import Variance
 
 __all__ = [
     "TABLE",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from typing import Any, Literal, NoReturn, Protocol
 
 import attrs
@@ -9,7 +10,38 @@ from torch import Tensor
 
 from functional_ds.comm.backends.primitives import GlooPrimitive, NcclPrimitive, Options
 
-from .variance import Variance
+
+class Variance(Enum):
+    """How the ranks of a group hold a value, and its gradient.
+
+    | the value | the ranks hold | their gradients of it |
+    |---|---|---|
+    | replicated | equal bits, used differently by each rank | partial: their sum is the gradient |
+    | invariant | equal bits, used in the same way by all ranks | invariant: each rank has the whole gradient |
+    | varying | different values | varying: each rank has the gradient of its value |
+    | partial | terms whose sum is the value | replicated: all terms have the same gradient |
+    """
+
+    REPLICATED = "replicated"
+    INVARIANT = "invariant"
+    VARYING = "varying"
+    PARTIAL = "partial"
+
+    @property
+    def dual(self) -> "Variance":
+        """The variance of the gradient.
+
+        Law: ``v.dual.dual = v``; a collective from ``a`` to ``b`` has a transpose from ``b.dual`` to ``a.dual``.
+        """
+        return _DUAL.get(self, self)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all ranks hold equal bits."""
+        return self in (Variance.REPLICATED, Variance.INVARIANT)
+
+
+_DUAL = {Variance.REPLICATED: Variance.PARTIAL, Variance.PARTIAL: Variance.REPLICATED}
 
 
 class Handle(Protocol):

@@ -10,13 +10,12 @@ from torch import Tensor
 from functional_ds.comm.backends import gloo, nccl
 from functional_ds.comm.backends.primitives import Options
 
-from .collective import Call, Collective, Here, Traffic
+from .collective import Call, Collective, Here, Traffic, Variance
 from .errors import MismatchError
 from .packing import pack_cut, pack_rows, piece_shape, unpack_joined, unpack_rows
 from .rooted_rows import BARRIER, GATHER, SCATTER, nothing
 from .rows import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER, as_sent, but
 from .tiling import check_cut, check_dim
-from .variance import Variance
 
 # -- exchanges --------------------------------------------------------------------------------------------------------
 

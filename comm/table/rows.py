@@ -9,11 +9,10 @@ from functional_ds.comm.backends import gloo, nccl
 from functional_ds.comm.backends.primitives import Options
 from functional_ds.comm.backends.reduction import OPS, fold, fold_by_node
 
-from .collective import Call, Collective, Here, Traffic
+from .collective import Call, Collective, Here, Traffic, Variance
 from .nodes import all_gather_volume, all_reduce_volume, shares_by_node
 from .packing import pack_cut, pack_rows, unpack_joined, unpack_piece, unpack_rows
 from .tiling import check_cut, check_dim, cut, join
-from .variance import Variance
 
 
 def _copies(value: Tensor, n: int) -> list[Tensor]:

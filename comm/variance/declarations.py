@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.variance import Variance
+from functional_ds.comm.table.collective import Variance
 
 _ADVICE = {
     Variance.INVARIANT: "each rank has gradients of its own use alone: put comm.copy_to before that use, which sums them, or "

@@ -10,7 +10,7 @@ from typing import Literal
 import attrs
 
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.variance import Variance
+from functional_ds.comm.table.collective import Variance
 
 from .declarations import Contradiction
 from .group_bits import GroupBits, input_key

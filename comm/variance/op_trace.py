@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, schema_of, storage_id
 from functional_ds.comm.record.group import Group, call_site
-from functional_ds.comm.table.collective import Call
-from functional_ds.comm.table.variance import Variance
+from functional_ds.comm.table.collective import Call, Variance
 
 from .declarations import raw_bytes
 from .linearity import ARITHMETIC, makes_constants

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.record.group import Group, call_site
-from functional_ds.comm.table.collective import Call, Handle, WatchedHandle
+from functional_ds.comm.table.collective import Call, Handle, Variance, WatchedHandle
 from functional_ds.comm.table.errors import VarianceError
-from functional_ds.comm.table.variance import Variance
 
 from .declarations import Claim, Declarations
 from .follow import contradictions

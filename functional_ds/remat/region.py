@@ -15,7 +15,7 @@ from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
 from functional_ds.base.torch_private import detect_fake_mode
 from functional_ds.comm.worlds.current import current_recorder, recomputing
-from functional_ds.step.moment import Moment
+from functional_ds.step.pass_scope import Moment
 
 from .entered import Entered, current_region, entered
 from .op_cache import OpRecorder, Replayer

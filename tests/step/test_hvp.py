@@ -204,7 +204,7 @@ BUGS = [
     Bug("a vector is the params", "second_order.hvp:hvp", "step.with_trained(state, vector)", "state"),
     Bug(
         "a place is not published",
-        "step.step:Step.with_trained",
+        "step.at_params:AtParams.with_trained",
         "new.view_as(leaves[place]).to(leaves[place].dtype)",
         "leaves[place]",
     ),

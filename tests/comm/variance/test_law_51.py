@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.comm.table.collective import Collective, Options
+from functional_ds.comm.table.collective import Collective, Options, Variance
 from functional_ds.comm.table.exchanges import TABLE
 from functional_ds.comm.table.permutation import Permutation
-from functional_ds.comm.table.variance import Variance
 from functional_ds.testing import seeds
 
 WIDTH, TOKENS = 6, 6

@@ -168,7 +168,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     recomputed_in_a_pipeline: [
-        Bug("what runs again sees the last micro-batch's masks", "step.moment:Moment.restored", "self.axes", "pass_.axes"),
+        Bug("what runs again sees the last micro-batch's masks", "step.pass_scope:Moment.restored", "self.axes", "pass_.axes"),
     ],
     tiles_draw: [
         Bug(

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from functional_ds.base import tree
 from functional_ds.base.device import forked_rng, in_use, rng_state, set_rng_state
 from functional_ds.base.prng import Key
-from functional_ds.step.moment import Moment
+from functional_ds.step.pass_scope import Moment
 from functional_ds.step.views.view import wide_dtype
 
 
