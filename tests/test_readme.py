@@ -1,13 +1,16 @@
 """The README and the docs: their examples run, and the files and tests that they name exist."""
 
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 TOP = Path(__file__).parents[1]
 PAGES = [TOP / "README.md", TOP / "CHANGELOG.md", TOP / "SECURITY.md", *sorted((TOP / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+SHOWING = {"README.md", "which-strategy.md", "optimizers.md", *(page.name for page in TOP.glob("docs/quickstart-*.md"))}
 TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 FOLDER = re.compile(r"^\$ cd (\S+)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -17,10 +20,10 @@ def _name(page: Path) -> str:
     return page.relative_to(TOP).as_posix()
 
 
-def _blocks(page: Path) -> list[tuple[int, str]]:
-    """The python blocks, each with the line it starts on."""
+def _blocks(page: Path) -> list[tuple[int, str, str | None]]:
+    """The python blocks, each with the line it starts on, and the text block right after it."""
     text = page.read_text(encoding="utf-8")
-    return [(text.count("\n", 0, found.start(1)), found[1]) for found in BLOCK.finditer(text)]
+    return [(text.count("\n", 0, found.start(1)), found[1], found[2]) for found in BLOCK.finditer(text)]
 
 
 def _anchors(page: Path) -> set[str]:
@@ -31,11 +34,16 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page)], ids=_name)
 def test_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page's python blocks run from top to bottom, in one namespace, in the folder that its console blocks change to."""
+    """A page's python blocks run from top to bottom, in one namespace, in the folder that its console blocks change to.
+
+    On some pages a text block right after a python block is what that one prints.
+    """
     monkeypatch.chdir(TOP.joinpath(*FOLDER.findall(page.read_text(encoding="utf-8"))))
     namespace: dict[str, object] = {"__name__": page.stem}
-    for line, source in _blocks(page):
-        exec(compile("\n" * line + source, str(page), "exec"), namespace)
+    for line, source, shown in _blocks(page):
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(compile("\n" * line + source, str(page), "exec"), namespace)
+        assert shown is None or page.name not in SHOWING or printed.getvalue() == shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

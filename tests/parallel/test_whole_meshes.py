@@ -343,6 +343,7 @@ def test_draws() -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.law(51)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("ways", "mesh"),
     [
