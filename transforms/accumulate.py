@@ -44,8 +44,8 @@ def accumulate(k: int) -> Transform:
         first = state.key
         for i, micro in enumerate(parts):
             key = None if first is None else first.at(step=first.step, rows=i * rows)
-            state, carry, found = inner(step, tree.replace(state, key=key), micro, carry, last and i == k - 1)
-            metrics = tree.map(torch.add, metrics, found) if metrics else found
+            state, carry, more = inner(step, tree.replace(state, key=key), micro, carry, last and i == k - 1)
+            metrics = tree.map(torch.add, metrics, more) if metrics else more
         return tree.replace(state, key=first), carry, metrics  # type: ignore[return-value]
 
     return wrap(f"accumulate({k})", traits=[Trait.SPLITS_BATCHES], micro_batches=k, gradients=gradients)

@@ -37,15 +37,15 @@ def bruck(x: Tensor, group: Group) -> Tensor:
 
 def _in_one_call(x: Tensor, group: Group) -> Tensor:
     began, have = perf_counter(), 1
-    (found,) = group.world.start(Call(ALL_GATHER, {"dim": 0, "tiled": True}), [x], group, beside=False).wait()
+    (gathered,) = group.world.start(Call(ALL_GATHER, {"dim": 0, "tiled": True}), [x], group, beside=False).wait()
     while group.world.ledgers and have < group.size:
         count = min(have, group.size - have)
-        call, sent = Call(PERMUTE, {"perm": _back(group.size, have)}), found[: count * len(x)]
+        call, sent = Call(PERMUTE, {"perm": _back(group.size, have)}), gathered[: count * len(x)]
         made = LedgerCall(call, [sent], Here(call.options, group.rank, group.size), group.name, group.ranks)
         for ledger in group.world.ledgers:
             ledger.record(made, Ready([sent]), began, early=False).wait()
         began, have = perf_counter(), have + count
-    return found
+    return gathered
 
 
 @lru_cache

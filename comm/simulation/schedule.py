@@ -143,19 +143,19 @@ class Simulator:
         A patient poll lets them run until none can continue, other polls for a random number of turns.
         """
         if patient:
-            found = self.wait(rank, slot, polls=True)
+            done = self.wait(rank, slot, polls=True)
         else:
             while not slot.done and self.random.random() < 0.5:
                 self.check()
                 successor = self.pick()
                 self.hand_over(rank, rank if successor is None else successor)
             self.check()
-            found = slot.done
-        self.fruitless = 0 if found else self.fruitless + 1
+            done = slot.done
+        self.fruitless = 0 if done else self.fruitless + 1
         if self.fruitless > _MAX_FRUITLESS_POLLS:
             self.waiting[rank] = slot
             raise self.deadlock()
-        return found
+        return done
 
     def check(self) -> None:
         if self.failure is not None:
@@ -249,10 +249,10 @@ class Simulator:
         """The error that names the call in which each rank waits."""
         lanes = {actor: rank for actor, (rank, _) in self.lanes.items()}
         calls = {rank: slot for rank, slot in sorted(self.waiting.items()) if isinstance(slot, GroupCall)}
-        found = {
+        waiting_for = {
             rank: (slot.arrivals[rank], set(slot.members) - set(slot.arrivals))
             for rank, slot in calls.items()
             if rank in slot.arrivals
         }
-        waits = {rank: (f"{call} at {call.site}", tuple(sorted(missing))) for rank, (call, missing) in found.items()}
+        waits = {rank: (f"{call} at {call.site}", tuple(sorted(missing))) for rank, (call, missing) in waiting_for.items()}
         return DeadlockError(deadlock(self.world_size, self.unfinished, self.waiting, lanes), waits=waits)

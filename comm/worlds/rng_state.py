@@ -38,11 +38,11 @@ class RngState:
 
     def copies(self, count: int) -> "list[RngState]":
         """Independent copies. NumPy's generator and the filters are mutable and copied; the other states are values."""
-        kind, state = type(self.numpy_bits), self.numpy_bits.state
-        found = [kind(_ZEROS) for _ in range(count)]
-        for bits in found:
+        generator, state = type(self.numpy_bits), self.numpy_bits.state
+        copies = [generator(_ZEROS) for _ in range(count)]
+        for bits in copies:
             bits.state = state
-        return [attrs.evolve(self, numpy_bits=bits, filters=[*self.filters]) for bits in found]
+        return [attrs.evolve(self, numpy_bits=bits, filters=[*self.filters]) for bits in copies]
 
     def restore(self) -> None:
         """Sets the process's generators, filters and default dtype to this state."""

@@ -122,10 +122,10 @@ def mark_module(leaf: Tensor, module: ModuleRef, name: str) -> Tensor:
 
 def module_of(leaf: Tensor) -> tuple[Any, str] | None:
     """The function of the module that a leaf is a parameter of, and its name there; None without a mark."""
-    found = getattr(leaf, _MODULE, None)
-    if found is None or found[0].get() is None:
+    mark = getattr(leaf, _MODULE, None)
+    if mark is None or mark[0].get() is None:
         return None
-    return found[0].get(), found[1]
+    return mark[0].get(), mark[1]
 
 
 # Marks are attributes of tensors, as pytrees have no place for them.

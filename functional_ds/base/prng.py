@@ -74,8 +74,8 @@ class Key:
 
     def at(self, *, step: Tensor | None = None, rows: Tensor | int = 0, places: Places | None = None) -> "Key":
         """The key for a step, for rows from ``rows`` on, and with ``places`` added to those that it carries."""
-        own, watch = (self.places, self.watch) if places is None else ({**self.places, **places}, None)
-        return Key(self.seed, self.step if step is None else step, self.row + rows, own, watch, self.constant)
+        all_places, watch = (self.places, self.watch) if places is None else ({**self.places, **places}, None)
+        return Key(self.seed, self.step if step is None else step, self.row + rows, all_places, watch, self.constant)
 
     def uniform(self, like: Tensor, name: str, *, places: Places | None = None) -> Tensor:
         """Uniform fp32 random numbers in [0, 1), in the shape of ``like``, whose dim 0 is the batch's rows.
@@ -108,16 +108,16 @@ class Key:
         if self.constant:
             return torch.full(like.shape, 0.5, device=like.device)
         device, given = like.device, self.places if places is None else {**self.places, **places}
-        found = _checked(given, like, name) if given else {}
+        split = _checked(given, like, name) if given else {}
         rows = like.shape[0] if like.dim() else 1
         columns = like.numel() // max(rows, 1)
         salt = _salt(name)
         seed, step, row = (_beside(number, device) for number in (self.seed, self.step, self.row))
         run = _mix(_mix(seed + _GOLDEN) + step * _GOLDEN + salt)
-        at = found.pop(0)[0] if 0 in found else row + torch.arange(rows, device=device)
+        at = split.pop(0)[0] if 0 in split else row + torch.arange(rows, device=device)
         per_row = _mix(run + at * _GOLDEN)
-        own = _columns(like, found) if found else torch.arange(columns, device=device)
-        bits = _mix(per_row[:, None] + own * _GOLDEN)  # [rows, columns]
+        column = _columns(like, split) if split else torch.arange(columns, device=device)
+        bits = _mix(per_row[:, None] + column * _GOLDEN)  # [rows, columns]
         return ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24).view(like.shape)
 
     def dropout(self, x: Tensor, p: float, name: str, *, places: Places | None = None) -> Tensor:
@@ -148,7 +148,7 @@ class Key:
 
 def _checked(places: Places, like: Tensor, name: str) -> dict[int, tuple[Tensor, int]]:
     """The places of the split dims, with their indices as tensors."""
-    found: dict[int, tuple[Tensor, int]] = {}
+    checked: dict[int, tuple[Tensor, int]] = {}
     shape = list(like.shape)
     for dim, place in places.items():
         if place is None:
@@ -167,21 +167,21 @@ def _checked(places: Places, like: Tensor, name: str) -> dict[int, tuple[Tensor,
                 f"one for each, or places={{{dim}: None}} where this dim is whole or is not the one that is cut"
             )
         if at.device != like.device or at.is_floating_point():
-            kind = f"{at.dtype} on {at.device}"
-            raise ValueError(f"{where}[{dim}] are {kind}; give integers on {like.device}, where the draw is made")
-        found[dim] = at, size
-    return found
+            given_as = f"{at.dtype} on {at.device}"
+            raise ValueError(f"{where}[{dim}] are {given_as}; give integers on {like.device}, where the draw is made")
+        checked[dim] = at, size
+    return checked
 
 
 def _columns(like: Tensor, places: Mapping[int, tuple[Tensor, int]]) -> Tensor:
     """The global positions in the row: [columns], or [rows, columns] if rows differ."""
-    found, stride = torch.zeros((), dtype=torch.int64, device=like.device), 1
+    positions, stride = torch.zeros((), dtype=torch.int64, device=like.device), 1
     for dim in reversed(range(1, like.dim())):
         size = like.shape[dim]
         at, size = places[dim] if dim in places else (torch.arange(size, device=like.device), size)
         after = (1,) * (like.dim() - 1 - dim)
         shaped = at.view(-1, *after) if at.dim() == 1 else at.view(len(at), *(1,) * (dim - 1), -1, *after)
-        found = found + shaped * stride  # broadcast over the dims before
+        positions = positions + shaped * stride  # broadcast over the dims before
         stride *= size
     per_row = any(at.dim() > 1 for at, _ in places.values())
-    return found.reshape(like.shape[0], -1) if per_row else found.reshape(-1)
+    return positions.reshape(like.shape[0], -1) if per_row else positions.reshape(-1)

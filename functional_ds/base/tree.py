@@ -76,10 +76,10 @@ def summary(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, (list, tuple, dict)):
-        found = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
-        if found:
-            count = f"{len(found)} tensor{'s' * (len(found) > 1)}"
-            return f"<{count}, {sum(leaf.numel() for leaf in found):,} elements>"
+        tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+        if tensors:
+            count = f"{len(tensors)} tensor{'s' * (len(tensors) > 1)}"
+            return f"<{count}, {sum(leaf.numel() for leaf in tensors):,} elements>"
     text = repr(value)
     return text if len(text) <= _SUMMARY else f"{text[:_SUMMARY]}..."
 
@@ -116,8 +116,8 @@ def structure(tree: Any) -> optree.PyTreeSpec:
 
 def named(tree: Any) -> list[tuple[str, Any]]:
     """The leaves with their paths, as in ``blocks.0.weight``."""
-    paths, found, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
-    return [(".".join(str(part) for part in path), leaf) for path, leaf in zip(paths, found, strict=True)]
+    paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
+    return [(".".join(str(part) for part in path), leaf) for path, leaf in zip(paths, values, strict=True)]
 
 
 def check_paths(tree: Any, what: str) -> None:
@@ -136,7 +136,7 @@ def check_paths(tree: Any, what: str) -> None:
         path = ".".join(map(str, keys))
         other = seen.setdefault(path, keys)
         if other is not keys:
-            first, second = ("".join(f"[{key!r}]" for key in found) for found in (other, keys))
+            first, second = ("".join(f"[{key!r}]" for key in path_keys) for path_keys in (other, keys))
             raise ValueError(
                 f"{what}: the leaves at {first} and {second} have one path, {path!r}, by which units, optimizers and "
                 "checkpoints name leaves; rename one of the keys"

@@ -47,24 +47,24 @@ def weigh(value: Any, what: str, *, constant: bool = False) -> Weighted:
         what: its name in errors.
         constant: raises an error for a weight that requires grad.
     """
-    found = value if isinstance(value, Weighted) else Weighted(value, 1.0)
-    for name, part in (("sum", found.sum), ("weight", found.weight)):
+    weighted = value if isinstance(value, Weighted) else Weighted(value, 1.0)
+    for name, part in (("sum", weighted.sum), ("weight", weighted.weight)):
         if isinstance(part, Tensor) and part.numel() != 1:
             raise ValueError(
                 f"{what} must be a scalar or Weighted(sum, weight); its {name} has shape {list(part.shape)}: reduce it"
             )
-    if not isinstance(found.sum, Tensor):
-        raise TypeError(f"{what} must be a scalar tensor or Weighted(sum, weight), not {type(found.sum).__name__}")
-    total = found.sum.reshape(())
+    if not isinstance(weighted.sum, Tensor):
+        raise TypeError(f"{what} must be a scalar tensor or Weighted(sum, weight), not {type(weighted.sum).__name__}")
+    total = weighted.sum.reshape(())
     whole = not (total.is_floating_point() or total.is_complex())
-    if total.dtype == torch.bool or (whole and found is not value):
+    if total.dtype == torch.bool or (whole and weighted is not value):
         total = total.to(torch.get_default_dtype())  # sums of bools are bools, and means are weighted on some rank
     dtype = weight_dtype(total.dtype)
-    if isinstance(found.weight, Tensor):
+    if isinstance(weighted.weight, Tensor):
         if constant:
-            check_constant(found.weight, what)
-        return Weighted(total, _number(found.weight.reshape(()), total.device, dtype))
-    return Weighted(total, torch.full((), float(found.weight), dtype=dtype, device=total.device))
+            check_constant(weighted.weight, what)
+        return Weighted(total, _number(weighted.weight.reshape(()), total.device, dtype))
+    return Weighted(total, torch.full((), float(weighted.weight), dtype=dtype, device=total.device))
 
 
 def check_constant(weight: Any, what: str) -> None:

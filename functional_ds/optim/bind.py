@@ -36,9 +36,9 @@ class BoundOptimizer:
             self._trial = self._trial or tried(self.rule)
             if self._trial == ELEMENTWISE:
                 return self.rule
-        found = leaf_map()
-        if self._last is None or self._last[0] != found:
-            self._last = (found, _made(self.rule, found, self._trial))
+        current = leaf_map()
+        if self._last is None or self._last[0] != current:
+            self._last = (current, _made(self.rule, current, self._trial))
         return self._last[1]
 
     def update(
@@ -73,18 +73,18 @@ class BoundOptimizer:
             ) from None
         if not unused.paths and not counts:
             return guarded(pair, params, grads, state, rate)
-        found, moved = leaf_map(), [*params]
-        dense = tree.replace(grads, sum=[grad.contiguous() if found.flat else grad for grad in grads.sum], unused=None)
+        current, moved = leaf_map(), [*params]
+        dense = tree.replace(grads, sum=[grad.contiguous() if current.flat else grad for grad in grads.sum], unused=None)
         together: dict[int, list[int]] = {}  # by the number of skipped updates
-        for place, leaf in enumerate(found.leaves):
+        for place, leaf in enumerate(current.leaves):
             if leaf.path not in unused.paths:
                 together.setdefault(unused.idle.get(leaf.path, 0) if counts else 0, []).append(place)
         for idle, places in sorted(together.items()):
-            some = LeafSelection.of(found, places)
-            rule = _made(self.rule, attrs.evolve(some.leaf_map, partial=found.partial or len(together) > 1), self._trial)
+            some = LeafSelection.of(current, places)
+            rule = _made(self.rule, attrs.evolve(some.leaf_map, partial=current.partial or len(together) > 1), self._trial)
             views, before = some.views(moved), parts.select(some, counts, idle)
-            own = tree.replace(dense, sum=some.views(dense.sum))
-            new, after = guarded(rule, [*views], own, before, rate)
+            of_group = tree.replace(dense, sum=some.views(dense.sum))
+            new, after = guarded(rule, [*views], of_group, before, rate)
             some.put(moved, views, new)
             parts.put(some, before, after, counts)
         return moved, parts.joined(counts, 1 if grads.skip is None else grads.skip.logical_not())

@@ -67,8 +67,8 @@ def run_fused(kernel: Callable[..., None], params: list[Tensor], grads: Weighted
     scale, lr = grads.weight.to(torch.float32), lr.to(torch.float32) if isinstance(lr, Tensor) else lr
     skips = found_inf(grads)
     for chunk in _chunks(grads.sum, params):
-        own, rows = [params[i] for i in chunk], ([row[i] for i in chunk] for row in states)
-        kernel(reals(own), gradients(_some(grads, chunk), own), *rows, grad_scale=scale, found_inf=skips, lr=lr)
+        tensors, rows = [params[i] for i in chunk], ([row[i] for i in chunk] for row in states)
+        kernel(reals(tensors), gradients(_some(grads, chunk), tensors), *rows, grad_scale=scale, found_inf=skips, lr=lr)
 
 
 def _some(grads: Weighted, places: Sequence[int]) -> Weighted:
@@ -76,14 +76,14 @@ def _some(grads: Weighted, places: Sequence[int]) -> Weighted:
 
 
 def _run_wide(kernel: Callable[..., None], params: list[Tensor], grads: Weighted, *states: Any, lr: float | Tensor) -> None:
-    own = reals(params)
-    run = functools.partial(kernel, own, means(grads, params), *states, grad_scale=None, found_inf=found_inf(grads))
+    tensors = reals(params)
+    run = functools.partial(kernel, tensors, means(grads, params), *states, grad_scale=None, found_inf=found_inf(grads))
     if not isinstance(lr, Tensor) or lr.device.type == "cpu":
         run(lr=lr)
         return
-    before = [p.clone() for p in own]
+    before = [p.clone() for p in tensors]
     run(lr=1.0)
-    for p, old in zip(own, before, strict=True):
+    for p, old in zip(tensors, before, strict=True):
         p.copy_(torch.lerp(old, p, lr.to(p.dtype)))
 
 

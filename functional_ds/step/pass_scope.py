@@ -81,8 +81,8 @@ class Pass:
         self.resume()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.end(failed=kind is not None)
+    def __exit__(self, raised: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end(failed=raised is not None)
 
     # -- being current -----------------------------------------------------------------------------------------------------
 
@@ -231,13 +231,13 @@ def evaluated(step: Any, state: State, function: Callable[[Any], T], *, apart: b
         with Pass(trains=False, buffers=BufferScope(state.slots.get(BUFFERS), keeps=False)) as pass_:
             pass_.view = step.view(state, trains=False, whole=whole)
             with pass_.forward():
-                found = function(pass_.view.params)
+                result = function(pass_.view.params)
                 shown = {id(leaf) for leaf in tree.leaves(pass_.view.params)} if apart else set()
 
                 def lies_in_params(x: Any) -> bool:
                     return isinstance(x, Tensor) and (id(x) in shown or pass_.owns(x) is not None or storage_id(x) in stored)
 
-                copied: T = tree.map(lambda x: x.clone() if lies_in_params(x) else x, found) if apart else found
+                copied: T = tree.map(lambda x: x.clone() if lies_in_params(x) else x, result) if apart else result
                 return copied
 
     return whole_if_needed(run, RngState.now() if step.has(Trait.SHARDS_PARAMS) else None)

@@ -127,7 +127,7 @@ def _results(phase: str) -> tuple[str, tuple[type, ...]] | None:
     types = tuple(get_origin(part) or part for part in parts)
     if not {State, View, Weighted, dict}.intersection(types):
         return None
-    words = ["dict of metrics" if kind is dict else kind.__name__ for kind in types]
+    words = ["dict of metrics" if type_ is dict else type_.__name__ for type_ in types]
     return (f"a {words[0]}" if len(words) == 1 else f"({', '.join(words)})"), types
 
 
@@ -168,19 +168,19 @@ def bound(name: str, phase: str, outer: Phase, inner: Phase) -> Phase:
     return lambda step, *args: _check_result(name, phase, outer(inner, step, *args))
 
 
-def _check_result(name: str, phase: str, found: Any) -> Any:
+def _check_result(name: str, phase: str, result: Any) -> Any:
     if phase in RESULTS:
         words, types = RESULTS[phase]
-        fits = isinstance(found, types[0]) if len(types) == 1 else _is_pair(found, *types)
+        fits = isinstance(result, types[0]) if len(types) == 1 else _is_pair(result, *types)
         if not fits:
-            shown = f"({', '.join(type(x).__name__ for x in found)})" if isinstance(found, tuple) else type(found).__name__
+            shown = f"({', '.join(type(x).__name__ for x in result)})" if isinstance(result, tuple) else type(result).__name__
             raise TypeError(f"{name}: its {phase} returned {shown}, and must return {words}")
-    return found
+    return result
 
 
-def _is_pair(found: Any, *types: type) -> bool:
+def _is_pair(result: Any, *types: type) -> bool:
     return (
-        isinstance(found, tuple)
-        and len(found) == len(types)
-        and all(isinstance(value, kind) for value, kind in zip(found, types, strict=True))
+        isinstance(result, tuple)
+        and len(result) == len(types)
+        and all(isinstance(value, type_) for value, type_ in zip(result, types, strict=True))
     )

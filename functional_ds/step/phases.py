@@ -65,7 +65,7 @@ class Layer:
         """The layer in a step in which it is due; if not, without the phases that a step runs."""
         if due:
             return attrs.evolve(self, due=None)
-        phases, guards = ({p: f for p, f in each.items() if p not in OF_A_STEP} for each in (self.phases, self.guards))
+        phases, guards = ({p: f for p, f in by_phase.items() if p not in OF_A_STEP} for by_phase in (self.phases, self.guards))
         return attrs.evolve(self, due=None, phases=phases, guards=guards, micro_batches=1)
 
     def has(self, what: Trait | AxisRole) -> bool:

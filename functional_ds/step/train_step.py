@@ -75,22 +75,22 @@ def train_step(
     with_key = _takes_key(loss_fn)
 
     def init(step: Step, params: Any) -> State:
-        own = tree.map(lambda x: like_marked(values_of(x), x), params)
-        state = State.fresh(own, (), seed)
-        return tree.replace(state, optimizer=rule.at(lambda: step.leaf_map(state)).init(trainable(own)))
+        stored = tree.map(lambda x: like_marked(values_of(x), x), params)
+        state = State.fresh(stored, (), seed)
+        return tree.replace(state, optimizer=rule.at(lambda: step.leaf_map(state)).init(trainable(stored)))
 
     def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         further = {"key": state.key} if with_key else {}
         pass_ = current_pass()
         if pass_ is not None and pass_.loss is not None:
-            found = pass_.loss
+            returned = pass_.loss
         else:
             try:
-                found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
+                returned = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
             except RuntimeError as error:
                 _refuse_no_rows(error, batch)
                 raise
-        value, metrics = _with_metrics(found)
+        value, metrics = _with_metrics(returned)
         if "loss" in metrics:
             raise ValueError('the loss function returned a metric named "loss", which is the name of the loss: rename it')
         if pass_ is not None:
@@ -164,16 +164,16 @@ def _refuse_no_rows(error: RuntimeError, batch: Any) -> None:
         ) from error
 
 
-def _with_metrics(found: Any) -> tuple[Any, dict[str, Any]]:
+def _with_metrics(returned: Any) -> tuple[Any, dict[str, Any]]:
     """The loss and further metrics, from what a loss function returned."""
-    if not isinstance(found, tuple):
-        return found, {}
-    if len(found) != 2 or not isinstance(found[1], dict):
-        kinds = ", ".join(type(each).__name__ for each in found)
+    if not isinstance(returned, tuple):
+        return returned, {}
+    if len(returned) != 2 or not isinstance(returned[1], dict):
+        kinds = ", ".join(type(part).__name__ for part in returned)
         raise TypeError(
             f'the loss function returned a tuple of ({kinds}); return the loss alone, or (loss, {{"name": metric, ...}})'
         )
-    return found
+    return returned
 
 
 def _moved(leaf: Tensor, new: Tensor) -> Tensor:

@@ -40,11 +40,11 @@ class SeenGraphs:
     passes: "weakref.WeakSet[Any]" = attrs.field(factory=weakref.WeakSet, repr=False)
     metrics: "weakref.WeakKeyDictionary[Any, dict[str, list[str]]]" = attrs.field(factory=weakref.WeakKeyDictionary, repr=False)
 
-    def is_new(self, kind: Any) -> bool:
+    def is_new(self, graph: Any) -> bool:
         """Whether no such graph was seen so far; records it."""
-        if kind in self.kinds:
+        if graph in self.kinds:
             return False
-        self.kinds.add(kind)
+        self.kinds.add(graph)
         return True
 
     def __eq__(self, other: object) -> bool:
@@ -151,8 +151,8 @@ class State:
     @staticmethod
     def fresh(params: Any, optimizer: Any, seed: int | Tensor) -> "State":
         """The state before the first update."""
-        found = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
-        device = found[0].device if found else torch.device("cpu")
+        tensors = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
         return State(params, optimizer, torch.zeros((), dtype=torch.int64, device=device), Key.of(seed), {})
 
 
@@ -226,9 +226,9 @@ def with_unused(step: Summing, state: State, places: Iterable[int]) -> State:
 
     A leaf that another pass of the same optimizer step has used stays used.
     """
-    found = list(places)
-    leaves = step.leaf_map(state).leaves if found else ()
-    return without(state, frozenset(leaves[place].path for place in found))
+    unused = list(places)
+    leaves = step.leaf_map(state).leaves if unused else ()
+    return without(state, frozenset(leaves[place].path for place in unused))
 
 
 def without(state: State, paths: frozenset[str]) -> State:
@@ -241,28 +241,28 @@ def summed_over_ranks(step: Summing, state: State, scalars: Any) -> tuple[Any, .
 
     Cost: 4 more bytes per leaf in the sum of the metrics. A rank whose loss used all its leaves does not wait for the result.
     """
-    own = state.unused
-    if not step.skips_unused or own is None or not step.sums:
-        return (*step.sum_over_ranks(state, scalars), own if own and step.skips_unused else None)
-    if own and current_recorder() is not None:
+    unused = state.unused
+    if not step.skips_unused or unused is None or not step.sums:
+        return (*step.sum_over_ranks(state, scalars), unused if unused and step.skips_unused else None)
+    if unused and current_recorder() is not None:
         raise RuntimeError(
-            f"the loss does not use {', '.join(map(repr, sorted(own)[:3]))}, and whether another rank does is read on the host "
+            f"the loss does not use {', '.join(map(repr, sorted(unused)[:3]))}, and whether another rank does is read on the host "
             "in every step: give them gradients of zero with fds.train_step(..., unused='zeros')"
         )
     leaf_map = step.leaf_map(state)
     leaves, device = leaf_map.leaves, state.step.device
     paths: Sequence[str] = ()
-    if own or leaf_map.other_paths:  # with those that other ranks of a pipeline hold, in one order on all ranks
+    if unused or leaf_map.other_paths:  # with those that other ranks of a pipeline hold, in one order on all ranks
         here = {leaf.path for leaf in leaves}
         paths = sorted(here.union(leaf_map.other_paths))
-        used = arriving(torch.tensor([float(path in here and path not in own) for path in paths]), device)
+        used = arriving(torch.tensor([float(path in here and path not in unused) for path in paths]), device)
     else:
         used = torch.ones(len(leaves), device=device)
     *scalars, users = step.sum_over_ranks(state, (*scalars, used))
-    if not own or users.is_meta:
+    if not unused or users.is_meta:
         return (*scalars, None)
     nobody = {path for path, count in zip(paths, users.tolist(), strict=True) if not count}
-    return (*scalars, own & nobody or None)
+    return (*scalars, unused & nobody or None)
 
 
 def unused_leaves(step: Summing, state: State) -> Unused | None:
