@@ -1452,7 +1452,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "micro-batches forget each other",
             "transforms.accumulate:accumulate.gradients",
-            "state, carry, found = inner(step, tree.replace(state, key=key), micro, carry, last and i == k - 1)",
+            "state, carry, more = inner(step, tree.replace(state, key=key), micro, carry, last and i == k - 1)",
             "_, carry, found = inner(step, tree.replace(state, key=key), micro, carry, last and i == k - 1)",
         ),
         Bug(
@@ -1686,10 +1686,10 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("every micro-batch is the last", "transforms.accumulate:accumulate.gradients", "last and i == k - 1", "last"),
     ],
     (zero_is_one_device, 1, "blocks", 3, 2): [
-        Bug("the carry is dropped in stage 1", "transforms.zero.zero:Zero._reducer", "{} if each else carry", "{}"),
+        Bug("the carry is dropped in stage 1", "transforms.zero.zero:Zero._reducer", "{} if reduces_each else carry", "{}"),
     ],
     (zero_is_one_device, 2, "blocks", 3, 2): [
-        Bug("the carry is dropped in stage 2", "transforms.zero.zero:Zero._reducer", "carry if each else {}", "{}"),
+        Bug("the carry is dropped in stage 2", "transforms.zero.zero:Zero._reducer", "carry if reduces_each else {}", "{}"),
         Bug(
             "ranks get each other's rows",
             "transforms.zero.collectives:Collectives._scatter",
@@ -2269,7 +2269,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "exact params stay old",
             "transforms.zero.zero:Zero._published",
-            "exact = self._exact(layout, own, whole, groups)",
+            "exact = self._exact(layout, shards, whole, groups)",
             "exact = partition.exact",
         ),
         Bug(

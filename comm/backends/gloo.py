@@ -30,17 +30,17 @@ from .reduction import chunk_bounds, fold
 _SWAPPED = 2**22  # bytes: for larger donated values two rounds take half the memory; all ranks must choose the same
 
 
-def _all_gather_into(comm: Communicator, own: Tensor, rows: Sequence[Tensor]) -> list[Work]:
+def _all_gather_into(comm: Communicator, row: Tensor, rows: Sequence[Tensor]) -> list[Work]:
     """Sends ``own`` to all other ranks and receives their rows in place."""
     works = [work for peer in comm.peers for work in comm.recv(rows[peer], peer)]
-    return works + [work for peer in comm.peers for work in comm.send(own, peer)]
+    return works + [work for peer in comm.peers for work in comm.send(row, peer)]
 
 
 def _reduce_rows(comm: Communicator, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Prepared:
     """Reduces all ranks' row ``rank``. The rows must not change before the wait ends; ``out`` may be that row."""
     rank = comm.rank
-    own = rows[rank]
-    pieces = [own if peer == rank else torch.empty_like(own) for peer in range(comm.size)]
+    mine = rows[rank]
+    pieces = [mine if peer == rank else torch.empty_like(mine) for peer in range(comm.size)]
     spare = None if comm.size == 1 else pieces[1 if rank == 0 else 0]  # a received piece may be overwritten
 
     def post() -> list[Work]:
@@ -48,7 +48,7 @@ def _reduce_rows(comm: Communicator, rows: Sequence[Tensor], op: str, *, out: Te
         return works + [work for peer in comm.peers for work in comm.send(rows[peer], peer)]
 
     def finish() -> Tensor:
-        if out is own and rank > 1:  # the preceding pieces are reduced first
+        if out is mine and rank > 1:  # the preceding pieces are reduced first
             return out.copy_(fold(pieces, op, out=spare))
         return fold(pieces, op, out=spare if out is None else out)
 
@@ -99,9 +99,9 @@ def reduce_scatter(comm: Communicator, rows: Tensor, options: Options) -> Prepar
         return _reduce_rows(comm, pieces, options["op"])
     inner, outer = comm.nodes(per_node)
     columns = [torch.cat(pieces[place::per_node]) for place in range(per_node)]  # by position in a node, the pieces for it
-    own = columns[inner.rank]
-    within = _reduce_rows(inner, columns, options["op"], out=own)  # into the copy
-    across = _reduce_rows(outer, own.split([len(piece) for piece in pieces[inner.rank :: per_node]]), options["op"])
+    mine = columns[inner.rank]
+    within = _reduce_rows(inner, columns, options["op"], out=mine)  # into the copy
+    across = _reduce_rows(outer, mine.split([len(piece) for piece in pieces[inner.rank :: per_node]]), options["op"])
 
     def finish() -> Tensor:
         within.finish()
@@ -123,16 +123,16 @@ def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     bounds = list(pairwise(chunk_bounds(piece.numel(), comm.size)))
     rows = [total[a:b] for a, b in bounds]
     sent = rows if in_place else [piece[a:b] for a, b in bounds]
-    own = rows[comm.rank]
-    scattered = _reduce_rows(comm, sent, options["op"], out=own)
+    mine = rows[comm.rank]
+    scattered = _reduce_rows(comm, sent, options["op"], out=mine)
     if per_node > 1:
-        across = all_reduce(outer, own, {"op": options["op"], "out": own})
+        across = all_reduce(outer, mine, {"op": options["op"], "out": mine})
 
     def gather() -> Tensor:
         scattered.finish()
         if across is not None:
             across.run()
-        return Started(_all_gather_into(comm, own, rows), lambda: total).wait()
+        return Started(_all_gather_into(comm, mine, rows), lambda: total).wait()
 
     return Prepared(scattered.post, gather)
 
@@ -182,14 +182,14 @@ def scatter(comm: Communicator, payload: Tensor, options: Options) -> Prepared:
         received = torch.empty_like(payload)
         return Prepared(lambda: comm.recv(received, root), lambda: received)
     rows = payload.contiguous()
-    own = torch.empty_like(rows[root])
+    row = torch.empty_like(rows[root])
 
     def post() -> list[Work]:
         works = [work for peer in comm.peers for work in comm.send(rows[peer], peer)]
-        own.copy_(rows[root])
+        row.copy_(rows[root])
         return works
 
-    return Prepared(post, lambda: own)
+    return Prepared(post, lambda: row)
 
 
 def all_to_all(comm: Communicator, rows: Tensor, options: Options) -> Prepared:

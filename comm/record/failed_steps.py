@@ -95,12 +95,12 @@ class FailedSteps:
 
     def told(self, ranks: Iterable[int]) -> str:
         """Which of these ranks' steps have failed, a line for each."""
-        found = []
+        failed = []
         with suppress(Exception):
-            found = [
+            failed = [
                 (rank, self._of(rank).error) for rank in ranks if rank != self.rank and self.store.check([self._key(rank)])
             ]
-        return "".join(f"\na step of rank {rank} has failed: {error}" for rank, error in found)
+        return "".join(f"\na step of rank {rank} has failed: {error}" for rank, error in failed)
 
     def _agree(self, mine: _FailedStep) -> None:
         if not self._refused:

@@ -126,7 +126,7 @@ def watched_inputs(handle: Handle, call: Call, tensors: Sequence[Tensor], group:
         results = wait()
         for place, (tensor, before) in enumerate(held):
             if _state(tensor) != before:
-                signature = call.signature([each for each, _ in held], here)
+                signature = call.signature([leaf for leaf, _ in held], here)
                 which = f" {place}" if len(held) > 1 else ""
                 raise WrittenError(
                     f"rank {group.world.rank} wrote into input{which} of {signature} on group {group.name!r} while it was "

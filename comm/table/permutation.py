@@ -26,8 +26,8 @@ class Permutation:
             raise TypeError(f"perm={pairs!r}: pairs (source, destination) of ranks are needed, as [(0, 1), (1, 0)]") from None
         self.target = dict(self.pairs)
         self.source = {dst: src for src, dst in self.pairs}
-        for side, found in (("source", self.target), ("destination", self.source)):
-            if len(found) < len(self.pairs):
+        for side, peers in (("source", self.target), ("destination", self.source)):
+            if len(peers) < len(self.pairs):
                 named = [pair[side == "destination"] for pair in self.pairs]
                 twice = next(rank for rank in named if named.count(rank) > 1)
                 raise ValueError(

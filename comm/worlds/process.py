@@ -269,12 +269,12 @@ class ProcessWorld(World):
 
     def _worker(self, group: Group, order: Hashable) -> tuple[Communicator, Worker]:
         key = ((group.ranks, group.name), order)
-        found = self.workers.get(key)
-        if found is None:
+        lane = self.workers.get(key)
+        if lane is None:
             tag = self._tag(repr(key)) if group.size > 1 else 0
-            found = self.workers[key] = Communicator(self._everyone, group.ranks, group.rank, tag), Worker(group)
-            found[1].closed = self.finished
-        return found
+            lane = self.workers[key] = Communicator(self._everyone, group.ranks, group.rank, tag), Worker(group)
+            lane[1].closed = self.finished
+        return lane
 
     def _tag(self, name: str) -> int:
         """A number for the name, equal on all ranks; the first rank that asks sets it, and none waits."""
@@ -287,7 +287,7 @@ class ProcessWorld(World):
     @cached_property
     def _supported(self) -> set[str]:
         """The device types whose tensors can be sent: CPU over Gloo, CUDA over NCCL."""
-        return {kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if self._backends.get(kind) == backend}
+        return {device for device, backend in (("cpu", "gloo"), ("cuda", "nccl")) if self._backends.get(device) == backend}
 
     def _carrier(self, device: torch.device, group: Group) -> torch.device:
         """The device that sends a tensor on ``device``: with NCCL only, CPU tensors go through this rank's GPU."""
@@ -295,7 +295,7 @@ class ProcessWorld(World):
             return device
         if device.type == "cpu" and "cuda" in self._supported:
             return self.device
-        names = ", ".join(f"{kind} by {backend}" for kind, backend in self._backends.items())
+        names = ", ".join(f"{served} by {backend}" for served, backend in self._backends.items())
         raise ValueError(
             f"a tensor is on {device}, and the world of {group!r} serves {names}: move it there, "
             "or call init_distributed with a backend for that device (Gloo for CPU, NCCL for CUDA tensors)"
@@ -305,8 +305,8 @@ class ProcessWorld(World):
         """torch's process group for a communicator; only its ranks connect, on its first use."""
         adopted = None if key.messages else self.adopted.get((key.ranks, key.name))
         if adopted is None and key not in self.communicators:
-            for each in key.connected_together():
-                self.communicators[each] = self._connected(each.ranks, f"functional_ds/{each.name}/{each.digest()}")
+            for other in key.connected_together():
+                self.communicators[other] = self._connected(other.ranks, f"functional_ds/{other.name}/{other.digest()}")
         return adopted or self.communicators[key]
 
     def process_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:

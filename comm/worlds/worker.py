@@ -224,14 +224,14 @@ class Worker:
     def _run(self) -> None:
         while True:
             try:
-                found = self._jobs.get(timeout=_IDLE)
+                job = self._jobs.get(timeout=_IDLE)
             except Empty:
-                found = None
-            if found is None:
+                job = None
+            if job is None:
                 with self._lock:
                     if self._jobs.empty():
                         self._thread = None
                         return
                 continue
-            found.run()
-            del found  # otherwise the last result stays in memory until the next job
+            job.run()
+            del job  # otherwise the last result stays in memory until the next job

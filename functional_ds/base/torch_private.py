@@ -240,10 +240,10 @@ def gradients(
 ) -> list[Tensor | None]:
     """``torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)`` without calling ``__torch_function__`` of leaves."""
     engine = torch.autograd.Variable._execution_engine
-    found = engine.run_backward(
+    grads = engine.run_backward(
         tuple(outputs), tuple(seeds), retain_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
     )
-    return list(found)
+    return list(grads)
 
 
 def at_backward_end(work: Callable[[], None]) -> None:

@@ -111,7 +111,7 @@ def shared_tensors(state: State) -> list[tuple[str, str, Tensor]]:
     for part, leaf in named:
         owners[storage_id(leaf)].add(part)
     shared = [(part, leaf) for part, leaf in named if len(owners[storage_id(leaf)]) > 1]
-    pairs = [sorted(pair, key=lambda each: [*parts].index(each.name)) for pair in (overlapping(shared) if shared else ())]
+    pairs = [sorted(pair, key=lambda extent: [*parts].index(extent.name)) for pair in (overlapping(shared) if shared else ())]
     return [(later.name, first.name, later.tensor) for first, later in pairs if first.name != later.name]
 
 
@@ -120,8 +120,8 @@ def with_own_memory(state: State) -> State:
     shared = {id(tensor) for _, _, tensor in shared_tensors(state)}
     if not shared:
         return state
-    own = tree.map(lambda x: like_marked(x.detach().clone(), x) if id(x) in shared else x, (state.optimizer, state.slots))
-    return tree.replace(state, optimizer=own[0], slots=own[1])
+    copies = tree.map(lambda x: like_marked(x.detach().clone(), x) if id(x) in shared else x, (state.optimizer, state.slots))
+    return tree.replace(state, optimizer=copies[0], slots=copies[1])
 
 
 def refuse_shared(state: State) -> None:
@@ -175,8 +175,8 @@ def refuse_other_names(metrics: Mapping[str, Any], total: Tensor | None) -> None
     """
     if total is None or total.is_meta:
         return
-    *found, ranks = total.tolist()
-    if found != [number * ranks for number in _two_numbers(metrics)]:
+    *summed, ranks = total.tolist()
+    if summed != [number * ranks for number in _two_numbers(metrics)]:
         raise ValueError(
             f"the loss function returned the metrics {sorted(metrics)} on this rank, and others on another rank; return the "
             "same metrics on every rank, fds.Weighted(torch.zeros(()), 0) where a rank has nothing to add"

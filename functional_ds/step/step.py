@@ -135,8 +135,8 @@ class Step(AtParams):
                 refuse_open(state)
             with warning_of_lone_ranks(self, state) if self.guarded else nullcontext():
                 acting = self.acting(state)
-                found = acting.gradients(acting.at_rows(state, rows_of(batch)), batch, None, True)
-                return acting._updated(state, found, self._structure(state, batch), donate)
+                computed = acting.gradients(acting.at_rows(state, rows_of(batch)), batch, None, True)
+                return acting._updated(state, computed, self._structure(state, batch), donate)
 
     def open(self, state: State, batch: Any = None, so_far: Gradients | None = None, *, trains: bool = True) -> OpenPass:
         """Opens a forward pass, whose ``backward`` gives gradients for ``finish``: the first half of a step, in custom loops.
@@ -200,9 +200,9 @@ class Step(AtParams):
         self._guard("evaluate", state, None)
         register_containers(batch)
         with comm.world().world.step():
-            found = self.phases["measure"](self, state, batch)
-            names = name_sum(self, state, found, "measure") if self.guarded else None
-            metrics, names = self.sum_over_ranks(state, (found, names))
+            measured = self.phases["measure"](self, state, batch)
+            names = name_sum(self, state, measured, "measure") if self.guarded else None
+            metrics, names = self.sum_over_ranks(state, (measured, names))
             refuse_other_names(metrics, names)
         return _means(metrics)
 
@@ -230,11 +230,11 @@ class Step(AtParams):
     def _updated(
         self,
         state: State,
-        found: tuple[State, Weighted, dict[str, Weighted]],
+        computed: tuple[State, Weighted, dict[str, Weighted]],
         structure: optree.PyTreeSpec | None,
         donate: bool,
     ) -> tuple[State, Metrics]:
-        after, grads, metrics = found
+        after, grads, metrics = computed
         after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
         if after.skip is not None:
             after = kept_slots(state, after, [layer.slot for layer in self.layers if Trait.HEEDS_SKIPS not in layer.traits])
@@ -247,19 +247,20 @@ class Step(AtParams):
         empty = torch.where(total == 0, 1.0, float("nan")).to(weight.dtype)  # or sum / 0, as in torch
         weight = torch.where(weight == 0, empty, weight)
         after, before = tree.replace(after, unused=unused), tree.replace(state)
-        own = state.donate(after) if donate else after.clone(keeps_graph=self.keeps_graph)
+        updated = state.donate(after) if donate else after.clone(keeps_graph=self.keeps_graph)
         try:
-            own, more = self.update(own, Weighted(grads.sum, weight))
+            updated, more = self.update(updated, Weighted(grads.sum, weight))
         except UpdateError:
             state.restore(before)
             raise
-        own = tree.replace(own, skip=None, finite=None, reduced=None)
+        updated = tree.replace(updated, skip=None, finite=None, reduced=None)
         if self.guarded and before.batch is None and not self.keeps_graph:
-            refuse_shared(own)
+            refuse_shared(updated)
         if donate:
-            own = tree.replace(own, step=own.step.detach()) if own.step is before.step else own  # an update without weight
+            if updated.step is before.step:  # an update without weight
+                updated = tree.replace(updated, step=updated.step.detach())
             mark_donated(before)
-        return with_idle(own, unused, before.step), {**_means(metrics), **more}
+        return with_idle(updated, unused, before.step), {**_means(metrics), **more}
 
     # -- phases that have more to do ----------------------------------------------------------------------------------
 
@@ -351,10 +352,10 @@ class Step(AtParams):
         >>> fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)).guards()["norm"]
         ['Refuses a norm, a product or sums by leaf of gradients that are not reduced yet.']
         """
-        found = {call: [_summary(guard) for guard in guards] for call, guards in GUARDS.items()}
+        by_call = {call: [_summary(guard) for guard in guards] for call, guards in GUARDS.items()}
         for layer in self.layers:
-            found |= {f"{phase} of {layer.name}": [_summary(guard)] for phase, guard in layer.guards.items()}
-        return found
+            by_call |= {f"{phase} of {layer.name}": [_summary(guard)] for phase, guard in layer.guards.items()}
+        return by_call
 
     def __str__(self) -> str:
         return " -> ".join(self.names)

@@ -19,7 +19,9 @@ TRANSPORT = [
     (2, Bug("what is not donated is overwritten", "comm.backends.gloo:all_reduce", "piece if in_place else None", "piece")),
     (
         3,
-        Bug("the third rank's own value is lost", "comm.backends.gloo:_reduce_rows.finish", "out is own and rank > 1", "False"),
+        Bug(
+            "the third rank's own value is lost", "comm.backends.gloo:_reduce_rows.finish", "out is mine and rank > 1", "False"
+        ),
     ),
     (
         3,

@@ -74,18 +74,18 @@ def mixed_precision(
     >>> metrics["skipped"].item(), step.params(state)["w"].tolist(), state.step.item()
     (1.0, [1.0, 1.0], 0)
     """
-    found = Policy.parse(policy) if isinstance(policy, str) else policy
-    if not isinstance(found, Policy):
+    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
+    if not isinstance(chosen, Policy):
         raise TypeError(f"policy={policy!r} is neither a Policy nor a string")
-    half = found.compute in (torch.float16, torch.bfloat16)
+    half = chosen.compute in (torch.float16, torch.bfloat16)
     if autocast and not half:
-        raise ValueError(f"autocast=True: the policy {found} computes in {found.compute}; use compute=bf16 or compute=f16")
+        raise ValueError(f"autocast=True: the policy {chosen} computes in {chosen.compute}; use compute=bf16 or compute=f16")
     if states not in (None, torch.float32, torch.bfloat16):
         raise ValueError(f"states={states}: optimizer states can be torch.bfloat16 or torch.float32")
-    rounds = states == torch.bfloat16 or (found.compute == torch.bfloat16 and not found.masters)
+    rounds = states == torch.bfloat16 or (chosen.compute == torch.bfloat16 and not chosen.masters)
     if stochastic and not rounds:
-        raise ValueError(f"stochastic=True: nothing is rounded to bf16 with the policy {found} and states={states}")
-    return _MixedPrecision(found, _scale(loss_scale, found), autocast, KeptStates(states), stochastic).transform()
+        raise ValueError(f"stochastic=True: nothing is rounded to bf16 with the policy {chosen} and states={states}")
+    return _MixedPrecision(chosen, _scale(loss_scale, chosen), autocast, KeptStates(states), stochastic).transform()
 
 
 def _scale(given: Any, policy: Policy) -> LossScale:
@@ -103,10 +103,10 @@ def _scale(given: Any, policy: Policy) -> LossScale:
 
 def _wide_norm(leaf: Tensor) -> Tensor:
     """The leaf, marked to stay fp32 if it belongs to a batch norm, whose kernels need weights in their statistics' dtype."""
-    found = None if stored_in(leaf) is not None else module_of(leaf)
-    if found is None:
+    module = None if stored_in(leaf) is not None else module_of(leaf)
+    if module is None:
         return leaf
-    apply, name = found
+    apply, name = module
     owner = apply.module.get_submodule(name.rpartition(".")[0])
     norms = isinstance(owner, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm))
     return mark_stored(leaf, torch.float32) if norms and owner.running_mean is not None else leaf
@@ -227,11 +227,11 @@ class _MixedPrecision:
 
     def loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         """The inner loss, scaled if it is differentiated."""
-        found, further = inner(step, state, params, batch)
+        loss, further = inner(step, state, params, batch)
         pass_, parts = current_pass(), 1
         if pass_ is not None and pass_.trains and pass_.slots["mean"] and self.policy.compute == torch.float16:
             parts = 1 if step.has(AxisRole.STAGES) else step.batch_shard(state)[1] * step.micro_batches(state)
-        loss, metrics = self._share(found, parts), {name: self._output(metric) for name, metric in further.items()}
+        loss, metrics = self._share(loss, parts), {name: self._output(metric) for name, metric in further.items()}
         if torch.is_grad_enabled():
             scale = _slot(state).loss_scale
             loss = scale.unscale(tree.replace(loss, sum=scale.scale(loss.sum)))
@@ -248,19 +248,19 @@ class _MixedPrecision:
             return leaf.to(self.policy.compute)
         return like_marked(leaf.detach().to(self.policy.compute), leaf) if smooth else leaf
 
-    def _share(self, found: Weighted, parts: int) -> Weighted:
+    def _share(self, value: Weighted, parts: int) -> Weighted:
         """A micro-batch's part of the mean over the whole batch.
 
         Its fp16 gradients equal a single device's, so they overflow where those do, and so do their sums.
         """
-        loss = self._output(found)
+        loss = self._output(value)
         if parts == 1:
             return loss
-        return Weighted(_Share.apply(found.sum, parts, loss.sum.dtype), loss.weight / parts)
+        return Weighted(_Share.apply(value.sum, parts, loss.sum.dtype), loss.weight / parts)
 
-    def _output(self, found: Weighted) -> Weighted:
+    def _output(self, mean: Weighted) -> Weighted:
         output = self.policy.output
-        return Weighted(found.sum.to(output), found.weight.to(weight_dtype(output)))  # in bf16, 257 tokens would be 256
+        return Weighted(mean.sum.to(output), mean.weight.to(weight_dtype(output)))  # in bf16, 257 tokens would be 256
 
     # -- what moves ----------------------------------------------------------------------------------------------------
 

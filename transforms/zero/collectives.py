@@ -85,7 +85,7 @@ class Collectives:
         rest = [self._next_level(level, direct if i == last else None) for i, level in enumerate(groups.levels) if i]
         lane = groups.levels[-1].channel("gather")
         gathered = relay(first, *rest, lane=lane, device=shards[0].device)
-        return gathered.then(lambda found: _written(out, self._decoded(found, segments, shards)))
+        return gathered.then(lambda flats: _written(out, self._decoded(flats, segments, shards)))
 
     def _room(self, segments: Sequence[Segment], shards: Sequence[Tensor]) -> Flats | None:
         """Pooled memory for a unit of one segment; others use the transport's memory."""
@@ -128,9 +128,8 @@ class Collectives:
 
     def _broadcast(self, segments: Sequence[Segment], shards: Sequence[Tensor], group: comm.Group) -> PendingFlats:
         owner = segments[0].owner or 0
-        own = group.rank == owner
         room = (torch.empty(s.size, dtype=x.dtype, device=x.device) for s, x in zip(segments, shards, strict=True))
-        whole = [x.detach() for x in shards] if own else list(room)  # shards may be on the host
+        whole = [x.detach() for x in shards] if group.rank == owner else list(room)  # shards may be on the host
         return start(comm.broadcast, whole, owner, group)
 
     def _next_level(self, level: comm.Group, out: Flats | None) -> Callable[[Any], "comm.Pending[Any]"]:
@@ -199,7 +198,7 @@ class Collectives:
             return shards.then(added)
         if segments[0].owner not in (None, segments[0].place(self.groups.shards.rank)):
             return shards.then(added)
-        later = lambda found: start(comm.all_reduce, added(found), _channel(replicas), donate=True)  # noqa: E731
+        later = lambda gathered: start(comm.all_reduce, added(gathered), _channel(replicas), donate=True)  # noqa: E731
         return self._chain(shards, later, device=device)
 
     def _reduce_whole(self, flats: Flats, groups: ProcessGroups) -> PendingFlats:

@@ -133,8 +133,8 @@ class Gatherer:
         if len(sharded) == len(indices):
             return pending
 
-        def with_persistent(found: Sequence[Tensor]) -> list[Tensor]:
-            gathered = dict(zip(sharded, found, strict=True))
+        def with_persistent(flats: Sequence[Tensor]) -> list[Tensor]:
+            gathered = dict(zip(sharded, flats, strict=True))
             return [gathered[i] if i in gathered else self.shards[i].detach() for i in indices]
 
         return pending.then(with_persistent)

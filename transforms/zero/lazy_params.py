@@ -52,7 +52,7 @@ class _UnitNode(torch.autograd.Function):
         if ctx.recomputed:
             ctx.params.nested(ctx.unit, grads)
         elif token is None:  # of a backward pass that the loss, or a custom function, runs
-            ctx.params.found(ctx.unit, grads)
+            ctx.params.take(ctx.unit, grads)
         else:
             ctx.params.completed(ctx.unit, grads)
         return None, None, None, None, None
@@ -151,7 +151,7 @@ class LazyParams:
         if self.reducer is not None:
             self.reducer.fetched(plan, made)
 
-    def found(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+    def take(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """Takes the gradients of a backward pass that ``pull`` does not run.
 
         During the loss they are ``.grad`` of the leaves. After it they are those of a ``loss.backward()``, which runs a unit's
@@ -292,11 +292,11 @@ class LazyParams:
     def _set_grads_aside(self) -> list[Tensor | None]:
         """Removes what was assigned to the leaves' ``grad``: within the loss it is no part of the gradients."""
         with disable_torch_function_subclass():
-            found = [leaf.grad for leaf in self._lazy]
-            for leaf, grad in zip(self._lazy, found, strict=True):
+            grads = [leaf.grad for leaf in self._lazy]
+            for leaf, grad in zip(self._lazy, grads, strict=True):
                 if grad is not None:
                     leaf.grad = None
-        return found
+        return grads
 
     def close(self) -> None:
         """Drops all references. The graph's nodes refer to this object: a cycle, which would keep memory alive for a while."""

@@ -95,8 +95,8 @@ class ProcessGroups:
             return self
         block = next(block for block in sharers if self.shards.rank in block)
         ranks = [self.shards.ranks[place] for place in block]
-        own = self.group.world.group(ranks, f"{self.group.name}:sharers")
-        return ProcessGroups(own, None, None, own, self.replicas)
+        group = self.group.world.group(ranks, f"{self.group.name}:sharers")
+        return ProcessGroups(group, None, None, group, self.replicas)
 
     @cached_property
     def levels(self) -> tuple[comm.Group, ...]:

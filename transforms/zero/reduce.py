@@ -159,9 +159,9 @@ class Reducer:
     # -- on this rank --------------------------------------------------------------------------------------------------
 
     def _add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
-        found = iter(grads)
+        remaining = iter(grads)
         for index in self.trained(unit):
-            self._accumulate(index, [next(found, None) for _ in self.layout.segments[index].slots], device)
+            self._accumulate(index, [next(remaining, None) for _ in self.layout.segments[index].slots], device)
 
     def _accumulate(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> None:
         segment = self.layout.segments[index]
@@ -178,10 +178,10 @@ class Reducer:
             covered = all(used) and not any(segment.gaps)
             self.local[index] = (torch.empty if covered else torch.zeros)(segment.size, dtype=dtype, device=device)
         pairs = zip(segment.views(self.local[index]), leaves, strict=True)
-        found = [(view, dense(grad)) for view, grad in pairs if grad is not None and grad.numel()]
-        if found:
+        present = [(view, dense(grad)) for view, grad in pairs if grad is not None and grad.numel()]
+        if present:
             move = foreach_copy_ if fresh else foreach_add_
-            move([view for view, _ in found], [grad for _, grad in found])
+            move([view for view, _ in present], [grad for _, grad in present])
 
     def _dtype(self, segment: Segment, leaves: Sequence[Tensor | None]) -> torch.dtype:
         """The dtype of a segment's gradients: fp32 for half-precision sums over micro-batches."""
@@ -225,8 +225,8 @@ class Reducer:
         segments = [self.layout.segments[index] for index in trained]
         flats = [self.local.pop(index) for index in trained]
 
-        def summed(found: Sequence[Tensor]) -> list[Tensor]:
-            return [self._with_earlier(index, value) for index, value in zip(trained, found, strict=True)]
+        def summed(sums: Sequence[Tensor]) -> list[Tensor]:
+            return [self._with_earlier(index, value) for index, value in zip(trained, sums, strict=True)]
 
         with labelled(self.layout.units[unit].name):
             pending = collectives.reduce(segments, flats)

@@ -155,11 +155,11 @@ class Zero(ZeroConfig):
         return GradientParts({place: 0 for place, segment in enumerate(trained) if rank not in segment.holders(0)})
 
     def _traits(self) -> list[Trait]:
-        found = [Trait.HEEDS_SKIPS]
-        found += [Trait.SUMS_LAST] if self.combine is None and (self.stage < 2 or self.replicate is not None) else []
-        found += [Trait.SHARDS_STATE] if self.stage else []
-        found += [Trait.SHARDS_PARAMS] if self.stage == 3 else []
-        return found + ([Trait.KEEPS_WHOLE] if self.persistence_threshold else [])
+        traits = [Trait.HEEDS_SKIPS]
+        traits += [Trait.SUMS_LAST] if self.combine is None and (self.stage < 2 or self.replicate is not None) else []
+        traits += [Trait.SHARDS_STATE] if self.stage else []
+        traits += [Trait.SHARDS_PARAMS] if self.stage == 3 else []
+        return traits + ([Trait.KEEPS_WHOLE] if self.persistence_threshold else [])
 
     # -- what is stored ------------------------------------------------------------------------------------------------
 
@@ -177,9 +177,9 @@ class Zero(ZeroConfig):
         exact: Sequence[Tensor | None] = ()
         whole = self._whole(layout) if self.stage else []
         if whole:
-            own, state = list(state.params), tree.replace(state, params=())
-            exact = self._exact(layout, own, whole, groups)
-            state = tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, own, whole))
+            shards, state = list(state.params), tree.replace(state, params=())
+            exact = self._exact(layout, shards, whole, groups)
+            state = tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, shards, whole))
         return state.put(zero=Partition(layout, cache, exact))
 
     def _whole(self, layout: Layout) -> list[int]:
@@ -227,22 +227,22 @@ class Zero(ZeroConfig):
         whole = self._whole(layout)
         pairs = zip(layout.segments, flats, strict=True)
         shards = [s.own(flat, rank) if i in whole else flat for i, (s, flat) in enumerate(pairs)]
-        own = _either(partition.exact, shards)
-        frozen = {i: (flats[i], own[i]) for i in whole if not layout.segments[i].trainable}
+        stored = _either(partition.exact, shards)
+        frozen = {i: (flats[i], stored[i]) for i in whole if not layout.segments[i].trainable}
         versions = tuple(version_of(shard) for _, shard in frozen.values())
-        return tree.replace(state, params=own).put(zero=tree.replace(partition, exact=(), frozen=frozen, versions=versions))
+        return tree.replace(state, params=stored).put(zero=tree.replace(partition, exact=(), frozen=frozen, versions=versions))
 
     def _published(self, state: State, out: list[Tensor] | None = None) -> State:
         partition: Partition = state.slots["zero"]
-        layout, own, groups = partition.layout, state.params, ProcessGroups.by(self)
+        layout, shards, groups = partition.layout, state.params, ProcessGroups.by(self)
         whole = self._whole(layout)
-        exact = self._exact(layout, own, whole, groups)
+        exact = self._exact(layout, shards, whole, groups)
         frozen = partition.frozen or {}
         known = zip(frozen.items(), partition.versions, strict=True)  # others are changed: new, or written to
-        kept = {i for (i, (_, shard)), version in known if own[i] is shard and version_of(shard) == version}
-        stored = [frozen[i][0] if i in kept else new for i, new in enumerate(own)]
+        kept = {i for (i, (_, shard)), version in known if shards[i] is shard and version_of(shard) == version}
+        stored = [frozen[i][0] if i in kept else new for i, new in enumerate(shards)]
         state = tree.replace(state, params=()).put(zero=tree.replace(partition, exact=exact, frozen=None, versions=()))
-        del own
+        del shards
         moved = [i for i in whole if i not in kept]
         return tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, stored, moved, out))
 
@@ -312,20 +312,20 @@ class Zero(ZeroConfig):
 
         A ``T.Combine`` runs in the phase ``reduce``, so with one all stages only add up here.
         """
-        each = self.stage >= 2 and self.combine is None
+        reduces_each = self.stage >= 2 and self.combine is None
         last = last and self.combine is None
         trained = [i for i, segment in enumerate(layout.segments) if segment.trainable]
         carry = dict(zip(trained, sums, strict=True)) if sums is not None else {}
-        if passes == 1 and not each:  # one micro-batch, which turned out to be the last, and so travels as such
+        if passes == 1 and not reduces_each:  # one micro-batch, which turned out to be the last, and so travels as such
             carry = {i: grads.to(layout.segments[i].dtype) for i, grads in carry.items()}
         return Reducer(
             layout,
             collectives,
             cache.order,
-            now=each or last,
+            now=reduces_each or last,
             more=not last,
-            local={} if each else carry,
-            sums=carry if each else {},
+            local={} if reduces_each else carry,
+            sums=carry if reduces_each else {},
         )
 
     def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:

@@ -246,8 +246,8 @@ def summed_over_ranks(step: Summing, state: State, scalars: Any) -> tuple[Any, .
         return (*step.sum_over_ranks(state, scalars), unused if unused and step.skips_unused else None)
     if unused and current_recorder() is not None:
         raise RuntimeError(
-            f"the loss does not use {', '.join(map(repr, sorted(unused)[:3]))}, and whether another rank does is read on the host "
-            "in every step: give them gradients of zero with fds.train_step(..., unused='zeros')"
+            f"the loss does not use {', '.join(map(repr, sorted(unused)[:3]))}, and whether another rank does is read on the "
+            "host in every step: give them gradients of zero with fds.train_step(..., unused='zeros')"
         )
     leaf_map = step.leaf_map(state)
     leaves, device = leaf_map.leaves, state.step.device

@@ -262,7 +262,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "rows of a slice are counted on",
             "base.prng:Key._drawn",
-            "found.pop(0)[0] if 0 in found else row + torch.arange(rows, device=device)",
+            "split.pop(0)[0] if 0 in split else row + torch.arange(rows, device=device)",
             "row + torch.arange(rows, device=device)",
         ),
     ],
