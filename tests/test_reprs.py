@@ -87,7 +87,7 @@ def _records(folder: Path) -> list[Any]:
         (
             comm.table.TABLE[0],
             call,
-            comm.table.Here({"op": "sum"}, 0, 1),
+            comm.table.CallContext({"op": "sum"}, 0, 1),
             comm.world(),
             comm.mesh(dp=1),
             ledger,

@@ -26,7 +26,7 @@ from functional_ds.comm.declare import varying
 from functional_ds.comm.exchange import permute
 from functional_ds.comm.graft import Graft
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.collective import Here
+from functional_ds.comm.table.collective import CallContext
 from functional_ds.comm.table.permutation import Permutation
 from functional_ds.comm.table.rows import ALL_REDUCE
 
@@ -47,7 +47,7 @@ def _all_reduce(name: str, x: T, total: Total, op: str, *groups: Group) -> T:
     plain = "sum" if op == "avg" else op
     n = math.prod(group.size for group in groups)
     for leaf in leaves:
-        ALL_REDUCE.check(leaf, Here({"op": plain}, 0, n))
+        ALL_REDUCE.check(leaf, CallContext({"op": plain}, 0, n))
     check_avg(leaves, op)
     results = _run(name, total, plain, leaves)
     if op == "avg":

@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_ds.comm.exchange import permute
 from functional_ds.comm.record.group import Group, Ready
 from functional_ds.comm.record.ledger import LedgerCall
-from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.comm.table.exchanges import PERMUTE
 from functional_ds.comm.table.permutation import Permutation
 from functional_ds.comm.table.rows import ALL_GATHER
@@ -41,7 +41,7 @@ def _in_one_call(x: Tensor, group: Group) -> Tensor:
     while group.world.ledgers and have < group.size:
         count = min(have, group.size - have)
         call, sent = Call(PERMUTE, {"perm": _back(group.size, have)}), gathered[: count * len(x)]
-        made = LedgerCall(call, [sent], Here(call.options, group.rank, group.size), group.name, group.ranks)
+        made = LedgerCall(call, [sent], CallContext(call.options, group.rank, group.size), group.name, group.ranks)
         for ledger in group.world.ledgers:
             ledger.record(made, Ready([sent]), began, early=False).wait()
         began, have = perf_counter(), have + count

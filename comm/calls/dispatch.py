@@ -17,7 +17,7 @@ from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.record.group import Group, Ready, call_site, poll_all
 from functional_ds.comm.record.ledger import LedgerCall, begin
 from functional_ds.comm.record.pending import Pending, Request
-from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.collective import Call, CallContext, Handle
 from functional_ds.comm.table.errors import CommError
 from functional_ds.comm.worlds.current import current_recorder, world
 
@@ -80,9 +80,9 @@ def start_call(
     return _StartedCall(call, leaves, handle, call_site())
 
 
-def check_call(call: Call, leaves: Sequence[Tensor], group: Group, prefix: str = "") -> Here:
-    """Checks a call on this rank and returns its ``Here``; raises ValueError, with ``prefix`` before the message."""
-    here = Here(call.options, group.rank, group.size)
+def check_call(call: Call, leaves: Sequence[Tensor], group: Group, prefix: str = "") -> CallContext:
+    """Checks a call on this rank and returns its ``CallContext``; raises ValueError, with ``prefix`` before the message."""
+    here = CallContext(call.options, group.rank, group.size)
     try:
         for leaf in leaves:
             if leaf.layout is not torch.strided:
@@ -95,7 +95,7 @@ def check_call(call: Call, leaves: Sequence[Tensor], group: Group, prefix: str =
     return here
 
 
-def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: Here, beside: bool, early: bool) -> Handle:
+def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: CallContext, beside: bool, early: bool) -> Handle:
     row = call.collective
     if row.alone is not None:
         return Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves])
@@ -111,7 +111,7 @@ def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: Here, besid
     return handle
 
 
-def outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
+def outline(call: Call, leaf: Tensor, here: CallContext) -> Tensor:
     """The result of a call on fake tensors, assuming that all ranks pass the same shapes; nothing is sent."""
     if call.collective.private:  # other ranks' sizes differ; this rank's options give the shape of its result
         return call.collective.on_shapes(leaf.detach(), here)

@@ -18,7 +18,7 @@ from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.graft import Graft
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending, Request
-from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.comm.table.packing import pack_cut, pad_rows, piece_shape, unpack_joined
 from functional_ds.comm.table.rows import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
@@ -95,7 +95,7 @@ class Compressed:
 def _all_gather(codec: Codec, x: Any, group: Group, *, dim: int = 0, tiled: bool = True) -> Request[Any]:
     options: dict[str, Any] = {"dim": resolve_dim("all_gather", x, dim), "tiled": tiled}
     leaves, spec = check_leaves(Call(ALL_GATHER, options), x, group)
-    here, kinds = Here(options, group.rank, group.size), [(leaf.shape, leaf.dtype) for leaf in leaves]
+    here, kinds = CallContext(options, group.rank, group.size), [(leaf.shape, leaf.dtype) for leaf in leaves]
     graft = Graft.of(leaves, lambda grads: reduce_scatter(grads, group, **options))
 
     def whole(payloads: Sequence[Sequence[Tensor]]) -> Any:
@@ -114,7 +114,7 @@ def _reduce_scatter(codec: Codec, x: Any, group: Group, *, dim: int = 0, op: str
     options = {**place, "op": "sum" if op == "avg" else op}
     leaves, spec = check_leaves(Call(REDUCE_SCATTER, options), x, group)
     check_avg(leaves, op)
-    here = Here(options, group.rank, group.size)
+    here = CallContext(options, group.rank, group.size)
     pieces = [(torch.Size(piece_shape(leaf, here)), leaf.dtype) for leaf in leaves]
     graft = Graft.of(leaves, lambda grads: all_gather(grads, group, **place) if options["op"] == "sum" else _no_transpose(op))
 

@@ -14,7 +14,7 @@ from functional_ds.comm.backends.reduction import fold
 from functional_ds.comm.calls.dispatch import check_avg, flatten, resolve_dim, resolve_group
 from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.comm.table.packing import pack_cut, pad_rows, piece_shape, unpack_joined
 from functional_ds.comm.table.rows import ALL_REDUCE, REDUCE_SCATTER
 
@@ -109,7 +109,7 @@ class ErrorFeedback:
         group = resolve_group(group)
         options = {"dim": resolve_dim("reduce_scatter", x, dim), "op": "sum", "tiled": tiled}
         leaves, spec = _summable(Call(REDUCE_SCATTER, options), x, group, op)
-        owed, here = _like(spec, residual.own), Here(options, group.rank, group.size)
+        owed, here = _like(spec, residual.own), CallContext(options, group.rank, group.size)
         with torch.no_grad():
             values = [pack_cut(leaf + e, here) for leaf, e in zip(leaves, owed, strict=True)]  # [n, m]
             sent, own = self._send(values, [rows.dtype for rows in values])

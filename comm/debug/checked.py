@@ -9,7 +9,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from functional_ds.comm.api import barrier
 from functional_ds.comm.calls.dispatch import resolve_group
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.comm.table.rooted_rows import BARRIER
 from functional_ds.comm.worlds.call_log import CallLog
 from functional_ds.comm.worlds.current import world
@@ -92,7 +92,7 @@ def monitored_barrier(group: Group | None = None, *, timeout: timedelta | None =
     seconds = log.timeout
     try:
         log.timeout = _seconds(timeout, here)
-        log.announce(Call(BARRIER), [], group, Here({}, group.rank, group.size))()
+        log.announce(Call(BARRIER), [], group, CallContext({}, group.rank, group.size))()
     finally:
         log.timeout = seconds
 

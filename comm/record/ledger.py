@@ -12,7 +12,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base.device import synchronize
-from functional_ds.comm.table.collective import Call, Handle, Here, Traffic, WatchedHandle
+from functional_ds.comm.table.collective import Call, CallContext, Handle, Traffic, WatchedHandle
 
 _OVERLAP = 0.1  # of a call's time: if its rank did other work for longer, its time does not measure the transfer
 
@@ -149,7 +149,7 @@ class LedgerCall:
 
     call: Call
     tensors: Sequence[Tensor]
-    here: Here
+    here: CallContext
     group: str
     ranks: tuple[int, ...]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.torch_private import version_of
-from functional_ds.comm.table.collective import Call, Handle, Here, WatchedHandle
+from functional_ds.comm.table.collective import Call, CallContext, Handle, WatchedHandle
 from functional_ds.comm.table.errors import WrittenError
 
 from .group import Group, call_site, poll_all
@@ -119,7 +119,7 @@ def watched_inputs(handle: Handle, call: Call, tensors: Sequence[Tensor], group:
     A back end may read an input at any time until the wait. Writes are detected by torch's version counter and, on CPU, by a
     checksum, since writes through ``.data`` and NumPy are not counted. The checksum reads the tensor twice.
     """
-    here, site = Here(call.options, group.rank, group.size), site or call_site()
+    here, site = CallContext(call.options, group.rank, group.size), site or call_site()
     held = [(tensor, _state(tensor)) for tensor in (tensors if call.collective.reads(here) else ())]
 
     def checked(wait: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from functional_ds.base.torch_private import disable_dispatch_modes
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.comm.table.errors import DeadlockError, MismatchError
 from functional_ds.comm.worlds.rng_state import RngState, drop_spare_normal
 
@@ -36,7 +36,7 @@ class RankCall:
     """One rank's part of a collective: its call, inputs, call site, and the function it is called for."""
 
     call: Call
-    here: Here
+    here: CallContext
     inputs: list[Tensor]
     site: str
     purpose: str = ""

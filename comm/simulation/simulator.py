@@ -14,7 +14,7 @@ from torch import Tensor
 
 from functional_ds.comm.record.group import Beside, Group, World, call_site
 from functional_ds.comm.record.pending import watched_inputs
-from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.collective import Call, CallContext, Handle
 from functional_ds.comm.table.errors import CommError, DeadlockError
 
 from .lanes import Lane, run_beside
@@ -80,7 +80,7 @@ class SimulatedWorld(World):
                 f"{call.shown(group.rank)} on simulated rank {self.rank} comes from thread "
                 f"{threading.current_thread().name!r}; a simulated rank is one thread: call collectives from there"
             )
-        row, here = call.collective, Here(call.options, group.rank, group.size)
+        row, here = call.collective, CallContext(call.options, group.rank, group.size)
         key = (group.ranks, group.name, row.order(call.options))
         turn = self.counts[key] = self.counts.get(key, -1) + 1
         places = row.members(call.options, group.size)

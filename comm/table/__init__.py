@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from functional_ds.comm.composed import composed
     from functional_ds.comm.record.pending import Request
 
-    from .collective import Call, Collective, Here, Traffic, Variance
+    from .collective import Call, CallContext, Collective, Traffic, Variance
     from .exchanges import TABLE
 
 __all__ = [
     "TABLE",
     "Call",
+    "CallContext",
     "Collective",
     "Communicator",
-    "Here",
     "Options",
     "Prepared",
     "Request",

@@ -95,7 +95,7 @@ class WatchedHandle:
 
 
 @attrs.frozen(eq=False)
-class Here:
+class CallContext:
     """A call's options, this rank's place in the group, and the number of ranks."""
 
     options: Options
@@ -114,23 +114,23 @@ def _in_one_order(options: Options) -> Hashable:
     return ()
 
 
-def _flat(leaf: Tensor, here: Here) -> Tensor:
+def _flat(leaf: Tensor, here: CallContext) -> Tensor:
     return leaf if leaf.dim() == 1 else leaf.reshape(-1)
 
 
-def _same_shape(piece: Tensor, leaf: Tensor, here: Here) -> Tensor:
+def _same_shape(piece: Tensor, leaf: Tensor, here: CallContext) -> Tensor:
     return piece if piece.dim() == leaf.dim() else piece.reshape(leaf.shape)
 
 
-def _own_shape(leaf: Tensor, here: Here) -> Sequence[int]:
+def _own_shape(leaf: Tensor, here: CallContext) -> Sequence[int]:
     return leaf.shape
 
 
-def _no_check(leaf: Tensor, here: Here) -> None:
+def _no_check(leaf: Tensor, here: CallContext) -> None:
     return None
 
 
-def _always(here: Here) -> bool:
+def _always(here: CallContext) -> bool:
     return True
 
 
@@ -142,7 +142,7 @@ def _nothing_private(options: Options) -> None:
     return None
 
 
-def _to_all_alike(here: Here) -> None:
+def _to_all_alike(here: CallContext) -> None:
     return None
 
 
@@ -171,7 +171,7 @@ class Traffic:
 _NO_TRAFFIC = Traffic()
 
 
-def _silent(leaf: Tensor, here: Here) -> int:
+def _silent(leaf: Tensor, here: CallContext) -> int:
     return 0
 
 
@@ -179,7 +179,7 @@ def _no_exchange(connections: Any, payload: Tensor, options: Options) -> NoRetur
     raise NotImplementedError("a row that is computed alone exchanges nothing")
 
 
-def _of_payload(shape: Sequence[int], here: Here) -> Sequence[int]:
+def _of_payload(shape: Sequence[int], here: CallContext) -> Sequence[int]:
     return shape
 
 
@@ -221,22 +221,22 @@ class Collective:
     name: str
     denotation: Callable[[Sequence[Tensor], Options], list[Tensor]]
     adjoint: Callable[[Options], "Call | None"] = _no_transpose
-    volume: Callable[[Tensor, Here], int] = _silent
-    result: Callable[[Sequence[int], Here], Sequence[int]] = _of_payload
+    volume: Callable[[Tensor, CallContext], int] = _silent
+    result: Callable[[Sequence[int], CallContext], Sequence[int]] = _of_payload
     traffic: Traffic = _NO_TRAFFIC
     gloo: GlooPrimitive = _no_exchange
     nccl: NcclPrimitive = _no_exchange
     joins: bool = False
-    shares: Callable[[Here], Mapping[int, int] | None] = _to_all_alike
+    shares: Callable[[CallContext], Mapping[int, int] | None] = _to_all_alike
     by_node: bool = False
-    pack: Callable[[Tensor, Here], Tensor] = _flat
-    unpack: Callable[[Tensor, Tensor, Here], Tensor] = _same_shape
-    check: Callable[[Tensor, Here], None] = _no_check
-    shape: Callable[[Tensor, Here], Sequence[int | str]] = _own_shape
-    alone: Callable[[Tensor, Here], Tensor] | None = None
+    pack: Callable[[Tensor, CallContext], Tensor] = _flat
+    unpack: Callable[[Tensor, Tensor, CallContext], Tensor] = _same_shape
+    check: Callable[[Tensor, CallContext], None] = _no_check
+    shape: Callable[[Tensor, CallContext], Sequence[int | str]] = _own_shape
+    alone: Callable[[Tensor, CallContext], Tensor] | None = None
     members: Callable[[Options, int], Sequence[int]] = _everyone
     order: Callable[[Options], Hashable] = _in_one_order
-    reads: Callable[[Here], bool] = _always
+    reads: Callable[[CallContext], bool] = _always
     private: tuple[str, ...] = ()
     reconcile: Callable[[Options], None] = _nothing_private
     title: Callable[[Options, int], tuple[str, Options]] | None = None
@@ -263,7 +263,7 @@ class Collective:
         """Whether it is a point-to-point message."""
         return self.traffic.role == "message"
 
-    def on_shapes(self, leaf: Tensor, here: Here) -> Tensor:
+    def on_shapes(self, leaf: Tensor, here: CallContext) -> Tensor:
         """The result for a meta tensor: a meta tensor of the result's shape."""
         payload = self.pack(leaf, here)
         return self.unpack(payload.new_empty(list(self.result(payload.shape, here))), leaf, here)
@@ -315,13 +315,13 @@ class Call:
         name, options = self.title(rank)
         return f"{name}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
 
-    def signature(self, tensors: Sequence[Tensor], here: Here) -> str:
+    def signature(self, tensors: Sequence[Tensor], here: CallContext) -> str:
         """The call with its dtypes and shapes, as text."""
         shapes = (list(self.collective.shape(t, here)) for t in tensors)
         kinds = ", ".join(f"{_kind(t)}{shape}" for t, shape in zip(tensors, shapes, strict=True))
         return f"{self.shown(here.rank)} of [{kinds}]".replace("'*'", "*")
 
-    def agreement(self, tensors: Sequence[Tensor], here: Here) -> tuple[Any, ...]:
+    def agreement(self, tensors: Sequence[Tensor], here: CallContext) -> tuple[Any, ...]:
         """What must be equal on every member."""
         row = self.collective
         options = tuple((k, v) for k, v in self.options.items() if k not in row.private)

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds.comm.backends import gloo, nccl
 from functional_ds.comm.backends.primitives import Options
 
-from .collective import Call, Collective, Here, Traffic, Variance
+from .collective import Call, CallContext, Collective, Traffic, Variance
 from .errors import MismatchError
 from .packing import pack_cut, pack_rows, piece_shape, unpack_joined, unpack_rows
 from .rooted_rows import BARRIER, GATHER, SCATTER, nothing
@@ -25,7 +25,7 @@ def _all_to_all(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
     return [torch.cat([pieces[rank] for pieces in cuts], options["concat_dim"]) for rank in range(len(xs))]
 
 
-def _check_all_to_all(leaf: Tensor, here: Here) -> None:
+def _check_all_to_all(leaf: Tensor, here: CallContext) -> None:
     check_cut(leaf, here, "split_dim")
     check_dim(leaf, here, "concat_dim")
 
@@ -45,7 +45,7 @@ def _reconcile_splits(options: Options) -> None:
             )
 
 
-def _check_rows(leaf: Tensor, here: Here) -> None:
+def _check_rows(leaf: Tensor, here: CallContext) -> None:
     rows = leaf.shape[check_dim(leaf, here)]
     for name in ("input_splits", "output_splits"):
         splits = here[name]
@@ -58,7 +58,7 @@ def _check_rows(leaf: Tensor, here: Here) -> None:
         )
 
 
-def _rows_sent(leaf: Tensor, here: Here) -> int:
+def _rows_sent(leaf: Tensor, here: CallContext) -> int:
     rows = leaf.shape[here["dim"]]
     return (rows - here["input_splits"][here.rank]) * (leaf.numel() // rows) if rows else 0
 
@@ -78,7 +78,7 @@ def _permute(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
     return [xs[source[rank]].clone() if rank in source else torch.zeros_like(x) for rank, x in enumerate(xs)]
 
 
-def _check_permute(leaf: Tensor, here: Here) -> None:
+def _check_permute(leaf: Tensor, here: CallContext) -> None:
     if here["perm"].ranks > here.n:
         raise ValueError(f"perm={here['perm']} names rank {here['perm'].ranks - 1}; the group's ranks are 0..{here.n - 1}")
 
@@ -160,7 +160,7 @@ TRANSFER: Collective = Collective(
 # -- Megatron's four, in pairs of transposes ----------------------------------------------------------------------------
 
 
-def _own_slice(x: Tensor, here: Here) -> Tensor:
+def _own_slice(x: Tensor, here: CallContext) -> Tensor:
     return x.tensor_split(here.n, here["dim"])[here.rank].clone()
 
 
@@ -179,7 +179,7 @@ REDUCE_FROM: Collective = attrs.evolve(
 
 SCATTER_TO: Collective = Collective(
     name="scatter_to",
-    denotation=lambda xs, options: [_own_slice(x, Here(options, rank, len(xs))) for rank, x in enumerate(xs)],
+    denotation=lambda xs, options: [_own_slice(x, CallContext(options, rank, len(xs))) for rank, x in enumerate(xs)],
     adjoint=lambda options: Call(GATHER_FROM, {**options, "tiled": True}),
     check=check_cut,
     alone=_own_slice,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_ds.comm.backends.reduction import chunk_bounds
 
-from .collective import Here
+from .collective import CallContext
 
 
 def _own_chunk(numel: int, rank: int, n: int) -> int:
@@ -15,7 +15,7 @@ def _own_chunk(numel: int, rank: int, n: int) -> int:
     return bounds[rank + 1] - bounds[rank]
 
 
-def all_reduce_volume(leaf: Tensor, here: Here) -> int:
+def all_reduce_volume(leaf: Tensor, here: CallContext) -> int:
     """Elements that this rank sends in an all-reduce."""
     per_node: int = here.options.get("ranks_per_node", 1)
     node, place = divmod(here.rank, per_node)
@@ -27,7 +27,7 @@ def all_reduce_volume(leaf: Tensor, here: Here) -> int:
     return sent + (inside - own) + (nodes - 1) * own
 
 
-def shares_by_node(here: Here) -> Mapping[int, int] | None:
+def shares_by_node(here: CallContext) -> Mapping[int, int] | None:
     """Weights by receiver: each other rank of this node gets one part per node, and this rank's peer on each other node one."""
     per_node = here.options.get("ranks_per_node", 1)
     if per_node == 1:
@@ -37,7 +37,7 @@ def shares_by_node(here: Here) -> Mapping[int, int] | None:
     return nodes | {node * per_node + other: here.n // per_node for other in range(per_node) if other != place}
 
 
-def all_gather_volume(leaf: Tensor, here: Here) -> int:
+def all_gather_volume(leaf: Tensor, here: CallContext) -> int:
     """Elements that this rank sends in an all-gather."""
     per_node: int = here.options.get("ranks_per_node", 1)
     sizes: Sequence[int] | None = here.options.get("sizes")

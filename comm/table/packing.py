@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .collective import Here
+from .collective import CallContext
 
 
-def pack_cut(leaf: Tensor, here: Here, dim: int | None = None) -> Tensor:
+def pack_cut(leaf: Tensor, here: CallContext, dim: int | None = None) -> Tensor:
     """A tensor as [n, m], with a row for each rank."""
     dim = here["dim"] if dim is None else dim
     if dim == 0:  # tiled or stacked
@@ -19,7 +19,7 @@ def pack_cut(leaf: Tensor, here: Here, dim: int | None = None) -> Tensor:
     return parts.movedim(dim, 0).reshape(here.n, leaf.numel() // here.n)
 
 
-def unpack_joined(rows: Tensor, piece: Sequence[int], here: Here, dim: int | None = None) -> Tensor:
+def unpack_joined(rows: Tensor, piece: Sequence[int], here: CallContext, dim: int | None = None) -> Tensor:
     """The joined tensor from rows [n, m] that hold pieces of shape ``piece``."""
     if not here.options.get("tiled", True):
         return rows.reshape(here.n, *piece)
@@ -29,7 +29,7 @@ def unpack_joined(rows: Tensor, piece: Sequence[int], here: Here, dim: int | Non
     return rows.reshape(here.n, *piece).movedim(0, dim).flatten(dim, dim + 1)  # [.., n, d, ..] -> [.., n*d, ..]
 
 
-def piece_shape(leaf: Tensor, here: Here, dim: int | None = None) -> list[int]:
+def piece_shape(leaf: Tensor, here: CallContext, dim: int | None = None) -> list[int]:
     """The shape of one rank's piece of ``leaf``."""
     shape = list(leaf.shape)
     if not here.options.get("tiled", True):
@@ -38,7 +38,7 @@ def piece_shape(leaf: Tensor, here: Here, dim: int | None = None) -> list[int]:
     return shape
 
 
-def unpack_piece(piece: Tensor, leaf: Tensor, here: Here) -> Tensor:
+def unpack_piece(piece: Tensor, leaf: Tensor, here: CallContext) -> Tensor:
     """A payload reshaped to one rank's piece of ``leaf``."""
     return piece.reshape(piece_shape(leaf, here))
 
@@ -50,13 +50,13 @@ def pad_rows(leaf: Tensor, n: int) -> Tensor:
     return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(n, size)
 
 
-def pack_rows(leaf: Tensor, here: Here) -> Tensor:
+def pack_rows(leaf: Tensor, here: CallContext) -> Tensor:
     """The leaf as [rows, m], with a row for each index along ``dim``."""
     moved = leaf.movedim(here["dim"], 0)
     return moved.reshape(moved.shape[0], math.prod(moved.shape[1:]))
 
 
-def unpack_rows(rows: Tensor, leaf: Tensor, here: Here) -> Tensor:
+def unpack_rows(rows: Tensor, leaf: Tensor, here: CallContext) -> Tensor:
     """The inverse of ``pack_rows``, for any number of rows."""
     dim = here["dim"]
     rest = [*leaf.shape[:dim], *leaf.shape[dim + 1 :]]

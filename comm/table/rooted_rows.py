@@ -7,7 +7,7 @@ from torch import Tensor
 from functional_ds.comm.backends import gloo, nccl
 from functional_ds.comm.backends.primitives import Options
 
-from .collective import Call, Collective, Here, Traffic
+from .collective import Call, CallContext, Collective, Traffic
 from .packing import pack_cut, unpack_joined, unpack_piece
 from .rows import as_sent, but, check_rank
 from .tiling import check_cut, check_dim, cut, join
@@ -23,18 +23,18 @@ def _gather(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
     return [whole if rank == options["dst"] else nothing(whole, whole.shape) for rank in range(len(xs))]
 
 
-def _pack_scattered(leaf: Tensor, here: Here) -> Tensor:
+def _pack_scattered(leaf: Tensor, here: CallContext) -> Tensor:
     if here.rank == here["src"]:
         return pack_cut(leaf, here)  # [n, m]
     return nothing(leaf, [leaf.numel() // here.n])  # [m], the shape of the result
 
 
-def _check_scatter(leaf: Tensor, here: Here) -> None:
+def _check_scatter(leaf: Tensor, here: CallContext) -> None:
     check_rank("src", here)
     check_cut(leaf, here)
 
 
-def _check_gather_to(leaf: Tensor, here: Here) -> None:
+def _check_gather_to(leaf: Tensor, here: CallContext) -> None:
     check_rank("dst", here)
     check_dim(leaf, here)
 

@@ -9,7 +9,7 @@ from functional_ds.comm.backends import gloo, nccl
 from functional_ds.comm.backends.primitives import Options
 from functional_ds.comm.backends.reduction import OPS, fold, fold_by_node
 
-from .collective import Call, Collective, Here, Traffic, Variance
+from .collective import Call, CallContext, Collective, Traffic, Variance
 from .nodes import all_gather_volume, all_reduce_volume, shares_by_node
 from .packing import pack_cut, pack_rows, unpack_joined, unpack_piece, unpack_rows
 from .tiling import check_cut, check_dim, cut, join
@@ -20,7 +20,7 @@ def _copies(value: Tensor, n: int) -> list[Tensor]:
     return [value, *(value.clone() for _ in range(n - 1))]
 
 
-def as_sent(shape: Sequence[int], here: Here) -> Sequence[int]:
+def as_sent(shape: Sequence[int], here: CallContext) -> Sequence[int]:
     """The ``result`` of a collective whose output has the shape of its input."""
     return shape
 
@@ -32,7 +32,7 @@ _WITHOUT_ARITHMETIC = {
 } | {torch.uint16, torch.uint32, torch.uint64}
 
 
-def _check_op(leaf: Tensor, here: Here) -> None:
+def _check_op(leaf: Tensor, here: CallContext) -> None:
     op = here["op"]
     if not isinstance(op, str) or op not in OPS:
         raise ValueError(f"op={op!r} is unknown; use one of {', '.join(sorted([*OPS, 'avg']))}")
@@ -47,7 +47,7 @@ def _check_op(leaf: Tensor, here: Here) -> None:
         )
 
 
-def check_rank(name: str, here: Here) -> None:
+def check_rank(name: str, here: CallContext) -> None:
     rank = here[name]
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < here.n:
         raise ValueError(f"{name}={rank!r} is no rank of the group; its ranks are 0..{here.n - 1}")
@@ -61,7 +61,7 @@ def _reduce(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
     return [total.clone() if rank == options["dst"] else torch.zeros_like(total) for rank in range(len(xs))]
 
 
-def _check_reduce(leaf: Tensor, here: Here) -> None:
+def _check_reduce(leaf: Tensor, here: CallContext) -> None:
     check_rank("dst", here)
     _check_op(leaf, here)
 
@@ -127,35 +127,35 @@ def _reduce_scatter(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
     return [piece.clone() for piece in cut(fold_by_node(xs, options), len(xs), options)]
 
 
-def _rows_shape(leaf: Tensor, here: Here) -> Sequence[int | str]:
+def _rows_shape(leaf: Tensor, here: CallContext) -> Sequence[int | str]:
     """Uneven pieces differ along ``dim`` alone."""
     return [*leaf.shape[: here["dim"]], "*", *leaf.shape[here["dim"] + 1 :]] if _uneven(here.options) else leaf.shape
 
 
-def _unpack_gathered(rows: Tensor, leaf: Tensor, here: Here) -> Tensor:
+def _unpack_gathered(rows: Tensor, leaf: Tensor, here: CallContext) -> Tensor:
     return unpack_rows(rows, leaf, here) if _uneven(here.options) else unpack_joined(rows, leaf.shape, here)
 
 
-def _gathered(shape: Sequence[int], here: Here) -> Sequence[int]:
+def _gathered(shape: Sequence[int], here: CallContext) -> Sequence[int]:
     return [sum(here["sizes"]), shape[1]] if _uneven(here.options) else [here.n, *shape]  # [rows, m] or [n, m]
 
 
-def _reduced(shape: Sequence[int], here: Here) -> Sequence[int]:
+def _reduced(shape: Sequence[int], here: CallContext) -> Sequence[int]:
     return [here["sizes"][here.rank], shape[1]] if _uneven(here.options) else shape[1:]
 
 
-def _check_gather(leaf: Tensor, here: Here) -> None:
+def _check_gather(leaf: Tensor, here: CallContext) -> None:
     dim = check_dim(leaf, here)
     if _uneven(here.options) and leaf.shape[dim] != here["sizes"][here.rank]:
         raise ValueError(f"sizes={here['sizes']}: this rank's piece has size {leaf.shape[dim]} along dim={dim}")
 
 
-def _check_reduce_scatter(leaf: Tensor, here: Here) -> None:
+def _check_reduce_scatter(leaf: Tensor, here: CallContext) -> None:
     _check_op(leaf, here)
     check_cut(leaf, here)
 
 
-def _scattered(leaf: Tensor, here: Here) -> int:
+def _scattered(leaf: Tensor, here: CallContext) -> int:
     if not _uneven(here.options):
         return (here.n - 1) * (leaf.numel() // here.n)
     rows = leaf.shape[here["dim"]]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_ds.comm.backends.primitives import Options
 
-from .collective import Here
+from .collective import CallContext
 
 
 def join(pieces: Sequence[Tensor], options: Options) -> Tensor:
@@ -27,7 +27,7 @@ def cut(whole: Tensor, n: int, options: Options) -> Sequence[Tensor]:
     return whole.tensor_split(n, options["dim"]) if options["tiled"] else whole.unbind(0)
 
 
-def check_dim(leaf: Tensor, here: Here, name: str = "dim") -> int:
+def check_dim(leaf: Tensor, here: CallContext, name: str = "dim") -> int:
     """The dim to split or join along; raises ValueError if the leaf does not have it."""
     dim: int = here[name]
     if not here.options.get("tiled", True):
@@ -43,7 +43,7 @@ def check_dim(leaf: Tensor, here: Here, name: str = "dim") -> int:
     return dim
 
 
-def check_cut(leaf: Tensor, here: Here, name: str = "dim") -> None:
+def check_cut(leaf: Tensor, here: CallContext, name: str = "dim") -> None:
     """Raises ValueError if the leaf cannot be split into a piece for each rank."""
     if leaf.dim() == 0:
         raise ValueError("a scalar cannot be cut into pieces; it needs a dim to cut along")

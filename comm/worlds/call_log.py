@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from functional_ds.comm.backends.primitives import Options
 from functional_ds.comm.record.group import Group, call_site
-from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.comm.table.errors import CommError, MismatchError, TimedOutError
 
 _MIN_PAUSE, _MAX_PAUSE = 50e-6, 5e-3  # seconds between two requests to the store, at first and later
@@ -58,7 +58,7 @@ class CallLog:
     _open: set[str] = attrs.field(factory=set)
     _failures: list[Exception] = attrs.field(factory=list)
 
-    def announce(self, call: Call, tensors: Sequence[Tensor], group: Group, here: Here) -> Callable[[], None]:
+    def announce(self, call: Call, tensors: Sequence[Tensor], group: Group, here: CallContext) -> Callable[[], None]:
         """Logs this rank's next call; returns a function that waits for the other members' entries and compares them."""
         row = call.collective
         order = f"{group.name} {group.ranks} {row.order(call.options)}"

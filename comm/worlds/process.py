@@ -22,7 +22,7 @@ from functional_ds.comm.backends.torch_groups import new_process_group
 from functional_ds.comm.record.failed_steps import FailedSteps
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
 from functional_ds.comm.record.pending import watched_inputs
-from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.collective import Call, CallContext, Handle
 from functional_ds.comm.table.errors import CommError
 
 from .call_log import CallLog
@@ -121,7 +121,7 @@ class ProcessWorld(World):
         if self.is_over:
             self.refuse(call, group)
         self.failed_steps.before(call, group)
-        here = Here(call.options, group.rank, group.size)
+        here = CallContext(call.options, group.rank, group.size)
         agreed = self.call_log.announce(call, tensors, group, here) if self.call_log else None
 
         def begin(payload: Tensor, options: Options) -> Performed | Posted | Queued | Started:

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds.base.device_streams import LentToTransport
 from functional_ds.comm.backends.primitives import Options, Started
 from functional_ds.comm.record.group import Group, call_site, poll_all
-from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.comm.table.errors import CommError
 
 from .worker import Performed, Posted, Queued
@@ -58,7 +58,7 @@ class ProcessHandle:
     call: Call
     tensors: Sequence[Tensor]
     group: Group
-    here: Here
+    here: CallContext
     parts: list[_Coalesced]
     lost: Callable[[], str]
 
@@ -79,7 +79,7 @@ class ProcessHandle:
             carrier: maps a tensor's device to its payload's.
             lost: is called if a rank does not answer; returns the known reason.
         """
-        here, pack, parts = Here(call.options, group.rank, group.size), call.collective.pack, list[_Coalesced]()
+        here, pack, parts = CallContext(call.options, group.rank, group.size), call.collective.pack, list[_Coalesced]()
         for places in _by_kind(tensors):
             device = tensors[places[0]].device
             carried, shares = carrier(device), list[int]()

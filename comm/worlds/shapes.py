@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.comm.record.group import Group, Ready, World
-from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.collective import Call, CallContext, Handle
 from functional_ds.comm.table.errors import MismatchError
 
 from .current import enter, exclusive_simulation
@@ -127,12 +127,12 @@ class ShapesWorld(World):
 
     def carried(self, call: Call, tensors: Sequence[Tensor], group: Group) -> Handle:
         """A call's results, which are available at once."""
-        here = Here(call.options, group.rank, group.size)
+        here = CallContext(call.options, group.rank, group.size)
         return Ready([call.collective.on_shapes(tensor.detach(), here) for tensor in tensors])
 
     def log(self, call: Call, tensors: Sequence[Tensor], group: Group) -> None:
         """Logs a call, to compare it with the other ranks' calls."""
-        here = Here(call.options, group.rank, group.size)
+        here = CallContext(call.options, group.rank, group.size)
         order = (group.ranks, group.name, call.collective.order(call.options))
         members = call.collective.members(call.options, group.size)
         log = self._log(order, members, group)

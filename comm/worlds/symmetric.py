@@ -7,7 +7,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.comm.record.group import Group, Ready, World
-from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.collective import Call, CallContext
 
 from .current import enter, exclusive_simulation
 from .rng_state import kept_rng
@@ -25,7 +25,7 @@ class SymmetricWorld(World):
 
     def _result(self, call: Call, tensor: Tensor, group: Group) -> Tensor:
         if tensor.is_meta:
-            return call.collective.on_shapes(tensor, Here(call.options, group.rank, group.size))
+            return call.collective.on_shapes(tensor, CallContext(call.options, group.rank, group.size))
         options = call.merged([call.private()] * group.size)
         return call.collective.denotation([tensor.contiguous()] * group.size, options)[group.rank]
 

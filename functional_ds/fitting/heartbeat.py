@@ -13,7 +13,7 @@ import attrs
 from torch.distributed.distributed_c10d import PrefixStore
 
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.step.step import Step
 
 _LIBRARIES = ("functional_ds", "torch", "optree")
@@ -64,7 +64,7 @@ _PARTS = ("call", "tensors", "group", "here")
 
 def _signature(parts: dict[str, Any]) -> str | None:
     call, tensors, group, here = (parts.get(name) for name in _PARTS)
-    if not isinstance(call, Call) or tensors is None or not isinstance(group, Group) or not isinstance(here, Here):
+    if not isinstance(call, Call) or tensors is None or not isinstance(group, Group) or not isinstance(here, CallContext):
         return None  # a ledger's frame has a group's name, for one
     return f"{call.signature(tensors, here)} on group {group.name!r} [{group.size}]"
 

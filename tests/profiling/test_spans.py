@@ -14,7 +14,7 @@ from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.comm.record import ledger as ledger_module
 from functional_ds.comm.record.ledger import LedgerCall
-from functional_ds.comm.table.collective import Call, Here
+from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.comm.table.rows import ALL_REDUCE
 from functional_ds.profiling.plain_steps import PlainSteps
 from functional_ds.profiling.spans import SpanClock, SpanKey, WaitLedger, timed
@@ -57,7 +57,7 @@ def one_step(monkeypatch: pytest.MonkeyPatch) -> tuple[SpanClock, WaitLedger]:
     book = WaitLedger(times=True, spans=spans)
 
     def collective(posting: float, waiting: float, *, meanwhile: float = 0.0) -> None:
-        call, here = Call(ALL_REDUCE, {"op": "sum"}), Here({"op": "sum"}, 0, 2)
+        call, here = Call(ALL_REDUCE, {"op": "sum"}), CallContext({"op": "sum"}, 0, 2)
         made = LedgerCall(call, [torch.ones(3)], here, "dp", (0, 1))
         began = hands()
         hands.time += posting

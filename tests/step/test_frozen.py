@@ -125,9 +125,7 @@ def test_whole_numbers_stay_whole() -> None:
 
 BUGS = [
     Bug("frozen leaves lose their mark", "step.state.skipped:marking", "like_marked(leaves[i], still[i])", "leaves[i]"),
-    Bug(
-        "new values of whole frozen segments are dropped", "transforms.zero.zero:Zero._published", "shards[i] is shard", "True"
-    ),
+    Bug("values of whole frozen segments are dropped", "transforms.zero.zero:Zero._published", "shards[i] is shard", "True"),
 ]
 WRITTEN = Bug("writes in place are not seen", "transforms.zero.zero:Zero._published", "version_of(shard) == version", "True")
 

@@ -19,7 +19,7 @@ from functional_ds.base.torch_private import storage_id
 from functional_ds.comm.calls.dispatch import outline
 from functional_ds.comm.record.call_recorder import TraceNotes
 from functional_ds.comm.record.group import Group, Ready
-from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.collective import Call, CallContext, Handle
 from functional_ds.comm.worlds.current import recording
 from functional_ds.dry_run.operations import OperationCounter, SizedOperation
 from functional_ds.step.axes import axes, with_axes
@@ -204,7 +204,7 @@ class _InnerCalls:
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool) -> Handle:
         self.work.append(InnerCall(call, group, [leaf.detach() for leaf in leaves]))
-        return Ready([outline(call, leaf, Here(call.options, group.rank, group.size)) for leaf in leaves])
+        return Ready([outline(call, leaf, CallContext(call.options, group.rank, group.size)) for leaf in leaves])
 
     def recomputing(self) -> Any:
         raise RuntimeError("an exchange of experts' rows is recomputed or offloaded, which no graph holds")

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from functional_ds.comm.calls.dispatch import outline, start_call
 from functional_ds.comm.record.call_recorder import TraceNotes
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.collective import Call, Handle, Here
+from functional_ds.comm.table.collective import Call, CallContext, Handle
 
 from .graph_nodes import RECOMPUTED, UNIT, tagged
 
@@ -164,7 +164,7 @@ def _apart(result: Tensor, xs: list[Tensor]) -> Tensor:
 
 def _wait_fake(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
     found: CallSite = _HERE.run[0][site]
-    here = Here(found.call.options, found.group.rank, found.group.size)
+    here = CallContext(found.call.options, found.group.rank, found.group.size)
     shapes = [outline(found.call, x, here) for x in xs]
     return [x.new_empty(shape.shape, dtype=shape.dtype) for x, shape in zip(xs, shapes, strict=True)]
 

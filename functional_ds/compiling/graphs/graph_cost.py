@@ -12,7 +12,7 @@ from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.debug.page import Arrow, Chart
 from functional_ds.comm.debug.trace import Slice
 from functional_ds.comm.record.ledger import LedgerCall, Row
-from functional_ds.comm.table.collective import Here
+from functional_ds.comm.table.collective import CallContext
 from functional_ds.dry_run.events import Events, row_of
 from functional_ds.dry_run.operations import SizedOperation, operation_of
 
@@ -220,7 +220,7 @@ class _RankTimeline:
             begin, before = self.spans[last].end, last
         elif begin > self.device:
             before = None
-        here = Here(site.call.options, site.group.rank, site.group.size)
+        here = CallContext(site.call.options, site.group.rank, site.group.size)
         row = row_of(LedgerCall(site.call, xs, here, site.group.name, site.group.ranks))
         self.calls.append(row)
         seconds = self.machine.collective_seconds(row, self.links.get(site.group.name.partition("/")[0]))

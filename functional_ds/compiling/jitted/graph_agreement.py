@@ -8,7 +8,7 @@ import attrs
 from torch import fx
 
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.collective import Here
+from functional_ds.comm.table.collective import CallContext
 from functional_ds.compiling.graphs.eager_calls import RUN_BACKWARD, eager_site
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, site_of
 
@@ -91,7 +91,7 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         site, group = sites[site_of(node)], sites[site_of(node)].group
         if len(site.call.collective.members(site.call.options, group.size)) < group.size:
             continue
-        here = Here(site.call.options, group.rank, group.size)
+        here = CallContext(site.call.options, group.rank, group.size)
         xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
         agreement = site.call.agreement(xs, here), site.label, site.turn
         does = f"{site.call.signature(xs, here)}{f' for {site.label!r}' if site.label else ''}"

@@ -117,7 +117,7 @@ class OtherAttributes:
 
 
 @attrs.define(eq=False)
-class Known:
+class ModuleFacts:
     """What a program has learned about its modules; it changes no value, and is not saved.
 
     Attributes:
@@ -143,15 +143,15 @@ class Known:
 
     def __eq__(self, other: object) -> bool:
         """Always true: states of one structure may differ in it."""
-        return isinstance(other, Known)
+        return isinstance(other, ModuleFacts)
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __deepcopy__(self, memo: Any) -> "Known":
+    def __deepcopy__(self, memo: Any) -> "ModuleFacts":
         return self
 
     def __reduce__(self) -> Any:
-        return Known, ({}, {}, {}, {}, {}, True)  # modules are not pickled with a state
+        return ModuleFacts, ({}, {}, {}, {}, {}, True)  # modules are not pickled with a state
 
 
 @tree.record
@@ -168,7 +168,7 @@ class Buffers:
 
     values: dict[str, dict[str, Any]]
     attributes: dict[str, dict[str, Any]]
-    known: Known = tree.static()
+    known: ModuleFacts = tree.static()
     policy: str = tree.static(default="first")
     others: OtherAttributes = tree.static(default=OtherAttributes())
 
@@ -189,7 +189,7 @@ class Buffers:
         values = {
             key: {name: plain_copy(buffer) for name, buffer in module.buffers.items()} for key, module in modules.by_key.items()
         }
-        known = Known({module: key for key, module in modules.by_key.items()})
+        known = ModuleFacts({module: key for key, module in modules.by_key.items()})
         others = OtherAttributes({}, {key: module.version for key, module in modules.by_key.items()})
         return Buffers(values, {key: {} for key in values}, known, policy, others)
 
