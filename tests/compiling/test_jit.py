@@ -1,5 +1,6 @@
 """Law 58: a jitted step is the step; what cannot be traced runs eagerly, and says why."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.compiling import JitWarning, StepGraph, UntraceableError, bucketing, regather, schedule
+from tests.planting import Bug, planted
 
 WIDTH = 4
 Run = tuple[list[dict[str, str]], list[Tensor], list[str], list[Any]]
@@ -369,6 +371,85 @@ def test_modes_of_modules_are_looked_at(known: bool) -> None:
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
+
+
+def shared_batches() -> list[Any]:
+    """One tensor at two places, then two of its shape; parts of one tensor."""
+    x, y = own_batch(0), own_batch(1)
+    both = torch.cat([x, y])
+    return [{"x": x, "y": x}, {"x": x, "y": x}, {"x": x, "y": y}, {"x": both[:4], "y": both[4:]}, {"x": y, "y": y}]
+
+
+def alternating_signs() -> list[Any]:
+    return [{"x": own_batch(0), "y": number} for number in (0.0, 0.0, -0.0, 1.0, float("nan"))]
+
+
+def conjugates() -> list[Any]:
+    z = torch.complex(own_batch(0), own_batch(1))
+    return [{"x": own_batch(0), "y": y} for y in (z, z, z.conj(), z.conj().imag, z.resolve_conj())]
+
+
+def differing(params: Any, batch: Any) -> Tensor:
+    y = batch["y"] if isinstance(batch["y"], Tensor) else torch.full((), math.copysign(1.0, batch["y"]))
+    return (batch["x"] @ params["w"] - y).abs().square().sum()
+
+
+def writing(params: Any, batch: Any) -> Tensor:
+    x = batch["x"].clone()
+    batch["x"].mul_(2)
+    result = (x @ params["w"] - batch["y"]).square().sum()
+    batch["x"].div_(2)
+    return result
+
+
+def runs_on(batches: Callable[[], list[Any]], loss: Callable[..., Any] = differing) -> None:
+    def program(jits: bool) -> list[Any]:
+        step: Any = T.zero(1)(fds.train_step(loss, fds.sgd(0.01)))
+        step = fds.jit(step) if jits else step
+        state, told = step.init({"w": torch.eye(WIDTH)}), []
+        for batch in batches():
+            state, metrics = step(state, batch)
+            told.append(repr(metrics["loss"].item()))
+        return [*told, repr(step.params(state)["w"].tolist())]
+
+    eager, jitted = (comm.simulate(program, jits, world_size=2) for jits in (False, True))
+    assert jitted == eager
+
+
+@pytest.mark.law(58)
+@pytest.mark.parametrize("batches", [shared_batches, alternating_signs, conjugates])
+def test_what_a_batch_has_at_its_places(batches: Callable[[], list[Any]]) -> None:
+    """A tensor at two places, 0.0 and -0.0, and tensors whose conjugation is delayed."""
+    runs_on(batches)
+
+
+@pytest.mark.law(58)
+def test_a_batch_that_the_loss_writes_into() -> None:
+    runs_on(shared_batches, writing)
+
+
+@pytest.mark.parametrize(
+    ("batches", "bug"),
+    [
+        (
+            shared_batches,
+            Bug("one input for two places", "compiling.graphs.graph_trace:_at_places", "first[id(leaf)] != place", "False"),
+        ),
+        (
+            alternating_signs,
+            Bug(
+                "0.0 is -0.0",
+                "compiling.jitted.graph_kind:leaf_kind",
+                "repr(leaf) if isinstance(leaf, float | complex) else leaf",
+                "leaf",
+            ),
+        ),
+    ],
+    ids=lambda case: getattr(case, "name", None),
+)
+def test_a_planted_bug_is_seen(batches: Callable[[], list[Any]], bug: Bug) -> None:
+    with planted(bug), pytest.raises(AssertionError):
+        runs_on(batches)
 
 
 def stepped() -> tuple[fds.compiling.JitStep, fds.State]:

@@ -1,7 +1,7 @@
 """Traces all of ``step(state, batch)`` into one graph: view, loss, backward, reductions, norm and update."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -85,7 +85,8 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
 
     mode = FakeTensorMode()  # knows no symbols, so a value that is read on the host is an error
     held = [store[key] for store, key in passing.values()]
-    fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in (*leaves, *held)]
+    inputs = _at_places([*leaves, *held])
+    fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
     try:
         with _caches_as_before(state), recording(recorder), carrying_out(recorder.sites), mode, _NoAddresses():
             module = make_fx(function)(*fakes)
@@ -98,6 +99,15 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     module.recompile()
     recorder.notes.buffers = {}
     return StepGraph(module, recorder.sites, takes, gives[0], outputs[0], recorder.notes, [*passing.values()])
+
+
+def _at_places(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves, with aliases of a tensor that occurs again: each place is an input of the graph."""
+    first = {id(leaf): place for place, leaf in reversed([*enumerate(leaves)])}
+    return [
+        leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) and first[id(leaf)] != place else leaf
+        for place, leaf in enumerate(leaves)
+    ]
 
 
 def _passing_buffers(state: State) -> dict[tuple[Any, str], tuple[dict[str, Any], str]]:

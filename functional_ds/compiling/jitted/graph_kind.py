@@ -55,5 +55,6 @@ def is_settled(state: State) -> bool:
 def leaf_kind(leaf: Any) -> Any:
     """What a graph depends on of one leaf."""
     if not isinstance(leaf, Tensor):
-        return type(leaf), leaf
-    return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+        return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # 0.0 is not -0.0, and nan is nan
+    bits = leaf.is_conj(), leaf.is_neg()
+    return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, bits
