@@ -248,7 +248,8 @@ class TensorStore:
         if how is Keep.SAVE:
             return Resident(tensor)
         storage = tensor.untyped_storage()
-        view = (int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        bits = tensor.is_conj(), tensor.is_neg()
+        view = (int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype, bits)
         key = (address_of(tensor), view, version_of(tensor), how)
         known = self._known.get(key)
         kept = known[1]() if known is not None and known[0]() is storage else None

@@ -19,6 +19,7 @@ from functional_ds.remat import saved_tensors
 from functional_ds.remat.policy import Keep, RematPolicy
 from functional_ds.remat.saved_tensors import TensorStore, compact
 from functional_ds.testing import DTYPES, Inputs, Leaf, assert_same, inputs, leaves, seeds, world_sizes
+from tests.planting import Bug, planted
 
 KEPT = (Keep.SAVE, Keep.OFFLOAD, Keep.PARTITION)
 
@@ -385,3 +386,28 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="no value is named 'a'; there is none"):
         fds.remat(lambda x: x.exp(), policy="recompute,a=save")(torch.ones(2, requires_grad=True) * 1)
     assert fds.checkpoint_name(torch.ones(2), "a").tolist() == [1, 1]
+
+
+def conjugated(policy: str | None) -> list[Any]:
+    """Gradients of a block that saves a tensor and its conjugate, which share memory."""
+
+    def block(w: Tensor, x: Tensor) -> Tensor:
+        z = x * w
+        return (z * z.conj() * z).real.sum() + (z.imag * z.conj().imag).sum()
+
+    w = torch.tensor([1 + 2j, 3 - 1j], requires_grad=True)
+    x = torch.tensor([2 + 1j, 1 - 1j], requires_grad=True)
+    (block if policy is None else fds.remat(block, policy=policy))(w * 1, x * 1).backward()
+    return [w.grad.tolist(), x.grad.tolist()]  # type: ignore[union-attr]
+
+
+@pytest.mark.law(28)
+@pytest.mark.parametrize("policy", ["save", "offload", "recompute", "recompute,inputs=offload"])
+def test_a_tensor_and_its_conjugate(policy: str) -> None:
+    assert conjugated(policy) == conjugated(None)
+
+
+def test_conjugates_that_are_one_are_seen() -> None:
+    bug = Bug("z is its conjugate", "remat.saved_tensors:TensorStore.keep", "(tensor.is_conj(), tensor.is_neg())", "()")
+    with planted(bug), pytest.raises(AssertionError):
+        test_a_tensor_and_its_conjugate("offload")

@@ -14,6 +14,8 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
+from functional_ds.comm.table.errors import CommError
+from tests.planting import Bug, planted
 
 DIM = 6
 PLAN = [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [2, 2, 2, 2], [0, 1, 2, 1], [1, 1, 1, 1], [0, 0, 0, 0], [2, 0, 0, 0]]
@@ -426,6 +428,51 @@ def test_pipelines_agree_over_stages(stage: int | None) -> None:
 
     for found in comm.simulate(program, world_size=2 if stage is None else 4):
         check(found, flat)
+
+
+def through_a_pipeline(folder: Path) -> None:
+    """Counts of leaves that no loss used: loaded into stages, trained and saved there, and loaded again elsewhere."""
+    start = [{"w": torch.ones(2, 2)}, {"w": torch.ones(2, 2), "spare": torch.ones(2)}]
+    uses = [False]  # whether the loss uses the spare leaf
+
+    def first(p: Any, x: Tensor) -> Tensor:
+        return (x @ p["w"]).tanh()
+
+    def second(p: Any, y: Tensor) -> Tensor:
+        return (y @ p["w"] + (p["spare"] if uses[0] else 0)).tanh()
+
+    def program(strategy: str, load: str | None, save: str, steps: int) -> tuple[dict[str, int], Any]:
+        model = pp.stages([first, second], start, loss=lambda y, batch: y.square().mean())
+        transforms = {"dp": T.zero(0), "sharded": T.zero(1), "pp": T.pipeline(pp.gpipe(2, 2), model)}
+        step = transforms[strategy](fds.train_step(model, fds.adamw(0.1)))
+        state = step.init(start)
+        state = fds.load(folder, like=state, tag=load) if load else state
+        for _ in range(steps):
+            state, _ = step(state, torch.ones(4, 2))
+        fds.save(state, folder, tag=save)
+        return {path: int(count) for path, count in state.idle.items()}, step.params(state)
+
+    comm.simulate(program, "dp", None, "one", 1, world_size=2)
+    counts = [idle for idle, _ in comm.simulate(program, "pp", "one", "six", 5, world_size=2)]
+    assert counts == [{}, {"1.spare": 6}]
+    uses[0] = True
+    results = [r for ways in ("dp", "sharded") for r in comm.simulate(program, ways, "six", ways, 2, world_size=2)]
+    results += comm.simulate(program, "dp", "six", "alone", 2, world_size=1)
+    for idle, params in results:
+        assert idle == {"1.spare": 6}
+        torch.testing.assert_close(params, results[0][1])
+
+
+def test_counts_go_through_a_pipeline(tmp_path: Path) -> None:
+    through_a_pipeline(tmp_path)
+
+
+def test_counts_of_other_stages_leaves_are_seen(tmp_path: Path) -> None:
+    bug = Bug(
+        "a stage counts what it lacks", "step.state.slots:with_room", 'f"idle.{path}" in names', 'f"idle.{path}" not in names'
+    )
+    with planted(bug), pytest.raises((AssertionError, CommError, fds.checkpointing.CheckpointError)):
+        through_a_pipeline(tmp_path)
 
 
 def _on_processes() -> dict[str, Tensor]:

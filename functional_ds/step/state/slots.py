@@ -84,9 +84,11 @@ def with_room(state: "State", names: Mapping[str, tuple[tuple[int, ...], torch.d
     if model := Apart.named(state, ""):
         ending = f"/{model}".removesuffix("/")
         names = {name.removesuffix(ending): spec for name, spec in names.items() if name.endswith(ending)}
-    if "step" in names:  # what is counted with it is included
-        counted = [name.removeprefix("idle.") for name in names if name.startswith("idle.")]
-        state = tree.replace(state, idle={path: torch.zeros((), dtype=torch.int64) for path in counted})
+    if "step" in names:  # what is counted with it is included, of the leaves that this rank has
+        stored = stored_layout(state)
+        here = [leaf.path for leaf in stored.leaf_map.leaves] if stored else [path for path, _ in tree.named(state.params)]
+        counts = {path: torch.zeros((), dtype=torch.int64) for path in here if f"idle.{path}" in names}
+        state = tree.replace(state, idle=counts)
     for key, slot in state.slots.items():
         if hasattr(slot, "grown"):
             roles = {role.value: field for field, role in slot.roles.items()}
