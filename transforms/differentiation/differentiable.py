@@ -26,6 +26,8 @@ from functional_ds.step.train_step import updating
 from functional_ds.step.views.graph_checks import check_graph
 from functional_ds.step.views.view import View, dense, wide_dtype
 
+from .over_ranks import entering, of_first_rank, over_ranks, reduced
+
 _COMPOSE = frozenset({"init", "loss", "gradients", "reduce", "update", "rate", "params"})  # gradients flow through these phases
 
 
@@ -58,6 +60,7 @@ def differentiable(step: Step) -> Step:
     >>> torch.func.grad(trained)(torch.tensor(0.25)).item(), torch.func.vmap(trained)(torch.tensor([0.0, 0.25, 0.5])).tolist()
     (-2.0, [1.0, 0.25, 0.0])
     """
+    step = over_ranks(step)
     _refuse(step)
     rule = BoundOptimizer(out_of_place(step.options["optimizer"]))
 
@@ -65,6 +68,7 @@ def differentiable(step: Step) -> Step:
         _refuse(step)
         _refuse_frozen(params)
         own = tree.map(lambda x: like_marked(values_of(x) if is_deferred(x) else x.clone(), x), params)
+        own = of_first_rank(step, own)
         state = State.fresh(own, (), step.options["seed"])
         return tree.replace(state, optimizer=rule.at(lambda: step.leaf_map(state)).init(trainable(own)))
 
@@ -75,6 +79,7 @@ def differentiable(step: Step) -> Step:
         "forward": _forward,
         "measure": _measure,
         "gradients": _gradients,
+        "reduce": reduced,
         "params": _params,
     }
     name = f"differentiable({step.name})"
@@ -83,7 +88,8 @@ def differentiable(step: Step) -> Step:
 
 def _refuse(step: Step) -> None:
     for layer in step.layers:
-        if layer.axes or layer.phases.keys() - _COMPOSE or layer.traits & {Trait.OFFLOADS, Trait.CASTS}:
+        divides = layer.axes and Trait.DATA_PARALLEL not in layer.traits
+        if divides or layer.phases.keys() - _COMPOSE or layer.traits & {Trait.OFFLOADS, Trait.CASTS}:
             raise ValueError(
                 f"differentiable: {layer.name} stores params or runs the loss in its own way, which has no derivative here "
                 f"({step}): compose transforms of gradients, updates and rates alone, such as clip, accumulate, schedule and "
@@ -116,9 +122,14 @@ def _params(step: Step, state: State) -> Any:
 
 def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
     with Pass(buffers=BufferScope(state.slots.get(BUFFERS), keeps=False)) as pass_:
-        pass_.view = step.view(state, trains=False)
-        loss, metrics = step.loss(tree.replace(state, key=None), pass_.view.params, batch)
-    return {"loss": loss, **metrics}
+        params, linked = entering(step, step.view(state, trains=False).params)
+        pass_.view = View(params, _no_pull)
+        loss, metrics = step.loss(tree.replace(state, key=None), params, batch)
+    return _all_linked(linked, loss, metrics)
+
+
+def _all_linked(linked: Callable[[Tensor], Tensor], loss: Weighted, metrics: dict[str, Weighted]) -> dict[str, Weighted]:
+    return {name: tree.replace(m, sum=linked(m.sum)) for name, m in {"loss": loss, **metrics}.items()}
 
 
 def _gradients(
@@ -132,7 +143,8 @@ def _gradients(
         def outside(found: Any) -> Any:
             return tree.map(lambda x: below_level(x, level) if isinstance(x, Tensor) else x, found)
 
-        params = tree.map(lambda x: leaf_at_level(x, level) if is_trainable(x) else x, step.view(state).params)
+        params, linked = entering(step, step.view(state).params)
+        params = tree.map(lambda x: leaf_at_level(x, level) if is_trainable(x) else x, params)
         leaves = trainable(params)
         pass_.view = View(params, _no_pull, leaves)
         with pass_.forward():
@@ -145,7 +157,8 @@ def _gradients(
             grads = [*torch.autograd.grad(loss.sum, leaves, create_graph=again, allow_unused=True)]
         unused = [place for place, grad in enumerate(grads) if grad is None]
         new = [torch.zeros_like(leaf) if grad is None else dense(grad) for grad, leaf in zip(grads, leaves, strict=True)]
-        own, metrics = outside(Weighted(new, loss.weight)), outside({"loss": loss, **metrics})
+        own = outside(Weighted([linked(grad) for grad in new], loss.weight))
+        metrics = outside(_all_linked(linked, loss, metrics))
     if not last:
         own = tree.replace(own, sum=[grad.to(wide_dtype(grad.dtype)) for grad in own.sum])
     return with_unused(step, state, unused), own if carry is None else tree.map(torch.add, carry, own), metrics
