@@ -53,7 +53,10 @@ LAYERS = (
     ("pipelining.execution", "pipelining.tracing"),
     ("transforms.zero.units",),
     ("transforms.offloading", "transforms.parallel", "transforms.precision", "transforms.zero"),
-    ("transforms.data_parallel",),
+    (
+        "transforms.data_parallel",
+        "transforms.differentiation",
+    ),
     ("transforms",),
     ("compiling.graphs",),
     ("compiling.jitted",),

@@ -48,9 +48,21 @@ def differentiable(step: Step) -> Step:
     Cost: reverse mode keeps the graphs of all steps, forward mode one tangent of the state. Attention runs with
     ``SDPBackend.MATH``, which stores the scores.
 
+    With ``zero``, ``torch.autograd`` works in reverse mode. Law: for values that are equal on all ranks, such as
+    ``step.evaluate`` and functions of ``step.params``, each rank gets the single device's gradient on the concatenated batch:
+    whole by hyperparameters and first params, and by its own rows. What the loss takes by closure has its rank's share of a
+    gradient; ``comm.copy_to`` makes it whole. All ranks must differentiate alike.
+
+    The steps compute whole states, and each is computed again in the backward pass. Until then each keeps, of S elements of the
+    optimizer's state and Ψ params: Ψ + S; Ψ + S/n; Ψ + S/n; (Ψ + S)/n for stages 0 to 3. It sends 2Ψ(n-1)/n elements; in the
+    backward pass 4Ψ(n-1)/n and (n-1)/n of what is kept in shards.
+
     Raises:
-        ValueError: here, or in ``init`` for transforms that are composed later: a transform divides the step over ranks, casts,
-            recomputes, compiles or offloads; the optimizer needs whole leaves.
+        ValueError: here, or in ``init`` for transforms that are composed later: a transform divides the model or the sequence,
+            reduces gradients by a codec or a custom function, casts, recomputes, compiles or offloads; the optimizer needs
+            whole leaves.
+        RuntimeError: with ``zero``: ``torch.func`` or forward mode is active; in the backward pass: a batch was written to, or
+            the loss is not a function of its arguments.
 
     >>> import functional_ds as fds
     >>> def trained(lr):
@@ -93,7 +105,8 @@ def _refuse(step: Step) -> None:
             raise ValueError(
                 f"differentiable: {layer.name} stores params or runs the loss in its own way, which has no derivative here "
                 f"({step}): compose transforms of gradients, updates and rates alone, such as clip, accumulate, schedule and "
-                "ema; under ZeRO use Hessian-vector products (docs/second-order.md)"
+                "ema, and zero before fds.differentiable, with its own collectives; else use Hessian-vector products "
+                "(docs/second-order.md)"
             )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked, without_values
-from functional_ds.base.torch_private import in_dual_level, in_torch_func
+from functional_ds.base.torch_private import in_dual_level, in_torch_func, version_of
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.graft import Graft
 from functional_ds.remat.partitioned import partition
@@ -18,7 +18,7 @@ from functional_ds.remat.saved_tensors import compact
 from functional_ds.step.guards import check_same_leaves
 from functional_ds.step.mesh_axes import Axis, AxisRole, axes_of
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.phases import Trait
+from functional_ds.step.phases import Layer, Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
@@ -31,15 +31,15 @@ def over_ranks(step: Step) -> Step:
     """The step, with only the axes of transforms that are data parallel; the same step without any."""
     if step.has(Trait.DATA_PARALLEL) is None:
         return step
-    layers = []
-    for layer in step.layers:
-        if Trait.DATA_PARALLEL in layer.traits:
-            axes = [Axis(axis.group, AxisRole.BATCH, summed_in="reduce") for axis in layer.axes]
-            layer = attrs.evolve(layer, phases={}, guards={}, slot=None, axes=axes)
-        layers.append(layer)
+    layers = [_axes_alone(layer) if Trait.DATA_PARALLEL in layer.traits else layer for layer in step.layers]
     fields = {field.name: getattr(step, field.name) for field in attrs.fields(Step) if field.init}
     sums = {**step.over_ranks, "sum_over_ranks": _summed}
     return StepOverRanks(**{**fields, "layers": tuple(layers), "over_ranks": sums})
+
+
+def _axes_alone(layer: Layer) -> Layer:
+    axes = [Axis(axis.group, AxisRole.BATCH, summed_in="reduce") for axis in layer.axes]
+    return attrs.evolve(layer, phases={}, guards={}, slot=None, axes=axes)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -52,7 +52,7 @@ class StepOverRanks(Step):
     def __call__(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
         """As ``Step.__call__``."""
         run = super().__call__
-        return replayed(lambda state: run(state, batch), state, self._kept)
+        return replayed(lambda given: run(*given), (state, batch), self._kept)
 
     def _guard(self, call: str, *args: Any) -> None:
         if self.guarded and (in_torch_func() or in_dual_level()):
@@ -62,34 +62,57 @@ class StepOverRanks(Step):
             )
         super()._guard(call, *args)
 
-    def _kept(self, state: State) -> Callable[[], State]:
-        """Stores the state, of which each rank keeps the part that its stage of ZeRO stores."""
+    def _kept(self, given: tuple[State, Any]) -> Callable[[], tuple[State, Any]]:
+        """Stores the batch, and of the state the part that a rank stores in its stage of ZeRO."""
+        state, _ = given
         (axis,) = [layer.axes[-1] for layer in self.layers if Trait.DATA_PARALLEL in layer.traits]
         group = axis.ranks()
-        shared = tree.leaves(state.params) if self.has(Trait.SHARDS_PARAMS) else []
-        shared += tree.leaves((state.optimizer, state.slots)) if self.has(Trait.SHARDS_STATE) else []
-        chosen = {id(x) for x in shared if isinstance(x, Tensor) and x.is_floating_point() and x.numel() >= group.size}
-        leaves, spec = tree.flatten(state)
-        kept = [_Shard.of(x, group) if id(x) in chosen else _detached(x) for x in leaves]
+        divided = tree.leaves(state.params) if self.has(Trait.SHARDS_PARAMS) else []
+        divided += tree.leaves((state.optimizer, state.slots)) if self.has(Trait.SHARDS_STATE) else []
+        chosen = {id(x) for x in divided if isinstance(x, Tensor) and x.is_floating_point() and x.numel() >= group.size}
+        leaves, spec = tree.flatten(given)
+        kept = [_KeptShard.of(x, group) if id(x) in chosen else _KeptLeaf.of(x) for x in leaves]
 
-        def restored() -> State:
+        def restored() -> tuple[State, Any]:
+            pieces = [x.piece for x in kept if isinstance(x, _KeptShard)]
             with torch.no_grad():
-                flats = iter(comm.all_gather([x.piece for x in kept if isinstance(x, _Shard)], group) if chosen else ())
-            found = [x.whole(next(flats)) if isinstance(x, _Shard) else _detached(x) for x in kept]
+                flats = iter(comm.all_gather(pieces, group) if pieces else ())
+            found = [x.whole(next(flats)) if isinstance(x, _KeptShard) else x.again() for x in kept]
             return tree.unflatten(spec, found)  # type: ignore[no-any-return]
 
         return restored
 
 
-def _detached(leaf: Any) -> Any:
-    """A tensor's values, which gradients are wanted by if they were by the tensor."""
-    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
-        return leaf
-    return like_marked(leaf.detach().requires_grad_(), leaf)
+@attrs.frozen(eq=False)
+class _KeptLeaf:
+    """A leaf without its graph, and how often it had been written to."""
+
+    leaf: Any
+    version: int
+
+    @staticmethod
+    def of(leaf: Any) -> "_KeptLeaf":
+        if not isinstance(leaf, Tensor):
+            return _KeptLeaf(leaf, 0)
+        own = like_marked(leaf.detach().requires_grad_(), leaf) if leaf.requires_grad else leaf
+        return _KeptLeaf(own, version_of(own))
+
+    def again(self) -> Any:
+        """The leaf.
+
+        Raises:
+            RuntimeError: it was written to.
+        """
+        if isinstance(self.leaf, Tensor) and version_of(self.leaf) != self.version:
+            raise RuntimeError(
+                f"differentiable: a tensor of shape {list(self.leaf.shape)} of a batch or a state was written to in place "
+                "since its step, which is computed again in the backward pass: pass a copy"
+            )
+        return self.leaf
 
 
 @attrs.frozen(eq=False)
-class _Shard:
+class _KeptShard:
     """This rank's piece of a tensor that is equal on all ranks.
 
     Attributes:
@@ -107,9 +130,9 @@ class _Shard:
     trains: bool
 
     @staticmethod
-    def of(tensor: Tensor, group: comm.Group) -> "_Shard":
+    def of(tensor: Tensor, group: comm.Group) -> "_KeptShard":
         flat, strides = compact(tensor)
-        return _Shard(partition(flat, group).piece, strides, without_values(tensor), flat.numel(), tensor.requires_grad)
+        return _KeptShard(partition(flat, group).piece, strides, without_values(tensor), flat.numel(), tensor.requires_grad)
 
     def whole(self, flat: Tensor) -> Tensor:
         """The tensor, of all ranks' pieces."""
@@ -137,8 +160,8 @@ def of_first_rank(step: Step, params: Any) -> Any:
 def entering(step: Step, params: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Params as each rank's loss uses them, whose gradients are summed over the ranks.
 
-    Also returns a function for what a rank computes from them. It changes no value, and makes the sum a part of the graph also on
-    a rank whose loss does not depend on them, as all ranks must call it.
+    Also returns a function for what a rank computes from them. It changes no value, and makes the sum a part of the graph on
+    all ranks, also on one whose loss does not depend on the params.
     """
     leaves, spec = tree.flatten(params)
     token = torch.empty(0)

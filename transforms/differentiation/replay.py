@@ -96,7 +96,7 @@ class _Replay:
         left = iter(self._saved)
 
         def pack(tensor: Tensor) -> _Saved:
-            own, known = _Saved.of(tensor), next(left, _NONE)()
+            own, known = _Saved.of(tensor), next(left, lambda: None)()
             if known is not None:
                 if known.form != own.form:
                     raise _differs(known.form, own.form)
@@ -116,10 +116,6 @@ class _Replay:
                 stack.enter_context(redrawn(*self._drawn))
             self._rng.copies(1)[0].restore()
             yield
-
-
-def _NONE() -> None:  # noqa: N802 (stands for a dead reference)
-    return None
 
 
 def _differs(first: Any, second: Any) -> RuntimeError:
