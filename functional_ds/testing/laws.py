@@ -18,7 +18,7 @@ from functional_ds.comm.spawn import spawn
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
-from .method import BF16, NEAR, Method, NotApplicableError, WrongError, apart
+from .method import BF16, NEAR, RANKS, Method, NotApplicableError, WrongError, apart
 from .recipe import STEPS, Recipe, Setup, overflowing, started, train
 
 _ZERO = tuple(f"T.zero({stage})" for stage in range(4))
@@ -57,12 +57,23 @@ def _oracle(method: Method) -> None:
         raise WrongError(f"on one device: {difference[1]}", method.on(1))
 
 
+def _ranks(method: Method) -> None:
+    if method.by_ranks is None:
+        raise NotApplicableError("no oracle of ranks was given: by_ranks=function of (params, batches of each rank)")
+    for setup in map(method.on, RANKS):
+        wanted = method.params_of_ranks(setup.ranks)
+        for rank, ((params, _), other) in enumerate(zip(method.run(setup), wanted, strict=True)):
+            difference = apart(params, other, method.recipe.problem.params, method.within)
+            if difference is not None:
+                raise WrongError(f"{setup}, rank {rank}: {difference[1]}", setup)
+
+
 def _stages(method: Method) -> None:
     method.equal([method.on(ranks, zero) for ranks in (2, 3) for zero in _ZERO], method.on(1))
 
 
 def _replicated(method: Method) -> None:
-    if method.order == "alone":
+    if method.combines:
         raise NotApplicableError("it reduces gradients itself")
     method.equal([method.on(ranks, _MEAN) for ranks in (2, 3)], method.on(1))
 
@@ -98,7 +109,7 @@ def _unused(method: Method) -> None:
 def _pipelines(method: Method) -> None:
     if method.recipe.problem.layers is None:
         raise NotApplicableError("the problem is not cut into layers: Problem(layers=, error=)")
-    if method.order == "alone":
+    if method.combines:
         raise NotApplicableError("it reduces gradients itself, over another axis than the pipeline's")
     setup = method.on(2, "T.pipeline(one_f_one_b(2, 2), stages)", loss="layers")
     method.equal([setup], method.on(1, loss="layers"))
@@ -138,23 +149,27 @@ def _tensors(state: State) -> dict[str, Tensor]:
 def _moves(method: Method) -> list[tuple[Setup, Setup]]:
     """Pairs of setups with different stages, world sizes and meshes."""
     pairs = [((2, _ZERO[0]), (3, _ZERO[3])), ((2, _ZERO[3]), (3, _ZERO[1])), ((4, _HYBRID), (2, _ZERO[0]))]
+    if method.by_ranks is not None:
+        pairs = [((ranks, ""), (ranks, "")) for ranks in RANKS]
     found = [(method.on(a, one), method.on(b, other)) for (a, one), (b, other) in pairs]
     return list(dict.fromkeys((one, other) for one, other in found))
 
 
 def _checkpoints(method: Method) -> None:
-    [(params, _)] = method.run(method.on(1))
     for before, after in _moves(method):
+        wanted = method.run(method.on(1 if method.by_ranks is None else after.ranks))
         with tempfile.TemporaryDirectory() as path:
             comm.simulate(_saving, method.recipe, before, 0, path, 2, True, world_size=before.ranks)
             results = comm.simulate(_saving, method.recipe, after, 2, path, STEPS, False, world_size=after.ranks)
-        for found, _ in results:
-            difference = apart(found, params, method.recipe.problem.params, method.within)
+        for rank, (found, _) in enumerate(results):
+            difference = apart(found, wanted[rank % len(wanted)][0], method.recipe.problem.params, method.within)
             if difference is not None:
                 raise WrongError(f"saved after 2 steps of {before}, and loaded into {after}: {difference[1]}", after)
 
 
 def _slots(method: Method) -> None:
+    if method.by_ranks is not None:
+        raise NotApplicableError("it depends on the number of ranks by design")
     alone = method.on(1)
     [(_, wanted)] = comm.simulate(_saving, method.recipe, alone, 0, "", STEPS, False, world_size=1)
     for setup in dict.fromkeys(method.on(2, zero) for zero in _ZERO):
@@ -282,7 +297,7 @@ def _jit(method: Method) -> str | None:
 def _bytes(method: Method) -> None:
     if method.sends is None:
         raise NotApplicableError("no formula was given: sends=function of (stage, ranks)")
-    if method.order == "alone":
+    if method.combines:
         raise NotApplicableError("it reduces gradients itself")
 
     def sent(setup: Setup) -> int:
@@ -298,6 +313,7 @@ def _bytes(method: Method) -> None:
 
 LAWS = (
     Law("oracle", "on one device it computes what the oracle does", _oracle),
+    Law("ranks", "on 2 and 3 ranks it computes what the oracle of all ranks' rows does", _ranks),
     Law("stages", "in ZeRO stages 0 to 3, on 2 and 3 ranks, it is the step on one device", _stages),
     Law("replicated", "so it is with T.replicated and the mean", _replicated),
     Law("accumulate before", "listed after T.accumulate(2) it is the step on the whole batch", _accumulated(first=_ACCUMULATE)),
