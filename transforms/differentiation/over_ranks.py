@@ -16,15 +16,13 @@ from functional_ds.comm.graft import Graft
 from functional_ds.remat.partitioned import partition
 from functional_ds.remat.saved_tensors import compact
 from functional_ds.step.guards import check_same_leaves
-from functional_ds.step.mesh_axes import Axis, AxisRole, axes_of
+from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole, axes_of
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import Layer, Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .replay import replayed
-
-__all__ = ["StepOverRanks", "entering", "of_first_rank", "over_ranks", "reduced"]
 
 
 def over_ranks(step: Step) -> Step:

@@ -14,8 +14,6 @@ from functional_ds.base.device import in_use, redrawn, rng_state
 from functional_ds.base.torch_private import version_of
 from functional_ds.comm.worlds.rng_state import RngState, kept_rng
 
-__all__ = ["replayed"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 
