@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from functional_ds.step.step import Step, Transform
     from functional_ds.step.train_step import train_step
     from functional_ds.step.views.view import View
-    from functional_ds.transforms.differentiable import differentiable
+    from functional_ds.transforms.differentiation.differentiable import differentiable
 
     from . import (
         checkpointing,

@@ -7,79 +7,24 @@ passes=[fused(limit)])``.
 Law: no value of the graph changes by a bit, the bytes stay, and the calls fall; a pass that changes a value is found.
 """
 
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from shared import first, loss_fn, rows, table
-from torch import fx
 
 import functional_ds as fds
 from functional_ds import comm, compiling, testing
 from functional_ds import transforms as T
 
-START, WAIT = torch.ops.functional_ds.start.default, torch.ops.functional_ds.wait.default
-
 
 def fused(limit: int) -> Callable[[fds.compiling.StepGraph], fds.compiling.StepGraph]:
-    """Joins all-reduces that follow each other, up to so many bytes, if no result is used before the last one starts."""
+    """Joins all-reduces that follow each other, up to so many bytes."""
 
-    def run(graph: fds.compiling.StepGraph) -> fds.compiling.StepGraph:
-        graph = compiling.copied(graph)
-        nodes = graph.module.graph
-        place = {node: index for index, node in enumerate(nodes.nodes)}
+    def fits(calls: Sequence[compiling.CollectiveCall]) -> bool:
+        return calls[0].name == "all_reduce" and calls[0].site.early and sum(call.bytes for call in calls) <= limit
 
-        def kind(node: Any) -> Any:
-            site = graph.sites[node.args[1]]
-            return site.call.collective.name, str(site.call.options), site.group.ranks, site.early
-
-        def size(bucket: list[Any]) -> int:
-            return sum(x.meta["val"].nbytes for node in bucket for x in node.args[0])
-
-        def first_use(node: Any) -> int:
-            (wait,) = (user for user in node.users if user.target is WAIT)
-            return min(place[user] for item in wait.users for user in item.users)
-
-        starts = [node for node in nodes.nodes if node.target is START and kind(node)[0] == "all_reduce" and kind(node)[-1]]
-        buckets: list[list[Any]] = []
-        for node in starts:
-            now = buckets[-1] if buckets else []
-            joins = now and kind(node) == kind(now[0]) and size([*now, node]) <= limit
-            if joins and min(map(first_use, now)) > place[node]:
-                now.append(node)
-            else:
-                buckets.append([node])
-        for bucket in buckets:
-            if len(bucket) > 1:
-                _join(nodes, bucket, place)
-        return compiling.finished(graph)
-
-    return run
-
-
-def _join(nodes: fx.Graph, bucket: list[Any], place: dict[Any, int]) -> None:
-    """One start where the last one was, and one wait where the first one was, or right after that start."""
-    waits = [next(user for user in node.users if user.target is WAIT) for node in bucket]
-    tensors, site = [x for node in bucket for x in node.args[0]], bucket[-1].args[1]
-    with nodes.inserting_after(bucket[-1]):
-        begun = nodes.call_function(START, (tensors, site))
-    early = min(waits, key=place.__getitem__)
-    with nodes.inserting_before(early) if place[early] > place[bucket[-1]] else nodes.inserting_after(begun):
-        ended = nodes.call_function(WAIT, (begun, tensors, site))
-    begun.meta.update(bucket[-1].meta)
-    ended.meta.update(waits[-1].meta)
-    after, index = ended, 0
-    for node, wait in zip(bucket, waits, strict=True):
-        for item in [*wait.users]:
-            with nodes.inserting_after(after):
-                after = nodes.call_function(operator.getitem, (ended, index + item.args[1]))
-            after.meta.update(item.meta)
-            item.replace_all_uses_with(after)
-            nodes.erase_node(item)
-        index += len(node.args[0])
-        nodes.erase_node(wait)
-        nodes.erase_node(node)
+    return compiling.merge(fits)
 
 
 def program() -> tuple[fds.Step, fds.State, Any]:

@@ -6,6 +6,7 @@ They have no public equivalent, and torch may change them in any release. So tes
 each, and one that no other file uses private functions of torch.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame as dynamo
 from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
@@ -28,7 +30,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode as AnyDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
     "CPU_ATTENTION",
@@ -114,6 +117,23 @@ READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # the operator of ``.i
 #   documents the class, but keeps it in a private module.
 
 
+class TorchDispatchMode(AnyDispatchMode):
+    """torch's class, which keeps the compiler out of modes, without importing the compiler for that, which takes a second."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        uncompiled = cls.__dict__.get("__torch_dispatch__")
+        if uncompiled is not None:
+
+            @functools.wraps(uncompiled)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return (uncompiled if "torch._dynamo" in sys.modules else uncompiled.__wrapped__)(*args, **kwargs)
+
+            skips = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+            dynamo.set_code_exec_strategy(run.__code__, skips)
+            cls.__torch_dispatch__ = run  # type: ignore[method-assign]
+
+
 class FakeTensorMode(TorchFakeTensorMode):
     """torch's FakeTensorMode, with grouped products of all dtypes: torch computes them, but knows their shape in bf16 only."""
 
@@ -197,7 +217,7 @@ def outside_functorch() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def dispatch_modes() -> list[TorchDispatchMode]:
+def dispatch_modes() -> list[AnyDispatchMode]:
     """The active dispatch modes of this thread."""
     return _get_current_dispatch_mode_stack()
 

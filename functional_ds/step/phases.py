@@ -25,6 +25,7 @@ class Trait(Enum):
     SHARDS_PARAMS = auto()  # shards params and gathers them for use: ZeRO-3
     SHARDS_STATE = auto()  # shards the optimizer's state: ZeRO 1 to 3
     KEEPS_WHOLE = auto()  # keeps some params whole although it shards the rest
+    DATA_PARALLEL = auto()  # over its axes it computes what one device does with all ranks' rows, up to rounding (law 19)
     SUMS_LAST = auto()  # sums gradients over ranks in the backward pass of the last micro-batch
     SPLITS_BATCHES = auto()  # its ``gradients`` only splits the batch: a caller with micro-batches can do without
     COPIES_PARAMS = auto()  # keeps a copy of the params in its slot: masters, averages

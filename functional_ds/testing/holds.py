@@ -15,6 +15,7 @@ from .problem import Problem
 from .recipe import Recipe, factory_of, imported
 
 _LIBRARY = "functional_ds."
+_ARGUMENTS = {"oracle": "oracle", "ranks": "by_ranks", "bytes": "sends"}  # what a law compares with
 
 
 @attrs.frozen
@@ -148,6 +149,8 @@ class BoundLaw:
 
 def _title(method: Method) -> str:
     order = {"after": "listed after T.zero", "before": "listed before T.zero", "alone": "reduces gradients itself"}
+    if method.by_ranks is not None:
+        return f"{method.name}, alone on its ranks, listed {method.order} T.mixed_precision"
     return f"{method.name}, {order[method.order]}" + (f" (after it: {method.elsewhere})" if method.elsewhere else "")
 
 
@@ -165,7 +168,9 @@ def _program(method: Method, law: Law, error: Exception) -> str:
     if setup is None or wanted is None or setup.loss != "loss" or not isinstance(error, WrongError) or not error.amount:
         tested = "optimizer" if recipe.is_optimizer else "method"
         given = f"lambda: {tested}, optimizer=lambda: optimizer, problem=problem, order={method.order!r}, only=[{law.name!r}]"
-        return "\n".join([*lines, f"testing.holds({given}).check()"])
+        known = _ARGUMENTS.get(law.name, "")
+        lines += [f"# {known} = ..., as holds was given it"] if known else []
+        return "\n".join([*lines, f"testing.holds({given}{f', {known}={known}' if known else ''}).check()"])
     return "\n".join(
         [
             *lines,
@@ -219,6 +224,7 @@ def laws(
     problem: Problem | None = None,
     order: str | None = None,
     oracle: Callable[[Any, list[Any]], Any] | None = None,
+    by_ranks: Callable[[Any, list[list[Any]]], Sequence[Any]] | None = None,
     sends: Callable[[int, int], int] | None = None,
     within: float = 1e-4,
     excused: Mapping[str, str] | None = None,
@@ -234,6 +240,9 @@ def laws(
         problem: the training problem; by default a regression with two layers.
         order: the position in ``compose``, "after" or "before" the data-parallel transform; by default the first that works.
         oracle: ``(params, batches) -> params``: the expected result on whole batches, in plain PyTorch.
+        by_ranks: ``(params, batches) -> [params of each rank]``, where ``batches[step][rank]`` are a rank's rows: the
+            expected result of a method that depends on the number of ranks by design, such as local SGD, gossip, or votes of
+            signs. It is run without ``T.zero``, and other laws compare it with itself on as many ranks.
         sends: ``(stage, ranks) -> bytes``: the bytes that a rank sends in a step in addition to those of ``T.zero(stage)``.
         within: the tolerance, relative to a parameter's total change since its initial value, in addition to rounding.
         excused: laws that do not apply to the method, with the reasons.
@@ -249,5 +258,5 @@ def laws(
     if unknown or chosen == []:
         raise ValueError(f"there is no law {unknown[0] if unknown else ''!r}; the laws are {', '.join(names)}")
     recipe = Recipe(factory_of(transform), optimizer, problem or Problem(), standard=problem is None)
-    plan = _Plan(recipe, {"order": order, "oracle": oracle, "sends": sends, "within": within})
+    plan = _Plan(recipe, {"order": order, "oracle": oracle, "by_ranks": by_ranks, "sends": sends, "within": within})
     return [BoundLaw(law, plan, excuses.get(law.name, "")) for law in LAWS if chosen is None or law.name in chosen]

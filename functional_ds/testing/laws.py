@@ -18,14 +18,15 @@ from functional_ds.comm.spawn import spawn
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
-from .method import BF16, NEAR, Method, NotApplicableError, WrongError, apart
-from .recipe import STEPS, Recipe, Setup, started, train
+from .method import BF16, NEAR, RANKS, Method, NotApplicableError, WrongError, apart
+from .recipe import STEPS, Recipe, Setup, overflowing, started, train
 
 _ZERO = tuple(f"T.zero({stage})" for stage in range(4))
 _MEAN = "T.replicated(reduce=mean_over_ranks)"
 _HYBRID = "T.zero(2, group=mesh['dp'], replicate=mesh['nodes'])"
 _ACCUMULATE, _CLIP = "T.accumulate(2)", "T.clip(0.01)"
 _FP16 = "T.mixed_precision('fp16', T.DynamicScale(2.0**10, hysteresis=1))"
+_CONSTANT = "T.mixed_precision('fp16', T.StaticScale(2.0**10))"
 _SKIPPED = 1  # the step that overflows
 
 
@@ -56,12 +57,23 @@ def _oracle(method: Method) -> None:
         raise WrongError(f"on one device: {difference[1]}", method.on(1))
 
 
+def _ranks(method: Method) -> None:
+    if method.by_ranks is None:
+        raise NotApplicableError("no oracle of ranks was given: by_ranks=function of (params, batches of each rank)")
+    for setup in map(method.on, RANKS):
+        wanted = method.params_of_ranks(setup.ranks)
+        for rank, ((params, _), other) in enumerate(zip(method.run(setup), wanted, strict=True)):
+            difference = apart(params, other, method.recipe.problem.params, method.within)
+            if difference is not None:
+                raise WrongError(f"{setup}, rank {rank}: {difference[1]}", setup)
+
+
 def _stages(method: Method) -> None:
     method.equal([method.on(ranks, zero) for ranks in (2, 3) for zero in _ZERO], method.on(1))
 
 
 def _replicated(method: Method) -> None:
-    if method.order == "alone":
+    if method.combines:
         raise NotApplicableError("it reduces gradients itself")
     method.equal([method.on(ranks, _MEAN) for ranks in (2, 3)], method.on(1))
 
@@ -97,7 +109,7 @@ def _unused(method: Method) -> None:
 def _pipelines(method: Method) -> None:
     if method.recipe.problem.layers is None:
         raise NotApplicableError("the problem is not cut into layers: Problem(layers=, error=)")
-    if method.order == "alone":
+    if method.combines:
         raise NotApplicableError("it reduces gradients itself, over another axis than the pipeline's")
     setup = method.on(2, "T.pipeline(one_f_one_b(2, 2), stages)", loss="layers")
     method.equal([setup], method.on(1, loss="layers"))
@@ -137,23 +149,27 @@ def _tensors(state: State) -> dict[str, Tensor]:
 def _moves(method: Method) -> list[tuple[Setup, Setup]]:
     """Pairs of setups with different stages, world sizes and meshes."""
     pairs = [((2, _ZERO[0]), (3, _ZERO[3])), ((2, _ZERO[3]), (3, _ZERO[1])), ((4, _HYBRID), (2, _ZERO[0]))]
+    if method.by_ranks is not None:
+        pairs = [((ranks, ""), (ranks, "")) for ranks in RANKS]
     found = [(method.on(a, one), method.on(b, other)) for (a, one), (b, other) in pairs]
     return list(dict.fromkeys((one, other) for one, other in found))
 
 
 def _checkpoints(method: Method) -> None:
-    [(params, _)] = method.run(method.on(1))
     for before, after in _moves(method):
+        wanted = method.run(method.on(1 if method.by_ranks is None else after.ranks))
         with tempfile.TemporaryDirectory() as path:
             comm.simulate(_saving, method.recipe, before, 0, path, 2, True, world_size=before.ranks)
             results = comm.simulate(_saving, method.recipe, after, 2, path, STEPS, False, world_size=after.ranks)
-        for found, _ in results:
-            difference = apart(found, params, method.recipe.problem.params, method.within)
+        for rank, (found, _) in enumerate(results):
+            difference = apart(found, wanted[rank % len(wanted)][0], method.recipe.problem.params, method.within)
             if difference is not None:
                 raise WrongError(f"saved after 2 steps of {before}, and loaded into {after}: {difference[1]}", after)
 
 
 def _slots(method: Method) -> None:
+    if method.by_ranks is not None:
+        raise NotApplicableError("it depends on the number of ranks by design")
     alone = method.on(1)
     [(_, wanted)] = comm.simulate(_saving, method.recipe, alone, 0, "", STEPS, False, world_size=1)
     for setup in dict.fromkeys(method.on(2, zero) for zero in _ZERO):
@@ -185,35 +201,39 @@ def _left(recipe: Recipe, setup: Setup, donate: bool) -> tuple[dict[str, Tensor]
     return (_tensors(state),)
 
 
-def _skipping(recipe: Recipe, setup: Setup) -> tuple[bool, list[str], list[str]]:
-    """Whether the step was skipped, which leaves it changed, and which are not finite at the end."""
+def _skipping(recipe: Recipe, setup: Setup, skips: bool) -> tuple[dict[str, Tensor], list[Tensor], list[str]]:
+    """Trains on all batches but one, which is left out, or which a loss scale skips.
+
+    Returns the state's tensors, the losses, and what is wrong with the skipped step.
+    """
     step, state = started(recipe, setup)
-    before: dict[str, Tensor] = {}
-    after: dict[str, Tensor] = {}
-    skipped = False
+    losses, wrong = [], []
     for index in range(setup.steps):
-        old = _tensors(state) if index == _SKIPPED else {}
-        state, metrics = step(state, recipe.problem.rows(index))
-        if index == _SKIPPED:
-            before, after, skipped = old, _tensors(state), bool(metrics.get("skipped", torch.zeros(())))
-    changed = [path for path, leaf in after.items() if path not in before or not torch.equal(leaf, before[path])]
-    infinite = [path for path, leaf in tree.named(step.params(state)) if not leaf.isfinite().all()]
-    return skipped, changed, infinite
+        if index != _SKIPPED:
+            state, metrics = step(state, recipe.problem.rows(index))
+            losses.append(metrics["loss"])
+        elif skips:
+            before = _tensors(state)
+            state, metrics = overflowing(step)(state, recipe.problem.rows(index))
+            if not metrics.get("skipped", torch.zeros(())):
+                wrong.append("a step whose gradients overflow on one rank is not skipped")
+            after = _tensors(state).items()
+            changed = [path for path, leaf in after if path not in before or not torch.equal(leaf, before[path])]
+            wrong += [f"a skipped step changes state.{path}" for path in changed]
+    return _tensors(state), losses, wrong
 
 
 def _skips(method: Method) -> None:
-    half = (method.on(1, _FP16), method.on(2, _FP16, _ZERO[1]), method.on(2, _FP16, _MEAN))
-    for setup in [attrs.evolve(each, transforms=(f"overflow({_SKIPPED})", *each.transforms), steps=4) for each in half]:
-        for rank, (skipped, changed, infinite) in enumerate(
-            comm.simulate(_skipping, method.recipe, setup, world_size=setup.ranks)
-        ):
-            where = f"{setup}, rank {rank}"
-            if not skipped:
-                raise WrongError(f"{where}: a step whose gradients overflow on one rank is not skipped", setup)
-            if changed:
-                raise WrongError(f"{where}: a skipped step changes state.{changed[0]}", setup)
-            if infinite:
-                raise WrongError(f"{where}: {infinite[0]} is not finite two steps after a skipped one", setup)
+    for setup in (method.on(ranks, _CONSTANT, *parallel) for ranks, *parallel in ((1,), (2, _ZERO[1]), (2, _MEAN))):
+        skipped, without = (
+            comm.simulate(_skipping, method.recipe, setup, skips, world_size=setup.ranks) for skips in (True, False)
+        )
+        for rank, (*_, wrong) in enumerate(skipped):
+            if wrong:
+                raise WrongError(f"{setup}, rank {rank}: {wrong[0]}", setup)
+        for which, what in enumerate(("the states", "the losses")):
+            found = ([(each[which],) for each in results] for results in (skipped, without))
+            _same_bits(*found, f"{setup}: {what} after a skipped step, and without it,", setup)
 
 
 # -- worlds ------------------------------------------------------------------------------------------------------------
@@ -277,7 +297,7 @@ def _jit(method: Method) -> str | None:
 def _bytes(method: Method) -> None:
     if method.sends is None:
         raise NotApplicableError("no formula was given: sends=function of (stage, ranks)")
-    if method.order == "alone":
+    if method.combines:
         raise NotApplicableError("it reduces gradients itself")
 
     def sent(setup: Setup) -> int:
@@ -293,6 +313,7 @@ def _bytes(method: Method) -> None:
 
 LAWS = (
     Law("oracle", "on one device it computes what the oracle does", _oracle),
+    Law("ranks", "on 2 and 3 ranks it computes what the oracle of all ranks' rows does", _ranks),
     Law("stages", "in ZeRO stages 0 to 3, on 2 and 3 ranks, it is the step on one device", _stages),
     Law("replicated", "so it is with T.replicated and the mean", _replicated),
     Law("accumulate before", "listed after T.accumulate(2) it is the step on the whole batch", _accumulated(first=_ACCUMULATE)),
@@ -302,7 +323,7 @@ LAWS = (
     Law("slots", "its state in any stage, loaded on one device, is that of one device", _slots),
     Law("checkpoints", "saved and loaded in another stage, world size and mesh, it goes on as one run", _checkpoints),
     Law("donation", "donate=False gives the same bits and leaves the old state as it was", _donation),
-    Law("skipped steps", "a step that a loss scale skips changes nothing, and nothing infinite stays", _skips),
+    Law("skipped steps", "a step that a loss scale skips changes nothing, and later steps are as without it", _skips),
     Law("bf16", "under the policy bf16 it is near the step in fp32", _half(BF16)),
     Law("fp16", "under the policy fp16 with a loss scale it is near the step in fp32", _half(_FP16)),
     Law("unused leaves", "leaves that the loss does not use are treated alike in all stages", _unused),

@@ -2,7 +2,7 @@
 
 import linecache
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -19,6 +19,7 @@ from .recipe import STEPS, Recipe, Setup, name_of, train
 BF16 = "T.mixed_precision('bf16')"
 NEAR = 0.2  # of a leaf's change: half precision rounds each gradient by 2**-8 or more, and methods divide by gradients
 _PARALLEL = ("T.zero", "T.replicated")
+RANKS = (2, 3)  # of whole runs that a user's oracle describes
 _ROUNDING = 64  # units in the last place of a leaf's largest element, for sums in other orders
 
 
@@ -89,6 +90,8 @@ class Method:
         order: "after" or "before" the data-parallel transform in ``compose``, or "alone" if it reduces gradients itself.
         within: the relative tolerance of comparisons with a single device, as in ``apart``.
         oracle: ``(params, batches) -> params``, the expected result; None if unknown.
+        by_ranks: ``(params, batches) -> [params of each rank]``, of a method that depends on the number of ranks; None if it
+            does not.
         sends: ``(stage, ranks) -> bytes``, the bytes that a rank sends in addition to ``T.zero(stage)``; None if unknown.
         elsewhere: the error in the other order of composition, for the table.
     """
@@ -97,6 +100,7 @@ class Method:
     order: str = "after"
     within: float = 1e-4
     oracle: Callable[[Any, list[Any]], Any] | None = None
+    by_ranks: Callable[[Any, list[list[Any]]], Sequence[Any]] | None = None
     sends: Callable[[int, int], int] | None = None
     elsewhere: str = ""
     _runs: dict[Setup, list[Any]] = attrs.field(factory=dict, repr=False)
@@ -106,9 +110,14 @@ class Method:
         """Its name in the table."""
         return name_of(self.recipe.make)
 
+    @property
+    def combines(self) -> bool:
+        """Whether it is all that the ranks have in common, without ``T.zero``."""
+        return self.order == "alone" or self.by_ranks is not None
+
     def listed(self, *parallel: str, first: str = "", last: str = "") -> tuple[str, ...]:
         """The method in its position among the ``parallel`` transforms; ``first`` and ``last`` come around all."""
-        if self.order == "alone":
+        if self.combines:
             parallel = tuple(text for text in parallel if not text.startswith(_PARALLEL))
         core = ("method", *parallel) if self.order == "before" else (*parallel, "method")
         return tuple(filter(None, (first, *core, last)))
@@ -126,30 +135,38 @@ class Method:
         return self._runs[setup]
 
     def differs(self, setup: Setup, wanted: Setup, within: float) -> tuple[float, str]:
-        """By how much the params differ from those of a single-device run, and what differs; (0, "") if nothing does."""
-        [(params, losses)] = self.run(wanted)
+        """By how much the params differ from those of another run, and what differs; (0, "") if nothing does.
+
+        The other run is on one device, or on as many ranks.
+        """
+        others = self.run(wanted)
         first = tree.leaves(self.run(setup)[0][0])
         for rank, (own, own_losses) in enumerate(self.run(setup)):
+            params, losses = others[rank % len(others)]
             if found := apart(own, params, self.recipe.problem.params, within):
                 return found[0], f"rank {rank}: {found[1]}"
             if found := apart(own_losses, losses, None, max(within, 1e-4)):
                 return 0.0, f"rank {rank}, the losses: {found[1]}"
-            if not all(map(torch.equal, tree.leaves(own), first)):
+            if len(others) == 1 and not all(map(torch.equal, tree.leaves(own), first)):
                 return 0.0, f"rank {rank} has other params than rank 0"
         return 0.0, ""
 
     def equal(self, setups: Iterable[Setup], wanted: Setup, within: float | None = None) -> None:
-        """Checks that each setup equals ``wanted``, a single-device run, up to rounding.
+        """Checks that each setup equals ``wanted``, a single-device run, up to rounding; on as many ranks, if those matter.
 
         Raises:
+            NotApplicableError: the setups are ``wanted`` itself.
             WrongError: one does not; with the fewest steps that show it.
         """
         bound = self.within if within is None else within
-        for setup in dict.fromkeys(setups):
-            if not self.differs(setup, wanted, bound)[1]:
+        pairs = {setup: wanted if self.by_ranks is None else attrs.evolve(wanted, ranks=setup.ranks) for setup in setups}
+        if all(setup == other for setup, other in pairs.items()):
+            raise NotApplicableError("it depends on the number of ranks by design: see the row ranks")
+        for setup, other in pairs.items():
+            if not self.differs(setup, other, bound)[1]:
                 continue
             for steps in range(1, setup.steps + 1):
-                pair = attrs.evolve(setup, steps=steps), attrs.evolve(wanted, steps=steps)
+                pair = attrs.evolve(setup, steps=steps), attrs.evolve(other, steps=steps)
                 amount, words = self.differs(*pair, bound)
                 if words:
                     raise WrongError(f"{pair[0]}: {words}", *pair, amount)
@@ -176,8 +193,11 @@ class Method:
             [(params, _)] = method.run(Setup(("method",)))
         except Exception as error:
             raise ValueError(f"holds: {method.name} does not run on one device: {type(error).__name__}: {error}") from error
-        method._check_oracle(params)
-        if step.sums:
+        if method.oracle is not None:
+            _check_like(method.oracle_params(), params)
+        if method.by_ranks is not None:
+            [*map(method.params_of_ranks, RANKS)]
+        elif step.sums:
             return attrs.evolve(method, order="alone")
         places = [attrs.evolve(method, order=place) for place in (["after", "before"] if order is None else [order])]
         trials = [place.trial() for place in places]
@@ -192,7 +212,7 @@ class Method:
 
         0: raises an error with ``T.zero(1)``; 1: wrong with it; 2: wrong with the bf16 policy; 3: right.
         """
-        wanted = self.on(1, steps=2)
+        wanted = self.on(1 if self.by_ranks is None else 2, steps=2)
         for score, parallel, within in ((1, ("T.zero(1)",), self.within), (2, (BF16, "T.zero(1)"), NEAR)):
             try:
                 words = self.differs(self.on(2, *parallel, steps=2), wanted, within)[1]
@@ -204,19 +224,38 @@ class Method:
                 return score, words
         return 3, ""
 
-    def _check_oracle(self, params: Any) -> None:
-        if self.oracle is None:
-            return
-        given = self.oracle_params()
-        if tree.structure(given) != tree.structure(params):
-            raise ValueError(f"oracle: it gives {tree.structure(given)}, and params are {tree.structure(params)}")
-        for (path, x), y in zip(tree.named(given), tree.leaves(params), strict=True):
-            if not isinstance(x, Tensor) or x.shape != y.shape:
-                raise ValueError(f"oracle: its {path!r} is {getattr(x, 'shape', x)}, and the parameter is {y.shape}")
-
     def oracle_params(self) -> Any:
         """The oracle's result for the params and the whole batches."""
-        problem = self.recipe.problem
-        batches = [problem.batches[index % len(problem.batches)] for index in range(STEPS)]
         oracle = self.oracle or (lambda params, batches: params)
-        return oracle(tree.map(torch.clone, problem.params), batches)
+        return oracle(tree.map(torch.clone, self.recipe.problem.params), self._batches())
+
+    def params_of_ranks(self, ranks: int) -> Sequence[Any]:
+        """The params that ``by_ranks`` expects on each rank.
+
+        Raises:
+            ValueError: they are not as many as the ranks, or do not match the params.
+        """
+        problem = self.recipe.problem
+        rows = [[_rows(batch, rank, ranks) for rank in range(ranks)] for batch in self._batches()]
+        given = [] if self.by_ranks is None else [*self.by_ranks(tree.map(torch.clone, problem.params), rows)]
+        if len(given) != ranks:
+            raise ValueError(f"by_ranks: it gives {len(given)} values for {ranks} ranks: return a list of each rank's params")
+        for params in given:
+            _check_like(params, problem.params)
+        return given
+
+    def _batches(self) -> list[Any]:
+        batches = self.recipe.problem.batches
+        return [batches[index % len(batches)] for index in range(STEPS)]
+
+
+def _rows(batch: Any, rank: int, ranks: int) -> Any:
+    return tree.map(lambda leaf: leaf.chunk(ranks)[rank], batch)
+
+
+def _check_like(given: Any, params: Any) -> None:
+    if tree.structure(given) != tree.structure(params):
+        raise ValueError(f"oracle: it gives {tree.structure(given)}, and params are {tree.structure(params)}")
+    for (path, x), y in zip(tree.named(given), tree.leaves(params), strict=True):
+        if not isinstance(x, Tensor) or x.shape != y.shape:
+            raise ValueError(f"oracle: its {path!r} is {getattr(x, 'shape', x)}, and the parameter is {y.shape}")

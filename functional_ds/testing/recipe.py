@@ -16,7 +16,7 @@ from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.optim.sgd import sgd
-from functional_ds.step.compose import compose, wrap
+from functional_ds.step.compose import compose
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.train_step import train_step
@@ -31,16 +31,15 @@ def mean_over_ranks(grads: Any, memory: Any, group: comm.Group) -> Any:
     return comm.all_reduce(grads, group, op="avg"), memory
 
 
-def overflow(at: int) -> Transform:
-    """A transform that makes the last rank's gradients overflow half precision in step ``at``."""
+def overflowing(step: Step) -> Step:
+    """The step, in which the last rank's gradients overflow half precision."""
 
     def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> Any:
         found, metrics = inner(step, state, params, batch)
         here = comm.world()
-        bad = (state.step == at) & (here.rank == here.size - 1)
-        return Weighted(found.sum * torch.where(bad, 1e30, 1.0), found.weight), metrics
+        return Weighted(found.sum * (1e30 if here.rank == here.size - 1 else 1.0), found.weight), metrics
 
-    return wrap(f"overflow({at})", loss=loss)
+    return step.wrapped("overflow", loss=loss)
 
 
 @attrs.frozen
@@ -95,7 +94,7 @@ class Recipe:
     def step(self, setup: Setup) -> Step:
         """The composed step."""
         method, optimizer = self.parts()
-        scope: dict[str, Any] = {"T": T, "method": method, "mean_over_ranks": mean_over_ranks, "overflow": overflow}
+        scope: dict[str, Any] = {"T": T, "method": method, "mean_over_ranks": mean_over_ranks}
         if any("mesh" in text for text in setup.transforms):
             scope["mesh"] = comm.mesh(nodes=2, dp=setup.ranks // 2)
         loss = self.problem.loss if setup.loss == "loss" else self.problem.unused

@@ -20,6 +20,7 @@ from functional_ds.base import torch_private as private
 from functional_ds.base import torch_replaced as replaced
 from functional_ds.comm.backends import torch_groups as groups
 from functional_ds.compiling import torch_compiler
+from tests.planting import Bug, planted
 
 CHECKS: dict[str, Callable[[], None]] = {}
 FOLDERS = [Path(importlib.import_module(f"functional_ds{part}").__path__[0]) for part in ("", ".comm", ".transforms")]
@@ -637,6 +638,39 @@ def test_entry(name: str) -> None:
 def test_every_check_is_of_an_entry() -> None:
     """None is left over."""
     assert CHECKS.keys() == {*private.__all__, *groups.__all__, *replaced.__all__, *torch_compiler.__all__}
+
+
+def frames_of_a_mode() -> None:
+    """Neither the mode nor what it calls is compiled, as with torch's own."""
+    from torch._dynamo.utils import counters
+
+    compiled = []
+    for base in (private.AnyDispatchMode, private.TorchDispatchMode):
+
+        class Adds(base):  # type: ignore[misc, valid-type]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                torch.ones(2).exp()
+                return func(*args, **(kwargs or {}))
+
+        def function(x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return x.sin()
+
+        torch._dynamo.reset()
+        counters.clear()
+        with Adds():
+            torch.compile(function, backend="eager")(torch.ones(2))
+        compiled.append(dict(counters["frames"]))
+    assert compiled[0] == compiled[1]
+    counters.clear()
+
+
+def test_dispatch_modes_are_not_compiled() -> None:
+    frames_of_a_mode()
+    code = "dynamo.set_code_exec_strategy(run.__code__, skips)"
+    bug = Bug("modes are compiled", "base.torch_private:TorchDispatchMode.__init_subclass__", code, "pass")
+    with planted(bug), pytest.raises(AssertionError):
+        frames_of_a_mode()
 
 
 def test_the_store_of_the_default_group() -> None:

@@ -52,6 +52,13 @@ def halves() -> None:
     step.open(step.init(weights()), rows())
 
 
+def written_since() -> None:
+    step, batch = fds.differentiable(made(T.zero(1), rule=fds.sgd(learned()))), rows()
+    state, _ = step(step.init(weights()), batch)
+    batch.add_(1)
+    step.evaluate(state, rows()).backward()
+
+
 def inside(transform: Callable[[Callable[[Tensor], Tensor]], Callable[..., Any]], program: Callable[[Tensor], Tensor]) -> None:
     """A program within one of torch.func's transforms."""
     transform(program)(RATES if transform is torch.func.vmap else RATES[0])
@@ -59,13 +66,40 @@ def inside(transform: Callable[[Callable[[Tensor], Tensor]], Callable[..., Any]]
 
 REFUSALS = [
     Refusal(
-        what="`fds.differentiable` of a step with `zero`, `replicated`, or another division over ranks",
+        what="`fds.differentiable` of a step with `replicated`, `T.Combine`, a codec, or parallelism within a model",
+        error=ValueError,
+        says=r"differentiable: zero\(0, world, .* stores params or runs the loss in its own way",
+        advises=r"use Hessian-vector products \(docs/second-order\.md\)",
+        why="Their reductions have no transpose, or round.",
+        instead="Use `zero` with its own collectives, or Hessian-vector products ([second-order.md](second-order.md)).",
+        program=lambda: fds.differentiable(made(T.zero(0, aggregate=T.Combine(lambda grads, memory, group: (grads, memory))))),
+    ),
+    Refusal(
+        what="`zero` composed after `fds.differentiable`",
         error=ValueError,
         says=r"differentiable: zero\(3, world\) stores params or runs the loss in its own way",
-        advises=r"use Hessian-vector products \(docs/second-order\.md\)",
-        why="The gradients come out of collectives that keep no graph.",
-        instead="Use Hessian-vector products, which hold in every stage ([second-order.md](second-order.md)).",
-        program=lambda: fds.differentiable(made(T.zero(3))),
+        advises=r"zero before fds\.differentiable",
+        why="The step would have to gather shards that keep no graph.",
+        instead="Compose `zero` first: `fds.differentiable(T.zero(3)(step))`.",
+        program=lambda: trained(None, fds.differentiable, T.zero(3)),
+    ),
+    Refusal(
+        what="`torch.func`, or forward mode, through a differentiable step with `zero`",
+        error=RuntimeError,
+        says=r"differentiable: torch\.func or forward mode runs over ranks",
+        advises=r"use torch\.autograd\.grad",
+        why="Collectives are nodes of autograd, which `torch.func` does not enter.",
+        instead="Use `torch.autograd.grad`.",
+        program=lambda: inside(torch.func.grad, lambda rate: trained(fds.sgd(rate), T.zero(3), fds.differentiable)),
+    ),
+    Refusal(
+        what="a batch that is written to between a differentiable step with `zero` and the backward pass",
+        error=RuntimeError,
+        says=r"differentiable: a tensor of shape \[4, 3\] of a batch or a state was written to in place since its step",
+        advises="pass a copy",
+        why="The step is computed again in the backward pass.",
+        instead="Pass a copy.",
+        program=written_since,
     ),
     Refusal(
         what="`mixed_precision`, `remat`, `compiled`, `offload` in a differentiable step, composed before or after",

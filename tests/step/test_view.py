@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import functional_ds as fds
 from functional_ds import comm
@@ -110,6 +111,34 @@ def test_a_view_gives_its_gradients_once() -> None:
     comm.simulate(program, world_size=2)
 
 
+def torchs_errors() -> None:
+    """A backward pass of one's own has torch's checks, and torch's function modes."""
+    view = (step := step_of(None)).view(step.init(integers(0)))
+    (leaf, *_) = view.params.values()
+    for outputs, words in (
+        ([(2 * leaf, torch.ones(7))], "Mismatch in shape"),
+        ([(2 * leaf, None)], "only for scalar outputs"),
+        ([((1j * leaf).sum(), None)], "only for real scalar outputs"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            view.pull(outputs, None, True)
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    loss = leaf.sum()
+    with Seen():
+        view.pull([(loss, None)], None, True).wait()
+    assert "grad" in names
+
+
+def test_torchs_errors() -> None:
+    torchs_errors()
+
+
 BUGS = [
     Bug(
         "gradients by path stay where they are",
@@ -118,12 +147,19 @@ BUGS = [
         "None",
     ),
     Bug("a leaf's own gradient is lost", "step.views.view:differentiate", "id(x) in places", "False"),
+    Bug("a leaf has no checks", "step.views.view:_is_plain", "has_torch_function((*roots, *leaves))", "False"),
+    Bug("a leaf takes any shape", "step.views.view:_is_plain", "x.shape == seed.shape", "True"),
 ]
 
 
 @pytest.mark.parametrize(
     ("bug", "check"),
-    [(BUGS[0], lambda: transposed(2, "gradients by path", 1)), (BUGS[1], lambda: transposed(None, "gradients by path", 1))],
+    [
+        (BUGS[0], lambda: transposed(2, "gradients by path", 1)),
+        (BUGS[1], lambda: transposed(None, "gradients by path", 1)),
+        (BUGS[2], torchs_errors),
+        (BUGS[3], torchs_errors),
+    ],
     ids=[bug.name for bug in BUGS],
 )
 def test_planted_bugs(bug: Bug, check: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ def bound(name: str) -> dict[str, testing.BoundLaw]:
 def test_methods_hold(name: str, law: str) -> None:
     """Each row of the table is ok, or what tests/testing/methods.py says."""
     result, but = bound(name)[law].result(), METHODS[name].but
-    wanted = but.get(law, "not applicable" if law in ("oracle", "bytes") else "ok")
+    wanted = but.get(law, "not applicable" if law in ("oracle", "ranks", "bytes") else "ok")
     assert result.outcome == wanted, str(result)
 
 
@@ -119,8 +119,20 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"oracle: its '0.b' is torch.Size\(\[7, 1\]\), and the parameter is torch.Size\(\[7\]\)",
     ),
+    "ranks": (
+        identity,
+        {"by_ranks": lambda params, batches: [params]},
+        ValueError,
+        "by_ranks: it gives 1 values for 2 ranks: return a list of each rank's params",
+    ),
+    "params of ranks": (
+        identity,
+        {"by_ranks": lambda params, batches: [SHAPES, SHAPES, SHAPES][: len(batches[0])]},
+        ValueError,
+        "oracle: it gives .* and params are",
+    ),
     "order": (identity, {"order": "inside"}, ValueError, "order='inside' is neither"),
-    "law": (identity, {"only": ["stage"]}, ValueError, "there is no law 'stage'; the laws are oracle, stages"),
+    "law": (identity, {"only": ["stage"]}, ValueError, "there is no law 'stage'; the laws are oracle, ranks, stages"),
     "excuse": (identity, {"excused": {"stage": "no"}}, ValueError, "there is no law 'stage'"),
 }
 
@@ -143,6 +155,64 @@ def test_batches_are_divisible() -> None:
 def test_an_oracle_is_compared_with() -> None:
     """A transform that changes nothing is sgd with momentum."""
     assert testing.holds(identity, oracle=descent, only=["oracle", "stages"]).outcomes() == {"oracle": "ok", "stages": "ok"}
+
+
+# -- methods that depend on the number of ranks ----------------------------------------------------------------------------
+
+
+def met(step: fds.Step, state: fds.State, divides: float | None = None) -> fds.State:
+    """All ranks' params, averaged."""
+    leaves, spec = fds.tree.flatten(state.params)
+    sums = comm.all_reduce([leaf.clone() for leaf in leaves])
+    return fds.tree.replace(state, params=fds.tree.unflatten(spec, [x / (divides or comm.world().size) for x in sums]))
+
+
+def local_sgd() -> fds.Transform:
+    return fds.compose(T.apart(comm.world()), T.every(2, met))
+
+
+def local_sgd_of_two() -> fds.Transform:
+    """Right on 2 ranks."""
+    return fds.compose(T.apart(comm.world()), T.every(2, lambda step, state: met(step, state, 2.0)))
+
+
+def of_ranks(params: Any, batches: list[list[Any]], rate: float = 0.1, momentum: float = 0.5) -> list[Any]:
+    """Local SGD with momentum and a round of two steps, in plain PyTorch."""
+    ranks, loss = range(len(batches[0])), testing.Problem().loss
+    spec, own = fds.tree.flatten(params)[1], [fds.tree.leaves(params) for _ in ranks]
+    speeds = [[torch.zeros_like(leaf) for leaf in own[0]] for _ in ranks]
+    for count, rows in enumerate(batches, 1):
+        for rank in ranks:
+            leaves = [leaf.detach().requires_grad_() for leaf in own[rank]]
+            grads = torch.autograd.grad(loss(fds.tree.unflatten(spec, leaves), rows[rank]), leaves)
+            speeds[rank] = [momentum * speed + grad for speed, grad in zip(speeds[rank], grads, strict=True)]
+            own[rank] = [leaf.detach() - rate * speed for leaf, speed in zip(leaves, speeds[rank], strict=True)]
+        if count % 2 == 0:
+            own = [[torch.stack(leaves).mean(0) for leaves in zip(*own, strict=True)] for _ in ranks]
+    return [fds.tree.unflatten(spec, leaves) for leaves in own]
+
+
+BY_RANKS = {  # the others are ok
+    **dict.fromkeys(("oracle", "stages", "replicated", "clip before", "clip after", "slots", "bytes"), "not applicable"),
+    **dict.fromkeys(("unused leaves", "pipelines"), "not applicable"),
+    "skipped steps": "wrong",  # one rank skips a step, and its round is another's next step
+}
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("law", NAMES)
+def test_a_method_that_depends_on_the_ranks(law: str) -> None:
+    """It is compared with an oracle that has all ranks' rows, and with itself on as many ranks."""
+    result = testing.holds(local_sgd, by_ranks=of_ranks, only=[law])[law]
+    assert result.outcome == BY_RANKS.get(law, "ok"), str(result)
+
+
+def test_an_oracle_of_ranks_finds_what_is_wrong_on_three() -> None:
+    row = testing.holds(local_sgd_of_two, by_ranks=of_ranks, only=["ranks"])["ranks"]
+    assert row.outcome == "wrong"
+    assert row.words.startswith("compose(method), 3 ranks, 3 steps, rank 0: 0.w differs by"), row.words
+    with pytest.raises(AssertionError, match="ranks              wrong: compose"):
+        exec(row.program, {"method": local_sgd_of_two, "by_ranks": of_ranks})
 
 
 def test_bytes_are_those_of_the_formula() -> None:

@@ -179,6 +179,19 @@ def infinite_memory() -> fds.Transform:
     return with_slot("infinite_memory", zeros, update=fds.innermost(update), traits=[Trait.HEEDS_SKIPS])
 
 
+def limited_from_outside() -> fds.Transform:
+    """Limits a gradient by the last one's norm, an infinite one too, which no state holds."""
+    last: list[Tensor] = []
+
+    def change(step: fds.Step, state: fds.State, grads: fds.Weighted) -> fds.Weighted:
+        norm = step.norm(state, grads.sum) / grads.weight
+        limit = last[-1] / 2 if last else norm
+        last.append(norm)
+        return fds.Weighted(grads.sum, grads.weight * (norm / limit).clamp(min=1))
+
+    return changed("limited_from_outside", change)
+
+
 def writes_in_place() -> fds.Transform:
     """Changes its slot in the phase ``gradients``, where the state is still the caller's."""
 
@@ -342,6 +355,7 @@ WRONG: dict[Callable[[], fds.Transform], tuple[str, dict[str, Any]]] = {
     rate_by_rows: ("stages", {}),
     counts_skipped: ("skipped steps", {}),
     infinite_memory: ("skipped steps", {}),
+    limited_from_outside: ("skipped steps", {}),
     writes_in_place: ("donation", {}),
     mean_in_the_params: ("donation", {}),
     counts_outside: ("checkpoints", {}),

@@ -156,6 +156,7 @@ class Zero(ZeroConfig):
 
     def _traits(self) -> list[Trait]:
         traits = [Trait.HEEDS_SKIPS]
+        traits += [Trait.DATA_PARALLEL] if self.combine is None and not self.replaced else []
         traits += [Trait.SUMS_LAST] if self.combine is None and (self.stage < 2 or self.replicate is not None) else []
         traits += [Trait.SHARDS_STATE] if self.stage else []
         traits += [Trait.SHARDS_PARAMS] if self.stage == 3 else []

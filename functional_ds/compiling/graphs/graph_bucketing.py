@@ -1,4 +1,4 @@
-"""Joins small collectives on one group."""
+"""Joins small collectives on one group: by size, or by a rule of your own."""
 
 import math
 import operator
@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 from torch import fx
 
-from .graph_collectives import START, WAIT, CallSite, site_of
+from .graph_collectives import START, WAIT
 from .graph_nodes import UNIT, GraphWrites, JoinedUnits, is_view
 from .graph_passes import copied, finished
-from .graph_record import StepGraph
+from .graph_record import CollectiveCall, StepGraph
 
 
 def bucketing(size: int = 1 << 20) -> Callable[[StepGraph], StepGraph]:
@@ -33,57 +33,72 @@ def bucketing(size: int = 1 << 20) -> Callable[[StepGraph], StepGraph]:
     if size < 1:
         raise ValueError(f"size={size} is a number of bytes, so at least 1")
 
+    def fits(calls: Sequence[CollectiveCall]) -> bool:
+        return calls[0].site.call.collective.joins and sum(call.bytes for call in calls) <= size
+
+    return merge(fits)
+
+
+def merge(fits: Callable[[Sequence[CollectiveCall]], bool]) -> Callable[[StepGraph], StepGraph]:
+    """Joins collectives that follow each other on a group, as long as ``fits`` says so: a pass for buckets of your own.
+
+    Law: no value changes, if the backend adds the elements of a longer message in the same order; the ranks send equally many
+    bytes in fewer calls. Collectives of other options, dtypes or devices are never joined, nor where a result is used, or an
+    input is written, before the last one starts. The joined call is as in ``bucketing``.
+
+    Args:
+        fits: whether calls, in the order in which they start, may be one; ``fits(calls)`` must be equal on all ranks.
+
+    >>> import torch, functional_ds as fds
+    >>> from functional_ds import comm, transforms as T
+    >>> def calls(*passes):
+    ...     step = T.zero(0, unit_of=fds.units.by_leaf)(
+    ...         fds.train_step(lambda p, x: ((x @ p["w"]) + p["b"]).sum(), fds.sgd(1.0))
+    ...     )
+    ...     step = fds.jit(step, passes=passes)
+    ...     state, x = step.init({"w": torch.ones(2, 2), "b": torch.ones(2)}), torch.ones(3, 2)
+    ...     state, _ = step(state, x)
+    ...     return [call.bytes for call in step.graph(state, x).collectives("all_reduce") if call.site.early]
+    >>> comm.simulate(calls, world_size=2)[0], comm.simulate(calls, merge(lambda calls: len(calls) <= 2), world_size=2)[0]
+    ([8, 16], [24])
+    """
+
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
         writes = GraphWrites.of(new.module.graph)
-        for bucket in [*_buckets(new, writes, size)]:
+        for bucket in [*_buckets(new, writes, fits)]:
             _join(new, writes.order, bucket)
         return finished(new)
 
     return run
 
 
-def _buckets(graph: StepGraph, writes: GraphWrites, size: int) -> Iterator[list[fx.Node]]:
-    """Starts that can be one: the same call on the same group, with no other start on it in between."""
-    now: dict[Any, list[fx.Node]] = {}
-    for node in graph.module.graph.nodes:
-        if node.target is START:
-            site = graph.sites[site_of(node)]
-            bucket = now.setdefault((site.group.name, site.group.ranks), [])
-            if bucket and not _fits(graph, writes, bucket, node, size):
-                yield [*bucket]
-                bucket.clear()
-            bucket.append(node)
+def _buckets(
+    graph: StepGraph, writes: GraphWrites, fits: Callable[[Sequence[CollectiveCall]], bool]
+) -> Iterator[list[CollectiveCall]]:
+    """Calls that can be one: the same collective on the same group, with no other start on it in between."""
+    now: dict[Any, list[CollectiveCall]] = {}
+    for call in graph.collectives():
+        bucket = now.setdefault((call.site.group.name, call.site.group.ranks), [])
+        if bucket and not (_alike(writes, bucket, call) and fits([*bucket, call])):
+            yield [*bucket]
+            bucket.clear()
+        bucket.append(call)
     yield from now.values()
 
 
-def _fits(graph: StepGraph, writes: GraphWrites, bucket: Sequence[fx.Node], node: fx.Node, size: int) -> bool:
-    sites = [graph.sites[site_of(each)] for each in (bucket[0], node)]
-    if not sites[0].call.collective.joins or _kind(sites[0], bucket[0]) != _kind(sites[1], node):
+def _alike(writes: GraphWrites, bucket: Sequence[CollectiveCall], call: CollectiveCall) -> bool:
+    """Whether calls are of one kind, and what they take and give is the same if all start with the last."""
+    if _kind(bucket[0]) != _kind(call):
         return False
-    if sum(map(_bytes, (*bucket, node))) > size:
-        return False
-    return all(_first_use(writes.order, _wait_of(each))[0] > writes.order[node] for each in bucket) and not any(
-        writes.any([each], each, node) for each in bucket
+    return all(_first_use(writes.order, each.wait)[0] > writes.order[call.start] for each in bucket) and not any(
+        writes.any([each.start], each.start, call.start) for each in bucket
     )
 
 
-def _kind(site: CallSite, start: fx.Node) -> Any:
-    given = {(x.meta["val"].dtype, x.meta["val"].device) for x in _inputs(start)}
+def _kind(call: CollectiveCall) -> Any:
+    given, site = {(x.meta["val"].dtype, x.meta["val"].device) for x in call.inputs}, call.site
     return site.call.collective, site.call.options, site.beside, site.early, given, len(given)
-
-
-def _inputs(start: fx.Node) -> list[fx.Node]:
-    given: Any = start.args[0]
-    return [*given]
-
-
-def _bytes(start: fx.Node) -> int:
-    return sum(int(x.meta["val"].nbytes) for x in _inputs(start))
-
-
-def _wait_of(start: fx.Node) -> fx.Node:
-    return next(user for user in start.users if user.target is WAIT)
 
 
 def _results(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -102,15 +117,14 @@ def _first_use(order: dict[fx.Node, float], wait: fx.Node) -> tuple[float, fx.No
     return min(((order[user], user) for user in _results(wait)[1]), key=lambda one: one[0], default=(math.inf, wait))
 
 
-def _join(graph: StepGraph, order: dict[fx.Node, float], bucket: Sequence[fx.Node]) -> None:
+def _join(graph: StepGraph, order: dict[fx.Node, float], bucket: Sequence[CollectiveCall]) -> None:
     """Replaces several starts and waits by one of each."""
     if len(bucket) < 2:
         return
-    nodes, last = graph.module.graph, bucket[-1]
-    waits = [_wait_of(start) for start in bucket]
-    sites = [graph.sites[site_of(start)] for start in bucket]
+    nodes, last = graph.module.graph, bucket[-1].start
+    starts, waits, sites = ([getattr(call, name) for call in bucket] for name in ("start", "wait", "site"))
     graph.sites.append(attrs.evolve(sites[0], label="+".join(site.label for site in sites if site.label)))
-    xs = [x for start in bucket for x in _inputs(start)]
+    xs = [x for call in bucket for x in call.inputs]
     with nodes.inserting_before(last):
         joined = nodes.call_function(START, (xs, len(graph.sites) - 1))
     place = min((_first_use(order, wait) for wait in waits), key=lambda one: one[0])[1]
@@ -122,7 +136,7 @@ def _join(graph: StepGraph, order: dict[fx.Node, float], bucket: Sequence[fx.Nod
         wait.meta.update(waits[-1].meta)
         wait.meta["val"] = [value for each in waits for value in each.meta["val"]]
         order[joined], order[wait] = order[last], order[place] - 0.5
-        _share_unit(graph, [joined, wait], bucket)
+        _share_unit(graph, [joined, wait], starts)
         number = 0
         for each in waits:
             for item in [*each.users]:
@@ -136,13 +150,13 @@ def _join(graph: StepGraph, order: dict[fx.Node, float], bucket: Sequence[fx.Nod
     for view in late:
         place.prepend(view)
         order[view] = order[wait]
-    for each in (*waits, *bucket):
+    for each in (*waits, *starts):
         nodes.erase_node(each)
 
 
-def _share_unit(graph: StepGraph, joined: Sequence[fx.Node], bucket: Sequence[fx.Node]) -> None:
+def _share_unit(graph: StepGraph, joined: Sequence[fx.Node], starts: Sequence[fx.Node]) -> None:
     """Marks joined gathers, so that all their units count as whole."""
-    units = tuple(start.meta[UNIT] for start in bucket if UNIT in start.meta)
+    units = tuple(start.meta[UNIT] for start in starts if UNIT in start.meta)
     if units:
         both = JoinedUnits(units)
         for node in [*graph.module.graph.nodes]:

@@ -62,6 +62,43 @@ class UnitGather:
         return used or [self.wait]
 
 
+@attrs.frozen(eq=False)
+class CollectiveCall:
+    """The nodes of one collective.
+
+    Attributes:
+        start: where it starts.
+        wait: where it is waited for.
+        site: the collective, its options, and its group.
+    """
+
+    start: fx.Node
+    wait: fx.Node
+    site: CallSite
+
+    @property
+    def name(self) -> str:
+        """The collective's name."""
+        return self.site.name
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The nodes whose tensors it takes."""
+        given: Any = self.start.args[0]
+        return [*given]
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """The nodes of its results, in their order."""
+        items = {node.args[1]: node for node in self.wait.users if _is_item(node)}
+        return [items[place] for place in sorted(items)]  # type: ignore[type-var]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its inputs."""
+        return sum(int(node.meta["val"].nbytes) for node in self.inputs)
+
+
 @attrs.frozen(eq=False, repr=False)
 class StepGraph:
     """A step as a graph: a function from the leaves of (state, batch) to those of (state, metrics).
@@ -101,6 +138,15 @@ class StepGraph:
         marked = [like_marked(x, model) if isinstance(x, Tensor) else x for x, model in zip(found, self.outputs, strict=True)]
         result: tuple[State, dict[str, Tensor]] = tree.unflatten(self.gives, marked)
         return result
+
+    def collectives(self, name: str | None = None) -> list[CollectiveCall]:
+        """The collectives, or those of a name, such as "all_reduce", in the order in which they start."""
+        starts = [node for node in self.module.graph.nodes if node.target is START]
+        found = [
+            CollectiveCall(node, next(user for user in node.users if user.target is WAIT), self.sites[site_of(node)])
+            for node in starts
+        ]
+        return [call for call in found if name in (None, call.name)]
 
     def gathers(self) -> list[UnitGather]:
         """The gathers of units of params, in the order in which they are waited for."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import attrs
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import gradients
@@ -153,11 +154,12 @@ def differentiate(
     computed = [(x, grad) for x, grad in outputs if x.requires_grad and id(x) not in places]
     if computed and leaves:
         roots, seeds = [x for x, _ in computed], [None if grad is None else grad.to(x.dtype) for x, grad in computed]
+        known = suspects or {}
         with in_this_thread():
-            if suspects:
+            if suspects or _is_plain(roots, seeds, leaves):
                 ones = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, seeds, strict=True)]
-                every = gradients(roots, ones, [*leaves, *suspects.values()], retain_graph=retain_graph)
-                for path, grad in zip(suspects, every[len(leaves) :], strict=True):
+                every = gradients(roots, ones, [*leaves, *known.values()], retain_graph=retain_graph)
+                for path, grad in zip(known, every[len(leaves) :], strict=True):
                     if grad is not None:
                         raise bypassed(path)
                 grads = list(every[: len(leaves)])
@@ -167,6 +169,17 @@ def differentiate(
         if id(x) in places:
             grads[places[id(x)]] = sum_of(grads[places[id(x)]], torch.ones_like(x) if grad is None else grad)
     return grads
+
+
+def _is_plain(roots: Sequence[Tensor], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> bool:
+    """Whether torch's checks of a backward pass find nothing: the first one imports sympy, which takes half a second."""
+    if has_torch_function((*roots, *leaves)):
+        return False
+    pairs = zip(roots, seeds, strict=True)
+    return all(
+        not x.is_nested and (x.shape == seed.shape if seed is not None else x.numel() == 1 and x.is_floating_point())
+        for x, seed in pairs
+    )
 
 
 def sum_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -26,6 +26,8 @@ from functional_ds.step.train_step import updating
 from functional_ds.step.views.graph_checks import check_graph
 from functional_ds.step.views.view import View, dense, wide_dtype
 
+from .over_ranks import entering, of_first_rank, over_ranks, reduced
+
 _COMPOSE = frozenset({"init", "loss", "gradients", "reduce", "update", "rate", "params"})  # gradients flow through these phases
 
 
@@ -46,9 +48,21 @@ def differentiable(step: Step) -> Step:
     Cost: reverse mode keeps the graphs of all steps, forward mode one tangent of the state. Attention runs with
     ``SDPBackend.MATH``, which stores the scores.
 
+    With ``zero``, ``torch.autograd`` works in reverse mode. Law: for values that are equal on all ranks, such as
+    ``step.evaluate`` and functions of ``step.params``, each rank gets the single device's gradient on the concatenated batch:
+    whole by hyperparameters and first params, and by its own rows. What the loss takes by closure has its rank's share of a
+    gradient; ``comm.copy_to`` makes it whole. All ranks must differentiate alike.
+
+    The steps compute whole states, and each is computed again in the backward pass. Until then each keeps, of S elements of the
+    optimizer's state and Ψ params: Ψ + S; Ψ + S/n; Ψ + S/n; (Ψ + S)/n for stages 0 to 3. It sends 2Ψ(n-1)/n elements; in the
+    backward pass 4Ψ(n-1)/n and (n-1)/n of what is kept in shards.
+
     Raises:
-        ValueError: here, or in ``init`` for transforms that are composed later: a transform divides the step over ranks, casts,
-            recomputes, compiles or offloads; the optimizer needs whole leaves.
+        ValueError: here, or in ``init`` for transforms that are composed later: a transform divides the model or the sequence,
+            reduces gradients by a codec or a custom function, casts, recomputes, compiles or offloads; the optimizer needs
+            whole leaves.
+        RuntimeError: with ``zero``: ``torch.func`` or forward mode is active; in the backward pass: a batch was written to, or
+            the loss is not a function of its arguments.
 
     >>> import functional_ds as fds
     >>> def trained(lr):
@@ -58,6 +72,7 @@ def differentiable(step: Step) -> Step:
     >>> torch.func.grad(trained)(torch.tensor(0.25)).item(), torch.func.vmap(trained)(torch.tensor([0.0, 0.25, 0.5])).tolist()
     (-2.0, [1.0, 0.25, 0.0])
     """
+    step = over_ranks(step)
     _refuse(step)
     rule = BoundOptimizer(out_of_place(step.options["optimizer"]))
 
@@ -65,6 +80,7 @@ def differentiable(step: Step) -> Step:
         _refuse(step)
         _refuse_frozen(params)
         own = tree.map(lambda x: like_marked(values_of(x) if is_deferred(x) else x.clone(), x), params)
+        own = of_first_rank(step, own)
         state = State.fresh(own, (), step.options["seed"])
         return tree.replace(state, optimizer=rule.at(lambda: step.leaf_map(state)).init(trainable(own)))
 
@@ -75,6 +91,7 @@ def differentiable(step: Step) -> Step:
         "forward": _forward,
         "measure": _measure,
         "gradients": _gradients,
+        "reduce": reduced,
         "params": _params,
     }
     name = f"differentiable({step.name})"
@@ -83,11 +100,13 @@ def differentiable(step: Step) -> Step:
 
 def _refuse(step: Step) -> None:
     for layer in step.layers:
-        if layer.axes or layer.phases.keys() - _COMPOSE or layer.traits & {Trait.OFFLOADS, Trait.CASTS}:
+        divides = layer.axes and Trait.DATA_PARALLEL not in layer.traits
+        if divides or layer.phases.keys() - _COMPOSE or layer.traits & {Trait.OFFLOADS, Trait.CASTS}:
             raise ValueError(
                 f"differentiable: {layer.name} stores params or runs the loss in its own way, which has no derivative here "
                 f"({step}): compose transforms of gradients, updates and rates alone, such as clip, accumulate, schedule and "
-                "ema; under ZeRO use Hessian-vector products (docs/second-order.md)"
+                "ema, and zero before fds.differentiable, with its own collectives; else use Hessian-vector products "
+                "(docs/second-order.md)"
             )
 
 
@@ -116,9 +135,14 @@ def _params(step: Step, state: State) -> Any:
 
 def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
     with Pass(buffers=BufferScope(state.slots.get(BUFFERS), keeps=False)) as pass_:
-        pass_.view = step.view(state, trains=False)
-        loss, metrics = step.loss(tree.replace(state, key=None), pass_.view.params, batch)
-    return {"loss": loss, **metrics}
+        params, linked = entering(step, step.view(state, trains=False).params)
+        pass_.view = View(params, _no_pull)
+        loss, metrics = step.loss(tree.replace(state, key=None), params, batch)
+    return _all_linked(linked, loss, metrics)
+
+
+def _all_linked(linked: Callable[[Tensor], Tensor], loss: Weighted, metrics: dict[str, Weighted]) -> dict[str, Weighted]:
+    return {name: tree.replace(m, sum=linked(m.sum)) for name, m in {"loss": loss, **metrics}.items()}
 
 
 def _gradients(
@@ -132,7 +156,8 @@ def _gradients(
         def outside(found: Any) -> Any:
             return tree.map(lambda x: below_level(x, level) if isinstance(x, Tensor) else x, found)
 
-        params = tree.map(lambda x: leaf_at_level(x, level) if is_trainable(x) else x, step.view(state).params)
+        params, linked = entering(step, step.view(state).params)
+        params = tree.map(lambda x: leaf_at_level(x, level) if is_trainable(x) else x, params)
         leaves = trainable(params)
         pass_.view = View(params, _no_pull, leaves)
         with pass_.forward():
@@ -145,7 +170,8 @@ def _gradients(
             grads = [*torch.autograd.grad(loss.sum, leaves, create_graph=again, allow_unused=True)]
         unused = [place for place, grad in enumerate(grads) if grad is None]
         new = [torch.zeros_like(leaf) if grad is None else dense(grad) for grad, leaf in zip(grads, leaves, strict=True)]
-        own, metrics = outside(Weighted(new, loss.weight)), outside({"loss": loss, **metrics})
+        own = outside(Weighted([linked(grad) for grad in new], loss.weight))
+        metrics = outside(_all_linked(linked, loss, metrics))
     if not last:
         own = tree.replace(own, sum=[grad.to(wide_dtype(grad.dtype)) for grad in own.sum])
     return with_unused(step, state, unused), own if carry is None else tree.map(torch.add, carry, own), metrics

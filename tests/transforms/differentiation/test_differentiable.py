@@ -371,7 +371,7 @@ def test_nothing_is_donated_or_changed() -> None:
 
 # -- planted bugs --------------------------------------------------------------------------------------------------------------
 
-HERE = "transforms.differentiable"
+HERE = "transforms.differentiation.differentiable"
 BUGS: list[tuple[Bug, Callable[[], None]]] = [
     (
         Bug("gradients are constants", f"{HERE}:_gradients", "torch.is_grad_enabled()", "False", GradcheckError),

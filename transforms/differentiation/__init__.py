@@ -1,0 +1,1 @@
+"""Differentiation through training steps, on one device and over data-parallel ranks."""
