@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, cast, TypeVar
 
 import torch
 import torch.utils._pytree as torch_pytree
@@ -130,7 +130,7 @@ class TorchDispatchMode(AnyDispatchMode):
                 return (uncompiled if "torch._dynamo" in sys.modules else uncompiled.__wrapped__)(*args, **kwargs)
 
             skips = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
-            dynamo.set_code_exec_strategy(run.__code__, skips)
+            dynamo.set_code_exec_strategy(cast(Any, run).__code__, skips)
             cls.__torch_dispatch__ = run  # type: ignore[method-assign]
 
 

@@ -232,8 +232,8 @@ def _skips(method: Method) -> None:
             if wrong:
                 raise WrongError(f"{setup}, rank {rank}: {wrong[0]}", setup)
         for which, what in enumerate(("the states", "the losses")):
-            found = ([(each[which],) for each in results] for results in (skipped, without))
-            _same_bits(*found, f"{setup}: {what} after a skipped step, and without it,", setup)
+            after, alone = ([(result[which],) for result in results] for results in (skipped, without))
+            _same_bits(after, alone, f"{setup}: {what} after a skipped step, and without it,", setup)
 
 
 # -- worlds ------------------------------------------------------------------------------------------------------------
