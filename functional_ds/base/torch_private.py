@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.utils._pytree as torch_pytree
