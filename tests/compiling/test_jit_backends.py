@@ -97,6 +97,7 @@ def with_inductor(transforms: Sequence[Callable[[], Any]]) -> tuple[Run, Run, bo
 
 
 @needs_compiler
+@pytest.mark.sample(0)
 @pytest.mark.law(58)
 def test_inductor_rounds_alone() -> None:
     """With recomputation, too. The reason for the seconds that it takes: it writes and compiles C++ code."""
