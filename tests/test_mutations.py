@@ -1444,7 +1444,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (buffers_are_state, 2): [
         Bug(
             "a pass writes into the state",
-            "step.state.buffer_scope:Held.of",
+            "step.state.buffer_scope:ModuleValues.of",
             "plain_copy(b)",
             "b",
             RuntimeError,  # it is noticed

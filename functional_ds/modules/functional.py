@@ -21,7 +21,7 @@ from functional_ds.base.torch_private import (
 from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.remat.entered import called, current_region
 from functional_ds.step.pass_scope import Pass, current_pass
-from functional_ds.step.state.buffer_scope import Held
+from functional_ds.step.state.buffer_scope import ModuleValues
 
 from .attributes import HiddenAttributes
 from .deep_copy import Put, deep_copy, reached
@@ -186,12 +186,12 @@ class Apply:
 
     # -- buffers -------------------------------------------------------------------------------------------------------
 
-    def _fresh(self, given: Mapping[str, Tensor]) -> Held:
+    def _fresh(self, given: Mapping[str, Tensor]) -> ModuleValues:
         """Copies of the module's own buffers, and of those given."""
         with unset_fake_temporarily():
-            return Held.of({**dict(self.module.named_buffers()), **given}, {}, self._written.get(self.modes))
+            return ModuleValues.of({**dict(self.module.named_buffers()), **given}, {}, self._written.get(self.modes))
 
-    def _held(self, pass_: Pass) -> tuple[Held, bool]:
+    def _held(self, pass_: Pass) -> tuple[ModuleValues, bool]:
         """The module's buffers in this pass, from the state if it has the module, and whether it does."""
         found = None if pass_.buffers is None else pass_.buffers.of(self)
         if found is None:
@@ -208,7 +208,7 @@ class Apply:
             found.complete = True
         return found, True
 
-    def _learn(self, held: Held) -> None:
+    def _learn(self, held: ModuleValues) -> None:
         """Records buffers that calls do not write: large ones then need no copies."""
         if held.looks or self._shared:
             for name in held.written() & self._shared.keys():
@@ -223,7 +223,7 @@ class Apply:
 
     def _run(
         self,
-        held: Held,
+        held: ModuleValues,
         params: Mapping[str, Tensor],
         function: Callable[[nn.Module], Any],
         pass_: Pass | None,
@@ -263,7 +263,9 @@ class Apply:
             if temporary:
                 self._release(skeleton, held)
 
-    def _lease(self, params: Mapping[str, Tensor], held: Held, pass_: Pass | None, trial: bool) -> tuple[Skeleton, bool]:
+    def _lease(
+        self, params: Mapping[str, Tensor], held: ModuleValues, pass_: Pass | None, trial: bool
+    ) -> tuple[Skeleton, bool]:
         """A skeleton with these parameters in place, and whether to return it after the call."""
         if pass_ is not None:
             return self._of_pass(pass_, params, held, trial), False
@@ -273,7 +275,7 @@ class Apply:
         skeleton.tried |= trial
         return skeleton, not wants_grad
 
-    def _of_pass(self, pass_: Pass, params: Mapping[str, Tensor], held: Held, trial: bool) -> Skeleton:
+    def _of_pass(self, pass_: Pass, params: Mapping[str, Tensor], held: ModuleValues, trial: bool) -> Skeleton:
         if self not in pass_.modules:
             pass_.modules[self] = []
             pass_.at_end(lambda: self._release_all(pass_))
@@ -291,7 +293,7 @@ class Apply:
         skeleton.tried |= trial
         return skeleton
 
-    def _ready(self, skeleton: Skeleton, params: Mapping[str, Tensor], calls: tuple[Any, ...], held: Held) -> Skeleton:
+    def _ready(self, skeleton: Skeleton, params: Mapping[str, Tensor], calls: tuple[Any, ...], held: ModuleValues) -> Skeleton:
         skeleton.bind(params)
         skeleton.divert(calls)
         with unset_fake_temporarily():
@@ -310,7 +312,7 @@ class Apply:
         for skeleton, held in reversed(pass_.modules.pop(self)):
             self._release(skeleton, held)
 
-    def _release(self, skeleton: Skeleton, held: Held) -> None:
+    def _release(self, skeleton: Skeleton, held: ModuleValues) -> None:
         self._marks.take(skeleton.marked)
         skeleton.settle(None if skeleton.tried else held)
         if held.others:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
-from functional_ds.step.state.buffer_scope import Held, bit_equal
+from functional_ds.step.state.buffer_scope import ModuleValues, bit_equal
 from functional_ds.step.state.buffers import OtherAttribute
 
 from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
@@ -136,7 +136,7 @@ class Skeleton:
                     "parameter's name, and refer to parameters by attributes, lists, tuples or the values of dicts"
                 )
 
-    def put(self, held: Held) -> None:
+    def put(self, held: ModuleValues) -> None:
         """Sets the modules' buffers."""
         for name, buffer in held.values.items():
             for path, key in self.places.get(name) or [_parted(name)]:
@@ -147,7 +147,7 @@ class Skeleton:
             for put in places:
                 put(held.values[name])
 
-    def note(self, held: Held) -> list[str]:
+    def note(self, held: ModuleValues) -> list[str]:
         """Stores the buffers that a call has replaced, and returns their names."""
         assigned = []
         for (path, store), own in zip(self._stores.items(), self._shared, strict=True):
@@ -161,7 +161,7 @@ class Skeleton:
                     assigned.append(name)
         return assigned
 
-    def lease(self, held: Held) -> None:
+    def lease(self, held: ModuleValues) -> None:
         """Records the module's own attributes, and sets those that the state has.
 
         Tensors among them may be written, and are copied.
@@ -191,7 +191,7 @@ class Skeleton:
             for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True)
         ]
 
-    def _has_written(self, name: str, value: Any, before: Any, held: Held) -> bool:
+    def _has_written(self, name: str, value: Any, before: Any, held: ModuleValues) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""
         given, structure, versions = self._copies.get(name, (None, None, []))
         if name in held.attributes or value is not given or tree.structure(value) != structure:
@@ -201,7 +201,7 @@ class Skeleton:
         leaves = [x for x in tree.leaves(value) if isinstance(x, Tensor)]
         return held.looks and not all(map(bit_equal, leaves, [x for x in tree.leaves(before) if isinstance(x, Tensor)]))
 
-    def settle(self, held: Held | None) -> None:
+    def settle(self, held: ModuleValues | None) -> None:
         """Undoes the attributes that calls have set, and stores them in ``held``."""
         memo: dict[int, Any] = {}
         for (path, owner), before, leased in zip(self.owners.items(), self.attributes, self._leased, strict=True):
@@ -219,7 +219,7 @@ class Skeleton:
                 store.clear()
                 store.update(buffers)
 
-    def _keep(self, name: str, value: Any, before: Any, held: Held, memo: dict[int, Any]) -> None:
+    def _keep(self, name: str, value: Any, before: Any, held: ModuleValues, memo: dict[int, Any]) -> None:
         """Stores one attribute that calls have set, or may have written into."""
         path, key = _parted(name)
         if _is_ours(self.owners.get(path), key) or (
@@ -240,7 +240,7 @@ class Skeleton:
             rest = kept(name, value)
             held.others[name] = OtherAttribute(rest, self.version, any(isinstance(x, Stale) for x in tree.leaves(rest)))
 
-    def check(self, kind: str, aliases: Mapping[str, str], held: Held) -> None:
+    def check(self, kind: str, aliases: Mapping[str, str], held: ModuleValues) -> None:
         """Raises an error for a forward pass that has replaced parameters, or changed which require grad.
 
         Args:
@@ -259,7 +259,7 @@ class Skeleton:
         if aliases:
             self._check_aliases(kind, aliases, held)
 
-    def _check_aliases(self, kind: str, aliases: Mapping[str, str], held: Held) -> None:
+    def _check_aliases(self, kind: str, aliases: Mapping[str, str], held: ModuleValues) -> None:
         """Raises an error for writes into an attribute that shared memory with another one or a buffer: here they differ."""
         for name, (given, _, versions) in self._copies.items():
             path, key = _parted(name)
@@ -272,7 +272,7 @@ class Skeleton:
                     "written to one would not be in the other; keep one of them, and compute the other from it in forward"
                 )
 
-    def assigned(self, held: Held) -> list[tuple[str, Tensor]]:
+    def assigned(self, held: ModuleValues) -> list[tuple[str, Tensor]]:
         """The tensors without a graph that forward has set as attributes and buffers."""
         found = [(name, x) for name, x in held.values.items() if x is not None and held.is_assigned(name)]
         for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True):

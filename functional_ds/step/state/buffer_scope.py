@@ -16,7 +16,7 @@ _SMALL = 1 << 16  # bytes of a buffer that each pass copies without asking wheth
 
 
 @attrs.define(eq=False)
-class Held:
+class ModuleValues:
     """The buffers of one module within a pass.
 
     Attributes:
@@ -36,10 +36,10 @@ class Held:
     _versions: dict[str, int] = attrs.field(factory=dict)
 
     @staticmethod
-    def of(values: Mapping[str, Any], attributes: Mapping[str, Any], written: Collection[str] | None) -> "Held":
+    def of(values: Mapping[str, Any], attributes: Mapping[str, Any], written: Collection[str] | None) -> "ModuleValues":
         """Copies of what may be written: small buffers, those in ``written``, or all where that is None."""
         own = {name: plain_copy(b) if written is None or name in written or _is_small(b) else b for name, b in values.items()}
-        return Held(
+        return ModuleValues(
             own, dict(attributes), written is None, dict(values), {n: version_of(b) for n, b in own.items() if b is not None}
         )
 
@@ -98,9 +98,9 @@ class BufferScope:
 
     buffers: Buffers | None
     keeps: bool = True
-    _held: dict[str, Held] = attrs.field(factory=dict)
+    _held: dict[str, ModuleValues] = attrs.field(factory=dict)
 
-    def of(self, module: HasBuffers) -> Held | None:
+    def of(self, module: HasBuffers) -> ModuleValues | None:
         """A module's buffers in this pass; None if the state does not have the module."""
         if self.buffers is None or module not in self.buffers.known.keys:
             return None
@@ -111,7 +111,7 @@ class BufferScope:
             if self.keeps and known.modes.get(key) != module.modes:  # others of its modules may write now
                 known.written.pop(key, None)
                 known.modes[key] = module.modes
-            self._held[key] = Held.of(self.buffers.values[key], self.buffers.attributes[key], known.written.get(key))
+            self._held[key] = ModuleValues.of(self.buffers.values[key], self.buffers.attributes[key], known.written.get(key))
             self._held[key].others.update(self.buffers.others.by_key.get(key, {}))
         return self._held[key]
 
