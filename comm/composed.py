@@ -51,8 +51,8 @@ def composed(function: Callable[P, R]) -> Callable[P, R]:
         def begin() -> Pending[R]:
             values = [value for value in tree.leaves([*given.arguments.values()]) if isinstance(value, Tensor)]
             device = values[0].device if values else groups[0].world.device
-            own = {key: x.channel(name) if isinstance(x, Group) else x for key, x in given.arguments.items()}
-            late, with_grad = inspect.BoundArguments(signature, own), torch.is_grad_enabled()
+            arguments = {key: x.channel(name) if isinstance(x, Group) else x for key, x in given.arguments.items()}
+            late, with_grad = inspect.BoundArguments(signature, arguments), torch.is_grad_enabled()
 
             def run(_: None) -> Pending[R]:
                 with torch.set_grad_enabled(with_grad):

@@ -16,13 +16,13 @@ from .calls.dispatch import flatten, resolve_group
 T = TypeVar("T")
 
 
-def _declare(kind: Variance, x: Any, group: Group | None, distinct: bool = False) -> None:
+def _declare(variance: Variance, x: Any, group: Group | None, distinct: bool = False) -> None:
     group = resolve_group(group)
     watch = group.world.watch
     if watch is None or group.size == 1:
         return
-    leaves = flatten(kind.value, x)[0]
-    watch.declare(kind, leaves, group, [path for path, _ in pytree.named(x)], distinct=distinct)
+    leaves = flatten(variance.value, x)[0]
+    watch.declare(variance, leaves, group, [path for path, _ in pytree.named(x)], distinct=distinct)
 
 
 def replicated(x: T, group: Group | None = None) -> T:

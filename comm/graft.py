@@ -27,8 +27,8 @@ class Graft:
         if not smooth:
             return results
         grafted = _StraightThrough.apply(self.back, [results[i] for i in smooth], *(self.leaves[i] for i in smooth))
-        found = dict(zip(smooth, grafted, strict=True))
-        return [found.get(i, result) for i, result in enumerate(results)]
+        by_index = dict(zip(smooth, grafted, strict=True))
+        return [by_index.get(i, result) for i, result in enumerate(results)]
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -44,9 +44,9 @@ def _local_device(backend: str | None, local_rank: int, ranks_here: int) -> tupl
 
 def _check_own_gpu(store: Store, rank: int, size: int) -> None:
     """Raises ValueError on all ranks if two of them have the same GPU."""
-    found = [store.get(f"functional_ds/gpu/{other}") for other in range(size)]
-    same = [other for other, gpu in enumerate(found) if gpu == found[rank]]
-    shared = same if len(same) > 1 else next(([a, b] for b in range(size) for a in range(b) if found[a] == found[b]), [])
+    gpus = [store.get(f"functional_ds/gpu/{other}") for other in range(size)]
+    same = [other for other, gpu in enumerate(gpus) if gpu == gpus[rank]]
+    shared = same if len(same) > 1 else next(([a, b] for b in range(size) for a in range(b) if gpus[a] == gpus[b]), [])
     if shared:
         raise ValueError(
             f"ranks {shared} have the same GPU: NCCL needs a GPU for each rank; start fewer ranks, show each process a GPU "
@@ -171,10 +171,10 @@ def _join(
     if store is None:
         whole.set_timeout(timeout)  # it was made with the remaining time for joining
 
-    found = 1
+    agreed_per_node = 1
 
     def make() -> None:
-        nonlocal found
+        nonlocal agreed_per_node
         if device is not None:
             torch.cuda.set_device(device)  # of this thread
             part.set(f"functional_ds/gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
@@ -186,10 +186,10 @@ def _join(
 
         if rank == 0:  # one rank asks for all names
             part.set(_PER_NODE, str(neighbours([part.get(f"functional_ds/node/{other}") for other in range(size)])))
-        found = int(part.get(_PER_NODE))
+        agreed_per_node = int(part.get(_PER_NODE))
 
     connect(part, rank=rank, size=size, timeout=timeout, make=make)
-    return found, host
+    return agreed_per_node, host
 
 
 def destroy_process_group() -> None:

@@ -56,10 +56,10 @@ def _check_importable(program: Callable[..., Any]) -> None:
                 f"spawn: {name} is defined in a notebook, on stdin or with python -c, and the new processes cannot import it "
                 f"from there; {advice}. comm.simulate runs it as it is"
             )
-    found: Any = sys.modules.get(module)
+    resolved: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if getattr(found, "__func__", found) is not function:
+        resolved = getattr(resolved, part, None)
+    if getattr(resolved, "__func__", resolved) is not function:
         raise ValueError(
             f"spawn: the new processes cannot import {module}.{name}, since it is a lambda, or defined inside a function, or "
             f"replaced under its name; {advice}, and pass values as arguments. comm.simulate runs it as it is"
@@ -143,24 +143,24 @@ def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[
     errors: list[tuple[float, BaseException]] = []
     while open_pipes:
         # A lost connection is the consequence of another rank's error, which may be reported a little later.
-        found = wait(list(open_pipes), _GRACE if errors else None)
-        for ready in found:
-            rank = open_pipes.pop(ready)  # type: ignore[call-overload]  # wait returns its arguments
+        ready = wait(list(open_pipes), _GRACE if errors else None)
+        for pipe in ready:
+            rank = open_pipes.pop(pipe)  # type: ignore[call-overload]  # wait returns its arguments
             try:
-                kind, value, when = pickle.loads(pipes[rank].recv_bytes())  # monotonic time is one for all processes
+                outcome, value, when = pickle.loads(pipes[rank].recv_bytes())  # monotonic time is one for all processes
             except EOFError:
                 processes[rank].join(5)
                 code = processes[rank].exitcode
                 died = RankFailedError(f"rank {rank} of {len(pipes)} ended without a result (exit code {code}){_hint(code)}")
                 errors.append((0.0, died))  # earlier than any error that it caused
                 continue
-            if kind == "error":
+            if outcome == "error":
                 error, story = value
                 error.add_note(story)
                 errors.append((when, error))
             else:
                 results[rank] = value
-        if errors and not (found and all(isinstance(error, RuntimeError) for _, error in errors)):
+        if errors and not (ready and all(isinstance(error, RuntimeError) for _, error in errors)):
             break
     if errors:
         raise min(errors, key=lambda pair: pair[0])[1]

@@ -1371,8 +1371,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "all pieces are alike",
             "comm.table.nodes:all_reduce_volume",
-            "sent + (inside - own) + (nodes - 1) * own",
-            "sent + 2 * (nodes - 1) * own",
+            "sent + (inside - chunk) + (nodes - 1) * chunk",
+            "sent + 2 * (nodes - 1) * chunk",
         ),
         Bug(
             "all ranks send in a permutation",

@@ -52,7 +52,7 @@ def agree(value: Any, *groups: Group, what: str, differ: str, mend: str) -> list
         channel.world.agreed(f"agree(what={what!r}) of a value with CRC-32 {mine[0]:08x}", channel)
         table = all_gather(table, channel)  # [rows, 2] -> [n * rows, 2]
     prints, ranks = table.T.tolist()
-    odd = [rank for found, rank in zip(prints, ranks, strict=True) if found != prints[0]]
+    odd = [rank for crc, rank in zip(prints, ranks, strict=True) if crc != prints[0]]
     if odd:
         raise ValueError(f"{what}: ranks {odd} of group {first.name!r} have {differ} than rank {ranks[0]}; {mend}")
     return list(ranks)

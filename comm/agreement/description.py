@@ -58,7 +58,7 @@ def _contents(value: Any, known: _Known) -> str:
     if isinstance(value, dict):
         return _joined((f"{_described(k, known)}: {_described(v, known)}" for k, v in value.items()), "{}")
     if isinstance(value, (list, tuple)):
-        return _joined((_described(each, known) for each in value), "()" if isinstance(value, tuple) else "[]")
+        return _joined((_described(item, known) for item in value), "()" if isinstance(value, tuple) else "[]")
     if attrs.has(type(value)) and type(value).__setattr__.__name__ == "_frozen_setattrs":  # mutable ones may differ by rank
         return _record(value, known)
     return _called(value, known)

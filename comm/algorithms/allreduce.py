@@ -373,8 +373,8 @@ def hierarchical(x: T, inner: Group, outer: Group, *, op: str = "sum") -> T:
 
     def total(flat: Tensor, op: str) -> Tensor:
         pieces = cut(flat, inner.size)
-        own = _reduce_around(pieces, inner, op)
-        pieces[own] = across(pieces[own], op)
+        place = _reduce_around(pieces, inner, op)
+        pieces[place] = across(pieces[place], op)
         _pass_around(pieces, inner)
         return joined(pieces, flat)
 

@@ -22,16 +22,19 @@ T = TypeVar("T")
 def all_gather_uneven(x: T, group: Group, dim: int) -> Request[T]:
     """``all_gather(uneven=True)``, after an exchange of the sizes."""
     leaves, spec = flatten("all_gather", x)
-    kinds: dict[tuple[int, ...], list[int]] = {}  # leaves of the same sizes are sent as one payload
+    by_sizes: dict[tuple[int, ...], list[int]] = {}  # leaves of the same sizes are sent as one payload
     for place, sizes in enumerate(sizes_along(dim, leaves, group)):
-        kinds.setdefault(sizes, []).append(place)
+        by_sizes.setdefault(sizes, []).append(place)
     calls = [
-        (Call(ALL_GATHER, {"dim": dim, "tiled": True, "sizes": sizes}), [leaves[i] for i in kinds[sizes]]) for sizes in kinds
+        (Call(ALL_GATHER, {"dim": dim, "tiled": True, "sizes": sizes}), [leaves[i] for i in by_sizes[sizes]])
+        for sizes in by_sizes
     ]
 
     def in_place(results: list[list[Tensor]]) -> T:
-        found = dict(zip((i for places in kinds.values() for i in places), (r for rs in results for r in rs), strict=True))
-        joined: T = pytree.unflatten(spec, [found[i] for i in range(len(leaves))])
+        gathered = dict(
+            zip((i for places in by_sizes.values() for i in places), (r for rs in results for r in rs), strict=True)
+        )
+        joined: T = pytree.unflatten(spec, [gathered[i] for i in range(len(leaves))])
         return joined
 
     return request_all(calls, group).then(in_place)
@@ -50,15 +53,15 @@ def sizes_along(dim: int, leaves: Sequence[Tensor], group: Group) -> list[tuple[
         if not 0 <= dim < leaf.dim():
             raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(leaf.shape)}")
     rests = [[*leaf.shape[:dim], *leaf.shape[dim + 1 :]] for leaf in leaves]
-    kinds = [f"{leaf.dtype}{rest}" for leaf, rest in zip(leaves, rests, strict=True)]
-    marks = [zlib.crc32(kind.encode()) for kind in kinds]
+    signatures = [f"{leaf.dtype}{rest}" for leaf, rest in zip(leaves, rests, strict=True)]
+    marks = [zlib.crc32(signature.encode()) for signature in signatures]
     mine = torch.tensor([[leaf.shape[dim], mark] for leaf, mark in zip(leaves, marks, strict=True)], device=group.world.device)
     everyones = request(Call(ALL_GATHER, {"dim": 0, "tiled": False}), mine, group).run().tolist()  # [n, leaves, 2]
-    for place, kind in enumerate(kinds):
+    for place, signature in enumerate(signatures):
         for rank, theirs in enumerate(everyones):
             if theirs[place][1] != marks[place]:
                 raise MismatchError(
                     f"all_gather(dim={dim}, uneven=True): leaf {place} has another dtype, or other sizes beside dim {dim}, on "
-                    f"rank {rank} of {group.name!r} than here on rank {group.rank} ({kind})"
+                    f"rank {rank} of {group.name!r} than here on rank {group.rank} ({signature})"
                 )
     return [tuple(theirs[place][0] for theirs in everyones) for place in range(len(leaves))]

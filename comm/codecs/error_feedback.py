@@ -72,9 +72,9 @@ class ErrorFeedback:
         """A residual of zeros for values of the structure and shapes of ``x``."""
         n = resolve_group(group).size
         leaves, spec = flatten("error feedback", x)
-        own = [torch.zeros_like(leaf, dtype=sum_dtype(leaf.dtype), requires_grad=False) for leaf in leaves]
-        piece = [e.new_zeros(-(-e.numel() // n)) for e in own]
-        return Residual(pytree.unflatten(spec, own), pytree.unflatten(spec, piece))
+        errors = [torch.zeros_like(leaf, dtype=sum_dtype(leaf.dtype), requires_grad=False) for leaf in leaves]
+        piece = [e.new_zeros(-(-e.numel() // n)) for e in errors]
+        return Residual(pytree.unflatten(spec, errors), pytree.unflatten(spec, piece))
 
     def all_reduce(self, x: Any, residual: Residual, group: Group | None = None, *, op: str = "sum") -> tuple[Any, Residual]:
         """The sum over the ranks, bitwise equal on all of them, and the new residual.
@@ -86,16 +86,16 @@ class ErrorFeedback:
         owed, late = _like(spec, residual.own), _like(spec, residual.piece)
         with torch.no_grad():
             values = [pad_rows(leaf + e, group.size) for leaf, e in zip(leaves, owed, strict=True)]  # [n, m]
-            sent, own = self._send(values, [rows.dtype for rows in values])
+            sent, errors = self._send(values, [rows.dtype for rows in values])
             pieces = [(self._total(p, e) + e)[None] for p, e in zip(all_to_all(sent, group), late, strict=True)]  # [1, m]
             back, piece = self._send(pieces, [leaf.dtype for leaf in leaves])
             totals = []
             for parts, leaf, e in zip(all_gather(back, group), leaves, late, strict=True):
                 total = crop(decode_leaf(self.codec, parts, e.numel(), leaf.dtype), leaf.shape)
                 totals.append(total / group.size if op == "avg" else total)
-        lost = [_cropped(e, leaf.shape) for e, leaf in zip(own, leaves, strict=True)]
-        found = Residual(pytree.unflatten(spec, lost), pytree.unflatten(spec, [e[0] for e in piece]))
-        return pytree.unflatten(spec, totals), found
+        lost = [_cropped(e, leaf.shape) for e, leaf in zip(errors, leaves, strict=True)]
+        updated = Residual(pytree.unflatten(spec, lost), pytree.unflatten(spec, [e[0] for e in piece]))
+        return pytree.unflatten(spec, totals), updated
 
     def reduce_scatter(
         self, x: Any, residual: Residual, group: Group | None = None, *, dim: int = 0, op: str = "sum", tiled: bool = True
@@ -112,9 +112,9 @@ class ErrorFeedback:
         owed, here = _like(spec, residual.own), CallContext(options, group.rank, group.size)
         with torch.no_grad():
             values = [pack_cut(leaf + e, here) for leaf, e in zip(leaves, owed, strict=True)]  # [n, m]
-            sent, own = self._send(values, [rows.dtype for rows in values])
+            sent, errors = self._send(values, [rows.dtype for rows in values])
             totals, lost = [], []
-            for parts, leaf, e in zip(all_to_all(sent, group), leaves, own, strict=True):
+            for parts, leaf, e in zip(all_to_all(sent, group), leaves, errors, strict=True):
                 shape = piece_shape(leaf, here)
                 total = self._total(parts, e[0]).to(leaf.dtype).reshape(shape)
                 totals.append(total / group.size if op == "avg" else total)
@@ -134,14 +134,14 @@ class ErrorFeedback:
 
 def _cropped(rows: Tensor, shape: torch.Size) -> Tensor:
     """The cropped rows in memory of their size, since they are kept."""
-    found = crop(rows, shape)
-    return found if found.numel() == rows.numel() else found.clone()
+    cropped = crop(rows, shape)
+    return cropped if cropped.numel() == rows.numel() else cropped.clone()
 
 
 def _like(spec: optree.PyTreeSpec, tree: Any) -> list[Tensor]:
-    leaves, found = flatten("residual", tree)
-    if found != spec:
-        raise ValueError(f"residual: its structure is {found}, and the value's {spec}; make one with init")
+    leaves, structure = flatten("residual", tree)
+    if structure != spec:
+        raise ValueError(f"residual: its structure is {structure}, and the value's {spec}; make one with init")
     return leaves
 
 

@@ -98,6 +98,6 @@ def monitored_barrier(group: Group | None = None, *, timeout: timedelta | None =
 
 
 def _seconds(timeout: timedelta | None, here: ProcessWorld) -> float:
-    found = here.timeout if timeout is None else timeout
-    check_timeout(found)
-    return found.total_seconds()
+    limit = here.timeout if timeout is None else timeout
+    check_timeout(limit)
+    return limit.total_seconds()

@@ -51,18 +51,18 @@ def clock_offsets(group: Group | None = None, *, clock: Callable[[], float] = pe
     """
     group = resolve_group(group)
     clocks = all_gather_object(_identity(clock), group)
-    found = Offsets((0.0,) * group.size)
+    offsets = Offsets((0.0,) * group.size)
     for rank in range(1, group.size):
         if clocks[0] is None or clocks[rank] != clocks[0]:
             if group.rank == 0:
                 offset, error = min((_ask(rank, group, clock) for _ in range(_ROUNDS)), key=lambda pair: pair[1])
-                seconds = (*found.seconds[:rank], offset, *found.seconds[rank + 1 :])
-                found = Offsets(seconds, max(found.error, error))
+                seconds = (*offsets.seconds[:rank], offset, *offsets.seconds[rank + 1 :])
+                offsets = Offsets(seconds, max(offsets.error, error))
             elif group.rank == rank:
                 for _ in range(_ROUNDS):
                     recv(_time(0.0, group), 0, group).item()
                     send(_time(clock(), group), 0, group)
-    told: Offsets = broadcast_object(found, 0, group)
+    told: Offsets = broadcast_object(offsets, 0, group)
     return told
 
 

@@ -71,12 +71,12 @@ def explore(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seeds: int
 def _run(program: Callable[[*Ts], T], args: tuple[*Ts], world_size: int, seed: int) -> list[T]:
     memo: dict[int, Any] = {}  # per run, so that what is shared in args is shared in the copy
 
-    def own(leaf: Any) -> Any:
+    def copy_of(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return copy.deepcopy(leaf, memo) if leaf.is_leaf else leaf.clone()
 
-    copied: Any = optree.tree_map(own, cast(Any, args), none_is_leaf=True, namespace=NAMESPACE)
+    copied: Any = optree.tree_map(copy_of, cast(Any, args), none_is_leaf=True, namespace=NAMESPACE)
     try:
         return simulate(program, *copied, world_size=world_size, seed=seed)
     except BaseException as error:

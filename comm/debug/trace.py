@@ -93,9 +93,9 @@ def spreads(ledgers: Sequence[Ledger]) -> list[Spread]:
             if row.timed and not row.overlapped:
                 seconds.setdefault((row.collective, row.group, row.ranks), {})[one.rank] = row.seconds
     return [
-        Spread(collective, group, ranks, tuple(found[rank] for rank in ranks))
-        for (collective, group, ranks), found in seconds.items()
-        if all(rank in found for rank in ranks)
+        Spread(collective, group, ranks, tuple(by_rank[rank] for rank in ranks))
+        for (collective, group, ranks), by_rank in seconds.items()
+        if all(rank in by_rank for rank in ranks)
     ]
 
 
@@ -131,7 +131,7 @@ class Slice:
 
 def slices_of(events: Iterable[Event]) -> list[Slice]:
     """Timed calls as slices, in the lanes of their groups."""
-    return [Slice(each.group, each.collective, each.began, each.ended, {"bytes sent": each.bytes}) for each in events]
+    return [Slice(event.group, event.collective, event.began, event.ended, {"bytes sent": event.bytes}) for event in events]
 
 
 def write_slices(
@@ -145,25 +145,25 @@ def write_slices(
         offsets: added to each rank's times, by rank; None if all ranks share a clock.
     """
     ahead = {rank: 0.0 if offsets is None else offsets[rank] for rank in slices}
-    start = min(each.began + ahead[rank] for rank, own in slices.items() for each in own)
-    found: list[dict[str, object]] = []
-    for rank, own in slices.items():
-        found.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+    start = min(slice_.began + ahead[rank] for rank, of_rank in slices.items() for slice_ in of_rank)
+    events: list[dict[str, object]] = []
+    for rank, of_rank in slices.items():
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         lanes: dict[str, int] = {}
-        for each in own:
-            found.append(
+        for slice_ in of_rank:
+            events.append(
                 {
                     "ph": "X",
-                    "name": each.name,
-                    "cat": each.lane,
+                    "name": slice_.name,
+                    "cat": slice_.lane,
                     "pid": rank,
-                    "tid": lanes.setdefault(each.lane, len(lanes)),
-                    "ts": (each.began + ahead[rank] - start) * 1e6,  # microseconds
-                    "dur": (each.ended - each.began) * 1e6,
-                    "args": dict(each.more),
+                    "tid": lanes.setdefault(slice_.lane, len(lanes)),
+                    "ts": (slice_.began + ahead[rank] - start) * 1e6,  # microseconds
+                    "dur": (slice_.ended - slice_.began) * 1e6,
+                    "args": dict(slice_.more),
                 }
             )
-        found += [
+        events += [
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}} for name, lane in lanes.items()
         ]
-    Path(path).write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}))
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

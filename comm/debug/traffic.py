@@ -46,18 +46,18 @@ def traffic(ledgers: Sequence[Ledger]) -> dict[str, Tensor]:
     n = len(ledgers)
     if sorted(book.rank for book in ledgers) != list(range(n)):
         raise ValueError(f"ledgers: of the ranks {[book.rank for book in ledgers]}; pass one of each rank, 0 to n - 1")
-    found: dict[str, Tensor] = {}
+    by_axis: dict[str, Tensor] = {}
     for book in ledgers:
         for row in book.rows:
             if not row.bytes:
                 continue
-            sent = found.setdefault(row.group.partition("/")[0], torch.zeros(n, n, dtype=torch.float64))[book.rank]
+            sent = by_axis.setdefault(row.group.partition("/")[0], torch.zeros(n, n, dtype=torch.float64))[book.rank]
             for rank, size in row.sent_to.items():
                 sent[rank] += size
             rest = row.bytes - sum(row.sent_to.values())
             others = [rank for rank in row.ranks if rank != book.rank]
             sent[others] += rest / len(others)
-    return found
+    return by_axis
 
 
 def draw_traffic(ledgers: Sequence[Ledger], *, title: str = "") -> "Figure":
@@ -80,15 +80,15 @@ def draw_traffic(ledgers: Sequence[Ledger], *, title: str = "") -> "Figure":
         raise ImportError(
             "pictures need matplotlib: pip install 'functional-ds[train]'; traffic(ledgers) does without"
         ) from error
-    found = traffic(ledgers)
-    if not found:
+    by_axis = traffic(ledgers)
+    if not by_axis:
         raise ValueError("ledgers: nothing was sent while they were open")
     n = len(ledgers)
-    figure = Figure(figsize=(0.5 + 3.1 * len(found), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
-    for axes, (axis, sent), colours in zip(panels, found.items(), itertools.cycle(_COLOURS), strict=False):
+    figure = Figure(figsize=(0.5 + 3.1 * len(by_axis), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(by_axis), sharey=True, squeeze=False)[0]
+    for axes, (axis, sent), colours in zip(panels, by_axis.items(), itertools.cycle(_COLOURS), strict=False):
         most = float(sent.max())
-        unit, factor = next((each for each in _UNITS if most >= each[1]), _UNITS[-1])
+        unit, factor = next((scale for scale in _UNITS if most >= scale[1]), _UNITS[-1])
         cells = sent.where(sent > 0, torch.nan).numpy() / factor
         axes.pcolormesh(cells, cmap=colours, vmin=0, vmax=2 * most / factor, edgecolor="white", linewidth=0.5)
         axes.set_title(f"{axis}\n{float(sent.sum()) / n / factor:.3g} {unit} a rank", fontsize=9)

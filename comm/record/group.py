@@ -39,7 +39,7 @@ class ValueWatch(Protocol):
     """Checks a rank's declarations of variance, in a simulation with ``variance=True``."""
 
     def declare(
-        self, kind: Variance, leaves: Sequence[Tensor], group: "Group", names: Sequence[str], *, distinct: bool = False
+        self, variance: Variance, leaves: Sequence[Tensor], group: "Group", names: Sequence[str], *, distinct: bool = False
     ) -> None:
         """Records a declaration of leaves along the group, to check it."""
         ...

@@ -259,9 +259,9 @@ class Ledger:
         >>> comm.simulate(program, world_size=3)[0]
         [('all_gather', 2, 24), ('all_gather', 1, 96)]
         """
-        found: RowsBySize = {}
-        add_by_size(found, self.events)
-        return list(found.values())
+        rows: RowsBySize = {}
+        add_by_size(rows, self.events)
+        return list(rows.values())
 
     @property
     def calls(self) -> int:

@@ -78,13 +78,13 @@ class NcclRules:
         Raises:
             DeadlockError: they and other ranks' operations wait for each other; names the calls and their lines.
         """
-        found = sorted(operations, key=lambda operation: operation.communicator)
-        self._launch(rank, [each for operation in found for each in (*self._connection(rank, operation), operation)])
+        ordered = sorted(operations, key=lambda operation: operation.communicator)
+        self._launch(rank, [op for operation in ordered for op in (*self._connection(rank, operation), operation)])
 
     def connect(self, rank: int, operations: Iterable[Operation]) -> None:
         """Connects the communicators of these operations, without launching them."""
-        found = sorted(operations, key=lambda operation: operation.communicator)
-        self._launch(rank, [each for operation in found for each in self._connection(rank, operation)])
+        ordered = sorted(operations, key=lambda operation: operation.communicator)
+        self._launch(rank, [op for operation in ordered for op in self._connection(rank, operation)])
 
     def _connection(self, rank: int, operation: Operation) -> list[Operation]:
         communicator, connected = operation.communicator, self.connected[rank]
@@ -104,10 +104,10 @@ class NcclRules:
         if len(self.queues[rank]) > 1:
             return
         moved, free = [rank], set[int]()
-        for each in moved:  # grows
-            moved += self._run(each)
-        for each in moved:
-            self._check(each, [], free)
+        for other in moved:  # grows
+            moved += self._run(other)
+        for other in moved:
+            self._check(other, [], free)
 
     def _runs(self, rank: int) -> dict[Hashable, Operation]:
         return self.queues[rank][0].running if self.queues[rank] else {}
@@ -115,7 +115,7 @@ class NcclRules:
     def _run(self, rank: int) -> list[int]:
         """Ends operations that run on all their ranks; returns the ranks that have moved on."""
         moved = []
-        for operation in [each for each in self._runs(rank).values() if all(each.key in self._runs(r) for r in each.ranks)]:
+        for operation in [op for op in self._runs(rank).values() if all(op.key in self._runs(r) for r in op.ranks)]:
             for other in operation.ranks:
                 launch = self.queues[other][0]
                 del launch.running[operation.key]
@@ -131,7 +131,7 @@ class NcclRules:
             here = [*path, (rank, operation)]
             for other in operation.ranks:
                 if other not in free and self.queues[other] and operation.key not in self._runs(other):
-                    if other in [each for each, _ in here]:
+                    if other in [waiting for waiting, _ in here]:
                         raise DeadlockError(_described(here, other))
                     self._check(other, here, free)
         free.add(rank)

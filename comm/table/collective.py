@@ -335,6 +335,6 @@ class Call:
         """The options with every member's private ones, which must not contradict each other."""
         if not self.collective.private:
             return self.options
-        merged = {**self.options, **{name: [own[name] for own in private] for name in self.collective.private}}
+        merged = {**self.options, **{name: [member[name] for member in private] for name in self.collective.private}}
         self.collective.reconcile(merged)
         return merged

@@ -23,8 +23,8 @@ def all_reduce_volume(leaf: Tensor, here: CallContext) -> int:
     if per_node > 1:
         inside = _own_chunk(leaf.numel(), place, per_node)
         sent = (leaf.numel() - inside) + (per_node - 1) * inside
-    own = _own_chunk(inside, node, nodes)
-    return sent + (inside - own) + (nodes - 1) * own
+    chunk = _own_chunk(inside, node, nodes)
+    return sent + (inside - chunk) + (nodes - 1) * chunk
 
 
 def shares_by_node(here: CallContext) -> Mapping[int, int] | None:

@@ -21,7 +21,7 @@ class Claim:
     """A rank's declaration of leaves.
 
     Attributes:
-        kind: their declared variance along the group.
+        variance: their declared variance along the group.
         group: the ranks.
         names: the leaves' paths.
         leaves: copies of them, or of their gradients.
@@ -31,7 +31,7 @@ class Claim:
         gradient: whether ``leaves`` are gradients.
     """
 
-    kind: Variance
+    variance: Variance
     group: Group
     names: Sequence[str]
     leaves: Sequence[Tensor]
@@ -43,15 +43,15 @@ class Claim:
     @property
     def equal(self) -> bool:
         """Whether the ranks' leaves must have equal bits."""
-        return (self.kind.dual if self.gradient else self.kind).equal
+        return (self.variance.dual if self.gradient else self.variance).equal
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in self.leaves)
-        return f"comm.{self.kind.value} of [{shapes}] at {self.site}"
+        return f"comm.{self.variance.value} of [{shapes}] at {self.site}"
 
     def agreement(self) -> tuple[object, ...]:
         """The properties that must be equal on all ranks."""
-        return (self.kind, self.distinct, [(leaf.dtype, leaf.shape) for leaf in self.leaves])
+        return (self.variance, self.distinct, [(leaf.dtype, leaf.shape) for leaf in self.leaves])
 
 
 @attrs.frozen
@@ -77,11 +77,11 @@ class Declarations:
 
     Attributes:
         open: declarations that some ranks have not reached: the claims so far, by rank of the world.
-        found: the contradictions of the others.
+        contradictions: the contradictions of the others.
     """
 
     open: dict[Hashable, dict[int, Claim]] = attrs.field(factory=dict)
-    found: list[Contradiction] = attrs.field(factory=list)
+    contradictions: list[Contradiction] = attrs.field(factory=list)
 
     def reach(self, key: Hashable, rank: int, claim: Claim) -> None:
         """Adds the claim of a rank that has reached a declaration."""
@@ -105,11 +105,11 @@ class Declarations:
                     "all ranks of a group come to its declarations",
                     claims,
                 )
-        return self.found
+        return self.contradictions
 
     def _note(self, text: str | None, claims: Mapping[int, Claim]) -> None:
         if text is not None:
-            self.found.append(Contradiction(claims[min(claims)].index, min(claims), text))
+            self.contradictions.append(Contradiction(claims[min(claims)].index, min(claims), text))
 
 
 def _what_is_wrong(claims: Sequence[Claim]) -> str | None:
@@ -150,20 +150,20 @@ def _unequal(claims: Sequence[Claim], member: int, place: int, unequal: Tensor) 
     x, y = (str(leaf.reshape(-1)[element].item()) for leaf in (a, b))
     if x == y:  # such as two NaNs
         x, y = (f"{text} ({bytes(raw_bytes(leaf)[element].tolist()).hex()})" for text, leaf in ((x, a), (y, b)))
-    subject = f"{_value(one, place)}, {one.kind.value} along group {group.name!r} {list(group.ranks)}"
+    subject = f"{_value(one, place)}, {one.variance.value} along group {group.name!r} {list(group.ranks)}"
     subject = f"the gradient of {subject}," if one.gradient else f"{subject},"
     lines = one.site if one.site == other.site else f"{one.site} and {other.site}"
-    advice = f"; {_ADVICE[one.kind]}" if one.gradient else ""
+    advice = f"; {_ADVICE[one.variance]}" if one.gradient else ""
     return (
-        f"{subject} by comm.{one.kind.value} at {lines}, differs between its ranks: element {index} is {x} on rank "
+        f"{subject} by comm.{one.variance.value} at {lines}, differs between its ranks: element {index} is {x} on rank "
         f"{group.ranks[0]} and {y} on rank {group.ranks[member]}, as do {len(unequal)} of {a.numel()} elements{advice}"
     )
 
 
 def _value(claim: Claim, place: int) -> str:
     leaf, name = claim.leaves[place], claim.names[place]
-    kind = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-    return f"{name!r} ({kind})" if name else kind
+    described = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return f"{name!r} ({described})" if name else described
 
 
 def raw_bytes(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from .linearity import DRAWN_INTO, KEEPS, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF
 from .op_trace import OpTrace, TracedEvent, Values
 
 # "constant": made from plain numbers; "unknown": equal so far, without a declaration.
-_Kind = Literal["constant", "unknown"] | Variance
+_Variance = Literal["constant", "unknown"] | Variance
 _R, _I, _V, _P = Variance.REPLICATED, Variance.INVARIANT, Variance.VARYING, Variance.PARTIAL
 
 _TOKENS = ("randint", "random", "randperm")  # drawn as data, not as masks
@@ -30,14 +30,14 @@ class _ValueState:
     """What is known of a value along the group.
 
     Attributes:
-        kind: its variance, "constant" or "unknown".
+        variance: its variance, "constant" or "unknown".
         since: the reason.
         drawn: the source line, if it is a random draw with equal bits on all ranks.
         repeated: where a replicated value was added to it, which a sum over ranks counts n times.
         by_rows: the same for a value that was added to each row, such as a bias.
     """
 
-    kind: _Kind
+    variance: _Variance
     since: str = ""
     drawn: str = ""
     repeated: str = ""
@@ -46,13 +46,13 @@ class _ValueState:
     @property
     def claimed(self) -> bool:
         """Whether it is equal on all ranks by a declaration or a collective."""
-        return self.kind in (_R, _I)
+        return self.variance in (_R, _I)
 
 
 _CONSTANT, _UNKNOWN = _ValueState("constant"), _ValueState("unknown")
 
 
-class _FoundError(Exception):
+class _ContradictionError(Exception):
     """Ends a walk at a contradiction."""
 
     def __init__(self, text: str, since: str = "") -> None:
@@ -67,12 +67,12 @@ def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
         for event in trace.events:
             if event.group is not None and event.group.size > 1:
                 groups.setdefault(event.group.ranks, event.group)
-    found: list[Contradiction] = []
+    firsts: list[Contradiction] = []
     for group in groups.values():
         bits = GroupBits(group, traces)
         for rank in group.ranks:
-            found += _GroupWalk(group, rank, traces[rank], bits).run()
-    return found
+            firsts += _GroupWalk(group, rank, traces[rank], bits).run()
+    return firsts
 
 
 class _GroupWalk:
@@ -99,8 +99,8 @@ class _GroupWalk:
             self.event = event
             try:
                 self.steps[event.kind]()
-            except _FoundError as found:
-                return [Contradiction(index, self.rank, found.text, found.since)]
+            except _ContradictionError as error:
+                return [Contradiction(index, self.rank, error.text, error.since)]
         return []
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class _GroupWalk:
                 self._check_summed(state, number, self._where(), input_key(event, place))
             elif takes is _I:
                 self._check_invariant(place, state)
-            elif state.kind is _P:
+            elif state.variance is _P:
                 self._fail(f"{self._where()} takes a value of each rank's own, and gets a term of a partial sum", state)
         for number in event.outputs:
             self.states[number] = _ValueState(gives, self._where())
@@ -147,38 +147,40 @@ class _GroupWalk:
         """A collective of other ranks, such as another mesh axis, is treated as an operation."""
         for place, number in enumerate(self.event.outputs):
             state = inputs[min(place, len(inputs) - 1)] if inputs else _UNKNOWN
-            if state.kind is _P and overlaps:
+            if state.variance is _P and overlaps:
                 state = _ValueState(_V, f"{self._where()} has summed some of its terms")
             name = self.event.name
             self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
 
     def _declaration(self) -> None:
-        event, kind = self.event, self.event.variance
+        event, variance = self.event, self.event.variance
         ranks = set() if event.group is None else set(event.group.ranks)
         for number, made in zip(event.inputs, event.outputs, strict=True):
             state = self.states[number]
-            if not self.members <= ranks or kind is None:
-                some = kind is _V and len(self.members & ranks) > 1  # perhaps of the terms
-                self.states[made] = _ValueState(_V, f"comm.varying at {event.site}") if some and state.kind is _P else state
+            if not self.members <= ranks or variance is None:
+                some = variance is _V and len(self.members & ranks) > 1  # perhaps of the terms
+                self.states[made] = _ValueState(_V, f"comm.varying at {event.site}") if some and state.variance is _P else state
                 continue
-            if kind.equal and self._differ(made):
-                raise _FoundError("", state.since if state.kind is _V else "")  # the comparison of the ranks says more
-            if kind is _P:
+            if variance.equal and self._differ(made):
+                raise _ContradictionError(
+                    "", state.since if state.variance is _V else ""
+                )  # the comparison of the ranks says more
+            if variance is _P:
                 self._check_summed(state, number, f"comm.partial at {event.site}", self.trace.values[made].key)
-            self.states[made] = _ValueState(kind, f"comm.{kind.value} at {event.site}")
+            self.states[made] = _ValueState(variance, f"comm.{variance.value} at {event.site}")
 
     def _gradient(self) -> None:
-        event, kind = self.event, self.event.variance
+        event, variance = self.event, self.event.variance
         concerned = event.group is not None and self.members <= set(event.group.ranks)
         for number, made in zip(event.inputs, event.outputs, strict=True):
-            if concerned and kind is not None:
-                self.states[made] = _ValueState(kind.dual, f"as the gradient of comm.{kind.value} at {event.site}")
+            if concerned and variance is not None:
+                self.states[made] = _ValueState(variance.dual, f"as the gradient of comm.{variance.value} at {event.site}")
             else:
                 self.states[made] = self.states[number]
 
     def _unless_different(self, number: int, state: _ValueState, differ: str, some: str) -> _ValueState:
         """The state; varying if the ranks' bits differ, or if some ranks compute something else."""
-        if state.kind in (_V, _P):
+        if state.variance in (_V, _P):
             return state
         key, site = self.trace.values[number].key, self.event.site
         if pair := self.bits.differ(key):
@@ -196,25 +198,25 @@ class _GroupWalk:
             return _CONSTANT
         numbers = event.operands[1] if event.name == "copy" and isinstance(event.operands[1], Values) else event.inputs
         states = [self.states[number] for number in numbers]
-        kinds = {state.kind for state in states}
-        if _P in kinds:
+        variances = {state.variance for state in states}
+        if _P in variances:
             return self._check_partial()
-        if _V in kinds:
+        if _V in variances:
             return self._varying(numbers, states)
         drawn = next((state.drawn for state in states if state.drawn), "")
-        if not kinds or kinds == {"constant"}:
+        if not variances or variances == {"constant"}:
             return _ValueState("unknown") if event.backward else _ValueState("constant", drawn=drawn)
-        if "unknown" in kinds or (event.backward and "constant" in kinds):  # a gradient of ones is not declared
+        if "unknown" in variances or (event.backward and "constant" in variances):  # a gradient of ones is not declared
             return _UNKNOWN
-        return next(state for kind in (_R, _I) for state in states if state.kind is kind)
+        return next(state for variance in (_R, _I) for state in states if state.variance is variance)
 
     def _varying(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> _ValueState:
         event, name = self.event, self.event.name
         pairs = zip(numbers, states, strict=True)  # ranks may take different parts of one draw, as of a batch
         drawn = next((state.drawn for number, state in pairs if state.drawn and not self._taken(number)), "")
-        since = next(state.since for state in states if state.kind is _V)
+        since = next(state.since for state in states if state.variance is _V)
         if drawn and name in DRAWN_INTO and not event.backward:
-            raise _FoundError(
+            raise _ContradictionError(
                 f"{name} at {event.site} brings a random draw with equal bits on all ranks of {self._name()}, made at {drawn}, "
                 f"into a value that differs between them ({since}): draw by global position (fds.Key), or seed ranks apart"
             )
@@ -234,7 +236,7 @@ class _GroupWalk:
                 for number, state in zip(numbers, states, strict=True):
                     if state.claimed and not self.trace.values[number].zero and not self._taken(number):
                         return before or f"{name} at {self.event.site} ({state.since})"
-        elif name in PRODUCTS | SCALES and any(state.kind is _V and not state.repeated for state in states):
+        elif name in PRODUCTS | SCALES and any(state.variance is _V and not state.repeated for state in states):
             return ""
         return before
 
@@ -248,30 +250,30 @@ class _GroupWalk:
             if number in terms and state.claimed and not whole and not value.zero and not self._taken(number):
                 return f"{name} at {self.event.site} ({state.since})"
         before = next((state.by_rows for state in states if state.by_rows), "")
-        scaled = name in ("mul", "div") and not any(state.kind is _V and not state.by_rows for state in states)
+        scaled = name in ("mul", "div") and not any(state.variance is _V and not state.by_rows for state in states)
         return before if name in KEEPS | SUMS or scaled else ""
 
     def _check_partial(self) -> _ValueState:
         """The state of an operator's results from partial sums; it must be linear in them, and the same on all ranks."""
         event, name = self.event, self.event.name
         states = [self.states[number] for number in event.inputs]
-        partial = next((state for state in states if state.kind is _P), None)
+        partial = next((state for state in states if state.variance is _P), None)
         if partial is None or event.backward:  # a derivative is linear
             return partial or _UNKNOWN
         self._check_terms(partial)
         if name in SUMS:
             return partial
         if name in SUMS_OF_PRODUCTS:
-            first, *others = [each for each in event.operands if isinstance(each, Values)]
-            factors = [number for each in others for number in each]
-            product_is_partial = any(self.states[number].kind is _P for number in factors)
+            first, *others = [operand for operand in event.operands if isinstance(operand, Values)]
+            factors = [number for operand in others for number in operand]
+            product_is_partial = any(self.states[number].variance is _P for number in factors)
             self._check_added(first if product_is_partial else factors, partial)
             self._check_scaled(factors)
             return partial
         if name in MOVES:
             repeated = self._repeated(event.inputs, states) if name in ("cat", "stack", "write") else partial.repeated
             return attrs.evolve(partial, repeated=repeated)
-        if name in PRODUCTS or (name in SCALES and self.states[event.inputs[0]].kind is _P):
+        if name in PRODUCTS or (name in SCALES and self.states[event.inputs[0]].variance is _P):
             self._check_scaled(event.inputs)
             return partial
         self._fail(f"{name} at {event.site} is not linear, and acts on a partial sum", partial)
@@ -281,21 +283,21 @@ class _GroupWalk:
         """Numbers and replicated values must not become terms or elements of a partial sum; masks must not differ."""
         event = self.event
         for place in TERMS.get(event.name, ()):
-            each = event.operands[place] if place < len(event.operands) else 0
-            if isinstance(each, Values):
-                self._check_added(each, partial)
-            elif isinstance(each, (int, float)) and not isinstance(each, bool) and each != 0:
-                self._fail(f"{event.name} at {event.site} adds {each} to each rank's term of a partial sum", partial)
+            operand = event.operands[place] if place < len(event.operands) else 0
+            if isinstance(operand, Values):
+                self._check_added(operand, partial)
+            elif isinstance(operand, (int, float)) and not isinstance(operand, bool) and operand != 0:
+                self._fail(f"{event.name} at {event.site} adds {operand} to each rank's term of a partial sum", partial)
         if event.name == "where":
-            terms = [number for number in event.inputs if self.states[number].kind is _P]
+            terms = [number for number in event.inputs if self.states[number].variance is _P]
             self._check_scaled([event.inputs[0], terms[-1]])
 
     def _check_added(self, numbers: Sequence[int], partial: _ValueState) -> None:
         """Replicated values must not be added to a partial sum."""
         for number in numbers:
             state, value = self.states[number], self.trace.values[number]
-            empty = state.kind == "constant" and value.bits is None  # uninitialized memory, which is overwritten
-            if state.kind not in (_P, _V) and not value.zero and not empty and not self._taken(number):
+            empty = state.variance == "constant" and value.bits is None  # uninitialized memory, which is overwritten
+            if state.variance not in (_P, _V) and not value.zero and not empty and not self._taken(number):
                 since = f" ({state.since})" if state.since else ""
                 text = f"{self.event.name} at {self.event.site} adds a value that all ranks have{since} to a partial sum"
                 self._fail(text, partial, f"the sum counts it {self.group.size} times: sum first, and add it then")
@@ -303,8 +305,8 @@ class _GroupWalk:
     def _check_scaled(self, numbers: Sequence[int]) -> None:
         """At most one factor may be partial, and no other may differ between ranks."""
         states = [self.states[number] for number in numbers]
-        partial = [state for state in states if state.kind is _P]
-        since = next((state.since for state in states if state.kind is _V), "")
+        partial = [state for state in states if state.variance is _P]
+        since = next((state.since for state in states if state.variance is _V), "")
         since = since or next((f"{taken} take other ones" for number in numbers if (taken := self._taken(number))), "")
         text = f"{self.event.name} at {self.event.site} multiplies"
         if len(partial) > 1:
@@ -319,12 +321,12 @@ class _GroupWalk:
         n, zero = self.group.size, self.trace.values[number].zero
         if state.claimed and not zero and not self.bits.differ(key):
             subject = "a gradient" if self.event.backward else "a value"
-            raise _FoundError(
+            raise _ContradictionError(
                 f"{what} sums {subject} that all ranks of {self._name()} have alike ({state.since}), so it is {n} times too "
                 "large: use it as it is, op='avg', or comm.varying first if others count it as often"
             )
         if (state.repeated or state.by_rows) and not zero:
-            raise _FoundError(
+            raise _ContradictionError(
                 f"{what} sums what {state.repeated or state.by_rows} made of a value that all ranks of {self._name()} have and "
                 f"one that differs, so the former counts {n} times: add it after the sum, or comm.varying first if that is "
                 "meant"
@@ -332,17 +334,17 @@ class _GroupWalk:
 
     def _check_invariant(self, place: int, state: _ValueState) -> None:
         differ = self.bits.differ(input_key(self.event, place))
-        if state.kind is _P:
+        if state.variance is _P:
             self._fail(f"{self._where()} takes a value that is the same on all ranks, and gets a partial sum", state)
         if not differ:
             return
         if forward := self._forward():
-            raise _FoundError(
+            raise _ContradictionError(
                 f"the gradient of what {forward} gave differs between {differ} of {self._name()}: the ranks use the "
                 "result in different ways, so put comm.copy_to before that use, which sums their gradients"
             )
-        why = f" ({state.since})" if state.kind is _V else ""
-        raise _FoundError(
+        why = f" ({state.since})" if state.variance is _V else ""
+        raise _ContradictionError(
             f"{self._where()} takes a value that is the same on all ranks of {self._name()}, and {differ} have different ones"
             f"{why}"
         )
@@ -353,7 +355,7 @@ class _GroupWalk:
         self, text: str, state: _ValueState, advice: str = "sum it first, with comm.reduce_from or comm.all_reduce"
     ) -> None:
         since = f" (partial since {state.since})" if state.since else ""
-        raise _FoundError(f"{text} along {self._name()}{since}; {advice}")
+        raise _ContradictionError(f"{text} along {self._name()}{since}; {advice}")
 
     def _differ(self, number: int) -> str:
         return self.bits.differ(self.trace.values[number].key)
@@ -363,7 +365,7 @@ class _GroupWalk:
 
         Ranks may pass different ones of several replicated values, such as pieces of one.
         """
-        if self.states[number].kind is _P:
+        if self.states[number].variance is _P:
             return ""
         return self.bits.differ(input_key(self.event, self.event.inputs.index(number)))
 

@@ -17,26 +17,26 @@ class GroupBits:
 
     def __init__(self, group: Group, traces: Sequence[OpTrace]) -> None:
         self.group = group
-        self.found: dict[int, list[tuple[int, int]]] = {}
+        self.by_key: dict[int, list[tuple[int, int]]] = {}
         for rank in group.ranks:
             for value in traces[rank].values:
                 if value.bits is not None:
-                    self.found.setdefault(value.key, []).append((rank, value.bits))
+                    self.by_key.setdefault(value.key, []).append((rank, value.bits))
             for event in traces[rank].events:
                 for place, number in enumerate(event.inputs if event.key else ()):
                     bits = traces[rank].values[number].bits
                     if bits is not None:
-                        self.found.setdefault(input_key(event, place), []).append((rank, bits))
+                        self.by_key.setdefault(input_key(event, place), []).append((rank, bits))
 
     def differ(self, key: int) -> str:
         """Two ranks with different bits, as text; empty if there are none."""
-        found = self.found.get(key, [])
-        for rank, bits in found:
-            if bits != found[0][1]:
-                return f"ranks {found[0][0]} and {rank}"
+        pairs = self.by_key.get(key, [])
+        for rank, bits in pairs:
+            if bits != pairs[0][1]:
+                return f"ranks {pairs[0][0]} and {rank}"
         return ""
 
     def some(self, key: int) -> list[int]:
         """The ranks that have bits for the key, if not all have."""
-        found = self.found.get(key, [])
-        return [rank for rank, _ in found] if len(found) < self.group.size else []
+        pairs = self.by_key.get(key, [])
+        return [rank for rank, _ in pairs] if len(pairs) < self.group.size else []

@@ -129,12 +129,12 @@ class OpTrace(TorchDispatchMode):
         out = func(*args, **kwargs)
         written = _written(func, args, kwargs)
         known = set(map(id, written))
-        made = [each for each in _tensors([out]) if id(each) not in known]
+        made = [tensor for tensor in _tensors([out]) if id(tensor) not in known]
         name = schema_of(func).name.partition("::")[2]
         if name.startswith("_foreach_") and isinstance(operands[0], Values):
             for place in range(len(operands[0])):
-                each = tuple(Values(x[place : place + 1]) if isinstance(x, Values) else x for x in operands)
-                self._operator(name.removeprefix("_foreach_"), each, written[place : place + 1], made[place : place + 1])
+                sliced = tuple(Values(x[place : place + 1]) if isinstance(x, Values) else x for x in operands)
+                self._operator(name.removeprefix("_foreach_"), sliced, written[place : place + 1], made[place : place + 1])
         elif written or made:
             draws = torch.Tag.nondeterministic_seeded in func.tags and _probability(func, args, kwargs) != 0
             self._operator(name, operands, written, made, draws=draws)
@@ -143,7 +143,7 @@ class OpTrace(TorchDispatchMode):
     def _operator(
         self, name: str, operands: tuple[Any, ...], written: Sequence[Tensor], made: Sequence[Tensor], *, draws: bool = False
     ) -> None:
-        inputs = tuple(number for each in operands if isinstance(each, Values) for number in each)
+        inputs = tuple(number for operand in operands if isinstance(operand, Values) for number in operand)
         event = self._event("draw" if draws else "operator", name.strip("_"), inputs, operands=operands)
         self._define(event, [*written, *made], writes=len(written))
 
@@ -160,11 +160,13 @@ class OpTrace(TorchDispatchMode):
         with self.paused():
             self._define(event, results, writes=0)
 
-    def declare(self, kind: Variance, leaves: Sequence[Tensor], group: Group, *, gradient: bool, site: str) -> None:
+    def declare(self, variance: Variance, leaves: Sequence[Tensor], group: Group, *, gradient: bool, site: str) -> None:
         """Records a declaration of leaves or gradients."""
         with self.paused():
             inputs = tuple(self.number(leaf) for leaf in leaves)
-            event = self._event("gradient" if gradient else "declaration", kind.value, inputs, group=group, variance=kind)
+            event = self._event(
+                "gradient" if gradient else "declaration", variance.value, inputs, group=group, variance=variance
+            )
             event.site = site
             self._define(event, leaves, writes=0)
 
@@ -173,9 +175,9 @@ class OpTrace(TorchDispatchMode):
     def number(self, tensor: Tensor) -> int:
         """The number of a tensor's value, which may be new."""
         memory = self._memory.get(storage_id(tensor)) if _is_plain(tensor) else None
-        found = None if memory is None else memory.tensors.get(_layout(tensor))
-        if found is not None:
-            return found
+        number = None if memory is None else memory.tensors.get(_layout(tensor))
+        if number is not None:
+            return number
         with self.paused():
             if memory is None:
                 event = self._event("first use", "", ())
@@ -187,8 +189,8 @@ class OpTrace(TorchDispatchMode):
     def _operand(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return Values((self.number(value),))
-        if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in value):
-            return Values(self.number(each) for each in value if isinstance(each, Tensor))
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+            return Values(self.number(item) for item in value if isinstance(item, Tensor))
         return value
 
     def _event(self, kind: Kind, name: str, inputs: tuple[int, ...], **fields: Any) -> TracedEvent:
@@ -242,7 +244,7 @@ class OpTrace(TorchDispatchMode):
 
     def _forget(self) -> None:
         if len(self._memory) > self._room:
-            self._memory = {number: each for number, each in self._memory.items() if not each.reference.expired()}
+            self._memory = {number: memory for number, memory in self._memory.items() if not memory.reference.expired()}
             self._room = len(self._memory) + _SWEEP
 
 
@@ -253,7 +255,7 @@ def _has_content(name: str) -> bool:
 
 def _probability(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """The dropout probability of an attention operator; None if it has none."""
-    place = next((place for place, each in enumerate(schema_of(func).arguments) if each.name == "dropout_p"), None)
+    place = next((place for place, argument in enumerate(schema_of(func).arguments) if argument.name == "dropout_p"), None)
     return None if place is None else args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
 
 
@@ -286,8 +288,8 @@ def _checksum(tensor: Tensor) -> tuple[int | None, bool]:
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    flat = (each for value in values for each in (value if isinstance(value, (list, tuple)) else (value,)))
-    return [each for each in flat if isinstance(each, Tensor)]
+    flat = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
+    return [item for item in flat if isinstance(item, Tensor)]
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:

@@ -51,36 +51,36 @@ class RankWatch:
         return WatchedHandle(handle, followed, self.trace.paused)
 
     def declare(
-        self, kind: Variance, leaves: Sequence[Tensor], group: Group, names: Sequence[str], *, distinct: bool = False
+        self, variance: Variance, leaves: Sequence[Tensor], group: Group, names: Sequence[str], *, distinct: bool = False
     ) -> None:
         """Records a declaration, to be compared once all ranks have reached it, and likewise its gradients."""
         if any(leaf.is_meta or is_fake(leaf) for leaf in leaves):  # a trial run without values
             return
         site = call_site()
-        self.trace.declare(kind, leaves, group, gradient=False, site=site)
-        if kind is Variance.VARYING and not distinct:  # nothing to compare
+        self.trace.declare(variance, leaves, group, gradient=False, site=site)
+        if variance is Variance.VARYING and not distinct:  # nothing to compare
             return
         turn = self._turn((group.ranks, group.name))
         with self.trace.paused():
             copies = [leaf.detach().clone() for leaf in leaves]
-            self.declarations.reach(turn, self.rank, Claim(kind, group, names, copies, site, self.trace.index, distinct))
-        if kind is Variance.VARYING or not torch.is_grad_enabled():
+            self.declarations.reach(turn, self.rank, Claim(variance, group, names, copies, site, self.trace.index, distinct))
+        if variance is Variance.VARYING or not torch.is_grad_enabled():
             return
         for place, leaf in enumerate(leaves):
             if leaf.requires_grad:
-                claim = Claim(kind, group, (names[place],), (), site, 0, gradient=True)
+                claim = Claim(variance, group, (names[place],), (), site, 0, gradient=True)
                 leaf.register_hook(self._gradient_of((*turn, place), claim))
 
     def _gradient_of(self, key: tuple[Hashable, ...], claim: Claim) -> Callable[[Tensor], Tensor]:
         def hook(grad: Tensor) -> Tensor:
             with self.trace.paused():
-                own = grad.clone()  # autograd may use one tensor for the gradients of several values
-            self.trace.declare(claim.kind, [own], claim.group, gradient=True, site=claim.site)
-            if claim.kind.dual.equal:
+                cloned = grad.clone()  # autograd may use one tensor for the gradients of several values
+            self.trace.declare(claim.variance, [cloned], claim.group, gradient=True, site=claim.site)
+            if claim.variance.dual.equal:
                 with self.trace.paused():
-                    found = attrs.evolve(claim, leaves=[grad.detach().clone()], index=self.trace.index)
-                    self.declarations.reach(self._turn(key), self.rank, found)
-            return own
+                    declared = attrs.evolve(claim, leaves=[grad.detach().clone()], index=self.trace.index)
+                    self.declarations.reach(self._turn(key), self.rank, declared)
+            return cloned
 
         return hook
 
@@ -120,11 +120,11 @@ class Watches:
         declared = self.declarations.all_found(ended=failure is None)
         with self.keeping():
             followed = contradictions([self.ranks[rank].trace for rank in sorted(self.ranks)])
-        worded = [each for each in (*declared, *followed) if each.text]
+        worded = [fault for fault in (*declared, *followed) if fault.text]
         if not worded:
             return
-        first = min(worded, key=lambda each: (each.index, each.rank))
-        since = next((each.since for each in followed if each.since and each.index == first.index), "")
+        first = min(worded, key=lambda fault: (fault.index, fault.rank))
+        since = next((fault.since for fault in followed if fault.since and fault.index == first.index), "")
         text = f"{first.text}; they differ since {since}" if since else first.text
         if failure is None:
             raise VarianceError(text)

@@ -25,7 +25,7 @@ _PAUSE = 2e-3  # seconds between two requests to the store
 _KNOCKS = 0.1  # seconds between two attempts to reach the process that holds the store
 _GRACE = 1.0  # seconds: for a store's error to come first; for ranks that time out together to report it to each other
 _HOLDER_MISSING = ("rank 0 had not come", "torchrun's agent does not answer")
-_LEFT, _DONE, _FAILED = "left", "connected {}", "failed {}"
+_REMAINING, _DONE, _FAILED = "left", "connected {}", "failed {}"
 
 T = TypeVar("T")
 
@@ -46,14 +46,14 @@ class Deadline:
         return monotonic() + self.timeout.total_seconds()
 
     @property
-    def left(self) -> timedelta:
+    def remaining(self) -> timedelta:
         """The remaining time, at least a millisecond, since torch takes zero for no limit."""
         return timedelta(seconds=max(self._end - monotonic(), 1e-3))
 
     @property
     def grace(self) -> float:
         """Seconds until the deadline and a little more, so that calls with that deadline can raise their own errors."""
-        return self.left.total_seconds() + _GRACE
+        return self.remaining.total_seconds() + _GRACE
 
     @property
     def passed(self) -> bool:
@@ -140,7 +140,7 @@ def open_store(init_method: str, *, rank: int, size: int, deadline: Deadline) ->
         _reach(host, port, rank=rank, size=size, deadline=deadline)
     libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
     # Without a size the store does not wait for ranks: ``meet`` does, and can name those that are missing.
-    make = partial(TCPStore, host, port, is_master=makes, wait_for_workers=False, timeout=deadline.left, use_libuv=libuv)
+    make = partial(TCPStore, host, port, is_master=makes, wait_for_workers=False, timeout=deadline.remaining, use_libuv=libuv)
     try:
         return within(deadline.grace, partial(make, multi_tenant=makes))
     except (TimeoutError, DistNetworkError) as error:  # the process that listened may have ended since
@@ -154,12 +154,12 @@ def _reach(host: str, port: int, *, rank: int, size: int, deadline: Deadline) ->
     """Waits until a process listens at the address. torch's store would try for up to 2.4 times its timeout."""
     while True:
         try:
-            socket.create_connection((host, port), timeout=deadline.left.total_seconds()).close()
+            socket.create_connection((host, port), timeout=deadline.remaining.total_seconds()).close()
         except OSError as error:
             if deadline.passed:
                 silent = f"no process listens at {host}:{port} ({error})"
                 raise TimedOutError(f"{_waited(rank, size, deadline)}; {_HOLDER_MISSING[_agents_store()]}: {silent}") from error
-            sleep(min(_KNOCKS, deadline.left.total_seconds()))
+            sleep(min(_KNOCKS, deadline.remaining.total_seconds()))
         else:
             return
 
@@ -222,8 +222,8 @@ def _proposed(store: Store, size: int, deadline: Deadline) -> str | None:
     accepted = [f"yes {name} {rank}" for rank in range(1, size)]
     if accepted and not store.check(accepted):
         return None
-    left = min([deadline.left.total_seconds(), *(float(store.get(key)) for key in accepted)])
-    PrefixStore(name, store).set(_LEFT, str(left))
+    remaining = min([deadline.remaining.total_seconds(), *(float(store.get(key)) for key in accepted)])
+    PrefixStore(name, store).set(_REMAINING, str(remaining))
     store.set(f"go {name}", "")
     return name
 
@@ -236,7 +236,7 @@ def _agreed(store: Store, token: str, rank: int, deadline: Deadline) -> str | No
     if tokens.split(",")[rank : rank + 1] != [token]:
         return None
     name = _name(tokens)
-    store.set(f"yes {name} {rank}", str(deadline.left.total_seconds()))
+    store.set(f"yes {name} {rank}", str(deadline.remaining.total_seconds()))
     return name if store.check([f"go {name}"]) else None
 
 
@@ -261,9 +261,9 @@ def connect(store: Store, *, rank: int, size: int, timeout: timedelta, make: Cal
     """
     who = f"rank {rank} of {size} connects to the others"
     with answering(store, who):
-        left = float(store.get(_LEFT))
+        remaining = float(store.get(_REMAINING))
     try:
-        within(left, make)
+        within(remaining, make)
     except (RuntimeError, TimeoutError) as error:
         early = "" if isinstance(error, TimeoutError) else _first_line(error)
         try:

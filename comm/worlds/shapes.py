@@ -32,26 +32,26 @@ class _SharedLog:
     """The calls of all ranks.
 
     Attributes:
-        kinds: numbers of distinct calls.
+        numbers: numbers of distinct calls.
         texts: the text of each, for messages.
         logs: by order and rank, the numbers of its calls.
         members: the ranks that take part in an order.
         private: by order and index in it, the ranks' calls that have private options.
     """
 
-    kinds: dict[Hashable, int] = attrs.field(factory=dict)
+    numbers: dict[Hashable, int] = attrs.field(factory=dict)
     texts: list[str] = attrs.field(factory=list)
     logs: dict[Order, dict[int, "array[int]"]] = attrs.field(factory=dict)
     members: dict[Order, tuple[int, ...]] = attrs.field(factory=dict)
     private: dict[tuple[Order, int], dict[int, Call]] = attrs.field(factory=dict)
 
-    def number(self, kind: Hashable, text: Callable[[], str]) -> int:
+    def number(self, description: Hashable, text: Callable[[], str]) -> int:
         """The number of a call; ``text`` is called for a new one."""
-        found = self.kinds.get(kind)
-        if found is None:
-            found = self.kinds[kind] = len(self.kinds)
+        number = self.numbers.get(description)
+        if number is None:
+            number = self.numbers[description] = len(self.numbers)
             self.texts.append(text())
-        return found
+        return number
 
     def compare(self) -> None:
         """Raises MismatchError if the members of an order made different calls, or a different number of them."""
@@ -62,10 +62,10 @@ class _SharedLog:
                 theirs = logs.get(other, array("I"))
                 if mine != theirs:
                     raise MismatchError(self._difference(order, first, mine, other, theirs))
-        for (order, _), found in self.private.items():
+        for (order, _), calls in self.private.items():
             members = self.members[order]
-            if all(rank in found for rank in members):  # a loop logs private options of its first iteration only
-                found[members[0]].merged([found[rank].private() for rank in members])  # raises if they contradict each other
+            if all(rank in calls for rank in members):  # a loop logs private options of its first iteration only
+                calls[members[0]].merged([calls[rank].private() for rank in members])  # raises if they contradict each other
 
     def _difference(self, order: Order, first: int, mine: "array[int]", other: int, theirs: "array[int]") -> str:
         turn = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
@@ -139,8 +139,10 @@ class ShapesWorld(World):
         if call.collective.private:
             self.shared.private.setdefault((order, len(log)), {})[self.rank] = call
         purpose = self.purpose(group)
-        kind = (*call.agreement(tensors, here), purpose)
-        log.append(self.shared.number(kind, lambda: call.signature(tensors, here) + (f", for {purpose}" if purpose else "")))
+        description = (*call.agreement(tensors, here), purpose)
+        log.append(
+            self.shared.number(description, lambda: call.signature(tensors, here) + (f", for {purpose}" if purpose else ""))
+        )
 
     def agreed(self, text: str, group: Group) -> None:
         log = self._log((group.ranks, group.name, ()), range(group.size), group)

@@ -53,8 +53,8 @@ BUGS = (
         Bug(
             "gradients have their value's kind",
             "comm.variance.follow:_GroupWalk._gradient",
-            "kind.dual",
-            "kind",
+            "variance.dual",
+            "variance",
         ),
     ),
     (

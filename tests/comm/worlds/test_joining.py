@@ -106,14 +106,14 @@ def test_all_parts_share_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(round(seconds, 3))
         now[0] += 40
 
-    part(deadline.left.total_seconds())
+    part(deadline.remaining.total_seconds())
     store = meet(HashStore(), rank=0, size=1, deadline=deadline)
-    part(deadline.left.total_seconds())
+    part(deadline.remaining.total_seconds())
     monkeypatch.setattr(rendezvous, "within", lambda seconds, work: (part(seconds), work())[1])
     connect(store, rank=0, size=1, timeout=deadline.timeout, make=lambda: None)
     assert given == [100, 60, 60]  # what is left is written as ranks meet
     assert deadline.passed
-    assert deadline.left == timedelta(milliseconds=1)
+    assert deadline.remaining == timedelta(milliseconds=1)
 
 
 def pair(work: Callable[[Store, int], None]) -> list[BaseException | None]:

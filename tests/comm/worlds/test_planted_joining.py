@@ -36,7 +36,7 @@ def full_disk(folder: Path, patch: pytest.MonkeyPatch) -> None:
             Bug(
                 "connections have the whole time again",
                 "comm.worlds.rendezvous:connect",
-                "float(store.get(_LEFT))",
+                "float(store.get(_REMAINING))",
                 "timeout.total_seconds()",
             ),
         ),
