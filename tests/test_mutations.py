@@ -1459,7 +1459,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "what a pass wrote is lost",
             "step.pass_scope:with_buffers",
             "state if scope.buffers is None else state.put(**{BUFFERS: scope.collect()})",
-            "state or state.put(**{BUFFERS: found})",
+            "state or state.put(**{BUFFERS: scope.collect()})",
         ),
     ],
     (ranks_keep_the_first_ranks_buffers,): [
@@ -2200,8 +2200,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "draws begin anew in each shard",
             "transforms.precision.stochastic_rounding:Draws.for_param",
-            "self._fill(own, f'{name} of {leaf.path}', piece.offset)",
-            "self._fill(own, f'{name} of {leaf.path}', 0)",
+            "self._fill(part, f'{name} of {leaf.path}', piece.offset)",
+            "self._fill(part, f'{name} of {leaf.path}', 0)",
         ),
         Bug(
             "all steps draw alike",
@@ -2212,8 +2212,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "all leaves draw alike",
             "transforms.precision.stochastic_rounding:Draws.for_param",
-            "self._fill(own, f'{name} of {leaf.path}', piece.offset)",
-            "self._fill(own, f'{name}', piece.offset)",
+            "self._fill(part, f'{name} of {leaf.path}', piece.offset)",
+            "self._fill(part, f'{name}', piece.offset)",
         ),
     ],
     (rounding_keeps_the_mean,): [
@@ -2295,7 +2295,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "0",
             shows=transforms.OffloadError,
         ),
-        Bug("nobody looks at checksums", "transforms.offloading.files:Disk._read", "found != checksum", "False"),
+        Bug("nobody looks at checksums", "transforms.offloading.files:Disk._read", "actual != checksum", "False"),
         Bug(
             "each piece has a norm of its own",
             "transforms.offloading.piece_update:PieceUpdate.run",

@@ -74,8 +74,8 @@ def compiled(
             "compiled: blocks='' would be the whole loss function, which fetches leaves and runs collectives; name its blocks, "
             "or None for the repeated ones"
         )
-    found = CompileOptions.checked(backend, mode, options, dynamic, recompile_limit)
-    inside = _Compiled(blocks, found, eager)
+    compile_options = CompileOptions.checked(backend, mode, options, dynamic, recompile_limit)
+    inside = _Compiled(blocks, compile_options, eager)
     return wrap(
         f"compiled({blocks or 'repeated blocks'})", prepare=inside.prepare, forward=inside.forward, gradients=inside.gradients
     )
@@ -131,7 +131,7 @@ class _Compiled(Compiles):
         keep_graphs(pass_)
         calls = self._of(step)
         with pass_.run_by(calls):
-            found = inner(step, state, function, batch)
+            output = inner(step, state, function, batch)
         if not step.has(AxisRole.STAGES):
             calls.check()
-        return found
+        return output

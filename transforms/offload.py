@@ -186,9 +186,9 @@ class _Offload:
             ValueError: the optimizer's params are on disk, or in host memory that the device cannot use.
         """
         self._refuse_handles(state)
-        found: State = inner(step, state)
-        self._refuse_handles(found)
-        return found
+        scattered: State = inner(step, state)
+        self._refuse_handles(scattered)
+        return scattered
 
     def _refuse_handles(self, state: State) -> None:
         if any(map(is_handle, tree.leaves(state.params))):

@@ -177,8 +177,8 @@ class _Pipeline:
 
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """This rank's leaves, with the paths of the others'."""
-        found: LeafMap = inner(step, state)
-        return _placement(state).elsewhere(found, self.ranks().rank) if "pipeline" in state.slots else found
+        parts: LeafMap = inner(step, state)
+        return _placement(state).elsewhere(parts, self.ranks().rank) if "pipeline" in state.slots else parts
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 

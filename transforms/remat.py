@@ -55,12 +55,12 @@ def remat(blocks: str | None = None, *, policy: str | RematPolicy = "recompute",
     >>> step = remat(policy="recompute")(fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1)))
     >>> state, metrics = step(step.init(params), torch.ones(3, 2))
     """
-    found = RematPolicy.parse(policy)
-    check_group(found, group)
+    parsed = RematPolicy.parse(policy)
+    check_group(parsed, group)
     check_pattern(blocks)
-    inside = _Remat(blocks, found, group)
+    inside = _Remat(blocks, parsed, group)
     where = "repeated blocks" if blocks is None else blocks or "loss"
-    return wrap(f"remat({where}, {found})", prepare=inside.prepare, forward=inside.forward)
+    return wrap(f"remat({where}, {parsed})", prepare=inside.prepare, forward=inside.forward)
 
 
 @attrs.define(eq=False)
@@ -90,9 +90,9 @@ class _Remat:
         self._looked = True
         if open_report() is not None:
             function = self._part(function, "elsewhere", RematPolicy(Keep.SAVE), _ignore)
-        found = self._run(inner, step, state, function, batch, pass_)
+        output = self._run(inner, step, state, function, batch, pass_)
         store.compare()  # on every rank, also where nothing was partitioned
-        return found
+        return output
 
     def _run(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any, pass_: Pass) -> Any:
         if self.blocks == "":
@@ -100,9 +100,9 @@ class _Remat:
             return inner(step, state, self._part(function, "loss", self.policy, check), batch)
         # Transforms that are composed later run outside of this one.
         with pass_.run_by(self._calls):
-            found = inner(step, state, function, batch)
+            output = inner(step, state, function, batch)
         self._calls.check(whole=not step.has(AxisRole.STAGES))
-        return found
+        return output
 
     def _part(self, function: Callable[[Any], Any], part: str, policy: RematPolicy, seen: Any) -> Callable[[Any], Any]:
         return lambda batch: run(function, (batch,), {}, policy=policy, group=self.group, part=part, seen=seen)
@@ -129,11 +129,11 @@ class _Calls:
 
     def chosen(self, module: nn.Module) -> list[str]:
         """The paths of the submodules to run under the policy."""
-        found = find_blocks(module, self.blocks)
+        paths = find_blocks(module, self.blocks)
         for path, _ in module.named_modules():
             self.paths.setdefault(path, False)
-        self.paths.update(dict.fromkeys(found, True))
-        return found
+        self.paths.update(dict.fromkeys(paths, True))
+        return paths
 
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a submodule."""
@@ -157,8 +157,8 @@ class _Calls:
 
 def _known(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The call of the module that this forward belongs to, perhaps through other wrappers."""
-    own: Any = forward
-    while isinstance(own, functools.partial):
-        own = own.args[-1]
-    owner = getattr(own, "__self__", None)
+    unwrapped: Any = forward
+    while isinstance(unwrapped, functools.partial):
+        unwrapped = unwrapped.args[-1]
+    owner = getattr(unwrapped, "__self__", None)
     return called(owner, forward) if isinstance(owner, nn.Module) else forward

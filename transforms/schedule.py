@@ -213,8 +213,8 @@ def schedule(fn: Callable[..., float | Tensor]) -> Transform:
         return inner(step, state) * fn(state.step, **further)  # type: ignore[no-any-return]
 
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        found = step.rate(state)
-        factor = found.detach() if isinstance(found, Tensor) else torch.tensor(found, dtype=_rate_dtype(step, state))
+        value = step.rate(state)
+        factor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_rate_dtype(step, state))
         state, metrics = inner(step, state, grads)
         return state, {**metrics, "rate": factor}
 

@@ -49,9 +49,9 @@ class VersionedFile:
             OffloadError: another program changed it.
         """
         with self._lock:  # otherwise another thread may be growing it
-            found, expected = file.size, self._versions * self.nbytes
-        if found != expected:
-            raise OffloadError(f"{self.path}: it is {found} bytes long, but was {expected}: something else changed it")
+            length, expected = file.size, self._versions * self.nbytes
+        if length != expected:
+            raise OffloadError(f"{self.path}: it is {length} bytes long, but was {expected}: something else changed it")
 
     def reserve(self, versions: int) -> None:
         """Reserves disk space for more versions.
@@ -160,8 +160,8 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def _check_space(root: Path, needed: int) -> None:
-    found = os.statvfs(root)
-    free = found.f_bavail * found.f_frsize
+    stats = os.statvfs(root)
+    free = stats.f_bavail * stats.f_frsize
     if needed > free:
         raise OffloadError(
             f"path={str(root)!r} is too small: this rank needs {needed} bytes there (two versions of what is offloaded), "
@@ -289,21 +289,21 @@ class Disk:
             missing = len(into) - file.read(into, position=extent.offset + offset)
             if missing:
                 raise OffloadError(f"{extent.file.path}: it ends {missing} bytes before the end of what was read")
-        found = zlib.crc32(into[:nbytes])
-        if found != checksum:
+        actual = zlib.crc32(into[:nbytes])
+        if actual != checksum:
             raise OffloadError(
                 f"{extent.file.path}: the {nbytes} bytes at {extent.offset + offset} are not those that were written "
-                f"(checksum {found:08x}, not {checksum:08x})"
+                f"(checksum {actual:08x}, not {checksum:08x})"
             )
         self.traffic.add(read=len(into))
-        return found
+        return actual
 
     def _write(self, extent: Extent, offset: int, data: memoryview, nbytes: int) -> int:
-        found = zlib.crc32(data[:nbytes])
+        checksum = zlib.crc32(data[:nbytes])
         with self._opened(extent, os.O_WRONLY) as file:
             file.write(data, position=extent.offset + offset)
         self.traffic.add(written=len(data))
-        return found
+        return checksum
 
     @contextmanager
     def _opened(self, extent: Extent, flags: int) -> Iterator[DirectFile]:

@@ -87,15 +87,15 @@ class OnDisk(_TensorInfo):
             OffloadError: the file was changed or cannot be read; names the file.
         """
         stop = self.numel() if stop is None else min(stop, self.numel())
-        found = torch.empty(max(stop - start, 0), dtype=self.dtype)
+        values = torch.empty(max(stop - start, 0), dtype=self.dtype)
         room = aligned(min(self._stride, padded(self.nbytes)))
         for index in range(start // self.chunk, -(-stop // self.chunk)):
             first = index * self.chunk
             self.read_piece(index, into=room).result()
             piece = typed(room, self.dtype, [self._count(index)])
             low, high = max(start, first), min(stop, first + len(piece))
-            found[low - start : high - start] = piece[low - first : high - first]
-        return found
+            values[low - start : high - start] = piece[low - first : high - first]
+        return values
 
     def piece(self, index: int) -> Tensor:
         """The elements of a piece, in new memory.
@@ -179,9 +179,9 @@ class Version:
     def write(self, values: Tensor, room: Tensor) -> "Future[int]":
         """Starts to write the next piece, which is in ``room``, whole pages of memory, or is copied there."""
         nbytes = values.numel() * self.dtype.itemsize
-        own = typed(room, self.dtype, values.shape)
-        if own.data_ptr() != values.data_ptr():
-            own.copy_(values)
+        staged = typed(room, self.dtype, values.shape)
+        if staged.data_ptr() != values.data_ptr():
+            staged.copy_(values)
         offset = len(self.writes) * padded(self.chunk * self.dtype.itemsize)
         self.writes.append(self.disk.write(self._extent, offset, data=room[: padded(nbytes)], nbytes=nbytes))
         return self.writes[-1]
@@ -278,9 +278,9 @@ def restored(values: Any, like: Any) -> Any:
         ValueError: the trees differ in structure, or a tensor in shape or dtype from its handle.
     """
     models, spec = optree.tree_flatten(like, is_leaf=is_handle, namespace=NAMESPACE)
-    leaves, found = tree.flatten(values)
-    if found != spec:
-        raise ValueError(f"values: their structure is {found}, not that of the state, {spec}")
+    leaves, structure = tree.flatten(values)
+    if structure != spec:
+        raise ValueError(f"values: their structure is {structure}, not that of the state, {spec}")
     return tree.unflatten(spec, [_stored(value, model) for value, model in zip(leaves, models, strict=True)])
 
 

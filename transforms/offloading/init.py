@@ -45,8 +45,8 @@ def plan_of(inner: Any, step: Step, params: Any, options: Options) -> OffloadPla
             asked.append(trained)
             return cut(parts, trained, 0, leaf.numel())
 
-        found: State = inner(step.wrapped("piece", leaf_map=leaf_map), [leaf])
-        return found
+        state: State = inner(step.wrapped("piece", leaf_map=leaf_map), [leaf])
+        return state
 
     leaves, spec = tree.flatten(params)
     shapes, trained = [_meta(leaf) for leaf in leaves], _trained(leaves)
@@ -61,7 +61,10 @@ def plan_of(inner: Any, step: Step, params: Any, options: Options) -> OffloadPla
     resident = attrs.evolve(options, optimizer="device")
     offloaded = [options if moves else resident for moves in _offloaded(trained, parts, options.ratio)]
     rows = zip(tree.named(params), states, trained, offloaded, strict=True)
-    units = (_unit(i, path, leaf, s, which, own, bool(asked)) for i, ((path, leaf), s, which, own) in enumerate(rows))
+    units = (
+        _unit(i, path, leaf, s, which, leaf_options, bool(asked))
+        for i, ((path, leaf), s, which, leaf_options) in enumerate(rows)
+    )
     return OffloadPlan(tuple(units), parts, slots, tuple(map(list_lengths, rests)))
 
 
@@ -78,9 +81,9 @@ def _unit(
 
 
 def _meta(leaf: Tensor) -> Tensor:
-    found = like_marked(torch.empty_like(leaf, device="meta", memory_format=torch.contiguous_format), leaf)
-    found.__dict__.pop(ORIGIN, None)  # a plan reads no values
-    return found
+    meta = like_marked(torch.empty_like(leaf, device="meta", memory_format=torch.contiguous_format), leaf)
+    meta.__dict__.pop(ORIGIN, None)  # a plan reads no values
+    return meta
 
 
 def _trained(leaves: list[Tensor]) -> list[int | None]:
@@ -94,11 +97,11 @@ def _offloaded(trained: list[int | None], parts: LeafMap, ratio: float) -> list[
     sizes: dict[int, int] = {}
     for piece in (piece for pieces in parts.shards_by_rank for piece in pieces):
         sizes[piece.tensor] = sizes.get(piece.tensor, 0) + piece.numel
-    wanted, so_far, found = ratio * sum(sizes.values()), 0, []
+    wanted, so_far, moved = ratio * sum(sizes.values()), 0, []
     for which in trained:
-        found.append(which is None or (so_far < wanted) or ratio == 1)
+        moved.append(which is None or (so_far < wanted) or ratio == 1)
         so_far += 0 if which is None else sizes.get(which, 0)
-    return found
+    return moved
 
 
 def _check(whole: Any, rests: list[Any]) -> None:
@@ -125,22 +128,22 @@ def initial_state(inner: Any, step: Step, params: Any, storage: Storage) -> Stat
     plan, contents = storage.plan, []
     first: State | None = None
     for unit, leaf in zip(plan.units, leaves, strict=True):
-        own = _UnitState(storage, unit)
+        unit_state = _UnitState(storage, unit)
         values = like_marked(values_of(leaf), leaf) if is_deferred(leaf) else leaf
         for piece in [LeafPiece(unit, 0, unit.numel)] if storage.on_paper else unit.pieces():
             seen = step.wrapped("piece", leaf_map=lambda *_, piece=piece: piece.leaf_map(plan.parts))
             state = inner(seen, [_values(piece, values)])
-            own.put(piece, tree.leaves(content(state, plan.slots)))
+            unit_state.put(piece, tree.leaves(content(state, plan.slots)))
             first = state if first is None else first
-        contents.append(tree.unflatten(unit.spec, own.done()))
+        contents.append(tree.unflatten(unit.spec, unit_state.done()))
     first = inner(step, params) if first is None else first
     state = assembled(first, first, contents, params=spec, slots=plan.slots, device=storage.device)
     return state.put(offload=OffloadSlot(storage))
 
 
 def _values(piece: LeafPiece, leaf: Tensor) -> Tensor:
-    own = leaf.detach() if piece.unit.whole else leaf.detach().reshape(-1)[piece.start : piece.stop]
-    return like_marked(own.cpu() if piece.unit.offloaded and not own.is_meta else own, leaf)
+    values = leaf.detach() if piece.unit.whole else leaf.detach().reshape(-1)[piece.start : piece.stop]
+    return like_marked(values.cpu() if piece.unit.offloaded and not values.is_meta else values, leaf)
 
 
 @attrs.define(eq=False)
@@ -158,9 +161,9 @@ class _UnitState:
             self.leaves = list(map(self._allocated, self.unit.tensors, leaves))
             written = [] if self.storage.on_paper else self.unit.on_disk()
             self.versions = {i: self.storage.version(self.unit, tensor) for i, tensor in written}
-        for own, tensor, leaf in zip(self.leaves, self.unit.tensors, leaves, strict=True):
+        for target, tensor, leaf in zip(self.leaves, self.unit.tensors, leaves, strict=True):
             if tensor is not None and tensor.place != "disk" and not self.unit.whole:
-                piece.of(tensor, own).copy_(leaf)
+                piece.of(tensor, target).copy_(leaf)
         writes = []
         for i, version in self.versions.items():
             room = self.storage.buffers[0].memory[self.storage.regions[self.unit.leaf][i]]

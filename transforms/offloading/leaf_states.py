@@ -80,17 +80,19 @@ def joined(rests: Sequence[Any], like: Any) -> Any:
     odd = next((other for _, other in flats if other != spec), None)
     if odd is not None:
         raise ValueError(f"the states of two leaves differ in structure: {spec} and {odd}")
-    nodes = [[x for found, _ in flats for x in found[place]] if _is_list(node) else node for place, node in enumerate(model)]
+    nodes = [
+        [x for skeleton, _ in flats for x in skeleton[place]] if _is_list(node) else node for place, node in enumerate(model)
+    ]
     return tree.unflatten(spec, nodes)
 
 
 def parted(rest: Any, rows: Sequence[Sequence[int | None]]) -> list[Any]:
     """The inverse of ``joined``: ``rows`` are the ``list_lengths`` of each leaf's state."""
-    found, spec = _skeleton(rest)
-    at = [0] * len(found)
+    skeleton, spec = _skeleton(rest)
+    at = [0] * len(skeleton)
     result = []
     for row in rows:
-        nodes = [node if count is None else node[i : i + count] for node, count, i in zip(found, row, at, strict=True)]
+        nodes = [node if count is None else node[i : i + count] for node, count, i in zip(skeleton, row, at, strict=True)]
         at = [i + (count or 0) for i, count in zip(at, row, strict=True)]
         result.append(tree.unflatten(spec, nodes))
     return result
@@ -109,10 +111,12 @@ def assembled(
 
     ``params`` is the structure of the params, ``slots`` names the slots that were split, ``device`` gets what is shared.
     """
-    rest = joined([found["rest"] for found in contents], on_device(without_leaves(beside_params(first, slots)), device))
+    rest = joined(
+        [leaf_state["rest"] for leaf_state in contents], on_device(without_leaves(beside_params(first, slots)), device)
+    )
     return tree.replace(
         base,
-        params=tree.unflatten(params, [found["params"][0] for found in contents]),
+        params=tree.unflatten(params, [leaf_state["params"][0] for leaf_state in contents]),
         optimizer=rest["optimizer"],
         step=on_device(first.step, device),
         slots={**base.slots, **rest["slots"]},

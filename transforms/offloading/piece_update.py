@@ -67,7 +67,7 @@ class PieceUpdate:
     def whole(self, leaves: list[list[Any]]) -> tuple[State, Metrics]:
         """The state after the update, and the metrics, from the leaves of each unit's content."""
         first, metrics = self.first()
-        contents = [tree.unflatten(unit.spec, own) for unit, own in zip(self.plan.units, leaves, strict=True)]
+        contents = [tree.unflatten(unit.spec, values) for unit, values in zip(self.plan.units, leaves, strict=True)]
         spec = flat(self.state.params)[1]
         state = assembled(self.state, first, contents, params=spec, slots=self.plan.slots, device=self.device)
         return state, on_device(metrics, self.device)

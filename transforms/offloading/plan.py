@@ -30,14 +30,14 @@ class StateTensor:
         shape: of the whole tensor.
         dtype: of the tensor.
         place: where it is between updates.
-        each: how many of its elements belong to one element of the param; 0 if it cannot be divided.
+        per_element: how many of its elements belong to one element of the param; 0 if it cannot be divided.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     place: Place
-    each: int
+    per_element: int
 
     @property
     def numel(self) -> int:
@@ -102,9 +102,9 @@ class OffloadedLeaf:
         """The bytes of one version of it: each piece begins a page."""
         if self.whole:
             return padded(tensor.nbytes)
-        count, left = divmod(self.numel, self.chunk)
-        each = tensor.each * tensor.dtype.itemsize
-        return count * padded(self.chunk * each) + padded(left * each)
+        count, rest = divmod(self.numel, self.chunk)
+        element_bytes = tensor.per_element * tensor.dtype.itemsize
+        return count * padded(self.chunk * element_bytes) + padded(rest * element_bytes)
 
 
 @attrs.frozen
@@ -117,7 +117,7 @@ class LeafPiece:
 
     def span(self, tensor: StateTensor) -> tuple[int, int]:
         """The range of its elements in a tensor."""
-        return (0, tensor.numel) if self.unit.whole else (self.start * tensor.each, self.stop * tensor.each)
+        return (0, tensor.numel) if self.unit.whole else (self.start * tensor.per_element, self.stop * tensor.per_element)
 
     def shape(self, tensor: StateTensor) -> tuple[int, ...]:
         """The shape of its elements in an update."""
@@ -186,10 +186,10 @@ def _empty(leaf: LeafSpec) -> LeafSpec:
 def tensor_specs(state: State, shape: tuple[int, ...], *, param: Place, rest: Place) -> tuple[StateTensor | None, ...]:
     """The tensors of the state of a single leaf of this shape; ``param`` is the leaf's place, ``rest`` the others'."""
     common = {id(node) for node in shared(beside_params(state, state.slots))}
-    found = tree.named(content(state, state.slots))
+    named = tree.named(content(state, state.slots))
     return tuple(
         None if id(leaf) in common else _tensor_spec(path, leaf, shape, rest if i else param)
-        for i, (path, leaf) in enumerate(found)
+        for i, (path, leaf) in enumerate(named)
     )
 
 
@@ -197,9 +197,9 @@ def _tensor_spec(path: str, leaf: Any, shape: tuple[int, ...], place: Place) -> 
     small = not isinstance(leaf, Tensor) or not (leaf.dim() and leaf.numel())
     if not isinstance(leaf, Tensor) or (small and not path.startswith("params")):
         return None
-    numel, own = math.prod(shape), tuple(leaf.shape)
-    each = leaf.numel() // numel if numel and own[: len(shape)] == shape else 0
-    return StateTensor(path, own, leaf.dtype, "device" if small and place == "disk" else place, each)
+    numel, leaf_shape = math.prod(shape), tuple(leaf.shape)
+    per_element = leaf.numel() // numel if numel and leaf_shape[: len(shape)] == shape else 0
+    return StateTensor(path, leaf_shape, leaf.dtype, "device" if small and place == "disk" else place, per_element)
 
 
 def chunk_of(tensors: Sequence[StateTensor | None], numel: int, *, room: int, staged: int) -> int:
@@ -211,8 +211,8 @@ def chunk_of(tensors: Sequence[StateTensor | None], numel: int, *, room: int, st
         room: bytes of the buffer.
         staged: bytes per element that the buffer needs in addition to what comes from disk.
     """
-    found = [tensor for tensor in tensors if tensor is not None]
-    if any(tensor.each == 0 for tensor in found):
+    present = [tensor for tensor in tensors if tensor is not None]
+    if any(tensor.per_element == 0 for tensor in present):
         return max(numel, 1)
-    each = staged + sum(tensor.each * tensor.dtype.itemsize for tensor in found if tensor.place == "disk")
-    return max(_GRAIN, room // max(each, 1) // _GRAIN * _GRAIN)
+    element_bytes = staged + sum(tensor.per_element * tensor.dtype.itemsize for tensor in present if tensor.place == "disk")
+    return max(_GRAIN, room // max(element_bytes, 1) // _GRAIN * _GRAIN)

@@ -54,8 +54,8 @@ class Prefetcher:
         begun, self._begun = self._begun, None
         started = begun[1] if begun is not None and begun[0]() is handle else handle.begin()
         self._guess(handle.name)
-        found: Tensor = handle.end(started)
-        return found
+        fetched: Tensor = handle.end(started)
+        return fetched
 
     def _guess(self, name: str) -> None:
         self._follows[self._last] = name

@@ -39,7 +39,7 @@ class Buffer:
     outgoing: CopyStream
     writes: "tuple[Future[int], ...]" = ()
     _arrived: Any = None  # on CUDA the event after the copies from the device
-    _left: Any = None  # on CUDA the event after the copies to the device
+    _copied_out: Any = None  # on CUDA the event after the copies to the device
 
     def tensor(self, region: slice, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
         """A region as a tensor of this dtype and shape."""
@@ -49,7 +49,7 @@ class Buffer:
         """Starts to copy tensors into regions."""
         if staged:
             pairs = [(self.tensor(region, source.dtype, source.shape), source) for region, source in staged]
-            self._arrived = self.incoming.copy(pairs, after=self._left)
+            self._arrived = self.incoming.copy(pairs, after=self._copied_out)
 
     def wait(self) -> None:
         """Waits for the copies."""
@@ -59,10 +59,10 @@ class Buffer:
 
     def copy_out(self, region: slice, value: Tensor, target: Tensor) -> None:
         """Starts to copy a value, through the region if it is elsewhere, to a target outside the buffer."""
-        own = self.tensor(region, value.dtype, value.shape)
-        if self.outgoing.overlaps and own.data_ptr() != value.data_ptr():
-            value = own.copy_(value)
-        self._left = self.outgoing.copy([(target.view(value.shape), value)])
+        staged = self.tensor(region, value.dtype, value.shape)
+        if self.outgoing.overlaps and staged.data_ptr() != value.data_ptr():
+            value = staged.copy_(value)
+        self._copied_out = self.outgoing.copy([(target.view(value.shape), value)])
 
 
 def regions_of(units: Iterable[OffloadedLeaf], *, files: bool, cuda: bool) -> dict[int, dict[int, slice]]:
@@ -98,11 +98,11 @@ def _staged_bytes(unit: OffloadedLeaf, *, files: bool, cuda: bool) -> dict[int, 
 
 
 def _consecutive(sizes: Mapping[int, int], start: int) -> dict[int, slice]:
-    found = {}
+    regions = {}
     for i, size in sizes.items():
-        found[i] = slice(start, start + padded(size))
+        regions[i] = slice(start, start + padded(size))
         start += padded(size)
-    return found
+    return regions
 
 
 @attrs.define(eq=False, repr=False)
@@ -163,7 +163,7 @@ class Storage:
         """
         if self.disk is None:
             raise RuntimeError(f"{tensor.path} of {unit.name}: this state has no files")
-        chunk = max(tensor.numel, 1) if unit.whole else unit.chunk * tensor.each
+        chunk = max(tensor.numel, 1) if unit.whole else unit.chunk * tensor.per_element
         file = self.disk.folder.files[unit.file(tensor)]
         return Version(torch.Size(tensor.shape), tensor.dtype, chunk, file, self.disk, self.prefetcher)
 

@@ -75,18 +75,18 @@ class Transaction:
 
     def grad(self, piece: LeafPiece) -> Tensor:
         """The piece's range of its gradient."""
-        found = self.grads[piece.unit.leaf]
-        return found if piece.unit.whole else found.view(-1)[piece.start : piece.stop]
+        grad = self.grads[piece.unit.leaf]
+        return grad if piece.unit.whole else grad.view(-1)[piece.start : piece.stop]
 
     def in_memory(self, piece: LeafPiece, i: int, tensor: StateTensor) -> Tensor:
         """The piece's range of a tensor in memory, leaf ``i`` of the content."""
         return piece.of(tensor, _values(self.old[piece.unit.leaf][i]))
 
-    def put(self, piece: LeafPiece, found: list[Any], buffer: Buffer) -> None:
+    def put(self, piece: LeafPiece, values: list[Any], buffer: Buffer) -> None:
         """Starts to store the new values of a piece, which may be in the buffer."""
         unit, regions = piece.unit, self.storage.regions[piece.unit.leaf]
         buffer.writes = tuple(write for write in buffer.writes if not write.done())
-        for i, (tensor, value) in enumerate(zip(unit.tensors, found, strict=True)):
+        for i, (tensor, value) in enumerate(zip(unit.tensors, values, strict=True)):
             if tensor is None:
                 self.new[unit.leaf][i] = self.new[unit.leaf][i] if piece.start else value
             elif tensor.place == "disk":
@@ -96,8 +96,8 @@ class Transaction:
                         buffer.writes = (*buffer.writes, write)
             elif i in regions:
                 buffer.copy_out(regions[i], value, piece.of(tensor, self._param(unit)))
-            elif not _begins_with(own := self.in_memory(piece, i, tensor), value):
-                own.copy_(value)
+            elif not _begins_with(current := self.in_memory(piece, i, tensor), value):
+                current.copy_(value)
 
     def _version(self, unit: OffloadedLeaf, i: int, tensor: StateTensor) -> Version:
         if (unit.leaf, i) not in self._versions:
@@ -140,13 +140,13 @@ class Transaction:
 
 
 def _values(leaf: Any) -> Tensor:
-    found: Tensor = leaf.host if isinstance(leaf, OnHost) else leaf
-    return found
+    tensor: Tensor = leaf.host if isinstance(leaf, OnHost) else leaf
+    return tensor
 
 
-def _begins_with(own: Tensor, value: Tensor) -> bool:
+def _begins_with(target: Tensor, value: Tensor) -> bool:
     """Whether both begin at the same address; tensors without values have none."""
-    places = [(storage_id(x), x.storage_offset() * x.element_size()) for x in (own, value)]
+    places = [(storage_id(x), x.storage_offset() * x.element_size()) for x in (target, value)]
     return places[0] == places[1]
 
 
@@ -222,14 +222,14 @@ class Update:
         self.storage.incoming.wait_for(self.storage.prefetcher.copies)
         todo = zip(pieces, cycle(buffers), strict=False)
         try:
-            fetching.extend(self._fetch(*each) for each in islice(todo, len(buffers)))
+            fetching.extend(self._fetch(*work) for work in islice(todo, len(buffers)))
             while fetching:
                 self._compute(fetching[0])
                 fetching.popleft()
-                fetching.extend(self._fetch(*each) for each in islice(todo, 1))
+                fetching.extend(self._fetch(*work) for work in islice(todo, 1))
         finally:
-            for left in fetching:  # after an error; the next update has the same buffers
-                for read in left.reads.values():
+            for pending in fetching:  # after an error; the next update has the same buffers
+                for read in pending.reads.values():
                     read.exception()
         with self._waiting():
             self.changes.finish_writes()
@@ -267,8 +267,8 @@ class Update:
         grad = self.changes.grad(piece)
         grad = buffer.tensor(regions[GRAD], grad.dtype, grad.shape) if GRAD in regions else grad
         content = tree.unflatten(piece.unit.spec, leaves)
-        found = self.inner.run(content, [grad], device=_HOST, leaf_map=piece.leaf_map)
-        self.changes.put(piece, found, buffer)
+        updated = self.inner.run(content, [grad], device=_HOST, leaf_map=piece.leaf_map)
+        self.changes.put(piece, updated, buffer)
 
     def _operand(self, piece: LeafPiece, i: int, buffer: Buffer) -> Any:
         """A leaf of the piece's content, in host memory."""

@@ -53,18 +53,18 @@ def entered(function: Any, given: Any) -> Any:
 
     ``given`` is a ``CutBatch`` or contains one. A batch that was not split is passed through.
     """
-    found: list[CutBatch] = []
+    pieces: list[CutBatch] = []
 
     def unwrap(node: Any) -> Any:
         if not isinstance(node, CutBatch):
             return node
-        found.append(node)
+        pieces.append(node)
         return node.batch
 
     plain = optree.tree_map(unwrap, given, is_leaf=lambda node: isinstance(node, CutBatch), namespace=tree.NAMESPACE)
-    if not found:
+    if not pieces:
         return function(given)
-    return with_axis(AXIS, attrs.evolve(found[0].axis, documents=found[0].documents), function)(plain)
+    return with_axis(AXIS, attrs.evolve(pieces[0].axis, documents=pieces[0].documents), function)(plain)
 
 
 @attrs.frozen(eq=False)
@@ -121,27 +121,27 @@ class BatchCut:
                 an expression matches no path; there is nothing to split.
         """
         named = [(path, leaf) for path, leaf in tree.named(batch) if isinstance(leaf, Tensor)]
-        found = {path: dim for path, leaf in named if (dim := self._dim(path, leaf)) is not None}
+        dims = {path: dim for path, leaf in named if (dim := self._dim(path, leaf)) is not None}
         self._check_patterns(dict(named))
-        if not found:
+        if not dims:
             paths = ", ".join(repr(path) for path, _ in named) or "none"
             raise ValueError(
                 f"batch: no leaf is known to be a sequence (the tensors are {paths}); name them: dims={{'tokens': 1}}"
             )
-        lengths = {path: leaf.shape[found[path]] for path, leaf in named if path in found}
+        lengths = {path: leaf.shape[dims[path]] for path, leaf in named if path in dims}
         length = next(iter(lengths.values()))
         for path, leaf in named:
             if lengths.get(path, length) != length:
                 raise ValueError(
-                    f"batch: the leaf at {path!r} has {lengths[path]} positions along dim {found[path]}, and "
+                    f"batch: the leaf at {path!r} has {lengths[path]} positions along dim {dims[path]}, and "
                     f"{next(iter(lengths))!r} has {length}; all leaves that are cut have the same"
                 )
-            if self.dims is None and path not in found and length in leaf.shape[1:]:
+            if self.dims is None and path not in dims and length in leaf.shape[1:]:
                 raise ValueError(
                     f"batch: the leaf at {path!r} of shape {list(leaf.shape)} has a dim of the sequence's length {length}, and "
                     "no rule says whether it is cut; pass dims=, from paths to the dim that is cut, or None for a whole leaf"
                 )
-        return found
+        return dims
 
     def _dim(self, path: str, leaf: Tensor) -> int | None:
         if isinstance(self.dims, int):
@@ -212,34 +212,34 @@ class BatchCut:
             return leaf.index_select(dims[path], positions)
 
         leaves = [piece(path, leaf) for path, leaf in tree.named(batch)]
-        own = tree.unflatten(tree.structure(batch), leaves)
-        if isinstance(own, Mapping) and "position_ids" not in own and ("input_ids" in own or "inputs_embeds" in own):
+        local = tree.unflatten(tree.structure(batch), leaves)
+        if isinstance(local, Mapping) and "position_ids" not in local and ("input_ids" in local or "inputs_embeds" in local):
             # [1, positions]: one row for all; padding gets the last position, which every table of positions has
-            own = {**own, "position_ids": positions.clamp(max=length - 1)[None]}
-        return CutBatch(own, documents, axis)
+            local = {**local, "position_ids": positions.clamp(max=length - 1)[None]}
+        return CutBatch(local, documents, axis)
 
     def _documents(self, named: Mapping[str, Tensor], axis: SequenceAxis, length: int) -> Tensor | None:
         """The documents of the whole sequence; padding belongs to none."""
         by_name = {path.rpartition(".")[2]: leaf for path, leaf in named.items()}
-        mask, given, found = (by_name.get(name) for name in ("attention_mask", "position_ids", "documents"))
+        mask, given, documents = (by_name.get(name) for name in ("attention_mask", "position_ids", "documents"))
         if mask is not None and mask.device.type == "cpu" and self.whole and bool((mask != 0).all()):
             mask, given = None, None  # it masks nothing, and attention without a mask is faster
         if mask is not None:
             given = None  # as in transformers: positions mark documents only where there is no mask
         if not self.whole:
-            mask, given, found = (None if leaf is None else _gathered(leaf, axis) for leaf in (mask, given, found))
-        if found is None:
-            found = documents_of(mask, position_ids=given)
+            mask, given, documents = (None if leaf is None else _gathered(leaf, axis) for leaf in (mask, given, documents))
+        if documents is None:
+            documents = documents_of(mask, position_ids=given)
         elif mask is not None:  # both: documents with padding
-            found = torch.where(mask == 0, -1, found)
+            documents = torch.where(mask == 0, -1, documents)
         missing = axis.length - length
-        by_layout = found is None and axis.layout.documents is not None  # the padding is a document of the layout
+        by_layout = documents is None and axis.layout.documents is not None  # the padding is a document of the layout
         if missing and not by_layout:
-            if found is None:
+            if documents is None:
                 some = next(iter(named.values()))
-                found = torch.zeros(1, length, dtype=torch.int64, device=some.device)
-            found = F.pad(found, (0, missing), value=-1)
-        return found
+                documents = torch.zeros(1, length, dtype=torch.int64, device=some.device)
+            documents = F.pad(documents, (0, missing), value=-1)
+        return documents
 
 
 def _gathered(piece: Tensor, axis: SequenceAxis) -> Tensor:

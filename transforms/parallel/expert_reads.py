@@ -26,13 +26,13 @@ def read_alone(
         group = getattr(node, "group", None)
         if isinstance(group, comm.Group) and set(ep.ranks) <= set(group.ranks):
             continue
-        for each, output in node.next_functions:
-            if each is None:
+        for next_node, output in node.next_functions:
+            if next_node is None:
                 continue
-            path = path_of(each, output)
+            path = path_of(next_node, output)
             if path is not None and matches(path):
                 return path
-            if each not in seen:
-                seen.add(each)
-                todo.append(each)
+            if next_node not in seen:
+                seen.add(next_node)
+                todo.append(next_node)
     return None

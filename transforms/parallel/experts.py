@@ -180,9 +180,9 @@ class Experts:
         number = re.compile(r"(?<![^.])\d+(?=\.|$)")
         for path, leaf in named:
             hit = re.search(self.pattern, path)
-            found = None if hit is None or _owner_of(leaf)[0] is not None else number.search(path, hit.start())
-            if found is not None:
-                lists.setdefault(path[: found.start()].removesuffix("."), []).append((path, leaf))
+            digits = None if hit is None or _owner_of(leaf)[0] is not None else number.search(path, hit.start())
+            if digits is not None:
+                lists.setdefault(path[: digits.start()].removesuffix("."), []).append((path, leaf))
         for name, leaves in lists.items():
             if self.ep.size > 1 and max(leaf.dim() for _, leaf in leaves) < 3:
                 path, leaf = leaves[0]
@@ -203,7 +203,7 @@ class Experts:
             )
         if owner is not None:
             self._of_modules.add(path)
-        matrices = stacked or owner is None or max(each.dim() for each in owner.parameters(recurse=False)) > 2
+        matrices = stacked or owner is None or max(parameter.dim() for parameter in owner.parameters(recurse=False)) > 2
         if len(shape) < 3 and not matrices:
             raise ValueError(
                 f"pattern: {path!r} of shape {shape} belongs to a {type(owner).__name__} without a stack of matrices "
@@ -217,20 +217,20 @@ class Experts:
             )
         if any(cut.dim == 0 for cut in slices_of(leaf)):
             raise ValueError(f"pattern: {path!r} of shape {shape} is cut along dim 0 already; let one transform cut it")
-        found = sliced(leaf, LeafSlice.even(0, shape[0], n, self.ep.rank))
-        return mark_sharers(found, self.blocks)
+        piece = sliced(leaf, LeafSlice.even(0, shape[0], n, self.ep.rank))
+        return mark_sharers(piece, self.blocks)
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, with the experts of all ranks."""
-        found = inner(step, state)
+        params = inner(step, state)
 
         def whole(path: str, leaf: Tensor) -> Tensor:
             if not self._matches(path):
                 return leaf
-            found = like_marked(comm.all_gather(leaf.detach(), self.ep), leaf)
-            return mark_sharers(mark_slices(found, tuple(cut for cut in slices_of(leaf) if cut.dim)), None)
+            gathered = like_marked(comm.all_gather(leaf.detach(), self.ep), leaf)
+            return mark_sharers(mark_slices(gathered, tuple(cut for cut in slices_of(leaf) if cut.dim)), None)
 
-        return tree.unflatten(tree.structure(found), [whole(path, leaf) for path, leaf in tree.named(found)])
+        return tree.unflatten(tree.structure(params), [whole(path, leaf) for path, leaf in tree.named(params)])
 
     # -- guards --------------------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ def _owner_of(leaf: Tensor) -> tuple[nn.Module | None, bool]:
     module: nn.Module = known[0].module
     parts = known[1].split(".")[:-1]
     owners = [module.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]
-    return owners[-1], any(isinstance(each, StackedExperts) for each in owners)
+    return owners[-1], any(isinstance(owner, StackedExperts) for owner in owners)
 
 
 experts = Experts

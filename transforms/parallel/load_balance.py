@@ -125,28 +125,28 @@ class _Balance:
     def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
         """The function, run with an ``axis("balance")`` that has the biases and collects the demands."""
         counting: Demands | None = state.slots["balance"].counting
-        found = Demands()
+        demands = Demands()
 
         def counted(given: Any) -> Any:
             result = function(given)  # which may fail and run again from the start
             if counting is not None and backward_pass() < 0:  # a recomputation does not count again
-                counting.take(found)
+                counting.take(demands)
             return result
 
-        return inner(step, state, with_axis("balance", RouterBiases(self._biases(state), found), counted), batch)
+        return inner(step, state, with_axis("balance", RouterBiases(self._biases(state), demands), counted), batch)
 
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
         """The inner gradients; adds this micro-batch's demands to the earlier ones."""
         slot: Balanced = state.slots["balance"]
-        found = Demands(dict(slot.demand))
-        state, grads, metrics = inner(step, state.put(balance=tree.replace(slot, counting=found)), batch, carry, last)
+        demands = Demands(dict(slot.demand))
+        state, grads, metrics = inner(step, state.put(balance=tree.replace(slot, counting=demands)), batch, carry, last)
         biases = self._biases(state)
         if state.batch is None and not state.step.is_meta and not step.has(AxisRole.STAGES):
-            self._check_counted(biases, found.by_router)
+            self._check_counted(biases, demands.by_router)
         none = {name: torch.zeros_like(bias, dtype=torch.int64) for name, bias in biases.items()}
-        return state.put(balance=tree.replace(slot, demand=none | found.by_router)), grads, metrics
+        return state.put(balance=tree.replace(slot, demand=none | demands.by_router)), grads, metrics
 
     def _check_counted(self, biases: Mapping[str, Tensor], counted: Mapping[str, Tensor]) -> None:
         missing = biases.keys() - counted.keys()
@@ -178,8 +178,8 @@ class _Balance:
         if not isinstance(self.routers, str):
             return state.slots["balance"].bias  # type: ignore[no-any-return]
         held, pattern = state.slots.get(BUFFERS), self.routers
-        found = held.values.items() if isinstance(held, Buffers) else ()
-        named = ((f"{key}.{name}" if key else name, buffer) for key, values in found for name, buffer in values.items())
+        by_module = held.values.items() if isinstance(held, Buffers) else ()
+        named = ((f"{key}.{name}" if key else name, buffer) for key, values in by_module for name, buffer in values.items())
         return {name: buffer for name, buffer in named if buffer is not None and re.search(pattern, name)}
 
     def _with_biases(self, state: State, biases: Mapping[str, Tensor]) -> State:

@@ -43,8 +43,8 @@ def check_order(
     for wide in _precisions(state):
         (one, other), eps = _losses(step, state, two, wide)
         slack = max(1e-5, 2 * eps) * one.sum.abs() + max(3e-7, eps) * one.weight
-        own = [(one.sum - other.sum).abs(), one.sum.abs(), slack, has_zeros(step, state)]
-        change, size, slack, zeros = _over_ranks(step, state, own)
+        numbers = [(one.sum - other.sum).abs(), one.sum.abs(), slack, has_zeros(step, state)]
+        change, size, slack, zeros = _over_ranks(step, state, numbers)
         if zeros:
             state.graphs.is_new(ZEROS)
         if IN_ORDER in state.graphs.kinds or (not change > slack and (wide or _SUMMED_WIDE not in state.graphs.kinds)):
@@ -74,13 +74,13 @@ def check_sum(
     three = in_halves(piece, dims)
     for wide in _precisions(state):
         with comm.ledger() as book:
-            found, eps = _losses(step, state, three, wide)
-        whole, first, second = (each.sum for each in found)
+            losses, eps = _losses(step, state, three, wide)
+        whole, first, second = (loss.sum for loss in losses)
         change, size = (first + second - 2 * whole).abs(), first.abs() + second.abs() + 2 * whole.abs()
         slack = max(1e-5, 4 * torch.finfo(whole.dtype).eps, 2 * eps) * size
         roles = {row.traffic.role for row in book.rows if set(group.ranks) <= set(row.ranks) and "/" not in row.group}
-        own = [(change - slack).clamp(min=0), change, size, not roles <= {"exchange", "gather"}]
-        over, by, of, reduces = _over_ranks(step, state, own)
+        numbers = [(change - slack).clamp(min=0), change, size, not roles <= {"exchange", "gather"}]
+        over, by, of, reduces = _over_ranks(step, state, numbers)
         if reduces or not over > 0 or IN_ORDER in state.graphs.kinds:
             return
     closer()
@@ -102,19 +102,19 @@ def _losses(step: Step, state: State, pieces: Any, wide: bool) -> tuple[list[Wei
     before, sums = RngState.now(), WideSums()
     try:
         with sums if wide else nullcontext():
-            found = [step.phases["measure"](step, state, each)["loss"] for each in pieces]
+            losses = [step.phases["measure"](step, state, piece)["loss"] for piece in pieces]
     finally:
         before.restore()
-    return found, sums.eps
+    return losses, sums.eps
 
 
-def _over_ranks(step: Step, state: State, own: list[Any]) -> list[float]:
+def _over_ranks(step: Step, state: State, values: list[Any]) -> list[float]:
     """The sums of numbers over the ranks, which agree on what some of them has noted of the loss: of a stage, say."""
     notes = {IN_ORDER: IN_ORDER, HALF: _SUMMED_WIDE}  # what a rank has noted, and what all note then
     device, here = state.step.device, [note in state.graphs.kinds for note in notes]
-    numbers = [torch.as_tensor(each, device=device, dtype=torch.float64) for each in (*own, *here)]
+    numbers = [torch.as_tensor(value, device=device, dtype=torch.float64) for value in (*values, *here)]
     sums: list[float] = step.sum_over_ranks(state, torch.stack(numbers)).tolist()
-    for count, note in zip(sums[len(own) :], notes.values(), strict=True):
+    for count, note in zip(sums[len(values) :], notes.values(), strict=True):
         if count:
             state.graphs.is_new(note)
-    return sums[: len(own)]
+    return sums[: len(values)]

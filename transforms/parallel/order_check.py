@@ -41,10 +41,10 @@ def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch,
         numbers[:, :fours] = torch.where(near, pairs, four).view(ranks, -1)
 
     def whole(by_rank: Tensor, like: Tensor | None) -> Tensor:
-        found = torch.empty(1, axis.length, dtype=torch.int64)
-        found[0, held.flatten()] = by_rank.flatten()
+        by_position = torch.empty(1, axis.length, dtype=torch.int64)
+        by_position[0, held.flatten()] = by_rank.flatten()
         device = next(leaf.device for leaf in tree.leaves(piece.batch) if isinstance(leaf, Tensor))
-        return found.to(device) if like is None else found.to(device).where(like >= 0, -1)
+        return by_position.to(device) if like is None else by_position.to(device).where(like >= 0, -1)
 
     def at(documents: Tensor | None) -> Tensor | None:
         """The documents with the tokens in their new places."""
@@ -101,4 +101,4 @@ def has_zeros(step: Step, state: State) -> bool:
     """Whether this rank's part of some matrix is zeros."""
     leaf_map = step.leaf_map(state)
     parts = zip(leaf_map.shards, leaf_map.views(step.trained(state)), strict=True)
-    return any(len(leaf_map.leaves[part.leaf].shape) > 1 and part.numel and not own.any() for part, own in parts)
+    return any(len(leaf_map.leaves[part.leaf].shape) > 1 and part.numel and not view.any() for part, view in parts)

@@ -99,8 +99,8 @@ def sequence(
     >>> comm.simulate(program, world_size=1) == comm.simulate(program, world_size=4)[:1] == [20.0]
     True
     """
-    found = layout if callable(layout) else SequenceLayout.of(layout)
-    return _SequenceParallel(Axis(group, AxisRole.SEQUENCE), found, BatchCut(dims, shift, pad, whole), tokenwise).transform()
+    chosen = layout if callable(layout) else SequenceLayout.of(layout)
+    return _SequenceParallel(Axis(group, AxisRole.SEQUENCE), chosen, BatchCut(dims, shift, pad, whole), tokenwise).transform()
 
 
 @attrs.frozen(eq=False)
@@ -211,21 +211,21 @@ class _SequenceParallel:
         Raises:
             ValueError: ranks have different layouts, lengths or leaves, or, where they get whole batches, different values.
         """
-        kind = (group, layout, tuple((path, tuple(leaf.shape)) for path, leaf in pieces.items()))
-        if kind in self.agreed or not self.mesh_axis.compares or any(x.is_meta for x in pieces.values()):
+        signature = (group, layout, tuple((path, tuple(leaf.shape)) for path, leaf in pieces.items()))
+        if signature in self.agreed or not self.mesh_axis.compares or any(x.is_meta for x in pieces.values()):
             return
         prints = fingerprints([leaf.contiguous().flatten() for leaf in pieces.values()]) if self.rules.whole else None
         shapes = {path: list(leaf.shape) for path, leaf in pieces.items()}
         told = comm.all_gather_object((layout, length, shapes, prints), group.channel("control"))
         first = told[0]
         for what, place in (("layout", 0), ("length", 1), ("leaves", 2)):
-            if any(each[place] != first[place] for each in told):
-                listed = ", ".join(f"rank {rank} {each[place]}" for rank, each in zip(group.ranks, told, strict=True))
+            if any(theirs[place] != first[place] for theirs in told):
+                listed = ", ".join(f"rank {rank} {theirs[place]}" for rank, theirs in zip(group.ranks, told, strict=True))
                 raise ValueError(
                     f"{self}: the ranks of group {group.name!r} have different sequences: {what}: {listed}; they share "
                     "sequences, so give them the same layout and batches of the same shape"
                 )
-        odd = [rank for rank, each in zip(group.ranks, told, strict=True) if each[3] != first[3]]
+        odd = [rank for rank, theirs in zip(group.ranks, told, strict=True) if theirs[3] != first[3]]
         if odd:
             raise ValueError(
                 f"{self}: ranks {odd} of group {group.name!r} have another batch than rank {group.ranks[0]}; ranks that share "
@@ -233,7 +233,7 @@ class _SequenceParallel:
             )
         if len(self.agreed) >= _KINDS:  # on all ranks at once
             self.agreed.clear()
-        self.agreed.add(kind)
+        self.agreed.add(signature)
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 

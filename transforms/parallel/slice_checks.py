@@ -23,8 +23,8 @@ def check_batch(batch: Any, group: comm.Group) -> None:
     """Raises an error for batches that differ over the group, before the first step."""
     known = [x.detach().flatten() for x in tree.leaves(batch) if isinstance(x, Tensor) and x.layout == torch.strided]
     if known and not any(x.is_meta for x in known):
-        own = torch.tensor(fingerprints(known), device=group.world.device)
-        told = comm.all_gather(own, group.channel("control"), tiled=False)
+        prints = torch.tensor(fingerprints(known), device=group.world.device)
+        told = comm.all_gather(prints, group.channel("control"), tiled=False)
         others = [rank for rank, row in enumerate(told) if not torch.equal(row, told[0])]
         if others:
             raise ValueError(
@@ -40,26 +40,26 @@ def declared_batch(batch: T, group: comm.Group) -> T:
     return batch
 
 
-def declared_loss(found: T, group: comm.Group) -> T:
+def declared_loss(output: T, group: comm.Group) -> T:
     """The loss, declared equal on all ranks, which differentiate it alike."""
-    loss = found[0] if isinstance(found, tuple) and found else found
+    loss = output[0] if isinstance(output, tuple) and output else output
     parts = [loss.sum, loss.weight] if isinstance(loss, Weighted) else [loss]
     comm.invariant([x for x in parts if isinstance(x, Tensor) and x.numel() == 1], group)
-    return found
+    return output
 
 
-def check_loss(found: Any, group: comm.Group) -> None:
+def check_loss(output: Any, group: comm.Group) -> None:
     """Raises an error for losses that differ over the group, in the first pass.
 
     Raises:
         ValueError: on all ranks.
     """
-    loss = found[0] if isinstance(found, tuple) and found else found
+    loss = output[0] if isinstance(output, tuple) and output else output
     parts = [loss.sum, loss.weight] if isinstance(loss, Weighted) else [loss]
     if any(isinstance(x, Tensor) and (x.is_meta or x.numel() != 1) for x in parts):
         return
-    own = [float(x.detach() if isinstance(x, Tensor) else x) for x in parts]
-    rows = _told(own, group)
+    numbers = [float(x.detach() if isinstance(x, Tensor) else x) for x in parts]
+    rows = _told(numbers, group)
     others = [rank for rank, row in enumerate(rows) if not all(map(_close, row, rows[0]))]
     if others:
         raise ValueError(
@@ -165,17 +165,17 @@ def _gradients_told(
 ) -> Iterator[tuple[str, list[list[float]]]]:
     """For each leaf that this rank has a part of, three statistics of its gradient on every rank."""
     shards = [shard for shard in parts.shards if parts.leaves[shard.leaf].path in paths and shard.numel]
-    own: list[float] = []
+    statistics: list[float] = []
     for shard in shards:
         grad = grads[shard.tensor].detach()
         if grad.is_meta:
             return
         flat = (torch.view_as_real(grad) if grad.is_complex() else grad).reshape(-1)
         lanes = 2 if grad.is_complex() else 1
-        own += told_apart(flat[shard.start * lanes : (shard.start + shard.numel) * lanes])
+        statistics += told_apart(flat[shard.start * lanes : (shard.start + shard.numel) * lanes])
     if not shards:
         return
-    rows = _told(own, group)
+    rows = _told(statistics, group)
     for place, shard in enumerate(shards):
         yield parts.leaves[shard.leaf].path, [row[3 * place : 3 * place + 3] for row in rows]
 
@@ -184,8 +184,8 @@ def _alike(one: Sequence[float], other: Sequence[float], bound: float) -> bool:
     return max(abs(a - b) for a, b in zip(one, other, strict=True)) <= bound * max(one[0], other[0])
 
 
-def _told(own: Sequence[float], group: comm.Group) -> list[list[float]]:
-    mine = torch.tensor(own, dtype=torch.float64, device=group.world.device)
+def _told(numbers: Sequence[float], group: comm.Group) -> list[list[float]]:
+    mine = torch.tensor(numbers, dtype=torch.float64, device=group.world.device)
     return comm.all_gather(mine, group.channel("control"), tiled=False).tolist()
 
 

@@ -57,12 +57,12 @@ def traced(trace: TracebackType | None) -> Iterator[tuple[Path, nn.Module | None
 
 def _text(modules: list[nn.Module], slices: Mapping[str, LeafSlice], group: comm.Group, error: Exception) -> str:
     names = {id(module): path for path, module in modules[0].named_modules(remove_duplicate=False)}
-    failed = next((each for each in reversed(modules) if any(each.children())), modules[-1])  # containers of layers
+    failed = next((module for module in reversed(modules) if any(module.children())), modules[-1])  # containers of layers
     path, here = names.get(id(modules[-1]), ""), names.get(id(failed), "")
     cut = []
     for name, module in failed.named_modules():
         for key, leaf in parameters_of(module).items():
-            whole = [slices[each].size for each in slices if each.endswith(".".join(filter(None, (here, name, key))))]
+            whole = [slices[sliced].size for sliced in slices if sliced.endswith(".".join(filter(None, (here, name, key))))]
             if leaf is not None and whole:
                 cut.append(f"{'.'.join(filter(None, (name, key)))} {list(leaf.shape)} of {whole[0]}")
     numbers = [
@@ -82,13 +82,13 @@ def _text(modules: list[nn.Module], slices: Mapping[str, LeafSlice], group: comm
 
 def _advice(path: str, module: nn.Module) -> str:
     """What the plan can say of the module that failed."""
-    kind = type(module).__name__
+    layer = type(module).__name__
     if isinstance(module, nn.GroupNorm):
         leaves = "".join(f"'{path}.{key}': 0, " for key, leaf in parameters_of(module).items() if leaf is not None)
-        return f"of a {kind} cut the params and count the groups of each rank, {{{leaves}'{path}.num_groups': 'local'}}"
+        return f"of a {layer} cut the params and count the groups of each rank, {{{leaves}'{path}.num_groups': 'local'}}"
     whole = "say 'colwise_gather_output' for the layer before it and 'rowwise_split_input' for the one after it"
     if getattr(module, "running_mean", None) is not None:
-        return f"the running statistics of a {kind} are buffers, which stay whole: {whole}"
+        return f"the running statistics of a {layer} are buffers, which stay whole: {whole}"
     if hasattr(module, "normalized_shape"):
-        return f"{kind} needs all features of its input: {whole}"
+        return f"{layer} needs all features of its input: {whole}"
     return "a leaf that acts on each feature alone is cut by its dim, {'scale': 0}, and a norm needs all features"

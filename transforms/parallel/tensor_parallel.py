@@ -196,7 +196,7 @@ class _TensorParallel:
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, gathered from the slices."""
-        group, found, slices = self.axis.ranks(), inner(step, state), _cuts(state).slices
+        group, params, slices = self.axis.ranks(), inner(step, state), _cuts(state).slices
 
         def whole(path: str, leaf: Tensor) -> Tensor:
             cut = slices.get(path)
@@ -206,7 +206,7 @@ class _TensorParallel:
             others = tuple(other for other in slices_of(leaf) if other.dim != cut.dim)
             return mark_slices(like_marked(cut.whole(list(rows.unbind())), leaf), others)
 
-        return tree.unflatten(tree.structure(found), [whole(path, leaf) for path, leaf in tree.named(found)])
+        return tree.unflatten(tree.structure(params), [whole(path, leaf) for path, leaf in tree.named(params)])
 
     # -- how the loss runs -------------------------------------------------------------------------------------------------
 
@@ -311,19 +311,19 @@ class _TensorParallel:
         """
         group = self.axis.ranks()
         if group.size > 1 and state.graphs.is_new("partial gradients over tp"):
-            found = check_partial_gradients(step.leaf_map(state), grads.sum, _cuts(state), group)
-            _note(state, "partial gradients over tp", found)
+            compared = check_partial_gradients(step.leaf_map(state), grads.sum, _cuts(state), group)
+            _note(state, "partial gradients over tp", compared)
         after, grads = inner(step, state, grads)
         if group.size > 1 and not step.has(AxisRole.STAGES) and state.graphs.is_new("gradients over tp"):
-            found = check_whole_gradients(step.leaf_map(after), grads.sum, _cuts(after).slices.keys(), group)
-            _note(state, "gradients over tp", found)
+            compared = check_whole_gradients(step.leaf_map(after), grads.sum, _cuts(after).slices.keys(), group)
+            _note(state, "gradients over tp", compared)
         return after, grads
 
 
-def _note(state: State, kind: str, compared: Compared) -> None:
+def _note(state: State, name: str, compared: Compared) -> None:
     """Has the next step compare again if this one has overflown, and one step more if a leaf's gradients were zeros."""
-    if not compared.finite or (compared.zeros and state.graphs.is_new(f"{kind}, zeros")):
-        state.graphs.kinds.discard(kind)
+    if not compared.finite or (compared.zeros and state.graphs.is_new(f"{name}, zeros")):
+        state.graphs.kinds.discard(name)
 
 
 def _cuts(state: State) -> Cuts:
@@ -370,9 +370,9 @@ def _check_axes(group: comm.Group, parts: LeafMap) -> None:
 
 def _sum_shards(parts: LeafMap, grads: Sequence[Tensor], paths: Collection[str], group: comm.Group) -> None:
     """Sums the gradients of some leaves over the ranks of a group, which hold the same shards of them."""
-    own = [_piece(grads, shard) for shard in parts.shards if parts.leaves[shard.leaf].path in paths]
-    if own and group.size > 1:
-        for piece, total in zip(own, comm.all_reduce(own, group), strict=True):
+    pieces = [_piece(grads, shard) for shard in parts.shards if parts.leaves[shard.leaf].path in paths]
+    if pieces and group.size > 1:
+        for piece, total in zip(pieces, comm.all_reduce(pieces, group), strict=True):
             piece.copy_(total)
 
 

@@ -37,22 +37,22 @@ class WideSums(TorchFunctionMode):
         """The function, or, for a scalar sum in half precision, the same in fp32."""
         given = dict(kwargs or {})
         if given.get("reduction") == "sum":
-            each = func(*args, **{**given, "reduction": "none"})
-            return each.sum(dtype=torch.float32) if each.dtype in HALF else func(*args, **given)
-        found = func(*args, **given)
-        if isinstance(found, Tensor) and found.dim() == 0 and found.dtype in HALF and _is_reduced(args):
+            losses = func(*args, **{**given, "reduction": "none"})
+            return losses.sum(dtype=torch.float32) if losses.dtype in HALF else func(*args, **given)
+        value = func(*args, **given)
+        if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in HALF and _is_reduced(args):
             if func in _SUMS:
                 return func(*args, **{**given, "dtype": torch.float32})
-            self.eps = max(self.eps, torch.finfo(found.dtype).eps)
-        return found
+            self.eps = max(self.eps, torch.finfo(value.dtype).eps)
+        return value
 
 
 def _is_reduced(args: tuple[Any, ...]) -> bool:
     return any(isinstance(x, Tensor) and x.dtype in HALF and x.numel() > 1 for x in tree.leaves(args))
 
 
-def is_half(found: Any) -> bool:
+def is_half(output: Any) -> bool:
     """Whether what a loss function returned is in half precision."""
-    value = found[0] if isinstance(found, tuple) and found else found
+    value = output[0] if isinstance(output, tuple) and output else output
     total = value.sum if isinstance(value, Weighted) else value
     return isinstance(total, Tensor) and total.dtype in HALF

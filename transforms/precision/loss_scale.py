@@ -185,13 +185,13 @@ class DynamicScale(_Scaling):
         return tree.replace(self, value=value, run=torch.where(grows, 0, run), patience=patience)
 
 
-def _positive(kind: type, **numbers: float) -> None:
+def _positive(scale: type, **numbers: float) -> None:
     for name, number in numbers.items():
         if not number > 0:
-            raise ValueError(f"{kind.__name__}: {name}={number} must be positive")
+            raise ValueError(f"{scale.__name__}: {name}={number} must be positive")
 
 
-def _finite(kind: type, **numbers: float) -> None:
+def _finite(scale: type, **numbers: float) -> None:
     for name, number in numbers.items():
         if not math.isfinite(number):
-            raise ValueError(f"{kind.__name__}: {name}={number} must be finite")
+            raise ValueError(f"{scale.__name__}: {name}={number} must be finite")

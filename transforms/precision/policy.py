@@ -22,8 +22,8 @@ _FIELDS = ("params", "compute", "output", "reduce")
 _PATTERN = frozenset("*?[.")  # a key with one of these is a path pattern
 
 
-def _rules(found: Any) -> tuple[tuple[Where, torch.dtype], ...]:
-    return tuple(found.items()) if isinstance(found, Mapping) else tuple(found)
+def _rules(given: Any) -> tuple[tuple[Where, torch.dtype], ...]:
+    return tuple(given.items()) if isinstance(given, Mapping) else tuple(given)
 
 
 @attrs.frozen
@@ -92,8 +92,8 @@ class Policy:
         return Policy(**given, exceptions=rules)
 
     def __str__(self) -> str:
-        found = [(name, getattr(self, name)) for name in _FIELDS] + list(self.exceptions)
-        return ",".join(f"{getattr(key, '__name__', key)}={_WORDS[dtype]}" for key, dtype in found)
+        rules = [(name, getattr(self, name)) for name in _FIELDS] + list(self.exceptions)
+        return ",".join(f"{getattr(key, '__name__', key)}={_WORDS[dtype]}" for key, dtype in rules)
 
     @property
     def masters(self) -> bool:
@@ -152,10 +152,10 @@ def _fits(where: Where, path: str) -> bool:
 
 
 def _dtype(word: str, text: str) -> torch.dtype:
-    found = _DTYPES.get(_ALIASES.get(word, word))
-    if found is None:
+    dtype = _DTYPES.get(_ALIASES.get(word, word))
+    if dtype is None:
         raise ValueError(f"policy={text!r} is unknown: {word!r} names no dtype; {_nearest(word, [*_DTYPES, *_ALIASES])}")
-    return found
+    return dtype
 
 
 def _nearest(word: str, words: Any) -> str:

@@ -50,16 +50,16 @@ class Draws:
 
     def for_param(self, which: int, like: Tensor, name: str = "param") -> Tensor:
         """The numbers for the optimizer's ``which``-th tensor; zero for padding."""
-        found = torch.zeros(like.shape, device=like.device)
+        numbers = torch.zeros(like.shape, device=like.device)
         for piece in self.parts.shards:
             if piece.tensor == which:
-                own = found.view(-1)[piece.start : piece.start + piece.numel]
+                part = numbers.view(-1)[piece.start : piece.start + piece.numel]
                 leaf = self.parts.leaves[piece.leaf]
                 if leaf.region.ranges:
-                    self._fill_slice(own, f"{name} of {leaf.path}", piece.offset, leaf.region)
+                    self._fill_slice(part, f"{name} of {leaf.path}", piece.offset, leaf.region)
                 else:
-                    self._fill(own, f"{name} of {leaf.path}", piece.offset)
-        return found
+                    self._fill(part, f"{name} of {leaf.path}", piece.offset)
+        return numbers
 
     def for_state(self, path: str, like: Tensor) -> Tensor:
         """The numbers for a tensor of the optimizer's state: as for its param, if its path is a name and the param's number.
@@ -69,27 +69,27 @@ class Draws:
         name, _, last = path.partition(".")
         if last.isdecimal() and self._fits(int(last), like):
             return self.for_param(int(last), like, name)
-        found = torch.zeros(like.shape, device=like.device)
-        self._fill(found.view(-1), path, 0)
-        return found
+        numbers = torch.zeros(like.shape, device=like.device)
+        self._fill(numbers.view(-1), path, 0)
+        return numbers
 
     def _fits(self, which: int, like: Tensor) -> bool:
         return all(piece.start + piece.numel <= like.numel() for piece in self.parts.shards if piece.tensor == which)
 
-    def _fill_slice(self, own: Tensor, name: str, offset: int, region: LeafRegion) -> None:
+    def _fill_slice(self, out: Tensor, name: str, offset: int, region: LeafRegion) -> None:
         shape, key = grouped(region.shape, region.dims), Key(self.key.seed, self.key.step, torch.zeros_like(self.key.step))
-        for start in range(offset, offset + own.numel(), _CHUNK):
-            for box in region.boxes(start, min(start + _CHUNK, offset + own.numel()), region.dims):
+        for start in range(offset, offset + out.numel(), _CHUNK):
+            for box in region.boxes(start, min(start + _CHUNK, offset + out.numel()), region.dims):
                 there = box.in_whole(shape)
-                at = torch.full((), there.place, dtype=torch.int64, device=own.device)
+                at = torch.full((), there.place, dtype=torch.int64, device=out.device)
                 for size, stride in zip(there.shape, there.strides, strict=True):
-                    at = at[..., None] + torch.arange(size, device=own.device) * stride
-                room = torch.empty(at.numel(), device=own.device)
+                    at = at[..., None] + torch.arange(size, device=out.device) * stride
+                room = torch.empty(at.numel(), device=out.device)
                 drawn = key.uniform(room, name, places={0: (at.reshape(-1), math.prod(shape))})
-                box.view(own, offset).copy_(drawn.view(box.shape))
+                box.view(out, offset).copy_(drawn.view(box.shape))
 
-    def _fill(self, own: Tensor, name: str, offset: int) -> None:
-        for done in range(0, own.numel(), _CHUNK):
-            part = own[done : done + _CHUNK]
-            row = torch.full((), offset + done, dtype=torch.int64, device=own.device)
+    def _fill(self, out: Tensor, name: str, offset: int) -> None:
+        for done in range(0, out.numel(), _CHUNK):
+            part = out[done : done + _CHUNK]
+            row = torch.full((), offset + done, dtype=torch.int64, device=out.device)
             part.copy_(Key(self.key.seed, self.key.step, row).uniform(part, name))

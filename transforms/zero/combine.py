@@ -71,8 +71,8 @@ class Combine:
         bad = _finite(reals(grads.sum), grads.weight).logical_not()  # on this rank: ``reduce`` may make numbers of infinities
         weight, bad = step.sum_over_ranks(state, torch.stack([grads.weight, bad.to(grads.weight.dtype)]))
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)
-        own = [_wide(grad) * (ranks.size / weight) for grad in reals(grads.sum)]
-        means, memory = self.reduce(own, before, ranks)
+        sums = [_wide(grad) * (ranks.size / weight) for grad in reals(grads.sum)]
+        means, memory = self.reduce(sums, before, ranks)
         means = comm.invariant(means, ranks)
         finite = _finite(means, weight) & (bad == 0)
         finite = step.finite(state, [torch.where(finite, torch.zeros_like(weight), torch.inf)])  # in all stages and slices
@@ -100,10 +100,10 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
         trained = [segment for segment in state.slots["zero"].layout.segments if segment.trainable]
         flats = [torch.zeros_like(flat) for flat in grads.sum]
         rows = zip(trained, grads.sum, flats, strict=True)
-        views = [row for s, own, flat in rows for row in zip(s.slots, s.views(own), s.views(flat), strict=True)]
+        views = [row for s, summed, flat in rows for row in zip(s.slots, s.views(summed), s.views(flat), strict=True)]
         views.sort(key=lambda row: row[0].leaf)
-        own = tree.replace(grads, sum=[view for _, view, _ in views])
-        state, grads = combine.combined(step, state, own, "combine", groups.group)
+        by_leaf = tree.replace(grads, sum=[view for _, view, _ in views])
+        state, grads = combine.combined(step, state, by_leaf, "combine", groups.group)
         for (_, _, view), total in zip(views, grads.sum, strict=True):
             view.copy_(total)
         if zero.stage:
@@ -122,11 +122,11 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
 
 def _unused(step: Step, state: State, means: Sequence[Tensor]) -> frozenset[str]:
     """The leaves without a gradient from the loss or the memory; read on the host if the loss left some out."""
-    own = state.unused if step.skips_unused else None
-    if not own or state.step.is_meta or current_recorder() is not None:
-        return own or frozenset()
+    unused = state.unused if step.skips_unused else None
+    if not unused or state.step.is_meta or current_recorder() is not None:
+        return unused or frozenset()
     leaves = step.leaf_map(state).leaves
-    return frozenset(leaf.path for leaf, mean in zip(leaves, means, strict=True) if leaf.path in own and not mean.any())
+    return frozenset(leaf.path for leaf, mean in zip(leaves, means, strict=True) if leaf.path in unused and not mean.any())
 
 
 def _finite(tensors: Sequence[Tensor], model: Tensor) -> Tensor:

@@ -147,9 +147,13 @@ class CostReport:
             return state
 
         def comm_dtype(inner: Any, step: Step, state: State, dtype: torch.dtype) -> torch.dtype:
-            found: torch.dtype = inner(step, state, dtype)
+            computed: torch.dtype = inner(step, state, dtype)
             stored = {self._dtype(segment) for segment in self.layout.segments}
-            return self.comm_dtype if self.comm_dtype is not None and found.is_floating_point and found in stored else found
+            return (
+                self.comm_dtype
+                if self.comm_dtype is not None and computed.is_floating_point and computed in stored
+                else computed
+            )
 
         def gradients(
             inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
@@ -223,10 +227,10 @@ class CostReport:
         if config.aggregate == "owner":
             owners = Counter(self._of(unit)[0].owner for unit in range(len(layout.units)))
             lines.append(f"owners     {', '.join(f'rank {rank}: {owners[rank]} units' for rank in range(layout.n))}")
-        found = self.sent()
+        sent = self.sent()
         most = "up to " if config.stage == 3 and not config.reshard_last_units and layout.n > 1 else ""
         shown = [
-            f"{name} over {group!r} {most if name == 'all_gather' else ''}{size:,}" for (name, group), size in found.items()
+            f"{name} over {group!r} {most if name == 'all_gather' else ''}{size:,}" for (name, group), size in sent.items()
         ]
         lines.append(f"sends      bytes a micro-batch and rank: {', '.join(shown) or 'none'}")
         return "\n".join(lines)

@@ -175,8 +175,8 @@ class GatherOnce(Gatherer):
         """The unit's flat tensors, one per segment."""
         if unit not in self.whole:
             with labelled(self.layout.units[unit].name):
-                found = Gatherer.fetch(self, unit) if not self._sharded(unit) else self._start(unit).wait()
-            self.whole[unit] = found
+                flats = Gatherer.fetch(self, unit) if not self._sharded(unit) else self._start(unit).wait()
+            self.whole[unit] = flats
         return self.whole[unit]
 
     def finish(self, *, reshard: bool, note: bool = False) -> bool:

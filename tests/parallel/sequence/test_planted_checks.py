@@ -24,8 +24,8 @@ BUGS: dict[Callable[[], None], Bug] = {
     functools.partial(RIGHT, "a sum in bf16"): Bug(
         "a scalar sum stays in half",
         "transforms.parallel.wide_sums:WideSums.__torch_function__",
-        "each.sum(dtype=torch.float32)",
-        "each.sum()",
+        "losses.sum(dtype=torch.float32)",
+        "losses.sum()",
         ValueError,
     ),
     functools.partial(WRONG, "a little, in a bf16 sum"): Bug(

@@ -140,13 +140,13 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     functools.partial(not_causal, "left", 8): [
-        Bug("attention sees padding", "transforms.parallel.batch_cut:entered", "found[0].documents", "None", shows=ValueError),
+        Bug("attention sees padding", "transforms.parallel.batch_cut:entered", "pieces[0].documents", "None", shows=ValueError),
     ],
     functools.partial(not_causal, None, 7): [
         Bug(
             "attention sees what was appended",
             "transforms.parallel.batch_cut:BatchCut._documents",
-            "F.pad(found, (0, missing), value=-1)",
+            "F.pad(documents, (0, missing), value=-1)",
             "None",
         ),
     ],
@@ -154,7 +154,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "numbers of documents are not padded",
             "transforms.parallel.batch_cut:BatchCut._documents",
-            "found is None and axis.layout.documents is not None",
+            "documents is None and axis.layout.documents is not None",
             "axis.layout.documents is not None",
             shows=ValueError,
         ),
@@ -163,8 +163,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "a mask beside documents is dropped",
             "transforms.parallel.batch_cut:BatchCut._documents",
-            "torch.where(mask == 0, -1, found)",
-            "found",
+            "torch.where(mask == 0, -1, documents)",
+            "documents",
         ),
     ],
     recomputed_in_a_pipeline: [
@@ -270,7 +270,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "other batches go unnoticed",
             "transforms.parallel.sequence:_SequenceParallel._compare",
-            "each[3] != first[3]",
+            "theirs[3] != first[3]",
             "False",
         ),
     ],
@@ -289,7 +289,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     functools.partial(test_order_check.test_what_acts_along_a_piece_is_refused, "behind a head of zeros"): [
-        Bug("zeros say nothing", "transforms.parallel.order_check:has_zeros", "not own.any()", "False"),
+        Bug("zeros say nothing", "transforms.parallel.order_check:has_zeros", "not view.any()", "False"),
     ],
     functools.partial(test_order_check.test_right_models_pass, "draws"): [
         Bug("draws of a check differ", "base.prng:Key._drawn", "self.constant", "False", shows=ValueError),

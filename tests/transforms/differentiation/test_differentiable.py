@@ -411,7 +411,12 @@ BUGS: list[tuple[Bug, Callable[[], None]]] = [
         modules_have_derivatives,
     ),
     (
-        Bug("weights are constants", "base.weighted:weigh", "weighted.weight.reshape(())", "found.weight.detach().reshape(())"),
+        Bug(
+            "weights are constants",
+            "base.weighted:weigh",
+            "weighted.weight.reshape(())",
+            "weighted.weight.detach().reshape(())",
+        ),
         metrics_and_weights,
     ),
     (

@@ -189,7 +189,12 @@ BUGS = [
 
 SKIPS = [
     Bug("leaves that nothing uses have gradients of zero", "transforms.zero.combine:_unused", "state.unused", "None"),
-    Bug("what is owed is lost", "transforms.zero.combine:_unused", "leaf.path in own and not mean.any()", "leaf.path in own"),
+    Bug(
+        "what is owed is lost",
+        "transforms.zero.combine:_unused",
+        "leaf.path in unused and not mean.any()",
+        "leaf.path in unused",
+    ),
 ]
 
 
