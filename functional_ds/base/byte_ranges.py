@@ -47,7 +47,7 @@ class ByteRange:
     def meets(self, other: "ByteRange") -> bool:
         """Whether two tensors with overlapping ranges, the first of which starts first, share an element."""
         one, two, size = self.tensor, other.tensor, self.tensor.element_size()
-        dense = all(each.end - each.start == each.tensor.nbytes for each in (self, other))
+        dense = all(extent.end - extent.start == extent.tensor.nbytes for extent in (self, other))
         if dense or one.element_size() != two.element_size() or (other.start - self.start) % size:
             return True
         marked = torch.zeros((max(self.end, other.end) - self.start) // size, dtype=torch.bool)
@@ -57,10 +57,10 @@ class ByteRange:
 
 def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[ByteRange, ByteRange]]:
     """The pairs of tensors that share an element."""
-    found = [extent for name, tensor in named if (extent := ByteRange.of(name, tensor)) is not None]
-    found.sort(key=lambda each: (each.space, each.start))
-    for index, one in enumerate(found):
-        for other in found[index + 1 :]:
+    extents = [extent for name, tensor in named if (extent := ByteRange.of(name, tensor)) is not None]
+    extents.sort(key=lambda extent: (extent.space, extent.start))
+    for index, one in enumerate(extents):
+        for other in extents[index + 1 :]:
             if (other.space, other.start) >= (one.space, one.end):
                 break
             if one.meets(other):

@@ -30,37 +30,37 @@ def register_containers(value: Any) -> None:
     {'x': 2, 'y': 4}
     """
     while True:
-        found = {type(leaf): leaf for leaf in tree.leaves(value) if not isinstance(leaf, (Tensor, type))}
-        if not sum(_register(kind, leaf) for kind, leaf in found.items()):
+        by_class = {type(leaf): leaf for leaf in tree.leaves(value) if not isinstance(leaf, (Tensor, type))}
+        if not sum(_register(cls, leaf) for cls, leaf in by_class.items()):
             return
 
 
-def _register(kind: type, value: Any) -> bool:
-    functions = _functions(kind, value)
+def _register(cls: type, value: Any) -> bool:
+    functions = _functions(cls, value)
     if functions is None:
         return False
     with _LOCK:  # simulated ranks are threads
         if not tree.is_leaf(value):
             return True
         flatten, unflatten = functions
-        optree.register_pytree_node(kind, flatten, unflatten, namespace=tree.NAMESPACE)
+        optree.register_pytree_node(cls, flatten, unflatten, namespace=tree.NAMESPACE)
     return True
 
 
-def _functions(kind: type, value: Any) -> tuple[Callable[[Any], Flat], Callable[[Any, Any], Any]] | None:
-    known = pytree_node_of(kind)
+def _functions(cls: type, value: Any) -> tuple[Callable[[Any], Flat], Callable[[Any, Any], Any]] | None:
+    known = pytree_node_of(cls)
     if known is not None:
         flatten, unflatten = known
 
         def children(whole: Any) -> Flat:
-            found, context = flatten(whole)
-            return tuple(found), _Context(context), tuple(map(str, range(len(found))))
+            leaves, context = flatten(whole)
+            return tuple(leaves), _Context(context), tuple(map(str, range(len(leaves))))
 
-        return children, lambda context, found: unflatten(list(found), context.value)
-    if isinstance(value, Mapping) and _rebuilds(kind, value):
-        return _items, lambda keys, found: kind(dict(zip(keys, found, strict=True)))
-    if dataclasses.is_dataclass(kind) or attrs.has(kind):
-        return _fields, lambda names, found: _made(kind, names, found)
+        return children, lambda context, leaves: unflatten(list(leaves), context.value)
+    if isinstance(value, Mapping) and _rebuilds(cls, value):
+        return _items, lambda keys, leaves: cls(dict(zip(keys, leaves, strict=True)))
+    if dataclasses.is_dataclass(cls) or attrs.has(cls):
+        return _fields, lambda names, leaves: _made(cls, names, leaves)
     return None
 
 
@@ -76,11 +76,11 @@ def _items(whole: Mapping[Any, Any]) -> Flat:
     return tuple(whole[key] for key in keys), keys, tuple(map(str, keys))
 
 
-def _rebuilds(kind: Callable[[Any], Any], value: Mapping[Any, Any]) -> bool:
+def _rebuilds(cls: Callable[[Any], Any], value: Mapping[Any, Any]) -> bool:
     """Whether the class makes an equal mapping from a dict."""
     try:
-        made = kind(dict(value))
-        return type(made) is kind and list(made) == list(value) and all(made[key] is value[key] for key in value)
+        made = cls(dict(value))
+        return type(made) is cls and list(made) == list(value) and all(made[key] is value[key] for key in value)
     except (TypeError, ValueError, AttributeError, KeyError):
         return False
 
@@ -91,9 +91,9 @@ def _fields(whole: Any) -> Flat:
     return tuple(getattr(whole, name) for name in names), names, names
 
 
-def _made(kind: type, names: tuple[str, ...], found: Any) -> Any:
+def _made(cls: type, names: tuple[str, ...], leaves: Any) -> Any:
     """Makes an instance without ``__init__``, which may check or compute, since leaves may be anything."""
-    made: Any = object.__new__(kind)
-    for name, value in zip(names, found, strict=True):
+    made: Any = object.__new__(cls)
+    for name, value in zip(names, leaves, strict=True):
         object.__setattr__(made, name, value)
     return made

@@ -43,11 +43,11 @@ def seconds_of(run: Callable[[], Any], devices: Iterable[torch.device]) -> float
 
 def in_use() -> torch.device | None:
     """The accelerator that this process uses; None if it has initialized none."""
-    found = torch.accelerator.current_accelerator()
-    if found is None:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
         return None
-    module = torch.get_device_module(found)
-    return torch.device(found.type, module.current_device()) if module.is_initialized() else None
+    module = torch.get_device_module(accelerator)
+    return torch.device(accelerator.type, module.current_device()) if module.is_initialized() else None
 
 
 def generator_states() -> list[Tensor]:
@@ -58,8 +58,8 @@ def generator_states() -> list[Tensor]:
 
 def rng_state(device: torch.device) -> Tensor:
     """The state of the device's default generator."""
-    found: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return found
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 def set_rng_state(device: torch.device, state: Tensor) -> None:

@@ -55,9 +55,9 @@ class Streams:
 
     def of(self, device: torch.device, purpose: Hashable) -> Any:
         """The stream for a purpose, created on first use."""
-        kind = torch.get_device_module(device).Stream
-        if type(self._made.get((device, purpose))) is not kind:
-            self._made[device, purpose] = kind(device)
+        cls = torch.get_device_module(device).Stream
+        if type(self._made.get((device, purpose))) is not cls:
+            self._made[device, purpose] = cls(device)
         return self._made[device, purpose]
 
 

@@ -349,12 +349,12 @@ def non_persistent_buffers_of(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
-def pytree_node_of(kind: type) -> tuple[Callable[[Any], tuple[Sequence[Any], Any]], Callable[[Any, Any], Any]] | None:
+def pytree_node_of(cls: type) -> tuple[Callable[[Any], tuple[Sequence[Any], Any]], Callable[[Any, Any], Any]] | None:
     """The flatten and unflatten functions of a class in torch's pytrees; None if it is not registered.
 
     Other libraries register their containers there (transformers' outputs, tensordict).
     """
-    node = torch_pytree.SUPPORTED_NODES.get(kind)
+    node = torch_pytree.SUPPORTED_NODES.get(cls)
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
 

@@ -79,12 +79,12 @@ def fake_tensors_as_if_on(host: torch.device) -> Iterator[None]:
     original, dispatch, ask = Tensor._make_subclass, FakeTensor.__torch_dispatch__, torch.ops.prim.device.default
     handle = _DISPATCH_META_HANDLERS[ask]
 
-    def answered(found: Any) -> Any:
-        return host if isinstance(found, torch.device) and found.type not in ("cpu", "meta") else found
+    def answered(value: Any) -> Any:
+        return host if isinstance(value, torch.device) and value.type not in ("cpu", "meta") else value
 
     def seen(cls: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        found = dispatch(func, *args, **kwargs)
-        return answered(found) if func is ask else found
+        value = dispatch(func, *args, **kwargs)
+        return answered(value) if func is ask else value
 
     def make(*args: Any, **kwargs: Any) -> Tensor:
         if "device_for_backend_keys" in kwargs:

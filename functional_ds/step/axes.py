@@ -41,13 +41,13 @@ def axes() -> Mapping[str, Any]:
 
 
 @contextmanager
-def with_axes(found: Mapping[str, Any]) -> Iterator[None]:
+def with_axes(by_name: Mapping[str, Any]) -> Iterator[None]:
     """A context in which these are the axes."""
     pass_ = current_pass()
     if pass_ is None:
         yield
         return
-    before, pass_.axes = pass_.axes, found
+    before, pass_.axes = pass_.axes, by_name
     try:
         yield
     finally:

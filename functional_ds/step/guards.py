@@ -115,10 +115,10 @@ def check_same_step(step: Strategy, *args: Any) -> None:
     if not groups:
         return
     mine = entries(step)
-    found = differences(mine, groups, what=f"a step of {mine['optimizer']} with {mine['transforms']}")
-    if found:
+    text = differences(mine, groups, what=f"a step of {mine['optimizer']} with {mine['transforms']}")
+    if text:
         raise ValueError(
-            f"init: ranks that train together have different steps. {found}. Compose the same step on every rank, and choose "
+            f"init: ranks that train together have different steps. {text}. Compose the same step on every rank, and choose "
             "by rank only what a batch or a loss is made of"
         )
 

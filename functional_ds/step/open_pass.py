@@ -88,7 +88,7 @@ class OpenPass:
     def __enter__(self) -> "OpenPass":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, raised: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end(error)
 
     @property
@@ -117,9 +117,9 @@ class OpenPass:
             )
         params = pass_.view.params  # type: ignore[union-attr]
         with self._ends_if_it_fails(), comm.world().world.step(), pass_.resumed(), pass_.forward():
-            found = self._step.forward(self._state, lambda given: function(params, *given[0], **given[1]), (args, kwargs))
-        self._follow(found)
-        return found
+            output = self._step.forward(self._state, lambda given: function(params, *given[0], **given[1]), (args, kwargs))
+        self._follow(output)
+        return output
 
     def backward(
         self,
@@ -151,8 +151,8 @@ class OpenPass:
         with self._ends_if_it_fails(), comm.world().world.step():
             if loss is None and self._pass is None:
                 grads = self._grads = self._grads.taken()
-                own = self._step.base["gradients"]  # without what cuts a batch
-                after, total, metrics = own(self._step, self._state, self.batch, grads.carry, self.last)
+                gradients = self._step.base["gradients"]  # without what cuts a batch
+                after, total, metrics = gradients(self._step, self._state, self.batch, grads.carry, self.last)
                 grads.add(total, metrics, after, self._rows, last=self.last)
                 self._closed = True
                 return grads
@@ -271,10 +271,10 @@ class OpenPass:
             self._end(None)
         return grads
 
-    def _follow(self, found: Any) -> None:
+    def _follow(self, output: Any) -> None:
         """Hooks what a function returned, so that a backward pass that reaches it resumes this pass."""
-        register_containers(found)
-        for leaf in tree.leaves(found):
+        register_containers(output)
+        for leaf in tree.leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._reached)
 

@@ -98,16 +98,16 @@ class DirectFile:
             parts: at most 1,000; memory and sizes in whole pages for a direct read.
             position: the first byte.
         """
-        left, done = [part for part in parts if len(part)], 0
-        while left:
-            count = os.preadv(self.descriptor, left, position + done)
+        unread, done = [part for part in parts if len(part)], 0
+        while unread:
+            count = os.preadv(self.descriptor, unread, position + done)
             if not count:
                 break
             done += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
+            while unread and count >= len(unread[0]):
+                count -= len(unread.pop(0))
             if count:
-                left[0] = left[0][count:]
+                unread[0] = unread[0][count:]
         return done
 
     def sync(self) -> None:

@@ -206,8 +206,8 @@ class FileLock:
     def owner(path: Path) -> dict[str, Any] | None:
         """The ``process_note`` of the process that has or last had the lock; None if the file has none."""
         try:
-            found = json.loads(read_regular(path, limit=_NOTE))
-            return {"host": found["host"], "pid": found["pid"]}
+            note = json.loads(read_regular(path, limit=_NOTE))
+            return {"host": note["host"], "pid": note["pid"]}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
@@ -272,7 +272,7 @@ def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | Non
     json.decoder.JSONDecodeError: its blocks are nested deeper than 64: line 1 column 1 (char 0)
     """
     try:
-        found = json.loads(text, object_pairs_hook=pairs)
+        value = json.loads(text, object_pairs_hook=pairs)
     except (RecursionError, ValueError) as error:
         if _depth(text) > MAX_DEPTH:
             raise json.JSONDecodeError(_TOO_DEEP, text, 0) from None
@@ -280,15 +280,15 @@ def parse_json(text: str, *, pairs: Callable[[list[tuple[str, Any]]], Any] | Non
             raise
         raise json.JSONDecodeError(str(error), text, 0) from None
     try:
-        check_plain(found)
+        check_plain(value)
     except ValueError as error:
         raise json.JSONDecodeError(str(error), text, 0) from None
-    return found
+    return value
 
 
 def _depth(text: str) -> int:
     """The nesting depth of a text, whether it is valid or not. The parser's recursion limit may be changed by any library."""
-    depths = accumulate((found[0] in "[{") - (found[0] in "]}") for found in _BLOCK.finditer(text))
+    depths = accumulate((bracket[0] in "[{") - (bracket[0] in "]}") for bracket in _BLOCK.finditer(text))
     return max(depths, default=0)
 
 

@@ -36,7 +36,7 @@ def dot(step: Divided, state: State, one: list[Tensor], other: list[Tensor]) -> 
     Raises:
         ValueError: the lists do not line up; the optimizer sums the gradients.
     """
-    sizes = [[x.numel() for x in each] for each in (one, other)]
+    sizes = [[x.numel() for x in tensors] for tensors in (one, other)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"step.dot: the lists have tensors of {sizes[0]} and {sizes[1]} elements; pass two that line up")
     rows, dividing = _parts_of(step, state, one, other)
@@ -67,9 +67,9 @@ def _parts_of(step: Divided, state: State, *lists: list[Tensor]) -> tuple[list[l
     _refuse_partial(step)
     axes = [axis for axis in axes_of(step) if axis.parts is not None]
     leaf_map = step.leaf_map(state) if axes else None
-    rows = [each if leaf_map is None else leaf_map.without_padding(each) for each in lists]
-    found = [(axis, axis.parts(step, state)) for axis in axes if axis.parts is not None]
-    return rows, [(axis, parts) for axis, parts in found if parts is not None]
+    rows = [tensors if leaf_map is None else leaf_map.without_padding(tensors) for tensors in lists]
+    divided = [(axis, axis.parts(step, state)) for axis in axes if axis.parts is not None]
+    return rows, [(axis, parts) for axis, parts in divided if parts is not None]
 
 
 def _total(

@@ -38,9 +38,15 @@ class ModuleValues:
     @staticmethod
     def of(values: Mapping[str, Any], attributes: Mapping[str, Any], written: Collection[str] | None) -> "ModuleValues":
         """Copies of what may be written: small buffers, those in ``written``, or all where that is None."""
-        own = {name: plain_copy(b) if written is None or name in written or _is_small(b) else b for name, b in values.items()}
+        buffers = {
+            name: plain_copy(b) if written is None or name in written or _is_small(b) else b for name, b in values.items()
+        }
         return ModuleValues(
-            own, dict(attributes), written is None, dict(values), {n: version_of(b) for n, b in own.items() if b is not None}
+            buffers,
+            dict(attributes),
+            written is None,
+            dict(values),
+            {n: version_of(b) for n, b in buffers.items() if b is not None},
         )
 
     def add(self, name: str, buffer: Tensor) -> None:
@@ -128,8 +134,8 @@ class BufferScope:
                     f"the buffer {spoilt!r} was written in place, and was not in the first step; let the module assign a new "
                     f"tensor instead (self.{spoilt.rpartition('.')[2]} = ...), so that the state before stays as it was"
                 )
-            found = held.written()
-            known.written[key] = known.written.get(key, frozenset()) | _with_siblings(found, held.values)
+            written = held.written()
+            known.written[key] = known.written.get(key, frozenset()) | _with_siblings(written, held.values)
             known.sets[key] = known.sets.get(key, frozenset()) | held.set_anew(attributes[key])
             kept = values[key].keys() | known.written[key]
             values[key], attributes[key] = {n: b for n, b in held.values.items() if n in kept}, held.attributes

@@ -133,20 +133,20 @@ def _agree(buffers: Buffers, group: comm.Group, *, by_writer: bool) -> Agreement
             alike = all(others.get(which) == form for _, _, others in everyone)
             attributes.setdefault(which, (giver, form, alike))
     dropped = frozenset(which for which, (giver, _, _) in attributes.items() if which not in everyone[giver][2])
-    given = {which: each for which, each in sorted(attributes.items()) if which not in dropped}
+    given = {which: entry for which, entry in sorted(attributes.items()) if which not in dropped}
     return Agreement(mine, dict(sorted(givers.items())), by_writer, sets, given, dropped)
 
 
 def _exchanged(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: str) -> dict[str, dict[str, Any]]:
     values = {key: dict(held) for key, held in buffers.values.items()}
-    means = [each for each, (_, _, dtype) in agreed.givers.items() if policy == "mean" and dtype.is_floating_point]
+    means = [which for which, (_, _, dtype) in agreed.givers.items() if policy == "mean" and dtype.is_floating_point]
     if means:
-        found = comm.all_reduce([values[key][name] for key, name in means], group, op="avg")
-        for (key, name), mean in zip(means, found, strict=True):
+        reduced = comm.all_reduce([values[key][name] for key, name in means], group, op="avg")
+        for (key, name), mean in zip(means, reduced, strict=True):
             values[key][name] = mean
     for giver in sorted({rank for rank, _, _ in agreed.givers.values()}):
-        names = [each for each, (rank, _, _) in agreed.givers.items() if rank == giver and each not in means]
-        sent = [_room(values, each, agreed, group) for each in names]
+        names = [which for which, (rank, _, _) in agreed.givers.items() if rank == giver and which not in means]
+        sent = [_room(values, which, agreed, group) for which in names]
         for (key, name), value in zip(names, comm.broadcast(sent, giver, group) if names else (), strict=True):
             values[key][name] = value
     return values
@@ -163,20 +163,20 @@ def _exchanged_attributes(buffers: Buffers, agreed: Agreement, group: comm.Group
 
     tensors = [(which, index) for which, index in places if isinstance(leaves[which][index], Tensor)]
     means = [(which, index) for which, index in tensors if is_mean(which, leaves[which][index])]
-    found = comm.all_reduce([leaves[which][index] for which, index in means], group, op="avg") if means else []
-    for (which, index), mean in zip(means, found, strict=True):
+    reduced = comm.all_reduce([leaves[which][index] for which, index in means], group, op="avg") if means else []
+    for (which, index), mean in zip(means, reduced, strict=True):
         leaves[which][index] = mean
     for giver in sorted({rank for rank, _, _ in agreed.attributes.values()}):
-        given = [each for each in tensors if agreed.attributes[each[0]][0] == giver and each not in means]
+        given = [place for place in tensors if agreed.attributes[place[0]][0] == giver and place not in means]
         sent = [leaves[which][index] for which, index in given]
         for (which, index), value in zip(given, comm.broadcast(sent, giver, group) if sent else (), strict=True):
             leaves[which][index] = value
-    numbers = [each for each in places if each not in tensors]
+    numbers = [place for place in places if place not in tensors]
     if numbers and current_recorder() is None:  # in a graph they are those of its trace, as all numbers
         ranks = comm.all_gather_object([leaves[which][index] for which, index in numbers], group.channel("control"))
-        for (which, index), each in zip(numbers, zip(*ranks, strict=True), strict=True):
+        for (which, index), values in zip(numbers, zip(*ranks, strict=True), strict=True):
             giver = agreed.attributes[which][0]
-            leaves[which][index] = sum(each) / len(each) if is_mean(which, each[giver]) else each[giver]
+            leaves[which][index] = sum(values) / len(values) if is_mean(which, values[giver]) else values[giver]
     attributes = {
         key: {name: value for name, value in held.items() if (key, name) not in agreed.dropped}
         for key, held in buffers.attributes.items()
@@ -191,8 +191,8 @@ def _leaves_like(buffers: Buffers, which: tuple[str, str], form: Any, group: com
     key, name = which
     if _forms(buffers).get(which) == form:
         return tree.leaves(buffers.attributes[key][name])
-    own = (x.device for x in tree.leaves(buffers.attributes[key].get(name)) if isinstance(x, Tensor))
-    device = next(own, group.world.device)
+    devices = (x.device for x in tree.leaves(buffers.attributes[key].get(name)) if isinstance(x, Tensor))
+    device = next(devices, group.world.device)
     return [
         torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, AttributeForm) else x() for x in tree.leaves(form)
     ]
@@ -201,8 +201,8 @@ def _leaves_like(buffers: Buffers, which: tuple[str, str], form: Any, group: com
 def _room(values: dict[str, dict[str, Any]], which: tuple[str, str], agreed: Agreement, group: comm.Group) -> Tensor:
     """This rank's buffer, in the provider's size."""
     key, name = which
-    found = values[key].get(name)
+    buffer = values[key].get(name)
     _, shape, dtype = agreed.givers[which]
-    if found is not None and (which in agreed.written or (tuple(found.shape), found.dtype) == (shape, dtype)):
-        return found.detach()  # type: ignore[no-any-return]
-    return torch.empty(shape, dtype=dtype, device=group.world.device if found is None else found.device)
+    if buffer is not None and (which in agreed.written or (tuple(buffer.shape), buffer.dtype) == (shape, dtype)):
+        return buffer.detach()  # type: ignore[no-any-return]
+    return torch.empty(shape, dtype=dtype, device=group.world.device if buffer is None else buffer.device)

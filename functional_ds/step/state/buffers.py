@@ -70,11 +70,11 @@ class Modules:
                 raise TypeError(f"{what}={type(module).__name__} is no apply; pass what fds.functional(module) gave first")
         known = {id(module) for module in named.values()}
         for path, leaf in tree.named(params):
-            found = module_of(leaf)
-            if found is not None and id(found[0]) not in known:
-                known.add(id(found[0]))
-                key = path.removesuffix(found[1]).rstrip(".")
-                if named.setdefault(key, found[0]) is not found[0] and found[0].buffers:
+            ref = module_of(leaf)
+            if ref is not None and id(ref[0]) not in known:
+                known.add(id(ref[0]))
+                key = path.removesuffix(ref[1]).rstrip(".")
+                if named.setdefault(key, ref[0]) is not ref[0] and ref[0].buffers:
                     raise ValueError(
                         f"init: the params at {key!r} are two modules', and both may have buffers: pass "
                         "modules={name: apply, ...} with the applies that fds.functional gave"
@@ -200,8 +200,8 @@ class Buffers:
 
     def named(self) -> Any:
         """By name; for several modules by their keys first."""
-        found = {key: {**values, **self.attributes.get(key, {})} for key, values in self.values.items()}
-        return found[""] if [*found] == [""] else found
+        by_module = {key: {**values, **self.attributes.get(key, {})} for key, values in self.values.items()}
+        return by_module[""] if [*by_module] == [""] else by_module
 
     def with_values(self, values: Mapping[str, Any], key: str = "") -> "Buffers":
         """A copy with other values of buffers, and of tensors and numbers that forward passes have set.
@@ -261,7 +261,7 @@ class Buffers:
         """The attributes that forward passes have set and that checkpoints do not contain."""
         gone = {(key, name) for key, held in self.attributes.items() for name, value in held.items() if value is None}
         gone |= {(key, name) for key, held in self.others.by_key.items() for name, other in held.items() if not other.passing}
-        return sorted(".".join(filter(None, each)) for each in gone)
+        return sorted(".".join(filter(None, path)) for path in gone)
 
     def grown(self, names: Iterable[tuple[str, str, tuple[int, ...], torch.dtype]]) -> "Buffers":
         """Adds empty buffers that a checkpoint has and a fresh state lacks, because modules create some only when they run.
@@ -273,7 +273,7 @@ class Buffers:
             "values": {key: dict(held) for key, held in self.values.items()},
             "attributes": {key: dict(held) for key, held in self.attributes.items()},
         }
-        for field, path, shape, dtype in sorted(names, key=lambda each: (len(each[1]), each[1])):  # lists grow in order
+        for field, path, shape, dtype in sorted(names, key=lambda entry: (len(entry[1]), entry[1])):  # lists grow in order
             key = max((key for key in fields[field] if not key or path.startswith(f"{key}.")), key=len, default=None)
             if key is not None:
                 plain = _NUMBERS.get(dtype) if field == "attributes" and not shape else None

@@ -121,10 +121,10 @@ def marking(name: str, update: Any) -> Any:
 
     def marked(inner: Any, step: Any, state: State, grads: Weighted) -> tuple[State, dict[str, Tensor]]:
         still = {i: leaf for i, leaf in enumerate(tree.leaves(state.params)) if _is_frozen(leaf)}
-        found = update(inner, step, state, grads)
-        if not still or not isinstance(found, tuple) or not isinstance(found[0], State):
-            return found  # type: ignore[no-any-return]
-        after, metrics = found
+        result = update(inner, step, state, grads)
+        if not still or not isinstance(result, tuple) or not isinstance(result[0], State):
+            return result  # type: ignore[no-any-return]
+        after, metrics = result
         leaves, spec = tree.flatten(after.params)
         changed = [i for i, leaf in still.items() if i < len(leaves) and leaves[i] is not leaf]
         for i in changed:

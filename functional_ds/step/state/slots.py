@@ -61,16 +61,16 @@ class Apart:
 def stored_layout(state: "State") -> Stored | None:
     """How the params are stored, by the slot that has a ``leaf_map``; None if they are the user's tree."""
     for slot in state.slots.values():
-        if isinstance(found := getattr(slot, "leaf_map", None), LeafMap):
-            return Stored(found, getattr(slot, "layout", None))
+        if isinstance(leaf_map := getattr(slot, "leaf_map", None), LeafMap):
+            return Stored(leaf_map, getattr(slot, "layout", None))
     return None
 
 
 def fields_of_role(state: "State", role: Role) -> Iterator[Any]:
     """The fields of all slots that have this role, in the order of the slots."""
     for slot in state.slots.values():
-        for field, found in getattr(slot, "roles", {}).items():
-            if found is role:
+        for field, field_role in getattr(slot, "roles", {}).items():
+            if field_role is role:
                 yield getattr(slot, field)
 
 
@@ -93,6 +93,6 @@ def with_room(state: "State", names: Mapping[str, tuple[tuple[int, ...], torch.d
         if hasattr(slot, "grown"):
             roles = {role.value: field for field, role in slot.roles.items()}
             parted = ((*name.partition("."), spec) for name, spec in names.items())
-            found = [(roles[role], path, *spec) for role, _, path, spec in parted if role in roles]
-            state = state.put(**{key: slot.grown(found)})
+            entries = [(roles[role], path, *spec) for role, _, path, spec in parted if role in roles]
+            state = state.put(**{key: slot.grown(entries)})
     return state
