@@ -1,4 +1,4 @@
-"""Prints the table of DeepSpeed's own unit tests; with --write, puts it into docs/deepspeed.md. A TOML file has the counts."""
+"""Prints the table of DeepSpeed's own unit tests; with --write, puts it into docs/laws.md. A TOML file has the counts."""
 
 import sys
 import tomllib
@@ -10,7 +10,7 @@ import attrs
 
 __all__ = ["DIFFERENCES", "PAGE", "ROWS", "OwnTests", "written"]
 
-PAGE = Path(__file__).parents[3] / "docs/deepspeed.md"
+PAGE = Path(__file__).parents[3] / "docs/laws.md"
 START, END = "<!-- own tests -->\n", "<!-- /own tests -->"
 _TABLE = tomllib.loads(Path(__file__).with_name("own_tests.toml").read_text(encoding="utf-8"))
 
