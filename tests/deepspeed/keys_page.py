@@ -23,12 +23,18 @@ def _json(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def _fate(key: ConfigKey) -> str:
-    return "unsupported if active" if key.fate is Fate.REFUSED else key.fate.value
+def _answer(key: ConfigKey) -> str:
+    """What becomes of a key; its fate is named unless it is supported."""
+    fates = {Fate.REFUSED: "**Unsupported**", Fate.ENGINE: "**Engine**", Fate.IGNORED: "**Ignored**"}
+    return f"{fates[key.fate]}. {key.text}" if key.fate in fates else key.text
 
 
-def _row(names: Iterable[str], defaults: Iterable[Any], fate: str, text: str) -> str:
-    return f"| {', '.join(f'`{name}`' for name in names)} | {', '.join(map(_json, defaults))} | {fate} | {text} |\n"
+def _row(names: Iterable[str], *cells: str) -> str:
+    return f"| {_listed(names)} | {' | '.join(cells)} |\n"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _names(key: ConfigKey) -> list[str]:
@@ -36,36 +42,43 @@ def _names(key: ConfigKey) -> list[str]:
 
 
 def table(keys: Iterable[ConfigKey]) -> str:
-    """A row for each answer: neighbouring keys with the same one share it, with their defaults; one row for all ignored."""
+    """A row for each answer: neighbouring keys with the same one share it, with their defaults. Below it, what the engine does.
+
+    The ignored keys come last.
+    """
     keys = list(keys)
-    rows = "| key | DeepSpeed's default | here | |\n|---|---|---|---|\n"
-    counted = (key for key in keys if key.fate is not Fate.IGNORED)
-    for (fate, text), group in groupby(counted, key=lambda key: (_fate(key), key.text)):
+    rows = ""
+    counted = (key for key in keys if key.fate in (Fate.BECAME, Fate.REFUSED))
+    for answer, group in groupby(counted, key=_answer):
         same = list(group)
-        rows += _row([name for key in same for name in _names(key)], [key.default for key in same], fate, text)
-    ignored = [key for key in keys if key.fate is Fate.IGNORED]
-    if names := [name for key in ignored if key.text != UNREAD for name in _names(key)]:
-        rows += _row(names, [], Fate.IGNORED.value, "")
-    for block, group in groupby((key for key in ignored if key.text == UNREAD), key=lambda key: key.path.partition(".")[0]):
-        rows += f"| the other {len(list(group))} keys of `{block}` | | {Fate.IGNORED.value} | {UNREAD} |\n"
-    return rows
+        rows += _row([name for key in same for name in _names(key)], ", ".join(_json(key.default) for key in same), answer)
+    parts = [f"| key | DeepSpeed's default | here |\n|---|---|---|\n{rows}"] if rows else []
+    if names := [name for key in keys if key.fate is Fate.ENGINE for name in _names(key)]:
+        parts.append(f"Engine: {_listed(names)}.\n")
+    if names := [name for key in keys if key.fate is Fate.IGNORED and key.text != UNREAD for name in _names(key)]:
+        parts.append(f"Ignored: {_listed(names)}.\n")
+    unread = [key.path.partition(".")[0] for key in keys if key.fate is Fate.IGNORED and key.text == UNREAD]
+    if unread:
+        blocks = ", ".join(f"{unread.count(block)} of `{block}`" for block in dict.fromkeys(unread))
+        parts.append(f"Ignored, because they are read only if their blocks are active: the other keys, {blocks}.\n")
+    return "\n".join(parts)
 
 
 def shared(owners: Mapping[str, Iterable[ConfigKey]]) -> str:
     """One table of the keys of several optimizers or schedulers: a row for each key with one answer, and who has it."""
-    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    rows: dict[tuple[str, str, str], list[str]] = {}
     for owner, keys in owners.items():
         for key in keys:
             default = "" if key.fate is Fate.IGNORED else _json(key.default)
-            rows.setdefault((key.name, default, _fate(key), key.text), []).append(owner)
-    head = "| key | of | DeepSpeed's default | here | |\n|---|---|---|---|---|\n"
+            rows.setdefault((key.name, default, _answer(key)), []).append(owner)
+    head = "| key | of | DeepSpeed's default | here |\n|---|---|---|---|\n"
     names = [*dict.fromkeys(name for name, *_ in rows)]
     ordered = sorted(rows.items(), key=lambda row: names.index(row[0][0]))
-    for (who, fate, text), group in groupby(ordered, key=lambda row: (row[1], *row[0][2:])):
+    for (who, answer), group in groupby(ordered, key=lambda row: (row[1], row[0][2])):
         same = [key for key, _ in group]
-        defaults = ", ".join(default for _, default, *_ in same if default)
+        defaults = ", ".join(default for _, default, _ in same if default)
         owned = "all" if len(who) == len(owners) else ", ".join(who)
-        head += f"| {', '.join(f'`{name}`' for name, *_ in same)} | {owned} | {defaults} | {fate} | {text} |\n"
+        head += _row([name for name, *_ in same], owned, defaults, answer)
     return head
 
 

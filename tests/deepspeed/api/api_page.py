@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from functional_ds.deepspeed.api_names import ALIASES, HERE, INDEXES, REFUSED, REST, found
+from functional_ds.deepspeed.api_names import HERE, REFUSED, found
 
 PAGE = Path(__file__).parents[3] / "docs/deepspeed-config.md"
 START, END = "<!-- names -->\n", "<!-- /names -->"
@@ -19,32 +19,15 @@ def _by_reason(names: Mapping[str, str]) -> list[str]:
 
 
 def tables() -> str:
-    """What is here, under which other paths, and what is unsupported."""
+    """What is here, and what is unsupported."""
     rows = ["### Here", "", "| module | names |", "|---|---|"]
     for path in HERE:
         module = found(path)
         if path and module is not None:
             names = ", ".join(f"`{name}`" for name in module.module.__all__)
             rows.append(f"| `deepspeed.{path}` | {names} |")
-    rows += [
-        "",
-        "### Indexes",
-        "",
-        "Under `deepspeed` alone, in a script that is run as it is.",
-        "",
-        "| module | names |",
-        "|---|---|",
-    ]
-    indexes = {path: held for path in INDEXES if (held := found(path)) is not None and held.module.__all__}
-    rows += _by_reason({path: ", ".join(f"`{name}`" for name in held.module.__all__) for path, held in indexes.items()})
-    rows += ["", "### Other paths of the same modules", "", "| path | module |", "|---|---|"]
-    rows += _by_reason({path: f"`deepspeed{'.' if to else ''}{to}`" for path, to in ALIASES.items()})
     rows += ["", "### Unsupported", "", "| name | why, and what to use instead |", "|---|---|"]
     rows += _by_reason(REFUSED)
-    rows += [
-        "",
-        f"Every other name below {', '.join(f'`deepspeed.{path}`' for path in REST)} raises an error that says what to use.",
-    ]
     return "\n".join(rows) + "\n"
 
 
