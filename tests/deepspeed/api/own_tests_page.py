@@ -43,7 +43,10 @@ ROWS = tuple(OwnTests(file, row["equal"], row.get("differs", {}), row.get("refus
 
 
 def _listed(held: Mapping[str, int]) -> str:
-    return ", ".join(f"{DIFFERENCES.get(name) or '`' + name.lstrip(':') + '`'} {count}" for name, count in held.items())
+    def said(name: str) -> str:
+        return DIFFERENCES.get(name) or (f"`{name[1:]}`" if name.startswith(":") else f"`deepspeed.{name}`")
+
+    return ", ".join(f"{said(name)} {count}" for name, count in held.items())
 
 
 def table() -> str:
