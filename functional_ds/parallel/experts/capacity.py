@@ -57,8 +57,7 @@ class Capacity:
 
         Returns:
             ``(kept, None)``, or with ``drop="error"`` ``(None, overflow)``: the number of choices above the limit (at most 0
-                without
-            an overflow), the expert and the group, as integers [3] on the device.
+            without an overflow), the expert and the group, as integers [3] on the device.
 
         Raises:
             ValueError: the tokens do not divide into groups.
