@@ -144,6 +144,16 @@ def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Requ
 
     Raises:
         ValueError: ``src`` is not another rank of the group.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     if comm.world().rank == 0:
+    ...         comm.send(torch.tensor([1.0, 2.0]), 1)
+    ...     else:
+    ...         return comm.recv(torch.empty(2), 0).tolist()
+    >>> comm.simulate(program, world_size=2)
+    [None, [1.0, 2.0]]
     """
     return _one(Recv(like, src, tag), group)
 

@@ -117,6 +117,10 @@ def init_distributed(
             environment variable is not an integer; the process is already in a world with another size or rank; NCCL has more
             ranks on this host than GPUs, or two ranks have the same GPU.
         TimedOutError: some processes have not joined; names their ranks.
+
+    >>> from functional_ds import comm
+    >>> comm.simulate(lambda: comm.init_distributed().size, world_size=2)
+    [2, 2]
     """
     check_timeout(timeout)
     if simulated_world() is None and not dist.is_initialized():

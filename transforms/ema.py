@@ -93,6 +93,12 @@ def averaged(step: Step, state: State) -> Any:
 
     Raises:
         ValueError: the step has no ema.
+
+    >>> import functional_ds as fds
+    >>> step = ema(0.5)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0)))
+    >>> state, _ = step(step.init({"w": torch.zeros(1)}), torch.ones(1))
+    >>> averaged(step, state)
+    {'w': tensor([-0.5000])}
     """
     mean = state.slots.get("ema")
     if not isinstance(mean, Mean):

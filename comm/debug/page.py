@@ -41,6 +41,11 @@ class Chart:
         arrows: arrows between lanes.
         curve: a curve below the lanes: (position on the axis, bytes in memory from there on) pairs, in order.
         unit: the axis's unit; empty for the units of a schedule, None for no axis.
+
+    >>> from functional_ds.comm.debug.trace import Slice
+    >>> chart = Chart("two ranks", {f"rank {rank}": [Slice("", "forward", rank, rank + 1)] for rank in range(2)}, unit="")
+    >>> chart
+    Chart(title='two ranks', unit='')
     """
 
     title: str
@@ -264,6 +269,13 @@ def write_page(charts: Sequence[Chart], path: str | Path, *, title: str = "A run
         charts: from top to bottom.
         path: the file.
         title: the page's title.
+
+    >>> import tempfile
+    >>> from functional_ds.pipelining import gpipe, timeline
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_page([timeline(gpipe(2, 2)).chart()], f"{folder}/page.html", title="GPipe")
+    ...     "<title>GPipe</title>" in Path(folder, "page.html").read_text()
+    True
     """
     figures = "".join(chart._repr_html_() for chart in charts)
     Path(path).write_text(_PAGE.replace("TITLE", html.escape(title)).replace("FIGURES", figures), encoding="utf-8")

@@ -34,12 +34,29 @@ def tags(path: str | Path) -> list[str]:
     """The tags of the checkpoints in a folder, oldest first; an empty list if there is no folder.
 
     Checkpoints without a readable manifest are left out. ``verify`` checks the data.
+
+    >>> import tempfile, torch
+    >>> import functional_ds as fds
+    >>> state = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)).init({"w": torch.ones(2)})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = fds.save(state, folder, tag="first"), fds.save(state, folder, tag="second")
+    ...     tags(folder)
+    ['first', 'second']
     """
     return [summary.tag for summary in summaries(checked_path(path))]
 
 
 def latest(path: str | Path) -> str | None:
-    """The tag of the checkpoint that ``load`` tries first; None if there is none. Not collective."""
+    """The tag of the checkpoint that ``load`` tries first; None if there is none. Not collective.
+
+    >>> import tempfile, torch
+    >>> import functional_ds as fds
+    >>> state = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)).init({"w": torch.ones(2)})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     before, _ = latest(folder), fds.save(state, folder, tag="first")
+    ...     before, latest(folder)
+    (None, 'first')
+    """
     return next(iter(candidates(checked_path(path))[0]), None)
 
 

@@ -34,6 +34,14 @@ def load_job(
     Raises:
         JobError: there is no such file, it is not TOML or JSON, or an entry is invalid: names the file, the line, the entry,
             its value, and what to do instead.
+
+    >>> import tempfile
+    >>> toml = 'model = "models:MLP"\\nsteps = 100\\noptimizer = {adamw = 1e-3}\\nstrategy = [{zero = 2}]'
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "job.toml").write_text(toml)
+    ...     job = load_job(Path(folder, "job.toml"), {"steps": 10})
+    >>> job.steps, job.strategy
+    (10, (CallEntry('zero', {'stage': 2}),))
     """
     file = Path(path)
     if not file.is_file():

@@ -29,6 +29,10 @@ class Memory:
         buffers: everything else in the state: counts, keys, scales, means, residuals.
         peak: the process's peak; 0 if it was not measured.
         places: bytes of the state by device type, including ``"disk"``.
+
+    >>> found = Memory(params=40, masters=80, optimizer=160, gradients=40)
+    >>> found.state, found.total
+    (280, 320)
     """
 
     params: int = 0

@@ -33,6 +33,10 @@ class MeshPlan:
             product; or the "whole" layer, as Megatron-LM did in 2021.
         fp32_gradients: whether sums over micro-batches are fp32, and in stages 0 and 1 sent so, as in this library.
         overlap: whether ZeRO's collectives overlap computation: stage 3's all of it, others' the last backward pass.
+
+    >>> plan = MeshPlan(dp=4, tp=2, pp=8, stage=1, micro_batch=2, micro_batches=16)
+    >>> plan.ranks, plan.rows
+    (64, 128)
     """
 
     dp: int = attrs.field(default=1, validator=_positive)

@@ -281,6 +281,11 @@ def unshard(shards: Sequence[Sequence[Tensor]], layout: Layout) -> Any:
 
     Raises:
         ValueError: the number of ranks is not that of the layout.
+
+    >>> params = {"w": torch.arange(5.0), "b": torch.zeros(2)}
+    >>> layout = Layout.of(params, 2)
+    >>> unshard([shard(params, layout, rank) for rank in range(2)], layout)
+    {'w': tensor([0., 1., 2., 3., 4.]), 'b': tensor([0., 0.])}
     """
     if len(shards) != layout.n:
         raise ValueError(f"shards: {len(shards)} ranks' shards for a layout of {layout.n}")

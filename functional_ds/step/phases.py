@@ -105,7 +105,16 @@ def innermost(phase: F) -> F:
 
 
 def outermost(phase: F) -> F:
-    """For ``wrap``: this function runs around all others that wrap the phase, in any order of composition."""
+    """For ``wrap``: this function runs around all others that wrap the phase, in any order of composition.
+
+    >>> from functional_ds import compose, sgd, train_step, wrap
+    >>> noted = []
+    >>> def note(word):
+    ...     return lambda inner, step, state: noted.append(word) or inner(step, state)
+    >>> step = compose(wrap("a", rate=note("a")), wrap("b", rate=outermost(note("b"))))(train_step(lambda p, x: x, sgd(0.1)))
+    >>> _ = step.rate(step.init({"w": torch.ones(1)})), print(noted)
+    ['b', 'a']
+    """
     return cast(F, _Placed("outermost", phase))
 
 

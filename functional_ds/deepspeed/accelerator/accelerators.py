@@ -135,6 +135,9 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
     Raises:
         ValueError: DS_ACCELERATOR names another device.
+
+    >>> get_accelerator().is_available()
+    True
     """
     name = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
     if name not in ("cuda", "cpu"):

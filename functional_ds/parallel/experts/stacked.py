@@ -63,6 +63,10 @@ class StackedExperts(nn.Module):
 
     Raises:
         ValueError: there are none, they differ, or they have buffers.
+
+    >>> stack = StackedExperts(nn.Linear(2, 3) for _ in range(4))
+    >>> [(name, list(leaf.shape)) for name, leaf in stack.named_parameters()]
+    [('each.weight', [4, 3, 2]), ('each.bias', [4, 3])]
     """
 
     def __init__(self, experts: Iterable[nn.Module]) -> None:

@@ -41,6 +41,13 @@ class SequenceAxis:
             between data-parallel ranks.
         ring_group: if ``layout.inner`` > 1, the ranks of this rank's ring, in the layout's order.
         ulysses_group: if ``layout.inner`` > 1, the neighbours that share one of its ranks.
+
+    >>> from functional_ds import comm, seq
+    >>> def program():
+    ...     axis = SequenceAxis(comm.world(), seq.SequenceLayout.of("zigzag"), 8)
+    ...     return axis.positions().tolist(), axis.cut(torch.arange(8).view(1, 8) * 10).tolist()
+    >>> comm.simulate(program, world_size=2)[0]
+    ([0, 1, 6, 7], [[0, 10, 60, 70]])
     """
 
     group: Group
@@ -82,6 +89,17 @@ def sequence_axis(what: str) -> SequenceAxis:
 
     Raises:
         ValueError: the step has no such axis, or none runs.
+
+    >>> import functional_ds as fds
+    >>> from functional_ds import comm, transforms as T
+    >>> def loss(params, batch):
+    ...     positions = sequence_axis("loss").positions()  # of this rank's tokens
+    ...     return fds.Weighted((params["w"] * positions).sum(), torch.tensor(len(positions)))
+    >>> def program():
+    ...     step = fds.compose(T.zero(1), T.sequence(tokenwise=True))(fds.train_step(loss, fds.sgd(0.1)))
+    ...     return step(step.init({"w": torch.ones(())}), {"input_ids": torch.zeros(1, 8).long()})[1]["loss"].item()
+    >>> comm.simulate(program, world_size=2)
+    [3.5, 3.5]
     """
     note_asked(IN_DOCUMENTS)
     found = axes().get(AXIS)

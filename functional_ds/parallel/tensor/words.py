@@ -169,6 +169,12 @@ def plan_of(model: nn.Module) -> dict[str, str]:
 
     Raises:
         ValueError: the model has none.
+
+    >>> model = nn.Module()
+    >>> model.up, model.down = nn.Linear(2, 4), nn.Linear(4, 2)
+    >>> model.tp_plan = {"up": "colwise", "down": "rowwise", "gate": "colwise"}
+    >>> plan_of(model)
+    {'up': 'colwise', 'down': 'rowwise'}
     """
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     base: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None)

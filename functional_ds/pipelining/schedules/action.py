@@ -23,6 +23,9 @@ class Kind(IntEnum):
     both in one. ``SEND_F``, ``RECV_F``: activations, to the next stage and from the previous one. ``SEND_B``, ``RECV_B``:
     gradients, to the previous stage and from the next one. ``GATHER``: gathers a stage's sharded parameters. ``EVICT``: frees
     them again. ``REDUCE``: reduces a stage's gradients over the ranks that share it.
+
+    >>> Kind["SEND_F"], str(Action(Kind.B, 1, 2))
+    (<Kind.SEND_F: 4>, '1B2')
     """
 
     F = 0

@@ -22,6 +22,13 @@ def to_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
     """Writes the schedule, lowered or not, in torch's format: ``0F0``, ``1SEND_B3``, ``0UNSHARD``.
 
     Law: afterwards ``from_csv(path) == schedule``.
+
+    >>> import tempfile
+    >>> from functional_ds.pipelining import gpipe
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     to_csv(gpipe(2, 2), f"{folder}/gpipe.csv")
+    ...     Path(folder, "gpipe.csv").read_text().split()
+    ['0F0,0F1,0B0,0B1', '1F0,1F1,1B0,1B1']
     """
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

@@ -80,6 +80,12 @@ class State:
             None before any gradient, and if all were used.
         batch: the structure of the batches so far; None before the first.
         graphs: the graphs of losses that were inspected.
+
+    >>> import torch, functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
+    >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+    >>> state.step.item(), state.params["w"].tolist(), dict(state.slots)
+    (1, [0.5, 0.5], {})
     """
 
     params: Any
