@@ -271,10 +271,11 @@ def write_page(charts: Sequence[Chart], path: str | Path, *, title: str = "A run
         title: the page's title.
 
     >>> import tempfile
-    >>> from functional_ds.pipelining import gpipe, timeline
+    >>> from functional_ds.comm.debug.trace import Slice
+    >>> chart = Chart("one rank", {"rank 0": [Slice("", "forward", 0.0, 1.0)]})
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_page([timeline(gpipe(2, 2)).chart()], f"{folder}/page.html", title="GPipe")
-    ...     "<title>GPipe</title>" in Path(folder, "page.html").read_text()
+    ...     write_page([chart], f"{folder}/page.html", title="My run")
+    ...     "<title>My run</title>" in Path(folder, "page.html").read_text()
     True
     """
     figures = "".join(chart._repr_html_() for chart in charts)
