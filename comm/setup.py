@@ -80,7 +80,7 @@ def _place(world_size: int | None, rank: int | None) -> tuple[int, int] | None:
     if size < 1:
         raise ValueError(f"world_size={size}: a world has at least one rank")
     if not 0 <= place < size:
-        raise ValueError(f"rank={place} is no rank of a world of {size}; its ranks are 0..{size - 1}")
+        raise ValueError(f"rank={place} is not a rank of a world of {size}; its ranks are 0..{size - 1}")
     return place, size
 
 
@@ -281,9 +281,11 @@ def new_group(ranks: Sequence[int], name: str = "group") -> Group:
     outside = [rank for rank in chosen if not 0 <= rank < everyone.size]
     if outside or not chosen:
         what = (
-            f"rank {outside[0]} is none of the world's, which are 0..{everyone.size - 1}" if outside else "a group needs a rank"
+            f"rank {outside[0]} is not one of the world's, which are 0..{everyone.size - 1}"
+            if outside
+            else "a group needs a rank"
         )
         raise ValueError(f"ranks={chosen}: {what}")
     if len(set(chosen)) < len(chosen):
-        raise ValueError(f"ranks={chosen}: a rank stands there twice")
+        raise ValueError(f"ranks={chosen}: a rank is listed twice")
     return everyone.world.group(chosen, name)

@@ -53,7 +53,7 @@ def ema(decay: float) -> Transform:
     (-2.0, -1.25)
     """
     if not 0 <= decay < 1:
-        raise ValueError(f"decay={decay} must lie in [0, 1)")
+        raise ValueError(f"decay={decay} must be in [0, 1)")
 
     def init(inner: Any, step: Step, params: Any) -> State:
         state: State = inner(step, params)

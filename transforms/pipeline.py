@@ -80,11 +80,13 @@ def pipeline(
     [(['0.w'], 21.0), (['1.w'], 21.0)]
     """
     if not isinstance(stages, Stages):
-        raise TypeError(f"stages={stages!r} are no Stages; make them with pipelining.stages(...) or pipelining.cut(...)")
+        raise TypeError(f"stages={stages!r} are not Stages; make them with pipelining.stages(...) or pipelining.cut(...)")
     axis = Axis(group, AxisRole.STAGES)
     validate(schedule)
     if len(stages) != schedule.stages:
-        raise ValueError(f"schedule: it has {schedule.stages} stages, and the model {len(stages)}; cut the model into as many")
+        raise ValueError(
+            f"schedule: it has {schedule.stages} stages, and the model {len(stages)}; split the model into as many"
+        )
     if resident is not None and resident < 1:
         raise ValueError(f"resident={resident}: a rank has at least the stage whole that it computes")
     gathers = schedule.has(Kind.GATHER)

@@ -156,7 +156,7 @@ def _checked(places: Places, like: Tensor, name: str) -> dict[int, tuple[Tensor,
         where = f"the draw {name!r} for a tensor of shape {shape}: places"
         if not 0 <= dim < len(shape):
             raise ValueError(
-                f"{where} has dim {dim}, which it lacks; say places={{{dim}: None}} for a tensor that is not cut so"
+                f"{where} has dim {dim}, which it lacks; pass places={{{dim}: None}} for a tensor that is not split along it"
             )
         given, size = place
         at = torch.arange(given.start, given.stop, given.step, device=like.device) if isinstance(given, range) else given

@@ -91,7 +91,7 @@ def check_free(folder: Path, tag: str) -> None:
     ours = summary.tag == tag if summary is not None else (place / _FIRST).exists()
     if os.path.lexists(place) and not ours:
         raise CheckpointError(
-            f"tag={tag!r}: {place} is there and is no checkpoint of this tag; choose another tag, or move it away"
+            f"tag={tag!r}: {place} exists and is not a checkpoint of this tag; choose another tag, or move it away"
         )
 
 
@@ -284,7 +284,8 @@ class Retention:
                 raise ValueError(f"{name}={number!r} must be a whole number of at least 1, or None")
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError(
-                f"keep_every={self.keep_every} without keep_last: nothing is deleted then; say how many of the newest stay"
+                f"keep_every={self.keep_every} without keep_last: nothing is deleted then; pass keep_last, the number of "
+                "newest checkpoints to keep"
             )
 
 

@@ -141,7 +141,7 @@ class Replayed:
         dropped = sum(1 for _ in itertools.islice(drawn, behind))
         if dropped < behind:
             raise ValueError(
-                f"batches: the run stood behind {behind} batches, and this iterable has {dropped}; hand it over fresh, "
+                f"batches: the run had consumed {behind} batches, and this iterable yields {dropped}; pass a new one, "
                 "or pass a function of the index, which needs no replaying"
             )
         return _CountingReader(lambda index: next(drawn), behind)

@@ -84,7 +84,7 @@ def open_files(path: Path) -> SafetensorsFiles:
 def _file(path: Path) -> SafetensorsFiles:
     safe_open, SafetensorError = _library()
     if not path.is_file():  # opening a pipe would wait for a writer
-        raise ValueError(f"path: {path} is no file of bytes, but a pipe or a device")
+        raise ValueError(f"path: {path} is not a file of bytes, but a pipe or a device")
     try:
         file = safe_open(path, framework="pt")
         tensors = {}

@@ -106,7 +106,7 @@ class Subject:
         if call is None or self.stages is not None:
             return self
         if job.deferred:
-            problem = "a pipeline's stages are cut from a whole model; leave one of the two out"
+            problem = "a pipeline's stages are made from a whole model; leave one of the two out"
             raise JobError(problem, entry="deferred", value=True)
         schedule, found = schedule_of(job), call.arguments
         with within("strategy.pipeline"):

@@ -87,7 +87,7 @@ def measured(state: State, *, gradients: int = 0) -> Memory:
     total                  1,428
     """
     if not isinstance(state, State):
-        raise TypeError(f"state={state!r} is no State; pass what step.init or step(...) returns")
+        raise TypeError(f"state={state!r} is not a State; pass what step.init or step(...) returns")
     groups: dict[str, Any] = {
         "params": state.params,
         "masters": [*fields_of_role(state, Role.MASTER), *fields_of_role(state, Role.EXACT)],

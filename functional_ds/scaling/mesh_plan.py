@@ -187,7 +187,7 @@ def rank_share(model: Transformer, plan: MeshPlan, place: int = 0) -> RankShare:
     {'tp': 2328.0, 'pp': 0.0, 'dp': 7424.0}
     """
     if not 0 <= place < plan.pp:
-        raise ValueError(f"place={place} is none of the pipeline's {plan.pp} ranks")
+        raise ValueError(f"place={place} is not one of the pipeline's {plan.pp} ranks")
     layers, tp, micro_batches = plan.layers_of_a_stage(model) * plan.chunks, plan.tp, plan.micro_batches
     first, last = place == 0, place == plan.pp - 1
     tokens, layer = plan.micro_batch * model.length, model.layer_cut // tp + model.layer_whole

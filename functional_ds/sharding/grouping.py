@@ -50,7 +50,7 @@ def unit_names(unit_of: UnitOf | None, leaves: Mapping[str, Tensor]) -> dict[str
     elif unit_of is None or callable(unit_of):
         found = {path: (unit_of or by_block)(path) for path in leaves}
     else:
-        raise TypeError(f"unit_of={unit_of!r} is no function from a path to a name; see fds.units for ready ones")
+        raise TypeError(f"unit_of={unit_of!r} is not a function from a path to a name; see fds.units for ready ones")
     for path in leaves:
         if not isinstance(found.get(path), str):
             raise TypeError(f"unit_of={unit_of!r} gives {found.get(path)!r} for {path!r}; a unit's name is a string")

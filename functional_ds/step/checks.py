@@ -86,7 +86,7 @@ def check_state(step: Strategy, state: Any, *args: Any) -> None:
         ValueError: the latter.
     """
     if not isinstance(state, State):
-        raise TypeError(f"state: {type(state).__name__} is no State; pass what step.init(params) or step(state, batch) gave")
+        raise TypeError(f"state: {type(state).__name__} is not a State; pass what step.init(params) or step(state, batch) gave")
     refuse_donated(state)
     wanted = {layer.slot: layer.name for layer in step.layers if layer.slot is not None}
     missing, extra = wanted.keys() - state.slots.keys(), state.slots.keys() - wanted.keys() - {BUFFERS}

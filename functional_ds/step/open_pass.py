@@ -85,8 +85,8 @@ class OpenPass:
         for layer in step.layers:
             if "gradients" in layer.phases and Trait.SPLITS_BATCHES not in layer.traits:
                 raise ValueError(
-                    f"open: {layer.name} runs the passes of a step itself, so the step has no halves ({step}); call "
-                    "step(state, batch)"
+                    f"open: {layer.name} runs the passes of a step itself, so the step cannot be run as separate passes "
+                    f"({step}); call step(state, batch)"
                 )
         if so_far is None:
             so_far = Gradients(state, structure)

@@ -157,7 +157,7 @@ def check_phases(name: str, phases: Mapping[str, Any]) -> None:
     """Raises an error for unknown phases and for functions whose arguments differ from their phase's."""
     unknown = phases.keys() - PHASES.keys()
     if unknown:
-        raise ValueError(f"{name} wraps {sorted(unknown)}, which are no phases; the phases are {', '.join(PHASES)}")
+        raise ValueError(f"{name} wraps {sorted(unknown)}, which are not phases; the phases are {', '.join(PHASES)}")
     for phase, given in phases.items():
         function = given.function if isinstance(given, _Placed) else given
         if not callable(function):

@@ -521,7 +521,7 @@ def test_a_tag_takes_the_place_of_checkpoints_alone(run: Path, kind: str) -> Non
     else:
         place.symlink_to("nowhere")
     before = sorted(run.iterdir())
-    with pytest.raises(checkpointing.CheckpointError, match=r"tag='logs': .* is there and is no checkpoint of this tag"):
+    with pytest.raises(checkpointing.CheckpointError, match=r"tag='logs': .* exists and is not a checkpoint of this tag"):
         fds.save(trained(3), run, tag="logs")
     assert sorted(run.iterdir()) == before
     assert kind != "folder" or (place / "precious.txt").read_text() == "kept"
@@ -559,7 +559,7 @@ def test_a_pipe_in_a_files_place(run: Path) -> None:
     """Opening it would wait for ever."""
     (run / "2" / "00000.bin").unlink()
     os.mkfifo(run / "2" / "00000.bin")
-    with pytest.raises(checkpointing.DamagedError, match="is no file of bytes"):
+    with pytest.raises(checkpointing.DamagedError, match="is not a file of bytes"):
         load(run, "2")
 
 

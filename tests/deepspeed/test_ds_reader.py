@@ -89,8 +89,8 @@ def test_numbers_and_booleans_may_be_strings() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"gradient_clipping": "one"}, "gradient_clipping: 'one': 'one' is no number"),
-        ({"gradient_clipping": -1}, "must lie in"),
+        ({"gradient_clipping": "one"}, "gradient_clipping: 'one': 'one' is not a number"),
+        ({"gradient_clipping": -1}, "must be in"),
         ({"gradient_clipping": None}, "leave the key out for DeepSpeed's default, 1.0"),
         ({"fp16": {"min_loss_scale": 1e-5}}, "whole number"),
         ({"fp16": {"enabled": 2}}, "neither true nor false"),

@@ -61,7 +61,7 @@ def test_leaves_and_all() -> None:
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'h.0.atn' matches no path; the nearest is 'h.0.attn.w'"):
         names(units.by_path({"h.0.atn": "x"}))
-    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
         units.by_path({"(": "x"})
 
 

@@ -143,7 +143,7 @@ class _SequenceParallel:
         """Raises an error for a second sequence axis."""
         other = step.has(AxisRole.SEQUENCE)
         if other is not None:
-            raise ValueError(f"{self}: this step cuts sequences already, by {other} ({step})")
+            raise ValueError(f"{self}: this step splits sequences already, by {other} ({step})")
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class _SequenceParallel:
         if odd:
             raise ValueError(
                 f"{self}: ranks {odd} of group {group.name!r} have another batch than rank {group.ranks[0]}; ranks that share "
-                "sequences all get the same batch, so cut data by their place along other axes alone"
+                "sequences all get the same batch, so split data by their place along other axes alone"
             )
         if len(self.agreed) >= _KINDS:  # on all ranks at once
             self.agreed.clear()

@@ -172,7 +172,7 @@ class DynamicScale(_Scaling):
         if not self.factor > 1:
             raise ValueError(f"DynamicScale: factor={self.factor} must be more than 1")
         if not self.minimum <= self.initial <= self.maximum:
-            raise ValueError(f"DynamicScale: initial={self.initial} must lie in {self.minimum}..{self.maximum}")
+            raise ValueError(f"DynamicScale: initial={self.initial} must be in {self.minimum}..{self.maximum}")
 
     @property
     def now(self) -> Tensor:

@@ -64,9 +64,9 @@ class Combine:
 
     def __attrs_post_init__(self) -> None:
         if not callable(self.reduce):
-            raise TypeError(f"reduce={self.reduce!r} is no function of (gradients, memory, group)")
+            raise TypeError(f"reduce={self.reduce!r} is not a function of (gradients, memory, group)")
         if self.init is not None and not callable(self.init):
-            raise TypeError(f"init={self.init!r} is no function of (trained tensors, group)")
+            raise TypeError(f"init={self.init!r} is not a function of (trained tensors, group)")
 
     def __repr__(self) -> str:
         return f"Combine({getattr(self.reduce, '__name__', type(self.reduce).__name__)})"

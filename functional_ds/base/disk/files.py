@@ -77,7 +77,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(descriptor)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, "it is no file of bytes, but a pipe or a device", str(path))
+        raise OSError(errno.EINVAL, "it is not a file of bytes, but a pipe or a device", str(path))
     os.set_blocking(descriptor, True)
     return descriptor
 
@@ -305,7 +305,7 @@ def check_plain(data: Any) -> None:
     >>> check_plain({"name": chr(0xD800)})
     Traceback (most recent call last):
         ...
-    ValueError: the string '\\ud800' has half of a surrogate pair, which is no character
+    ValueError: the string '\\ud800' has half of a surrogate pair, which is not a character
     """
     level = [data]
     for _ in range(MAX_DEPTH + 1):
@@ -328,4 +328,4 @@ def _check_string(value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"the string {value!r} has half of a surrogate pair, which is no character") from None
+        raise ValueError(f"the string {value!r} has half of a surrogate pair, which is not a character") from None

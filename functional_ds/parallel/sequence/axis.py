@@ -104,7 +104,7 @@ def sequence_axis(what: str) -> SequenceAxis:
     note_asked(IN_DOCUMENTS)
     found = axes().get(AXIS)
     if not isinstance(found, SequenceAxis):
-        raise ValueError(f"{what}: sequences are not cut here; pass a group, or run it in a step with T.sequence(group)")
+        raise ValueError(f"{what}: sequences are not split here; pass a group, or run it in a step with T.sequence(group)")
     return found
 
 
@@ -167,7 +167,7 @@ def resolve_axis(
     found, pass_ = sequence_axis(what), current_pass()
     if pass_ is not None and pass_.slots.get(INSIDE_ULYSSES):
         raise ValueError(
-            f"{what}: Ulysses cuts this attention's heads over the ranks of the step's T.sequence already, so it cannot "
+            f"{what}: Ulysses splits this attention's heads over the ranks of the step's T.sequence already, so it cannot "
             "take the same ranks: pass the two axes, fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']), "
             "and T.sequence(mesh['ring', 'heads'], layout=SequenceLayout(kind, inner=2)), where inner is the size of 'heads'"
         )
@@ -193,7 +193,7 @@ def check_pieces(what: str, length: int, group: Group, window: int | None) -> No
             f"{what}: the pieces on the {group.size} ranks of {group.name!r} have {length} positions together, and the "
             f"sequence of the step's T.sequence {known.length} on {known.group.size} ranks. Leave the group out; for Ulysses "
             "over a ring pass two, fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']); and see that "
-            "T.sequence(dims=...) cuts all leaves that are sequences"
+            "T.sequence(dims=...) splits all leaves that are sequences"
         )
 
 

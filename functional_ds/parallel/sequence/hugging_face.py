@@ -103,7 +103,7 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
             raise ValueError(f"{name}: dropout={dropout} in attention: set the model's attention_dropout to 0")
         for other in _REFUSED:
             if others.get(other) is not None:
-                raise ValueError(f"{name}: the model passes {other}, which attention over a cut sequence does not have")
+                raise ValueError(f"{name}: the model passes {other}, which attention over a split sequence does not have")
         if attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             mask = SequenceMask(causal, sliding_window if causal else None)
@@ -146,7 +146,7 @@ def _check_positions(name: str, given: Tensor | None, axis: SequenceAxis) -> Non
     if axis.documents is None and axis.layout.documents is None and not torch.equal(given, positions.expand_as(given)):
         raise ValueError(
             f"{name}: the model's position_ids are not this rank's positions in the sequence: pass it those of the batch that "
-            "T.sequence cut; packed documents must be known to T.sequence"
+            "T.sequence split; packed documents must be known to T.sequence"
         )
 
 
@@ -235,7 +235,7 @@ def _parts(name: str, function: Any) -> Iterator[Any]:
     code = getattr(function, "__code__", None)
     if code not in attrs.astuple(known, recurse=False):
         what = getattr(function, "__qualname__", function)
-        raise ValueError(f"{name}: the model's mask has {what}, which attention over a cut sequence does not have")
+        raise ValueError(f"{name}: the model's mask has {what}, which attention over a split sequence does not have")
     free = inspect.getclosurevars(function).nonlocals
     if code is known.both:
         for each in free["mask_functions"]:

@@ -82,7 +82,9 @@ class Action(NamedTuple):
         found = _CELL.fullmatch(text)
         if found is None or (found[3] == "") == (Kind[found[2]] < Kind.GATHER):
             kinds = ", ".join(Kind.__members__)
-            raise ValueError(f"{text!r} is no action: write stage, kind, micro-batch, as in 0F3 or 1GATHER; kinds are {kinds}")
+            raise ValueError(
+                f"{text!r} is not an action: write stage, kind, micro-batch, as in 0F3 or 1GATHER; kinds are {kinds}"
+            )
         made = Action(Kind[found[2]], int(found[1]), int(found[3]) if found[3] else ALL)
         if made.stage >= MOST_STAGES or made.microbatch >= MOST_MICROBATCHES:
             raise ValueError(

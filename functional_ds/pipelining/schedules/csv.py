@@ -67,7 +67,7 @@ def from_csv(path: str | PathLike[str], *, placement: Sequence[int] | None = Non
         text = read_text(Path(path)).removeprefix("\ufeff")
         table = list(csv.reader(StringIO(text, newline="")))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}; write a CSV file with a row for each rank") from None
+        raise ValueError(f"{path} is not text in UTF-8: {error}; write a CSV file with a row for each rank") from None
     rows = [
         [action for column, cell in enumerate(cells, 1) for action in _actions(cell, path, row, column)]
         for row, cells in enumerate(table, 1)

@@ -149,7 +149,7 @@ class State:
         # Called only for missing attributes: a missing field means that the state was donated.
         if name in State.__annotations__:
             raise DonatedStateError(
-                f"state.{name}: this state was donated to a step, which reuses its memory; go on with the state that the "
+                f"state.{name}: this state was donated to a step, which reuses its memory; continue with the state that the "
                 "step returned, or call step(state, batch, donate=False) to keep both"
             )
         raise AttributeError(name)
@@ -185,8 +185,8 @@ def refuse_donated(state: State) -> None:
     donated = getattr(state.step, _DONATED, None)
     if donated is not None and (first := _first_param(state)) is not None and donated() is first:
         raise DonatedStateError(
-            "state: it shares its tensors with a state that was donated to a step, which has reused their memory; go on with "
-            "the state that the step returned, or call step(state, batch, donate=False), or state.clone() before the step"
+            "state: it shares its tensors with a state that was donated to a step, which has reused their memory; continue "
+            "with the state that the step returned, or call step(state, batch, donate=False), or state.clone() before the step"
         )
 
 

@@ -142,14 +142,14 @@ def test_several_tensors_at_once() -> None:
         (lambda x: dist.all_gather([x], x), "tensor_list: 1 where the group needs 2"),
         (lambda x: dist.all_gather_into_tensor(x, x), "elements of output_tensor: 3 where the group needs 6"),
         (lambda x: dist.all_to_all_single(x, x), "3 rows, no multiple of 2 ranks"),
-        (lambda x: dist.broadcast(x, 0, dist.new_group([1])), "src=0 is none of the group's ranks"),
+        (lambda x: dist.broadcast(x, 0, dist.new_group([1])), "src=0 is not one of the group's ranks"),
         (lambda x: dist.all_gather_coalesced([x], [x]), "elements of output_tensors: 3 where the group needs 6"),
         (lambda x: dist.all_gather_coalesced([x], [x, x]), "output_tensors: 1 where the group needs 2"),
-        (lambda _: dist.get_global_rank(None, 2), "group_rank=2 is no place in a group of 2 ranks"),
-        (lambda _: dist.get_global_rank(None, -1), "group_rank=-1 is no place"),
+        (lambda _: dist.get_global_rank(None, 2), "group_rank=2 is not a place in a group of 2 ranks"),
+        (lambda _: dist.get_global_rank(None, -1), "group_rank=-1 is not a place"),
         (dist.recv, "name the sender"),
         (lambda _: dist.configure("missing.json"), "neither a file nor base64"),
-        (lambda x: dist.all_reduce(x, group="dp"), "is no group"),
+        (lambda x: dist.all_reduce(x, group="dp"), "is not a group"),
     ],
 )
 def test_refusals(call: Any, message: str) -> None:

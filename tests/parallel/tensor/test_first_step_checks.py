@@ -204,7 +204,7 @@ def test_a_plan_that_cuts_nothing_under_tp_functions() -> None:
         step = T.tensor_parallel({})(step)
         step(step.init(params), X)
 
-    with pytest.raises(ValueError, match=r"plan=\{\} cuts no leaf, and the loss calls functions of fds\.tp.*the 2 ranks of"):
+    with pytest.raises(ValueError, match=r"plan=\{\} splits no leaf, and the loss calls functions of fds\.tp.*the 2 ranks of"):
         comm.simulate(program, world_size=2)
 
 
@@ -256,7 +256,7 @@ def test_the_groups_of_a_cut_norm_are_cut() -> None:
         return comm.simulate(program, world_size=ranks)[0]
 
     cut = {**PLAN, r"^norm\.(weight|bias)$": 0}
-    found = r"'norm\.(weight|bias)' is cut over the 2 ranks of 'world'.*all 4 groups.*say \{'norm\.num_groups': 'local'\}"
+    found = r"'norm\.(weight|bias)' is split over the 2 ranks of 'world'.*all 4 groups.*add \{'norm\.num_groups': 'local'\}"
     with pytest.raises(ValueError, match=found):
         losses(cut, 2)
     expected = losses({}, 1)

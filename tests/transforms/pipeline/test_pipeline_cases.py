@@ -321,7 +321,7 @@ def test_leaves_with_several_rows_for_each_of_another() -> None:
     model = pp.stages([layer] * 2, params, loss=loss)
     check(model, params, (rows(5)[0], rows(10)[1]), pp.gpipe(2, 2))
     with pytest.raises(
-        ValueError, match=r"leaf at '1' has 6 rows and another 4, which cannot be cut into 3 micro-batches alike"
+        ValueError, match=r"leaf at '1' has 6 rows and another 4, which cannot be split into 3 micro-batches alike"
     ):
         comm.simulate(lambda: run(model, params, (rows(4)[0], rows(6)[1]), pp.gpipe(2, 3)), world_size=2)
 

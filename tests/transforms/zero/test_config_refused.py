@@ -47,7 +47,7 @@ def test_what_is_no_group(options: dict[str, Any]) -> None:
 
 
 def test_what_is_no_collective() -> None:
-    with pytest.raises(TypeError, match="all_gather=None is no collective"):
+    with pytest.raises(TypeError, match="all_gather=None is not a collective"):
         transforms.zero(3, all_gather=None)  # type: ignore[arg-type]
 
 

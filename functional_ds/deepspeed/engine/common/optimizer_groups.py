@@ -251,8 +251,8 @@ def _paths(parameters: Iterable[nn.Parameter], names: Mapping[int, str]) -> froz
     for parameter in parameters:
         if id(parameter) not in names:
             raise ValueError(
-                f"optimizer: a parameter of shape {list(parameter.shape)} is none of the model's. Make the optimizer after the "
-                "model has its final parameters, from the model that you pass"
+                f"optimizer: a parameter of shape {list(parameter.shape)} is not one of the model's. Make the optimizer after "
+                "the model has its final parameters, from the model that you pass"
             )
         found.append(names[id(parameter)])
     return frozenset(found)
