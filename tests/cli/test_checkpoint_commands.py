@@ -263,7 +263,7 @@ def test_options(run_of_two_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
     assert answer(capsys, "inspect", tmp_path / "hf")["elements"] == 29
     for words, says in [
-        ((tmp_path / "x.pt",), "--overwrite replaces it"),
+        ((tmp_path / "x.pt",), "pass --overwrite to replace it"),
         ((tmp_path / "y",), "suffix"),
         ((tmp_path / "y", "--to", "onnx"), "'onnx' is none of"),
         ((tmp_path / "y.pt", "--only", "c.*"), "no name of"),

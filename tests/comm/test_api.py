@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], Message]] = {
         ValueError,
         "a scalar has no dim to split or concatenate along; use tiled=False to stack on a new axis",
     ),
-    "gathering scalars from the end": (lambda: comm.all_gather(SCALAR, dim=-1), ValueError, "a scalar has no dim to cut"),
+    "gathering scalars from the end": (lambda: comm.all_gather(SCALAR, dim=-1), ValueError, "a scalar has no dim to split"),
     "scattering a scalar": (
         lambda: comm.reduce_scatter(SCALAR),
         ValueError,

@@ -289,9 +289,9 @@ REFUSALS = [
     Refusal(
         what="a class that is not known in a file of DeepSpeed's",
         error=checkpointing.CheckpointError,
-        says="opening it could run code: .*mkdir",
+        says="unpickling them could run code: .*mkdir",
         advises="safe_globals",
-        why="Opening it could run code.",
+        why="Unpickling could run code.",
         instead="Allow a class that you trust: `torch.serialization.safe_globals`.",
         program=within(with_code),
     ),

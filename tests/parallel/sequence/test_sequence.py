@@ -502,7 +502,7 @@ def test_groups_that_are_no_axis() -> None:
     """A second T.sequence, what is no group, and a group that is spread unevenly over those that sum gradients."""
     with pytest.raises(TypeError, match="is not a group"):
         T.sequence("sp")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cuts sequences already"):
+    with pytest.raises(ValueError, match="splits sequences already"):
         T.sequence(tokenwise=True)(T.sequence()(fds.train_step(lambda p, b: p, fds.sgd(0.1))))
 
     def program() -> None:

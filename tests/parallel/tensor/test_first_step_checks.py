@@ -192,7 +192,7 @@ def test_ulysses_over_the_ranks_of_its_own_attention_is_refused() -> None:
         )
         step(step.init({"w": torch.ones(2, 4)}), {"tokens": torch.ones(1, 8)})
 
-    with pytest.raises(ValueError, match=r"cuts this attention's heads over the ranks of the step's T\.sequence already"):
+    with pytest.raises(ValueError, match=r"splits this attention's heads over the ranks of the step's T\.sequence already"):
         comm.simulate(program, world_size=2)
 
 
@@ -270,7 +270,7 @@ def test_the_groups_of_a_cut_norm_are_cut() -> None:
         (nn.GroupNorm(4, 8), r"\{'norm\.weight': 0, 'norm\.bias': 0, 'norm\.num_groups': 'local'\}"),
         (nn.LayerNorm(8), "LayerNorm needs all features of its input: say 'colwise_gather_output'"),
         (nn.RMSNorm(8), "RMSNorm needs all features of its input"),
-        (nn.BatchNorm1d(8), "running statistics of a BatchNorm1d are buffers, which stay whole: say 'colwise_gather_output'"),
+        (nn.BatchNorm1d(8), "running statistics of a BatchNorm1d are buffers, which stay whole: use 'colwise_gather_output'"),
     ],
 )
 def test_what_to_do_with_a_norm_on_slices(norm: nn.Module, says: str) -> None:

@@ -198,7 +198,7 @@ def test_numbers_of_stages() -> None:
     [
         (["layer.1"], "'layer.1' is not a module of this one; the nearest are layers"),
         (["layers.2", "layers.1"], "'layers.2' comes before 'layers.1', but is called after it"),
-        (["layers.1", "layers.1"], "at: 'layers.1' is there twice"),
+        (["layers.1", "layers.1"], "at: 'layers.1' is listed twice"),
         (["layers.0"], "nothing is computed before 'layers.0'"),
         ([("layers.1", 3)], "'layers.1' is not called 4 times"),
     ],
