@@ -142,7 +142,7 @@ def test_plan_says_each_rank_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -
         ("llama", ["--mesh", "dp=2,ep=2"], "ep=2: the model has no experts"),
         ("mixtral", ["--mesh", "dp=8,ep=8"], "has 4 experts, which do not divide by 8; use 1, 2, 4"),
         ("mixtral", ["--mesh", "ep=2"], "ep=2 does not divide the 1 ranks of dp, over which experts are split; use 1"),
-        ("llama", ["--mesh", "pp=2", "--schedule", "zb_h9"], "--schedule: 'zb_h9' is none of gpipe, one_f_one_b"),
+        ("llama", ["--mesh", "pp=2", "--schedule", "zb_h9"], "--schedule: 'zb_h9' is not one of gpipe, one_f_one_b"),
         ("llama", ["--mesh", "dp=2,dp=2"], "--mesh: the axis 'dp' has two sizes"),
         ("llama", ["--mesh", "cp=2"], "--mesh: the axis 'cp' is not one of dp, pp, sp, tp, ep"),
         ("llama", ["--mesh", "sp=0"], "--mesh: 'sp=0' should be an axis and its size"),
@@ -229,7 +229,7 @@ def built_from(name: str, row: dict[str, Any]) -> int:
         (["--axis", "pp=3"], "--axis pp=3 does not divide 2 ranks; use 1, 2"),
         (["--axis", "sp=1,2"], "sp=2: the model does not say how sequences are split"),
         (["--axis", "dp=2"], "--axis: 'dp=2' should be one of tp, sp, pp, ep with its numbers of ranks"),
-        (["--schedule", "none"], "--schedule: 'none' is none of gpipe"),
+        (["--schedule", "none"], "--schedule: 'none' is not one of gpipe"),
         (["--axis", "ep=2"], "ep=2: the model has no experts"),
     ],
 )

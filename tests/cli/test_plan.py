@@ -222,7 +222,7 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([f"{HERE}:raises"], "raised ZeroDivisionError: no model today"),
         ([f"{HERE}:reads"], "meta tensors"),
         ([f"{HERE}:mlp", "--zero", "4"], "--zero: 4 should be from 0 to 3"),
-        ([f"{HERE}:mlp", "--precision", "fp8"], "'fp8' is none of fp32, bf16, fp16"),
+        ([f"{HERE}:mlp", "--precision", "fp8"], "'fp8' is not one of fp32, bf16, fp16"),
         ([f"{HERE}:mlp", "--mesh", "dp=x"], "'dp=x' should be an axis and its size"),
         ([f"{HERE}:mlp", "--mesh", "dp=2,tp=2"], "tp=2: the model does not say how layers are sliced"),
         ([f"{HERE}:cut", "--mesh", "tp=3", "--zero", "0"], "does not divide"),
@@ -242,7 +242,7 @@ def test_input_that_cannot_be_used(words: list[str], says: str, capsys: pytest.C
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ('{"train_batch_sise": 8}', "train_batch_size"),
         ('{"train_batch_size": 8, "train_batch_size": 8}', "train_batch_size"),
         ('{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}', "9 rows are not"),

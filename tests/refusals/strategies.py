@@ -535,7 +535,7 @@ REFUSALS = [
         says="is in a sequence_parallel list and is not split",
         advises="'replicated'} if it acts on each token alone",
         why="It would see a part of the sequence.",
-        instead='Slice the module that contains it, or say `"replicated"` if it acts on each token alone.',
+        instead='Slice the module that contains it, or add `"replicated"` for it if it acts on each token alone.',
         program=lambda: two_ranks(rows(), {"layers": "sequence_parallel"}),
     ),
     Refusal(

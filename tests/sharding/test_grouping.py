@@ -65,7 +65,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         units.by_path({"(": "x"})
 
 
-@pytest.mark.parametrize(("unit_of", "said"), [(3, "no function"), (lambda path: 3, "gives 3 for 'wte'")])
+@pytest.mark.parametrize(("unit_of", "said"), [(3, "not a function"), (lambda path: 3, "gives 3 for 'wte'")])
 def test_what_names_no_unit_is_refused(unit_of: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         names(unit_of)

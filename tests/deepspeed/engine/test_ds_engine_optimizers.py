@@ -228,7 +228,7 @@ def test_a_left_out_update_moves_no_scheduler() -> None:
     [
         (lambda m: torch.optim.RMSprop(m.parameters()), "RMSprop has no pure form"),
         (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), r"AdamW\(amsgrad=True\)"),
-        (lambda m: torch.optim.SGD(model().parameters(), lr=0.1), "none of the model's"),
+        (lambda m: torch.optim.SGD(model().parameters(), lr=0.1), "not one of the model's"),
     ],
 )
 def test_refused_optimizers(make: Any, match: str) -> None:

@@ -268,7 +268,7 @@ def test_the_groups_of_a_cut_norm_are_cut() -> None:
     ("norm", "says"),
     [
         (nn.GroupNorm(4, 8), r"\{'norm\.weight': 0, 'norm\.bias': 0, 'norm\.num_groups': 'local'\}"),
-        (nn.LayerNorm(8), "LayerNorm needs all features of its input: say 'colwise_gather_output'"),
+        (nn.LayerNorm(8), "LayerNorm needs all features of its input: use 'colwise_gather_output'"),
         (nn.RMSNorm(8), "RMSNorm needs all features of its input"),
         (nn.BatchNorm1d(8), "running statistics of a BatchNorm1d are buffers, which stay whole: use 'colwise_gather_output'"),
     ],

@@ -140,7 +140,7 @@ def test_bad_input(make: Callable[[], Any], message: str) -> None:
     ],
 )
 def test_warns_of_scales_that_round(scale: Any) -> None:
-    with pytest.warns(UserWarning, match="no power of two"):
+    with pytest.warns(UserWarning, match="not a power of two"):
         transforms.mixed_precision("fp16", scale)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
