@@ -198,7 +198,7 @@ def _version(header: bytes, where: str) -> int:
     except (ValueError, TypeError, KeyError, RecursionError):
         form, version = None, None
     if form != _FORMAT or type(version) is not int:
-        raise DamagedError(f"{where} is damaged, or no manifest of this library's")
+        raise DamagedError(f"{where} is damaged, or is not a manifest of this library's")
     return version
 
 

@@ -64,7 +64,9 @@ def load_pickle(path: Path) -> Any:
             "torch.serialization.safe_globals allows a class that you trust"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError) as error:
-        raise DamagedError(f"path: {path} is damaged, or no file of torch.save: {str(error).splitlines()[0]}") from error
+        raise DamagedError(
+            f"path: {path} is damaged, or was not written by torch.save: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _others(path: Path) -> list[str]:

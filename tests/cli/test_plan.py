@@ -242,7 +242,7 @@ def test_input_that_cannot_be_used(words: list[str], says: str, capsys: pytest.C
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ('{"train_batch_sise": 8}', "train_batch_size"),
         ('{"train_batch_size": 8, "train_batch_size": 8}', "train_batch_size"),
         ('{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}', "9 rows are not"),
