@@ -91,7 +91,7 @@ def pipeline(
         raise ValueError(f"resident={resident}: a rank has at least the stage whole that it computes")
     gathers = schedule.has(Kind.GATHER)
     if gathers and resident is not None:
-        raise ValueError(f"resident={resident}: the schedule says itself when params are gathered; leave out one of the two")
+        raise ValueError(f"resident={resident}: the schedule itself has the gathers of params; leave out one of the two")
     gathers = gathers or resident is not None
     training = lower(schedule, gathers=gathers, reduces=True, resident=resident or 2)
     inference = lower(schedule.only_forward(), gathers=gathers, reduces=False, resident=resident or 2)

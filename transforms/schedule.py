@@ -201,8 +201,8 @@ def schedule(fn: Callable[..., float | Tensor]) -> Transform:
     """
     if isinstance(fn, LRScheduler):
         raise TypeError(
-            f"fn={type(fn).__name__}(...) moves an optimizer of torch; pass a function from the number of updates to a factor, "
-            "such as T.warmup_cosine(warmup, total), or the one that LambdaLR was given"
+            f"fn={type(fn).__name__}(...) sets the learning rate of a torch optimizer; pass a function from the number of "
+            "updates to a factor, such as T.warmup_cosine(warmup, total), or the one that LambdaLR was given"
         )
     if not callable(fn):
         raise TypeError(f"fn={fn!r} must be a function from the number of updates to a factor")

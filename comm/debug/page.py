@@ -234,7 +234,7 @@ def waits_chart(error: DeadlockError) -> Chart:
     deadlock: rank 0 waits for rank 1, rank 1 waits for rank 0
     """
     if not error.waits:
-        raise ValueError("error: it does not say who waits for whom; errors of comm.simulate do")
+        raise ValueError("error: it has no record of which rank waits for which; errors of comm.simulate have one")
     ranks = sorted({*error.waits, *(other for _, others in error.waits.values() for other in others)})
     lanes = {f"rank {rank}": [Slice("", error.waits[rank][0], 0, 1)] if rank in error.waits else [] for rank in ranks}
     pairs = [(rank, other) for rank, (_, others) in error.waits.items() for other in others]

@@ -92,7 +92,7 @@ class Subject:
             return self.tp_plan
         module = getattr(self.apply, "module", None)
         if module is None:
-            raise ValueError("the model does not say how layers are sliced")
+            raise ValueError("the model does not define how layers are sliced")
         found: Mapping[str, Any] = import_module("functional_ds.parallel.tensor").plan_of(module)
         return found
 

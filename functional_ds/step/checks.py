@@ -240,7 +240,7 @@ def _refuse_bare(step: Strategy, state: State, batch: Any) -> None:
     path = next(iter(trained), None) or next(path for path, leaf in tree.named(state.params) if _on_meta(leaf))
     raise ValueError(
         f"state: the leaf {path!r} of its params is on the device 'meta', without values, but the batch has some; a module "
-        "without memory is built by fds.deferred(build), and fds.from_source(params, source) says where values are read"
+        "without memory is built by fds.deferred(build), and fds.from_source(params, source) names where values are read"
     )
 
 

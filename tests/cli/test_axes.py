@@ -146,7 +146,7 @@ def test_plan_says_each_rank_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -
         ("llama", ["--mesh", "dp=2,dp=2"], "--mesh: the axis 'dp' has two sizes"),
         ("llama", ["--mesh", "cp=2"], "--mesh: the axis 'cp' is not one of dp, pp, sp, tp, ep"),
         ("llama", ["--mesh", "sp=0"], "--mesh: 'sp=0' should be an axis and its size"),
-        (f"{HERE}:mlp", ["--mesh", "sp=2"], "sp=2: the model does not say how sequences are split: give sequence"),
+        (f"{HERE}:mlp", ["--mesh", "sp=2"], "sp=2: the model does not define how sequences are split: give sequence"),
         (f"{HERE}:mlp", ["--mesh", "dp=2,ep=2"], "ep=2: the model has no experts"),
         (f"{HERE}:mlp", ["--mesh", "pp=8"], "pp=8: "),
         ("shapes", ["--mesh", "pp=2"], "pp=2: only shapes are known"),
@@ -227,7 +227,7 @@ def built_from(name: str, row: dict[str, Any]) -> int:
     ("words", "says"),
     [
         (["--axis", "pp=3"], "--axis pp=3 does not divide 2 ranks; use 1, 2"),
-        (["--axis", "sp=1,2"], "sp=2: the model does not say how sequences are split"),
+        (["--axis", "sp=1,2"], "sp=2: the model does not define how sequences are split"),
         (["--axis", "dp=2"], "--axis: 'dp=2' should be one of tp, sp, pp, ep with its numbers of ranks"),
         (["--schedule", "none"], "--schedule: 'none' is not one of gpipe"),
         (["--axis", "ep=2"], "ep=2: the model has no experts"),

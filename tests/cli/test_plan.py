@@ -224,7 +224,7 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([f"{HERE}:mlp", "--zero", "4"], "--zero: 4 should be from 0 to 3"),
         ([f"{HERE}:mlp", "--precision", "fp8"], "'fp8' is not one of fp32, bf16, fp16"),
         ([f"{HERE}:mlp", "--mesh", "dp=x"], "'dp=x' should be an axis and its size"),
-        ([f"{HERE}:mlp", "--mesh", "dp=2,tp=2"], "tp=2: the model does not say how layers are sliced"),
+        ([f"{HERE}:mlp", "--mesh", "dp=2,tp=2"], "tp=2: the model does not define how layers are sliced"),
         ([f"{HERE}:cut", "--mesh", "tp=3", "--zero", "0"], "does not divide"),
         ([f"{HERE}:cut_wrongly", "--mesh", "tp=2", "--zero", "0"], "'colwize'"),
         ([f"{HERE}:mlp", "--limit", "much"], "not a number of bytes"),

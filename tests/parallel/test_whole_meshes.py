@@ -370,7 +370,7 @@ def test_whole_experts_that_a_plan_would_sum() -> None:
         step = T.tensor_parallel(plan)(base)
         step(step.init(params), wm.batch_of(0))
 
-    with pytest.raises(ValueError, match=r"experts' is 'moe_tp_experts', and nothing in it is cut: the sum over the 2 ranks"):
+    with pytest.raises(ValueError, match=r"experts' is 'moe_tp_experts', and nothing in it is split: the sum over the 2 ranks"):
         comm.simulate(program, world_size=2)
 
 

@@ -604,7 +604,7 @@ REFUSALS = [
     Refusal(
         what="a loss that reads experts outside their exchange, such as a penalty on all params",
         error=ValueError,
-        says="the loss reads the leaf 'experts' beside what it sends among the ranks of 'ep'",
+        says="the loss reads the leaf 'experts' in addition to what it sends among the ranks of 'ep'",
         advises=r"comm.all_reduce\(term, axis\('ep'\).group\)",
         why="Each rank has a part of the experts, so the term would count too little for them.",
         instead="Decay weights in the optimizer, or sum the experts' part of the term over `ep`.",

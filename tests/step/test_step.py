@@ -419,7 +419,7 @@ def test_a_sum_that_weighs_nothing(sums: float, strategy: list[fds.Transform]) -
             lambda: transforms.schedule(
                 torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)]))  # type: ignore[arg-type]
             ),
-            r"fn=ConstantLR\(...\) moves an optimizer of torch; pass a function",
+            r"fn=ConstantLR\(...\) sets the learning rate of a torch optimizer; pass a function",
         ),
     ],
 )

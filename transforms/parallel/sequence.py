@@ -287,8 +287,8 @@ class _SequenceParallel:
         if result is None or (isinstance(result, tuple) and result and result[0] is None):
             raise ValueError(
                 f"{self}: the loss is None: a model of Hugging Face computes one from 'labels', and the batch has "
-                "'shift_labels', which were shifted before the sequence was cut. Sum over this rank's tokens: pass labels="
-                "batch['shift_labels'], num_items_in_batch=1 beside these, and return fds.Weighted(loss, number of labels)"
+                "'shift_labels', which were shifted before the sequence was split. Sum over this rank's tokens: pass labels="
+                "batch['shift_labels'], num_items_in_batch=1 with these, and return fds.Weighted(loss, number of labels)"
             )
         if is_half(result):
             state.graphs.is_new(HALF)

@@ -113,7 +113,7 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
             shape = list(getattr(attention_mask, "shape", []))
             raise ValueError(
                 f"{name}: an attention mask {type(attention_mask).__name__} of shape {shape}: the ranks know padding masks "
-                "[rows, positions] and documents of the batch that T.sequence cuts, no others"
+                "[rows, positions] and documents of the batch that T.sequence splits, no others"
             )
         first = getattr(module, "layer_idx", 0) == 0
         given = mask.position_ids if position_ids is None else position_ids
@@ -166,7 +166,7 @@ def _mask(name: str) -> Callable[..., SequenceMask]:
         if (q_length, kv_length, q_offset, kv_offset) != (own, own, 0, 0):
             raise ValueError(
                 f"{name}: {q_length} queries from {q_offset} and {kv_length} keys from {kv_offset}: a rank has {own} of both; "
-                "it takes the batch that T.sequence cut, and no cache"
+                "it takes the batch that T.sequence split, and no cache"
             )
         causal, windows, position_ids = False, [], None
         for function in _parts(name, mask_function):
@@ -194,7 +194,7 @@ def _check_padding(name: str, given: Tensor | None, axis: SequenceAxis) -> None:
     expected = torch.ones_like(given, dtype=torch.bool) if documents is None else (axis.cut(documents) >= 0).expand_as(given)
     if not torch.equal(given.to(torch.bool), expected):
         raise ValueError(
-            f"{name}: the model's attention_mask is not the mask of the batch that T.sequence cut: other ranks do not know it"
+            f"{name}: the model's attention_mask is not the mask of the batch that T.sequence split: other ranks do not know it"
         )
 
 

@@ -99,7 +99,7 @@ class TensorCalls:
                 )
             if way.name == "moe_tp_experts" and self.group.size > 1 and not self._cuts_within(path, each):
                 raise ValueError(
-                    f"plan: {path!r} is 'moe_tp_experts', and nothing in it is cut: the sum over the {self.group.size} ranks "
+                    f"plan: {path!r} is 'moe_tp_experts', and nothing in it is split: the sum over the {self.group.size} ranks "
                     "would count whole experts as often; split them, or leave this entry out"
                 )
             if not way.word.cuts and held[path] & cut:

@@ -226,8 +226,8 @@ class _Splitter:
         for each in self.program.instructions[begin:]:
             if any(arrived.count(storage) > 1 for storage in self.program.written(each)):
                 raise ValueError(
-                    f"{each.site}: writes in place into a tensor of which a view crosses a cut, too; on the next "
-                    "stage they would be two tensors. Write x = x + y for x += y, or split elsewhere"
+                    f"{each.site}: writes in place into a tensor of which a view is used on both sides of the split; on the "
+                    "next stage they would be two tensors. Write x = x + y for x += y, or split elsewhere"
                 )
 
 

@@ -141,7 +141,7 @@ def test_several_tensors_at_once() -> None:
         (lambda x: dist.all_reduce(x, dist.ReduceOp.BXOR), "ranks' values combine by ReduceOp.SUM"),
         (lambda x: dist.all_gather([x], x), "tensor_list: 1 where the group needs 2"),
         (lambda x: dist.all_gather_into_tensor(x, x), "elements of output_tensor: 3 where the group needs 6"),
-        (lambda x: dist.all_to_all_single(x, x), "3 rows, no multiple of 2 ranks"),
+        (lambda x: dist.all_to_all_single(x, x), "3 rows, which is not a multiple of 2 ranks"),
         (lambda x: dist.broadcast(x, 0, dist.new_group([1])), "src=0 is not one of the group's ranks"),
         (lambda x: dist.all_gather_coalesced([x], [x]), "elements of output_tensors: 3 where the group needs 6"),
         (lambda x: dist.all_gather_coalesced([x], [x, x]), "output_tensors: 1 where the group needs 2"),

@@ -150,7 +150,7 @@ def test_a_scheduler_of_another_optimizer_is_refused(passed: bool) -> None:
     """Its rates would be nobody's."""
     module = model()
     foreign = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"lr_scheduler: StepLR moves the rates of another SGD than the engine's"):
+    with pytest.raises(ValueError, match=r"lr_scheduler: StepLR sets the rates of another SGD than the engine's"):
         ds.initialize(
             model=module,
             optimizer=torch.optim.AdamW(module.parameters()) if passed else None,

@@ -458,7 +458,7 @@ def alike(rank: int) -> dict[str, Tensor]:
         ({}, tokens_of, r"ranks \[1\] of group 'world' have another batch than rank 0"),
         ({}, lambda rank: tokens_of(0)[:, : 8 - 2 * rank], "different sequences: length: rank 0 8, rank 1 6"),
         ({"layout": "by rank"}, alike, r"different steps.*rank 0 has .*contiguous.*rank 1 has .*striped"),
-        ({}, lambda rank: {**alike(0), "weights": torch.ones(2, 8)}, "leaf at 'weights' of shape .* no rule says"),
+        ({}, lambda rank: {**alike(0), "weights": torch.ones(2, 8)}, "leaf at 'weights' of shape .* no rule tells"),
         (
             {},
             lambda rank: {**alike(0), "attention_mask": torch.ones(2, 9)},
@@ -472,7 +472,11 @@ def alike(rank: int) -> dict[str, Tensor]:
         ({"dims": -1}, alike, "dims=-1: rows are along dim 0"),
         ({"dims": {"(": 1}}, alike, r"dims: '\(' is not a regular expression"),
         ({"dims": {"labels": 1, "la.*": 1}, "shift": False}, alike, "'labels' matches 'labels' and 'la"),
-        ({"dims": 1, "pad": True, "shift": False}, lambda rank: {"x": torch.ones(2, 7)}, "nothing says what the leaf at 'x'"),
+        (
+            {"dims": 1, "pad": True, "shift": False},
+            lambda rank: {"x": torch.ones(2, 7)},
+            "there is no rule for what the leaf at 'x'",
+        ),
         ({"whole": False}, alike, "'labels' of a piece of a sequence cannot be shifted"),
         ({"tokenwise": False}, alike, "no function of the loss asked for the sequence axis"),
         ({"layout": lambda batch: "zigzag"}, alike, "must return a SequenceLayout"),

@@ -52,7 +52,7 @@ PLAN = {"up": "colwise", "down": "rowwise"}
 
 @pytest.mark.parametrize("stage", [None, 0, 2, 3])
 def test_whole_leaves_used_on_slices_are_named(stage: int | None) -> None:
-    with pytest.raises(ValueError, match=r"gradients of 'scale', which is not cut, differ.*replicated_with_grad_allreduce"):
+    with pytest.raises(ValueError, match=r"gradients of 'scale', which is not split, differ.*replicated_with_grad_allreduce"):
         _run(_Scaled, PLAN, stage, _square)
 
 
@@ -66,7 +66,7 @@ class _Silent(_Scaled):
 
 @pytest.mark.parametrize("stage", [None, 0, 2, 3])
 def test_leaves_behind_a_layer_of_zeros_are_named_in_the_second_step(stage: int | None) -> None:
-    with pytest.raises(ValueError, match=r"gradients of 'scale', which is not cut, differ.*replicated_with_grad_allreduce"):
+    with pytest.raises(ValueError, match=r"gradients of 'scale', which is not split, differ.*replicated_with_grad_allreduce"):
         _run(_Silent, PLAN, stage, lambda y: (y - 1).square().mean())
 
 

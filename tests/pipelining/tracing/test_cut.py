@@ -315,7 +315,7 @@ def test_torn_views_are_refused() -> None:
             part.add_(1)
             return x + y
 
-    with pytest.raises(ValueError, match="of which a view crosses a cut"):
+    with pytest.raises(ValueError, match="of which a view is used on both sides of the split"):
         pp.cut(Torn(), ["second"], loss=mse, example=rows(2))
 
 

@@ -174,7 +174,7 @@ def test_gathers_are_the_schedules_own() -> None:
     expected = [[action.kind for action in lowered[rank]].count(pp.Kind.GATHER) for rank in (0, 1, 0, 1)]
     assert comm.simulate(program, pp.breadth_first(2, 2), 1, world_size=4) == expected
     assert comm.simulate(program, lowered, None, world_size=4) == expected
-    with pytest.raises(ValueError, match="resident=1: the schedule says itself when params are gathered"):
+    with pytest.raises(ValueError, match="resident=1: the schedule itself has the gathers of params"):
         transforms.pipeline(lowered, model, resident=1)
 
 

@@ -106,7 +106,7 @@ class _Tiles:
     def _tokens(self) -> int:
         cut = [self.leaves[place] for place in self.places if place >= self.shared]
         if not cut:
-            raise ValueError("tiled: no argument after the first has a tensor, so there are no tokens to cut")
+            raise ValueError("tiled: no argument after the first has a tensor, so there are no tokens to split")
         for leaf in cut:
             if leaf.dim() <= self.dim or leaf.shape[self.dim] != cut[0].shape[self.dim]:
                 raise ValueError(
