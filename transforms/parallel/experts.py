@@ -254,8 +254,8 @@ class Experts:
                 raise ValueError(
                     f"{self}: the loss reads the leaf {path!r} in addition to what it sends among the ranks of "
                     f"{self.ep.name!r}, as a penalty on all params does: each rank has 1/{self.ep.size} of the experts, so "
-                    f"that term would count {self.ep.size} times too little for them. Decay weights in the optimizer, leave experts "
-                    "out of the term, or sum their part over the ranks: comm.all_reduce(term, axis('ep').group)"
+                    f"that term would count {self.ep.size} times too little for them. Decay weights in the optimizer, leave "
+                    "experts out of the term, or sum their part over the ranks: comm.all_reduce(term, axis('ep').group)"
                 )
 
         return attrs.evolve(view, guards=(*view.guards, inspect))
