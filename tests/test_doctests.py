@@ -34,6 +34,7 @@ SHOWN_BY = {
     "comm.debug.Arrow": "comm.debug.calls_chart",
     "comm.debug.Offsets": "comm.debug.clock_offsets",
     "comm.debug.Spread": "comm.debug.spreads",
+    "compiling.CollectiveCall": "compiling.merge",
     "compiling.GraphCost": "compiling.StepGraph",
     "compiling.PredictedStep": "compiling.JitStep",
     "compiling.finished": "compiling.copied",
