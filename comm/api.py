@@ -65,7 +65,9 @@ def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", donate: boo
     """
     rooms = flatten("all_reduce", x)[0] if donate else None
     if rooms is not None and torch.is_grad_enabled() and any(room.requires_grad for room in rooms):
-        raise ValueError("all_reduce: donate=True would cut the graph of its values; leave it out, or detach them")
+        raise ValueError(
+            "all_reduce: donate=True would detach its values from the autograd graph; leave it out, or detach them"
+        )
     return reducing(Call(ALL_REDUCE, {"op": op}, rooms), x, group)
 
 
@@ -123,7 +125,7 @@ def _gathered_into(out: T, x: T, group: Group, options: dict[str, Any], uneven: 
                 "contiguous tensor like the result"
             )
         if torch.is_grad_enabled() and (room.requires_grad or value.requires_grad):
-            raise ValueError("all_gather: out= would cut the graph of its values; leave it out, or detach them")
+            raise ValueError("all_gather: out= would detach its values from the autograd graph; leave it out, or detach them")
 
     def written(results: T) -> T:
         for room, result in zip(rooms, flatten("all_gather", results)[0], strict=True):

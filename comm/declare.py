@@ -96,6 +96,17 @@ def varying(x: T, group: Group | None = None, *, distinct: bool = False) -> T:
 
     Raises:
         VarianceError: when checked with ``distinct``, if two ranks hold equal bits; names them.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> def program(mask):
+    ...     return comm.varying(mask(), distinct=True).tolist()
+    >>> comm.simulate(program, lambda: torch.arange(2) + comm.world().rank, world_size=2, variance=True)
+    [[0, 1], [1, 2]]
+    >>> comm.simulate(program, lambda: torch.arange(2), world_size=2, variance=True)
+    Traceback (most recent call last):
+        ...
+    functional_ds.comm.table.errors.VarianceError: ...
     """
     _declare(Variance.VARYING, x, group, distinct)
     return x

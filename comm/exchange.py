@@ -60,7 +60,7 @@ def all_to_all(
     split_dim, concat_dim = resolve_dim("all_to_all", x, split_dim), resolve_dim("all_to_all", x, concat_dim)
     if input_splits is None:
         if output_splits is not None:
-            raise ValueError(f"output_splits={list(output_splits)} without input_splits: say what this rank sends, too")
+            raise ValueError(f"output_splits={list(output_splits)} without input_splits: pass both")
         return request(Call(ALL_TO_ALL, {"split_dim": split_dim, "concat_dim": concat_dim}), x, group)
     if split_dim != concat_dim:
         raise ValueError(f"split_dim={split_dim} and concat_dim={concat_dim}: with input_splits they must be the same")

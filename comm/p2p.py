@@ -51,10 +51,10 @@ def _call(op: Send | Recv, group: Group) -> tuple[Call, Any]:
 
 def _what_is_wrong(side: str, peer: Any, tag: Any, group: Group) -> str | None:
     if not isinstance(peer, int) or isinstance(peer, bool) or not 0 <= peer < group.size:
-        return f"{side}={peer!r} is no rank of the group; its ranks are 0..{group.size - 1}"
+        return f"{side}={peer!r} is not a rank of the group; its ranks are 0..{group.size - 1}"
     if peer == group.rank:
         return f"{side}={peer} is this rank itself; use the value as it is"
-    return None if isinstance(tag, int) else f"tag={tag!r} is no integer"
+    return None if isinstance(tag, int) else f"tag={tag!r} is not an integer"
 
 
 @collective
@@ -144,6 +144,16 @@ def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Requ
 
     Raises:
         ValueError: ``src`` is not another rank of the group.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     if comm.world().rank == 0:
+    ...         comm.send(torch.tensor([1.0, 2.0]), 1)
+    ...     else:
+    ...         return comm.recv(torch.empty(2), 0).tolist()
+    >>> comm.simulate(program, world_size=2)
+    [None, [1.0, 2.0]]
     """
     return _one(Recv(like, src, tag), group)
 

@@ -80,7 +80,7 @@ def _place(world_size: int | None, rank: int | None) -> tuple[int, int] | None:
     if size < 1:
         raise ValueError(f"world_size={size}: a world has at least one rank")
     if not 0 <= place < size:
-        raise ValueError(f"rank={place} is no rank of a world of {size}; its ranks are 0..{size - 1}")
+        raise ValueError(f"rank={place} is not a rank of a world of {size}; its ranks are 0..{size - 1}")
     return place, size
 
 
@@ -117,6 +117,10 @@ def init_distributed(
             environment variable is not an integer; the process is already in a world with another size or rank; NCCL has more
             ranks on this host than GPUs, or two ranks have the same GPU.
         TimedOutError: some processes have not joined; names their ranks.
+
+    >>> from functional_ds import comm
+    >>> comm.simulate(lambda: comm.init_distributed().size, world_size=2)
+    [2, 2]
     """
     check_timeout(timeout)
     if simulated_world() is None and not dist.is_initialized():
@@ -277,9 +281,11 @@ def new_group(ranks: Sequence[int], name: str = "group") -> Group:
     outside = [rank for rank in chosen if not 0 <= rank < everyone.size]
     if outside or not chosen:
         what = (
-            f"rank {outside[0]} is none of the world's, which are 0..{everyone.size - 1}" if outside else "a group needs a rank"
+            f"rank {outside[0]} is not one of the world's, which are 0..{everyone.size - 1}"
+            if outside
+            else "a group needs a rank"
         )
         raise ValueError(f"ranks={chosen}: {what}")
     if len(set(chosen)) < len(chosen):
-        raise ValueError(f"ranks={chosen}: a rank stands there twice")
+        raise ValueError(f"ranks={chosen}: a rank is listed twice")
     return everyone.world.group(chosen, name)

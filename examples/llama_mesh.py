@@ -36,9 +36,9 @@ def mesh_of(text: str) -> dict[str, int]:
     try:
         given = {name: int(size) for name, size in (part.split("=") for part in text.split(",") if part)}
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write dp=2,sp=2,tp=2") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh; write dp=2,sp=2,tp=2") from None
     if not given.keys() <= {*AXES} or any(size < 1 for size in given.values()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh of {', '.join(AXES)}; write dp=2,sp=2,tp=2")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh of {', '.join(AXES)}; write dp=2,sp=2,tp=2")
     return {axis: given.get(axis, 1) for axis in AXES}
 
 

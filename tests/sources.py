@@ -74,7 +74,7 @@ def _imports(name: str, tree: ast.Module, known: Mapping[str, Path]) -> Iterator
                 joined = [".".join(filter(None, (inner, attribute, tail))) for tail in ("", "__init__")]
                 index = ".".join(filter(None, (inner, "__init__")))
                 found = next((each for each in (*joined, inner, index) if each in known), None)
-                assert found is not None, f"{name}, line {node.lineno}: {module}.{attribute} is no file"
+                assert found is not None, f"{name}, line {node.lineno}: {module}.{attribute} is not a file"
                 yield Import(found, node.lineno, late)
 
 

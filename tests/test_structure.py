@@ -127,7 +127,7 @@ LATE = {
 SAME_FILE_NAMES = {
     "adagrad": "the optimizer; DeepSpeed's classes of it",
     "adam": "the optimizer; DeepSpeed's classes of it",
-    "axis": "what a model's functions know of sequences that are cut; of experts",
+    "axis": "what a model's functions know of sequences that are split; of experts",
     "checks": "the checks of a step's arguments; the checks of fit's arguments",
     "errors": "each layer that has errors of its own keeps them in errors.py",
     "files": "files of the operating system; the offload's files",

@@ -30,7 +30,7 @@ def _one_rank_more() -> Any:
 
 MISTAKES: dict[str, Callable[[], Any]] = {
     "params: this is the module": lambda: _run(lambda params, x: x.sum(), params=MODULE),
-    "that is none of the step's params": lambda: _run(lambda params, x: MODULE(x).sum()),
+    "that is not one of the step's params": lambda: _run(lambda params, x: MODULE(x).sum()),
     ", which would be lost": lambda: _run(
         lambda params, x: APPLY(params, x).sum(), params={path: leaf.detach().clone() for path, leaf in PARAMS.items()}
     ),

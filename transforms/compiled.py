@@ -68,7 +68,7 @@ def compiled(
     """
     check_pattern(blocks)
     if eager is not None and not isinstance(eager, str):
-        raise TypeError(f"compiled: eager={eager!r} is no path: give a pattern such as 'blocks.*.experts'")
+        raise TypeError(f"compiled: eager={eager!r} is not a path: give a pattern such as 'blocks.*.experts'")
     if blocks == "":
         raise ValueError(
             "compiled: blocks='' would be the whole loss function, which fetches leaves and runs collectives; name its blocks, "

@@ -53,7 +53,7 @@ def ema(decay: float) -> Transform:
     (-2.0, -1.25)
     """
     if not 0 <= decay < 1:
-        raise ValueError(f"decay={decay} must lie in [0, 1)")
+        raise ValueError(f"decay={decay} must be in [0, 1)")
 
     def init(inner: Any, step: Step, params: Any) -> State:
         state: State = inner(step, params)
@@ -93,6 +93,12 @@ def averaged(step: Step, state: State) -> Any:
 
     Raises:
         ValueError: the step has no ema.
+
+    >>> import functional_ds as fds
+    >>> step = ema(0.5)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0)))
+    >>> state, _ = step(step.init({"w": torch.zeros(1)}), torch.ones(1))
+    >>> averaged(step, state)
+    {'w': tensor([-0.5000])}
     """
     mean = state.slots.get("ema")
     if not isinstance(mean, Mean):

@@ -98,7 +98,7 @@ def offload(
         raise ValueError(f"params={params!r} needs optimizer={params!r}, too: where they are updated, its state must be")
     part: Any = ratio
     if not isinstance(part, int | float) or not 0 <= part <= 1:
-        raise ValueError(f"ratio={ratio!r} must lie in 0..1: it is the part of the optimizer's state that is offloaded")
+        raise ValueError(f"ratio={ratio!r} must be in 0..1: it is the part of the optimizer's state that is offloaded")
     if ratio != 1 and params is not None:
         raise ValueError(f"ratio={ratio} keeps a part of the optimizer's state on the device, which params={params!r} leave")
     for name, number in (("buffers", buffers), ("buffer_bytes", buffer_bytes), ("threads", threads)):

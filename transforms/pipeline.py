@@ -80,16 +80,18 @@ def pipeline(
     [(['0.w'], 21.0), (['1.w'], 21.0)]
     """
     if not isinstance(stages, Stages):
-        raise TypeError(f"stages={stages!r} are no Stages; make them with pipelining.stages(...) or pipelining.cut(...)")
+        raise TypeError(f"stages={stages!r} are not Stages; make them with pipelining.stages(...) or pipelining.cut(...)")
     axis = Axis(group, AxisRole.STAGES)
     validate(schedule)
     if len(stages) != schedule.stages:
-        raise ValueError(f"schedule: it has {schedule.stages} stages, and the model {len(stages)}; cut the model into as many")
+        raise ValueError(
+            f"schedule: it has {schedule.stages} stages, and the model {len(stages)}; split the model into as many"
+        )
     if resident is not None and resident < 1:
         raise ValueError(f"resident={resident}: a rank has at least the stage whole that it computes")
     gathers = schedule.has(Kind.GATHER)
     if gathers and resident is not None:
-        raise ValueError(f"resident={resident}: the schedule says itself when params are gathered; leave out one of the two")
+        raise ValueError(f"resident={resident}: the schedule itself has the gathers of params; leave out one of the two")
     gathers = gathers or resident is not None
     training = lower(schedule, gathers=gathers, reduces=True, resident=resident or 2)
     inference = lower(schedule.only_forward(), gathers=gathers, reduces=False, resident=resident or 2)

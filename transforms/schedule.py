@@ -75,7 +75,7 @@ def warmup_decay(steps: int, total: int, *, floor: float = 0.0, shape: Literal["
     """
     check_floor(floor)
     if not 0 <= steps <= total:
-        raise ValueError(f"steps={steps} must lie in 0..total={total}")
+        raise ValueError(f"steps={steps} must be in 0..total={total}")
     up = warmup(steps, shape=shape)
 
     def factor(u: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def range_test(steps: int, *, rate: float = 1.0, staircase: bool = False) -> Fac
 def check_floor(floor: float) -> None:
     """Raises an error for a floor outside 0..1."""
     if not 0 <= floor <= 1:
-        raise ValueError(f"floor={floor} must lie in 0..1")
+        raise ValueError(f"floor={floor} must be in 0..1")
 
 
 def _named(name: str, factor: Callable[[Tensor], Tensor]) -> Factor:
@@ -201,8 +201,8 @@ def schedule(fn: Callable[..., float | Tensor]) -> Transform:
     """
     if isinstance(fn, LRScheduler):
         raise TypeError(
-            f"fn={type(fn).__name__}(...) moves an optimizer of torch; pass a function from the number of updates to a factor, "
-            "such as T.warmup_cosine(warmup, total), or the one that LambdaLR was given"
+            f"fn={type(fn).__name__}(...) sets the learning rate of a torch optimizer; pass a function from the number of "
+            "updates to a factor, such as T.warmup_cosine(warmup, total), or the one that LambdaLR was given"
         )
     if not callable(fn):
         raise TypeError(f"fn={fn!r} must be a function from the number of updates to a factor")
@@ -240,7 +240,7 @@ def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Factor:
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     if not 0 <= warmup <= total:
-        raise ValueError(f"warmup={warmup} must lie in 0..total={total}")
+        raise ValueError(f"warmup={warmup} must be in 0..total={total}")
     check_floor(floor)
 
     def factor(count: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

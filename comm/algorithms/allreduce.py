@@ -366,7 +366,7 @@ def hierarchical(x: T, inner: Group, outer: Group, *, op: str = "sum") -> T:
     """
     if len(set(inner.ranks) & set(outer.ranks)) != 1:
         raise ValueError(
-            f"inner={inner!r} and outer={outer!r} are no rows and columns of a grid, which have one rank in common; "
+            f"inner={inner!r} and outer={outer!r} are not rows and columns of a grid, which have one rank in common; "
             "take two axes of a mesh"
         )
     across = _two_trees(outer)

@@ -279,7 +279,7 @@ def _check(algorithm: str, n: int, ranks_per_node: int) -> None:
     if ranks_per_node < 1:
         raise ValueError(f"ranks_per_node={ranks_per_node}: a node has at least one rank")
     if algorithm == "hierarchical" and n % ranks_per_node:
-        raise ValueError(f"n={n} is no multiple of ranks_per_node={ranks_per_node}: hierarchical needs a grid of full nodes")
+        raise ValueError(f"n={n} is not a multiple of ranks_per_node={ranks_per_node}: hierarchical needs a grid of full nodes")
 
 
 def predict(algorithm: str, nbytes: float, n: int, network: Network) -> Cost:
@@ -361,11 +361,11 @@ def sent(algorithm: str, numel: int, n: int, rank: int, *, ranks_per_node: int =
     """
     _check(algorithm, n, ranks_per_node)
     if not 0 <= rank < n:
-        raise ValueError(f"rank={rank} is none of n={n}; ranks are 0..{n - 1}")
+        raise ValueError(f"rank={rank} is out of range for n={n}; ranks are 0..{n - 1}")
     if numel < 0:
         raise ValueError(f"numel={numel}: a value has 0 elements or more")
     if chunks < 1 or (chunks > 1 and algorithm not in ("tree", "double_tree")):
-        raise ValueError(f"chunks={chunks} for {algorithm}: tree and double_tree cut into 1 or more, the others into 1")
+        raise ValueError(f"chunks={chunks} for {algorithm}: tree and double_tree split into 1 or more, the others into 1")
     return _FORMULAS[algorithm].sends(numel, n, rank, ranks_per_node, chunks)
 
 

@@ -126,7 +126,7 @@ def _sink(parts: list[Tensor], role: TreeRole, group: Group) -> Pending[Any]:
 def through(trees: int, role: TreeRole, chunks: int, group: Group) -> Callable[[Tensor, str], Tensor]:
     """An all-reduce of a flat payload through the trees, chunk by chunk."""
     if chunks < 1:
-        raise ValueError(f"chunks={chunks}: a value is cut into at least one chunk")
+        raise ValueError(f"chunks={chunks}: a value is split into at least one chunk")
 
     def total(flat: Tensor, op: str) -> Tensor:
         group.world.connect([*role.leaf, *role.inner, *role.children, *role.apex], group, flat.device)

@@ -86,9 +86,9 @@ def check_call(call: Call, leaves: Sequence[Tensor], group: Group, prefix: str =
     try:
         for leaf in leaves:
             if leaf.layout is not torch.strided:
-                raise ValueError(f"a tensor of layout {leaf.layout} cannot travel: pass leaf.to_dense(), or its parts")
+                raise ValueError(f"a tensor of layout {leaf.layout} cannot be sent: pass leaf.to_dense(), or its parts")
             if is_dtensor(leaf):
-                raise ValueError("a DTensor cannot travel: pass this rank's part, leaf.to_local(), or all, leaf.full_tensor()")
+                raise ValueError("a DTensor cannot be sent: pass this rank's part, leaf.to_local(), or all, leaf.full_tensor()")
             call.collective.check(leaf, here)
     except ValueError as error:
         raise ValueError(f"{prefix}{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
@@ -144,7 +144,7 @@ def resolve_group(group: Group | None) -> Group:
     if group is None:
         return world()
     if not isinstance(group, Group):
-        raise TypeError(f"group={group!r} is no group: pass mesh['dp'], comm.new_group(ranks), comm.world() or None")
+        raise TypeError(f"group={group!r} is not a group: pass mesh['dp'], comm.new_group(ranks), comm.world() or None")
     return group
 
 
@@ -229,7 +229,7 @@ def prepare(collective: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     describe: Callable[P, Request[R]] | None = getattr(collective, "request", None)
     if describe is None:
         raise TypeError(
-            f"{collective!r} is no collective: pass comm.all_gather or its like, or a function under @comm.table.collective"
+            f"{collective!r} is not a collective: pass comm.all_gather or its like, or a function under @comm.table.collective"
         )
     return describe(*args, **kwargs)
 

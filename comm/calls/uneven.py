@@ -61,7 +61,7 @@ def sizes_along(dim: int, leaves: Sequence[Tensor], group: Group) -> list[tuple[
         for rank, theirs in enumerate(everyones):
             if theirs[place][1] != marks[place]:
                 raise MismatchError(
-                    f"all_gather(dim={dim}, uneven=True): leaf {place} has another dtype, or other sizes beside dim {dim}, on "
-                    f"rank {rank} of {group.name!r} than here on rank {group.rank} ({signature})"
+                    f"all_gather(dim={dim}, uneven=True): leaf {place} has another dtype, or other sizes in dims other "
+                    f"than {dim}, on rank {rank} of {group.name!r} than here on rank {group.rank} ({signature})"
                 )
     return [tuple(theirs[place][0] for theirs in everyones) for place in range(len(leaves))]

@@ -46,7 +46,9 @@ class Cast:
     @dtype.validator
     def _floating(self, attribute: object, value: torch.dtype) -> None:
         if not value.is_floating_point:
-            raise ValueError(f"dtype={value!r} is no floating-point dtype; use torch.bfloat16 or torch.float16, or Blocks(8)")
+            raise ValueError(
+                f"dtype={value!r} is not a floating-point dtype; use torch.bfloat16 or torch.float16, or Blocks(8)"
+            )
 
     def encode(self, rows: Tensor) -> Sequence[Tensor]:
         """[n, m] in the dtype."""

@@ -148,7 +148,7 @@ def _like(spec: optree.PyTreeSpec, tree: Any) -> list[Tensor]:
 def _summable(call: Call, x: Any, group: Group, op: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """The leaves and structure of a value; raises ValueError if error feedback does not apply to the call."""
     if op not in ("sum", "avg"):
-        raise ValueError(f"op={op!r} with error feedback: what is owed can be added to sums alone; use sum or avg")
+        raise ValueError(f"op={op!r} with error feedback: a residual can be added only to sums; use sum or avg")
     leaves, spec = check_leaves(call, x, group)
     check_avg(leaves, op)
     return leaves, spec

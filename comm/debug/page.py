@@ -41,6 +41,11 @@ class Chart:
         arrows: arrows between lanes.
         curve: a curve below the lanes: (position on the axis, bytes in memory from there on) pairs, in order.
         unit: the axis's unit; empty for the units of a schedule, None for no axis.
+
+    >>> from functional_ds.comm.debug.trace import Slice
+    >>> chart = Chart("two ranks", {f"rank {rank}": [Slice("", "forward", rank, rank + 1)] for rank in range(2)}, unit="")
+    >>> chart
+    Chart(title='two ranks', unit='')
     """
 
     title: str
@@ -229,7 +234,7 @@ def waits_chart(error: DeadlockError) -> Chart:
     deadlock: rank 0 waits for rank 1, rank 1 waits for rank 0
     """
     if not error.waits:
-        raise ValueError("error: it does not say who waits for whom; errors of comm.simulate do")
+        raise ValueError("error: it has no record of which rank waits for which; errors of comm.simulate have one")
     ranks = sorted({*error.waits, *(other for _, others in error.waits.values() for other in others)})
     lanes = {f"rank {rank}": [Slice("", error.waits[rank][0], 0, 1)] if rank in error.waits else [] for rank in ranks}
     pairs = [(rank, other) for rank, (_, others) in error.waits.items() for other in others]
@@ -264,6 +269,14 @@ def write_page(charts: Sequence[Chart], path: str | Path, *, title: str = "A run
         charts: from top to bottom.
         path: the file.
         title: the page's title.
+
+    >>> import tempfile
+    >>> from functional_ds.comm.debug.trace import Slice
+    >>> chart = Chart("one rank", {"rank 0": [Slice("", "forward", 0.0, 1.0)]})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_page([chart], f"{folder}/page.html", title="My run")
+    ...     "<title>My run</title>" in Path(folder, "page.html").read_text()
+    True
     """
     figures = "".join(chart._repr_html_() for chart in charts)
     Path(path).write_text(_PAGE.replace("TITLE", html.escape(title)).replace("FIGURES", figures), encoding="utf-8")

@@ -112,6 +112,18 @@ def write_trace(ledgers: Sequence[Ledger], path: str | Path, *, offsets: Sequenc
 
     Raises:
         ValueError: no ledger has times; open them with ``ledger(times=True)``.
+
+    >>> import json, tempfile, torch
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     with comm.ledger(times=True) as sent:
+    ...         comm.all_reduce(torch.ones(6))
+    ...     return sent
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_trace(comm.simulate(program, world_size=2), f"{folder}/trace.json")
+    ...     events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    >>> [event["name"] for event in events if event["ph"] == "X"]
+    ['all_reduce', 'all_reduce']
     """
     if not any(one.events for one in ledgers):
         raise ValueError("ledgers: no ledger has times; open them with comm.ledger(times=True)")

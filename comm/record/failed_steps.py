@@ -124,7 +124,7 @@ class FailedSteps:
         """Why this rank cannot continue; empty if all ranks have failed at the same call."""
         calls = sum(mine.calls.values())
         begun = f"the last step of rank {self.rank} failed within its collectives (after {calls} calls): {mine.error}"
-        would_do = "such an error must end the program, or be raised on all ranks; then go on from a checkpoint"
+        would_do = "such an error must end the program, or be raised on all ranks; then resume from a checkpoint"
         deadline = monotonic() + self.patience
         while missing := [rank for rank in others if not self.store.check([self._key(rank)])]:
             if monotonic() > deadline:

@@ -37,6 +37,15 @@ class Row:
         payload: bytes of the timed calls' values: the output of a gather, the input of any other collective.
         overlapped_seconds, overlapped_payload: those of the overlapped calls.
         traffic: the load on links.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     with comm.ledger() as sent:
+    ...         comm.all_gather(torch.ones(3))
+    ...     return sent.rows
+    >>> comm.simulate(program, world_size=3)[0]
+    [Row(collective='all_gather', group='world', size=3, calls=1, elements=6, bytes=24)]
     """
 
     collective: str

@@ -23,7 +23,7 @@ def deadlock(world_size: int, unfinished: Collection[int], waiting: Mapping[int,
         waiting: the call that each rank and lane waits for.
         lanes: the rank of each lane.
     """
-    lines = ["deadlock: no rank can go on"]
+    lines = ["deadlock: no rank can proceed"]
     for rank in range(world_size):
         if rank not in unfinished:
             lines.append(f"  rank {rank} has finished")

@@ -50,7 +50,7 @@ def _check_op(leaf: Tensor, here: CallContext) -> None:
 def check_rank(name: str, here: CallContext) -> None:
     rank = here[name]
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < here.n:
-        raise ValueError(f"{name}={rank!r} is no rank of the group; its ranks are 0..{here.n - 1}")
+        raise ValueError(f"{name}={rank!r} is not a rank of the group; its ranks are 0..{here.n - 1}")
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def check_dim(leaf: Tensor, here: CallContext, name: str = "dim") -> int:
             )
         return 0
     if leaf.dim() == 0:
-        raise ValueError("a scalar has no dim to cut or concatenate along; use tiled=False to stack on a new axis")
+        raise ValueError("a scalar has no dim to split or concatenate along; use tiled=False to stack on a new axis")
     if not 0 <= dim < leaf.dim():
         raise ValueError(f"{name}={dim} is out of range for a tensor of shape {list(leaf.shape)}")
     return dim
@@ -46,7 +46,7 @@ def check_dim(leaf: Tensor, here: CallContext, name: str = "dim") -> int:
 def check_cut(leaf: Tensor, here: CallContext, name: str = "dim") -> None:
     """Raises ValueError if the leaf cannot be split into a piece for each rank."""
     if leaf.dim() == 0:
-        raise ValueError("a scalar cannot be cut into pieces; it needs a dim to cut along")
+        raise ValueError("a scalar cannot be split into pieces; it needs a dim to split along")
     tiled = here.options.get("tiled", True)
     size, n = leaf.shape[check_dim(leaf, here, name)], here.n
     if "sizes" in here.options:

@@ -310,7 +310,7 @@ class _GroupWalk:
         since = since or next((f"{taken} take other ones" for number in numbers if (taken := self._taken(number))), "")
         text = f"{self.event.name} at {self.event.site} multiplies"
         if len(partial) > 1:
-            self._fail(f"{text} two partial sums", partial[0], "a product of sums is no sum of products")
+            self._fail(f"{text} two partial sums", partial[0], "a product of sums is not a sum of products")
         if partial and since:
             self._fail(f"{text} a value that differs between ranks ({since}) by a partial sum", partial[0])
 

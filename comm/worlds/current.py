@@ -41,8 +41,8 @@ def simulated_world() -> Group | None:
     group = _THREAD.group
     if group is None and _RUNNING.locked() and not _THREAD.simulates:
         raise CommError(
-            f"thread {threading.current_thread().name!r} asks for its world while a simulation runs, and is none of its ranks; "
-            "a simulated rank is one thread: call collectives from there"
+            f"thread {threading.current_thread().name!r} asks for its world while a simulation runs, and is not one of its "
+            "ranks; a simulated rank is one thread: call collectives from there"
         )
     return group
 

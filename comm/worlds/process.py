@@ -248,7 +248,9 @@ class ProcessWorld(World):
 
     def disown(self) -> None:
         """Makes all calls raise in a forked process, which does not have the rank's threads and connections."""
-        self.over = f"this process was forked from that of rank {self.rank} and is no rank: call it in the rank's own process"
+        self.over = (
+            f"this process was forked from that of rank {self.rank} and is not a rank: call it in the rank's own process"
+        )
         for _, worker in self.workers.values():
             worker.disown(CommError(f"a call of rank {self.rank} is waited for: {self.over}"))
         self.workers.clear()

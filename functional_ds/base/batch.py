@@ -35,7 +35,7 @@ def split(batch: Any, k: int, *, uneven: bool = False) -> list[Any]:
         return [batch]
     spec = tree.structure(batch)
     if not any(map(tree.has_rows, tree.leaves(batch))):
-        raise ValueError(f"batch: {tree.summary(batch)} has no rows to cut into {k} micro-batches")
+        raise ValueError(f"batch: {tree.summary(batch)} has no rows to split into {k} micro-batches")
     rows = rows_of(batch)
     cuts = list(accumulate(micro_rows(batch, k)))[:-1]
     pieces = []
@@ -58,6 +58,6 @@ def _check(path: str, count: int, k: int, *, rows: int, cuts: list[int], uneven:
         raise ValueError(f"{where} has {count} rows, too few for {k} micro-batches; use at least {k}")
     if any(cut * count % rows for cut in cuts):
         raise ValueError(
-            f"batch: the leaf at {path!r} has {count} rows and another {rows}, which cannot be cut into {k} micro-batches "
+            f"batch: the leaf at {path!r} has {count} rows and another {rows}, which cannot be split into {k} micro-batches "
             f"alike; use numbers of rows that divide by {k}"
         )

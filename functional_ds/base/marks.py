@@ -44,7 +44,11 @@ def like_marked(value: Tensor, model: Tensor) -> Tensor:
 
 
 def without_values(held: Any) -> Any:
-    """The pytree on the meta device, with its marks."""
+    """The pytree on the meta device, with its marks.
+
+    >>> without_values({"w": torch.ones(2, 3)})["w"]
+    tensor(..., device='meta', size=(2, 3))
+    """
     return tree.map(lambda x: like_marked(torch.empty_like(x, device="meta"), x) if isinstance(x, Tensor) else x, held)
 
 

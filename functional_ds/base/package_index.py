@@ -25,7 +25,7 @@ class _Index(ModuleType):
         except ModuleNotFoundError as error:
             if not isinstance(sys.modules.get(str(error.name).rpartition(".")[0]), _Index):
                 raise  # an error inside an installed folder
-            raise AttributeError(f"{self.__name__}.{name} needs {error.name}, which this installation leaves out") from error
+            raise AttributeError(f"{self.__name__}.{name} needs {error.name}, which is not installed") from error
         self.__dict__[name] = value
         return value
 

@@ -156,7 +156,7 @@ def _checked(places: Places, like: Tensor, name: str) -> dict[int, tuple[Tensor,
         where = f"the draw {name!r} for a tensor of shape {shape}: places"
         if not 0 <= dim < len(shape):
             raise ValueError(
-                f"{where} has dim {dim}, which it lacks; say places={{{dim}: None}} for a tensor that is not cut so"
+                f"{where} has dim {dim}, which it lacks; pass places={{{dim}: None}} for a tensor that is not split along it"
             )
         given, size = place
         at = torch.arange(given.start, given.stop, given.step, device=like.device) if isinstance(given, range) else given
@@ -164,7 +164,7 @@ def _checked(places: Places, like: Tensor, name: str) -> dict[int, tuple[Tensor,
         if not fits:
             raise ValueError(
                 f"{where}[{dim}] are {list(at.shape)} global indices of {size}, and dim {dim} has {shape[dim]} elements; give "
-                f"one for each, or places={{{dim}: None}} where this dim is whole or is not the one that is cut"
+                f"one for each, or places={{{dim}: None}} where this dim is whole or is not the one that is split"
             )
         if at.device != like.device or at.is_floating_point():
             given_as = f"{at.dtype} on {at.device}"

@@ -37,12 +37,28 @@ R = TypeVar("R")
 
 
 def replace(record: R, **changes: Any) -> R:
-    """The record with some fields changed."""
+    """The record with some fields changed.
+
+    >>> @record
+    ... class Point:
+    ...     x: int
+    ...     y: int = 0
+    >>> replace(Point(1), y=2)
+    Point(x=1, y=2)
+    """
     return attrs.evolve(record, **changes)  # type: ignore[misc]  # mypy does not see that ``record`` makes attrs classes
 
 
 def static(*, default: Any = attrs.NOTHING) -> Any:
-    """A static field of a record: part of the pytree's structure, not a child."""
+    """A static field of a record: part of the pytree's structure, not a child.
+
+    >>> @record
+    ... class Point:
+    ...     x: int
+    ...     name: str = static(default="p")
+    >>> leaves(Point(1)), structure(Point(1)) == structure(Point(1, "q"))
+    ([1], False)
+    """
     return optree.integrations.attrs.field(pytree_node=False, default=default)
 
 
@@ -85,37 +101,66 @@ def summary(value: Any) -> str:
 
 
 def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Applies ``function`` to the leaves of one or several trees of the same structure (``jax.tree.map``)."""
+    """Applies ``function`` to the leaves of one or several trees of the same structure (``jax.tree.map``).
+
+    >>> map(lambda x, y: x + y, {"a": 1, "b": [2]}, {"a": 10, "b": [20]})
+    {'a': 11, 'b': [22]}
+    """
     return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves and the structure of a tree."""
+    """The leaves and the structure of a tree.
+
+    >>> found, spec = flatten({"a": 1, "b": (2, [3])})
+    >>> found, unflatten(spec, [10, 20, 30])
+    ([1, 2, 3], {'a': 10, 'b': (20, [30])})
+    """
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
 def unflatten(spec: optree.PyTreeSpec, leaves: Any) -> Any:
-    """The inverse of ``flatten``."""
+    """The inverse of ``flatten``.
+
+    >>> unflatten(structure((1, [2])), "xy")
+    ('x', ['y'])
+    """
     return optree.tree_unflatten(spec, leaves)
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves, in order."""
+    """The leaves, in order.
+
+    >>> leaves({"a": 1, "b": (2, [3])})
+    [1, 2, 3]
+    """
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value is a leaf."""
+    """Whether a value is a leaf.
+
+    >>> is_leaf(1), is_leaf([1])
+    (True, False)
+    """
     return bool(optree.tree_is_leaf(value, namespace=NAMESPACE))
 
 
 def structure(tree: Any) -> optree.PyTreeSpec:
-    """The structure of a tree."""
+    """The structure of a tree.
+
+    >>> structure((1, [2])) == structure(("x", ["y"]))
+    True
+    """
     return optree.tree_structure(tree, namespace=NAMESPACE)
 
 
 def named(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves with their paths, as in ``blocks.0.weight``."""
+    """The leaves with their paths, as in ``blocks.0.weight``.
+
+    >>> named({"blocks": [{"weight": 1}, {"weight": 2}]})
+    [('blocks.0.weight', 1), ('blocks.1.weight', 2)]
+    """
     paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
     return [(".".join(str(part) for part in path), leaf) for path, leaf in zip(paths, values, strict=True)]
 
@@ -154,7 +199,13 @@ def as_written(tree: Any) -> list[str]:
 
 
 def tensors(tree: Any, what: str) -> list[Tensor]:
-    """The leaves of a tree of tensors; raises TypeError for others. ``what`` is the argument's name in the error."""
+    """The leaves of a tree of tensors; raises TypeError for others. ``what`` is the argument's name in the error.
+
+    >>> tensors({"w": torch.ones(1), "rate": 0.1}, "params")
+    Traceback (most recent call last):
+        ...
+    TypeError: params: the leaf at 'rate' is float 0.1, not a tensor; wrap it in torch.tensor, or keep it out of the tree
+    """
     for path, leaf in named(tree):
         if not isinstance(leaf, Tensor):
             raise TypeError(
@@ -165,11 +216,19 @@ def tensors(tree: Any, what: str) -> list[Tensor]:
 
 
 def rows_of(batch: Any) -> int:
-    """The number of rows of a batch: the smallest among its leaves that is greater than 1, if any."""
+    """The number of rows of a batch: the smallest among its leaves that is greater than 1, if any.
+
+    >>> rows_of({"x": torch.ones(4, 2), "scale": torch.tensor(1.0), "mask": torch.ones(1, 2)})
+    4
+    """
     counts = [leaf.shape[0] for leaf in leaves(batch) if has_rows(leaf)]
     return min((count for count in counts if count > 1), default=min(counts, default=1))
 
 
 def has_rows(leaf: Any) -> bool:
-    """Whether a leaf of a batch is a tensor with at least one dim."""
+    """Whether a leaf of a batch is a tensor with at least one dim.
+
+    >>> has_rows(torch.ones(2, 3)), has_rows(torch.tensor(1.0)), has_rows("text")
+    (True, False, False)
+    """
     return isinstance(leaf, Tensor) and leaf.dim() > 0

@@ -34,12 +34,29 @@ def tags(path: str | Path) -> list[str]:
     """The tags of the checkpoints in a folder, oldest first; an empty list if there is no folder.
 
     Checkpoints without a readable manifest are left out. ``verify`` checks the data.
+
+    >>> import tempfile, torch
+    >>> import functional_ds as fds
+    >>> state = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)).init({"w": torch.ones(2)})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = fds.save(state, folder, tag="first"), fds.save(state, folder, tag="second")
+    ...     tags(folder)
+    ['first', 'second']
     """
     return [summary.tag for summary in summaries(checked_path(path))]
 
 
 def latest(path: str | Path) -> str | None:
-    """The tag of the checkpoint that ``load`` tries first; None if there is none. Not collective."""
+    """The tag of the checkpoint that ``load`` tries first; None if there is none. Not collective.
+
+    >>> import tempfile, torch
+    >>> import functional_ds as fds
+    >>> state = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)).init({"w": torch.ones(2)})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     before, _ = latest(folder), fds.save(state, folder, tag="first")
+    ...     before, latest(folder)
+    (None, 'first')
+    """
     return next(iter(candidates(checked_path(path))[0]), None)
 
 
@@ -74,7 +91,7 @@ def check_free(folder: Path, tag: str) -> None:
     ours = summary.tag == tag if summary is not None else (place / _FIRST).exists()
     if os.path.lexists(place) and not ours:
         raise CheckpointError(
-            f"tag={tag!r}: {place} is there and is no checkpoint of this tag; choose another tag, or move it away"
+            f"tag={tag!r}: {place} exists and is not a checkpoint of this tag; choose another tag, or move it away"
         )
 
 
@@ -267,7 +284,8 @@ class Retention:
                 raise ValueError(f"{name}={number!r} must be a whole number of at least 1, or None")
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError(
-                f"keep_every={self.keep_every} without keep_last: nothing is deleted then; say how many of the newest stay"
+                f"keep_every={self.keep_every} without keep_last: nothing is deleted then; pass keep_last, the number of "
+                "newest checkpoints to keep"
             )
 
 

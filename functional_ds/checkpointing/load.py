@@ -35,6 +35,20 @@ def verify(path: str | Path, tag: str | None = None) -> None:
         DamagedError: a file is missing, truncated, altered, or belongs to something else; names the file.
         NewerFormatError: a later version of this library wrote it.
         NoCheckpointError: there is no checkpoint.
+
+    >>> import tempfile, torch
+    >>> import functional_ds as fds
+    >>> state = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)).init({"w": torch.ones(2)})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tag = fds.save(state, folder)
+    ...     verify(folder, tag)
+    ...     file = max(Path(folder, tag).iterdir(), key=lambda each: each.stat().st_size)
+    ...     data = file.read_bytes()
+    ...     _ = file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    ...     verify(folder, tag)
+    Traceback (most recent call last):
+        ...
+    functional_ds.state_dict.errors.DamagedError: ...
     """
     folder = checked_path(path)
     if tag is None:

@@ -147,7 +147,7 @@ class Manifest:
 
         Raises:
             NewerFormatError: a later version wrote it.
-            DamagedError: it is no manifest, or was altered.
+            DamagedError: it is not a manifest, or was altered.
         """
         header, _, rest = data.partition(b"\n")
         version = _version(header, where)
@@ -165,7 +165,7 @@ class Manifest:
             _check_files(files, tensors)
             return Manifest(Summary(**summary), files, tensors, body["extra"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"{where} is no manifest of this library's: {error}") from error
+            raise DamagedError(f"{where} is not a manifest of this library's: {error}") from error
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -198,7 +198,7 @@ def _version(header: bytes, where: str) -> int:
     except (ValueError, TypeError, KeyError, RecursionError):
         form, version = None, None
     if form != _FORMAT or type(version) is not int:
-        raise DamagedError(f"{where} is damaged, or no manifest of this library's")
+        raise DamagedError(f"{where} is damaged, or is not a manifest of this library's")
     return version
 
 
@@ -253,7 +253,7 @@ def _tensor(
         size = files[chunk.file].size if chunk.file < len(files) else -1
         total = found.slices[chunk.slice].numel
         if stop > total or chunk.position + chunk.numel * found.dtype.itemsize > size:
-            raise ValueError(f"{chunk} lies outside of its tensor or file")
+            raise ValueError(f"{chunk} is outside of its tensor or file")
     for region, stop in zip(found.slices, stops, strict=True):
         if found.whole and stop != region.numel:
             raise ValueError(f"a tensor has no chunk for its elements {stop} to {region.numel}")

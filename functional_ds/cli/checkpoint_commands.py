@@ -117,7 +117,7 @@ def convert(
     kind = to or {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}.get(Path(target).suffix, "")
     if kind not in WRITTEN:
         raise CommandError(
-            f"--to: {kind!r} is none of {', '.join(WRITTEN)}" if to else "--to: DST has no suffix that says its kind; say --to"
+            f"--to: {kind!r} is not one of {', '.join(WRITTEN)}" if to else "--to: DST has no known suffix; pass --to"
         )
     limit = size(shard_bytes, option="--shard-bytes") if shard_bytes else None
     if limit is not None and (kind != "safetensors" or Path(target).suffix == ".safetensors"):

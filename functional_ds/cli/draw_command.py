@@ -155,7 +155,7 @@ def _trace(name: str | None) -> Drawn:
             if each.get("ph") == "X"
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CommandError(f"OF: {name} is no Chrome trace: {type(error).__name__} {error}") from error
+        raise CommandError(f"OF: {name} is not a Chrome trace: {type(error).__name__} {error}") from error
     if not slices:
         raise CommandError(f"OF: {name} has no slices")
     sums: dict[tuple[int, str], list[float]] = defaultdict(list)

@@ -74,7 +74,7 @@ def _check_host(name: str, where: str) -> None:
     except ValueError:
         if len(name) > _LONGEST or _NAME.fullmatch(name) is None:
             raise CommandError(
-                f"{where}: {name[:80]!r} is no host's name or address: letters, digits, '.', '-' and '_', a letter or digit "
+                f"{where}: {name[:80]!r} is not a host's name or address: letters, digits, '.', '-' and '_', a letter or digit "
                 "first and last; a user or a port belongs into ssh's config"
             ) from None
 

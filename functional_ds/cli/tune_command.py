@@ -77,7 +77,7 @@ def tune(
     count = ranks or max(1, torch.cuda.device_count())
     base = job_of(model, seq=seq, allow_import=allow_import or ())
     if rows is None and base.file is None:
-        raise CommandError(f"--rows: say how many rows a step of {model} has, over all ranks")
+        raise CommandError(f"--rows: pass the number of rows of a step of {model}, over all ranks")
     rows = base.data.rows if rows is None else rows
     if not 0 < timeout < float("inf"):
         raise CommandError(f"--timeout: {timeout} should be a number of seconds above 0")

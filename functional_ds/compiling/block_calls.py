@@ -75,7 +75,7 @@ class BlockCalls:
         own = _innermost(forward)
         module = getattr(own, "__self__", None)
         if not isinstance(own, types.MethodType) or not isinstance(module, nn.Module):
-            raise Refusal(path, own, "its forward is no method of it, so it is not the same function for its whole class")
+            raise Refusal(path, own, "its forward is not a method of it, so it is not the same function for its whole class")
         compiled = types.MethodType(functools.partial(self._call, path, own), module)
         return _around(forward, compiled)(*args, **kwargs)
 

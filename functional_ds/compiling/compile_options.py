@@ -52,7 +52,7 @@ class CompileOptions:
         if mode is not None and options:
             raise ValueError(f"compiled: mode={mode!r} is a set of options; give the mode or options={dict(options)!r}")
         if type(recompile_limit) is not int or recompile_limit < 1:
-            raise ValueError(f"compiled: recompile_limit={recompile_limit!r} is no number of compilations, 1 or more")
+            raise ValueError(f"compiled: recompile_limit={recompile_limit!r} is not a number of compilations, 1 or more")
         found = CompileOptions(backend, mode, tuple(sorted((options or {}).items())), dynamic, recompile_limit)
         if mode is not None or options:
             try:

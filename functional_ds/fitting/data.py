@@ -89,7 +89,25 @@ class _StatefulReader:
 
 @attrs.frozen
 class Stateful:
-    """An iterable with ``state_dict`` and ``load_state_dict``, such as a loader of torchdata: the position is its state."""
+    """An iterable with ``state_dict`` and ``load_state_dict``, such as a loader of torchdata: the position is its state.
+
+    >>> class Loader:
+    ...     drawn = 0
+    ...
+    ...     def state_dict(self):
+    ...         return {"drawn": self.drawn}
+    ...
+    ...     def load_state_dict(self, state):
+    ...         self.drawn = state["drawn"]
+    ...
+    ...     def __iter__(self):
+    ...         while self.drawn < 3:
+    ...             self.drawn += 1
+    ...             yield self.drawn
+    >>> reader = Stateful(Loader()).at({"drawn": 1})
+    >>> next(reader), reader.position
+    (2, {'drawn': 2})
+    """
 
     loader: Any
 
@@ -105,6 +123,10 @@ class Replayed:
     """Any iterable: to resume, batches are drawn again from its beginning and dropped.
 
     An iterator must be fresh, start at the run's first batch, and repeat the same batches.
+
+    >>> reader = Replayed([1, 2, 3]).at(2)
+    >>> next(reader), reader.position
+    (3, 3)
     """
 
     batches: Iterable[Any]
@@ -119,7 +141,7 @@ class Replayed:
         dropped = sum(1 for _ in itertools.islice(drawn, behind))
         if dropped < behind:
             raise ValueError(
-                f"batches: the run stood behind {behind} batches, and this iterable has {dropped}; hand it over fresh, "
+                f"batches: the run had consumed {behind} batches, and this iterable yields {dropped}; pass a new one, "
                 "or pass a function of the index, which needs no replaying"
             )
         return _CountingReader(lambda index: next(drawn), behind)

@@ -20,7 +20,16 @@ def _positive(record: Any, field: Any, value: int) -> None:
 
 @attrs.frozen
 class Stop:
-    """Raises NonFiniteLossError after this many losses in a row that are not finite."""
+    """Raises NonFiniteLossError after this many losses in a row that are not finite.
+
+    >>> import functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
+    >>> nan = torch.tensor([float("nan")])
+    >>> fds.fit(step, step.init({"w": torch.ones(1)}), lambda index: nan, steps=9, on_non_finite=Stop(after=2))
+    Traceback (most recent call last):
+        ...
+    functional_ds.fitting.non_finite.NonFiniteLossError: ...
+    """
 
     after: int = attrs.field(default=3, validator=_positive)
 
@@ -34,6 +43,9 @@ class RollBack:
     Attributes:
         after: the number of losses in a row.
         times: how often in total, restarts included; then NonFiniteLossError is raised.
+
+    >>> RollBack(after=2, times=1)
+    RollBack(after=2, times=1)
     """
 
     after: int = attrs.field(default=3, validator=_positive)

@@ -53,6 +53,10 @@ class Evaluation:
     Attributes:
         function: from a state to numbers, which are logged. All ranks call it; it must not make steps.
         every: the number of steps; None for only the first and the last.
+
+    >>> evaluation = Evaluation(lambda state: {"updates": int(state.step)}, every=10)
+    >>> evaluation.due(20), evaluation.due(25)
+    (True, False)
     """
 
     function: Callable[[State], Mapping[str, Any]]

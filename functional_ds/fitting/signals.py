@@ -35,6 +35,13 @@ def stop_on_signals() -> Iterator[Flag]:
     """A context in which the first SIGINT or SIGTERM sets the flag, and a second one of the same signal ends the process.
 
     Only the main thread can handle signals; on other threads the flag is never set.
+
+    >>> with stop_on_signals() as stop:
+    ...     for step in range(3):
+    ...         if stop.is_set():
+    ...             break
+    >>> step
+    2
     """
     flag = _SignalFlag()
     if threading.current_thread() is not threading.main_thread():

@@ -60,11 +60,13 @@ def load_pickle(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         what = ", ".join(_others(path)) or str(error).splitlines()[-1]
         raise CheckpointError(
-            f"path: {path} holds what is not loaded, as opening it could run code: {what}; "
+            f"path: {path} has objects that are not loaded, since unpickling them could run code: {what}; "
             "torch.serialization.safe_globals allows a class that you trust"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError) as error:
-        raise DamagedError(f"path: {path} is damaged, or no file of torch.save: {str(error).splitlines()[0]}") from error
+        raise DamagedError(
+            f"path: {path} is damaged, or was not written by torch.save: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _others(path: Path) -> list[str]:
@@ -144,7 +146,7 @@ class ZeroFiles:
     def _parse_whole(folder: Path, model: Mapping[str, Any], order: Sequence[Sequence[str]] | None) -> "ZeroFiles":
         """Parses a checkpoint of stage 0."""
         if not isinstance(model["module"], Mapping):
-            raise CheckpointError(f"path: {folder} is of a pipeline parallel model, which is not read")
+            raise CheckpointError(f"path: {folder} is of a pipeline parallel model, which is unsupported")
         held, section = whole_params(model, order, str(folder)), model["optimizer"] or {}
         scaler = None
         if section.get("dynamic_loss_scale"):
@@ -245,7 +247,7 @@ def _tagged(path: Path, tag: str | None) -> Path:
     if not isinstance(tag, str):
         raise TypeError(f"tag={tag!r} must be a string; pass tag={str(tag)!r}")
     if not tag or "\0" in tag or Path(tag).name != tag or tag in (".", ".."):
-        raise ValueError(f"tag={tag!r} is no plain name of a folder in {path}")
+        raise ValueError(f"tag={tag!r} is not a plain name of a folder in {path}")
     if not (path / tag).is_dir():
         raise NoCheckpointError(f"path: {path} has no checkpoint {tag!r}")
     return path / tag
@@ -259,10 +261,10 @@ def _by_rank(folder: Path, suffix: str) -> list[Path]:
     for file in folder.glob(f"*zero_pp_rank_*{suffix}"):
         place = _RANK.search(file.name)
         if place is None or int(place[2]):
-            raise CheckpointError(f"path: {file} belongs to a tensor or pipeline parallel model, which is not read")
+            raise CheckpointError(f"path: {file} belongs to a tensor or pipeline parallel model, which is unsupported")
         found[int(place[1])] = file
     if not found:
-        raise NoCheckpointError(f"path: {folder} has no files *zero_pp_rank_*{suffix}: it is no checkpoint of ZeRO")
+        raise NoCheckpointError(f"path: {folder} has no files *zero_pp_rank_*{suffix}: it is not a checkpoint of ZeRO")
     if sorted(found) != list(range(len(found))):
         raise NoCheckpointError(f"path: {folder} lacks the file *{suffix} of rank {min(set(range(len(found))) - set(found))}")
     return [found[rank] for rank in range(len(found))]
@@ -272,7 +274,7 @@ def _model_files(folder: Path, stage: int) -> list[Path]:
     if stage == 3:
         return _by_rank(folder, "_model_states.pt")
     if len(list(folder.glob("mp_rank_*_model_states.pt"))) > 1:
-        raise CheckpointError(f"path: {folder} is of a tensor or pipeline parallel model, which is not read")
+        raise CheckpointError(f"path: {folder} is of a tensor or pipeline parallel model, which is unsupported")
     return [folder / "mp_rank_00_model_states.pt"]
 
 
@@ -336,5 +338,5 @@ def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
     module = model.get("module") or {}
     found = {name: module[name] for name in model.get("buffer_names") or () if name in module}
     if not all(isinstance(value, Tensor) for value in found.values()):
-        raise TypeError("a buffer is no tensor")
+        raise TypeError("a buffer is not a tensor")
     return found

@@ -197,7 +197,7 @@ def export(
     if shard_bytes is not None and shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes} must be positive")
     if not all(isinstance(text, str) for pair in (metadata or {}).items() for text in pair):
-        raise TypeError(f"metadata={metadata!r}: a header holds strings under strings alone")
+        raise TypeError(f"metadata={metadata!r}: it must map strings to strings")
     if params is None:
         raise TypeError("params=None: export takes a state, or a tree of tensors")
     ranks = (group or comm.world()) if isinstance(params, State) else _alone()

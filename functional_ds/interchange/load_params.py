@@ -84,7 +84,7 @@ def open_files(path: Path) -> SafetensorsFiles:
 def _file(path: Path) -> SafetensorsFiles:
     safe_open, SafetensorError = _library()
     if not path.is_file():  # opening a pipe would wait for a writer
-        raise ValueError(f"path: {path} is no file of bytes, but a pipe or a device")
+        raise ValueError(f"path: {path} is not a file of bytes, but a pipe or a device")
     try:
         file = safe_open(path, framework="pt")
         tensors = {}
@@ -95,7 +95,7 @@ def _file(path: Path) -> SafetensorsFiles:
                 raise ValueError(f"path: {path} has {name!r} as {code}, which torch tensors cannot be read as here")
             tensors[name] = FileTensor(tuple(piece.get_shape()), _DTYPES[code], file, name)
     except (SafetensorError, OSError, RuntimeError, MemoryError) as error:  # a sparse file is larger than any address space
-        raise ValueError(f"path: {path} is damaged, or no safetensors file: {error}") from error
+        raise ValueError(f"path: {path} is damaged, or not a safetensors file: {error}") from error
     notes = file.metadata() or {}
     aliases = {alias: name for alias, name in notes.items() if name in tensors and alias not in tensors}
     return SafetensorsFiles(tensors, aliases)
@@ -116,7 +116,7 @@ def _indexed(folder: Path, index: str = INDEX) -> SafetensorsFiles:
     except FileNotFoundError:
         raise FileNotFoundError(f"path: there is no {path} any more; an export may be replacing it") from None
     except OSError as error:
-        raise ValueError(f"path: {path} is damaged, or no index: {error!r}") from error
+        raise ValueError(f"path: {path} is damaged, or not an index: {error!r}") from error
     with opened:
         where = _weight_map(path, opened)
         try:
@@ -146,9 +146,9 @@ def _weight_map(index: Path, opened: BinaryIO) -> dict[str, str]:
         where = parse_json(read_open(opened, index, limit=MAX_TEXT).decode("utf-8"))["weight_map"]
         wrong = not all(isinstance(name, str) and isinstance(file, str) for name, file in where.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"path: {index} is damaged, or no index: {error!r}") from error
+        raise ValueError(f"path: {index} is damaged, or not an index: {error!r}") from error
     if wrong:
-        raise ValueError(f"path: {index} is damaged, or no index: its weight_map does not go from names to files")
+        raise ValueError(f"path: {index} is damaged, or not an index: its weight_map does not go from names to files")
     for file in sorted(set(where.values())):
         outside = (
             PurePosixPath(file).is_absolute()

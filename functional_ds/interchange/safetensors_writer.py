@@ -148,7 +148,7 @@ class SafetensorsWriter:
         try:
             os.link(temporary, final)  # unlike a rename, this never replaces a file
         except FileExistsError:
-            raise FileExistsError(f"path: {final} is there now; another export was faster") from None
+            raise FileExistsError(f"path: {final} exists now; another export was faster") from None
         except OSError:  # a file system without hard links
             _refuse_existing([final])
             temporary.replace(final)

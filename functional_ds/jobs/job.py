@@ -234,7 +234,7 @@ class Job(Entries):
             raise JobError(f"the mesh has {size} ranks; leave ranks out, or change the mesh", entry="ranks", value=self.ranks)
         if self.deepspeed is not None and any(each.name not in BESIDE_DEEPSPEED for each in self.strategy):
             raise JobError(
-                f"a DeepSpeed config is a strategy; keep one of the two, but for {', '.join(BESIDE_DEEPSPEED)}",
+                f"a DeepSpeed config is a strategy; keep one of the two, except {', '.join(BESIDE_DEEPSPEED)}",
                 entry="strategy",
             )
         if self.on_non_finite == "roll_back" and self.checkpoints is None:

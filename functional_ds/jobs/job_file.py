@@ -34,10 +34,18 @@ def load_job(
     Raises:
         JobError: there is no such file, it is not TOML or JSON, or an entry is invalid: names the file, the line, the entry,
             its value, and what to do instead.
+
+    >>> import tempfile
+    >>> toml = 'model = "models:MLP"\\nsteps = 100\\noptimizer = {adamw = 1e-3}\\nstrategy = [{zero = 2}]'
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "job.toml").write_text(toml)
+    ...     job = load_job(Path(folder, "job.toml"), {"steps": 10})
+    >>> job.steps, job.strategy
+    (10, (CallEntry('zero', {'stage': 2}),))
     """
     file = Path(path)
     if not file.is_file():
-        raise JobError("there is no such file" if not file.exists() else "it is no file", file=str(file))
+        raise JobError("there is no such file" if not file.exists() else "it is not a file", file=str(file))
     readers = {".toml": _toml, ".json": _json, ".py": _python}
     if file.suffix not in readers:
         raise JobError(f"a job's file ends in {', '.join(readers)}", file=str(file))
@@ -67,9 +75,9 @@ def _toml(file: Path, text: str) -> Any:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise JobError("it is no TOML that can be read: its tables are nested too deeply", file=str(file)) from None
+        raise JobError("it is not TOML that can be read: its tables are nested too deeply", file=str(file)) from None
     except ValueError as error:  # TOMLDecodeError, or a number with thousands of digits
-        raise JobError(f"it is no TOML: {error}", file=str(file)) from None
+        raise JobError(f"it is not TOML: {error}", file=str(file)) from None
 
 
 def _json(file: Path, text: str) -> Any:
@@ -82,7 +90,7 @@ def _json(file: Path, text: str) -> Any:
     try:
         return parse_json(text, pairs=unique)
     except json.JSONDecodeError as error:
-        raise JobError(f"it is no JSON: {error.msg}", file=str(file), line=error.lineno) from None
+        raise JobError(f"it is not JSON: {error.msg}", file=str(file), line=error.lineno) from None
 
 
 def _python(file: Path, text: str) -> Any:

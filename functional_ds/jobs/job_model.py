@@ -49,7 +49,9 @@ def huggingface(
             if "model_type" not in config:
                 raise JobError('it needs model_type, such as "llama"', entry="config")
             if weights:
-                raise JobError("weights lie beside a config in a folder; a table has none", entry="weights", value=weights)
+                raise JobError(
+                    "weights are read from the config's folder, which a table does not have", entry="weights", value=weights
+                )
             found = transformers.AutoConfig.for_model(**config, use_cache=False)
         else:
             local = Path(folder, config)

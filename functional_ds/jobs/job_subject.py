@@ -92,7 +92,7 @@ class Subject:
             return self.tp_plan
         module = getattr(self.apply, "module", None)
         if module is None:
-            raise ValueError("the model does not say how layers are sliced")
+            raise ValueError("the model does not define how layers are sliced")
         found: Mapping[str, Any] = import_module("functional_ds.parallel.tensor").plan_of(module)
         return found
 
@@ -106,7 +106,7 @@ class Subject:
         if call is None or self.stages is not None:
             return self
         if job.deferred:
-            problem = "a pipeline's stages are cut from a whole model; leave one of the two out"
+            problem = "a pipeline's stages are made from a whole model; leave one of the two out"
             raise JobError(problem, entry="deferred", value=True)
         schedule, found = schedule_of(job), call.arguments
         with within("strategy.pipeline"):

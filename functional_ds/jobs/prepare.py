@@ -126,6 +126,18 @@ def prepare(job: Job, *, after: Transform | None = None) -> PreparedJob:
 
     Raises:
         JobError: an entry names something that raises an error; the number of ranks is not the job's.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "text").write_text("to be or not to be " * 10)
+    ...     model = {"torch.nn:Embedding": {"num_embeddings": 256, "embedding_dim": 256}}
+    ...     data = {"files": [f"{folder}/text"], "rows": 4, "context": 8}
+    ...     prepared = prepare(Job(model=model, data=data, steps=1, optimizer={"sgd": 1.0}, strategy=[{"clip": 1.0}]))
+    >>> prepared.step
+    Step(train_step(...) -> clip(1.0))
+    >>> prepared.init().params["weight"].shape
+    torch.Size([256, 256])
     """
     with located(job.file):
         return _prepared(job, after)

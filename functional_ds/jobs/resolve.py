@@ -78,7 +78,7 @@ def function_and_arguments(
     if ":" in call.name:
         function = user_object(call.name, job)
         if not callable(function):
-            raise JobError("it is no function or class")
+            raise JobError("it is not a function or class")
         check_arguments(function, call.arguments, partial=True)
     else:
         function = KINDS[kind].function(call.name)
@@ -207,7 +207,7 @@ def user_object(name: str, job: Job) -> Any:
 def _module(module_name: str, name: str, job: Job) -> ModuleType:
     parts = module_name.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise JobError(f"{module_name!r} is no module's name; write module:function")
+        raise JobError(f"{module_name!r} is not a module's name; write module:function")
     file = _file(parts, job.folder)
     if not (_may_import(module_name, job) or (file is not None and _is_in(file, job))):
         if file is None and find_spec(parts[0]) is None:

@@ -34,6 +34,9 @@ class JobResult:
         losses: by the number of steps made, of this run's logged steps.
         validation: by the number of steps made, this run's validation losses.
         interrupted: whether a signal ended it early, after its checkpoint was written.
+
+    >>> print(JobResult(100, losses={10: 2.5, 100: 1.25}, validation={}))
+    100 steps, loss 2.5000 -> 1.2500
     """
 
     done: int
@@ -104,6 +107,16 @@ def run_job(job: Job, *, stop: Flag | None = None, say: Callable[[str], None] | 
         JobError: an entry is invalid, before any rank starts if possible.
         CheckpointError: the checkpoints are another run's, or cannot be written.
         RankFailedError: a rank has died.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "text").write_text("to be or not to be " * 10)
+    ...     model = {"torch.nn:Embedding": {"num_embeddings": 256, "embedding_dim": 256}}  # logits of the next byte
+    ...     data = {"files": [f"{folder}/text"], "rows": 4, "context": 8}
+    ...     job = Job(model=model, data=data, steps=3, optimizer={"sgd": 9.0}, ranks=2, simulate=True, logs={"every": 1})
+    ...     print(run_job(job))
+    3 steps, loss ... -> ...
     """
     return run_ranks(job, _train, say, stop=stop)
 
@@ -134,6 +147,10 @@ def run_ranks(job: Job, program: Callable[..., Found], *args: Any, stop: Flag | 
     Raises:
         JobError: an entry is invalid.
         Interrupted: a second signal came while processes were stopping.
+
+    >>> job = Job(model="torch.nn:Identity", steps=1, optimizer={"sgd": 1.0}, ranks=2, simulate=True)
+    >>> run_ranks(job, lambda job, stop: comm.all_gather_object((comm.world().rank, stop.is_set())))
+    [(0, False), (1, False)]
     """
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     with _signals(stop, spawns=not (_in_a_world() or launched or job.simulate or job.world_size == 1)) as flag:

@@ -29,6 +29,10 @@ class Memory:
         buffers: everything else in the state: counts, keys, scales, means, residuals.
         peak: the process's peak; 0 if it was not measured.
         places: bytes of the state by device type, including ``"disk"``.
+
+    >>> found = Memory(params=40, masters=80, optimizer=160, gradients=40)
+    >>> found.state, found.total
+    (280, 320)
     """
 
     params: int = 0
@@ -83,7 +87,7 @@ def measured(state: State, *, gradients: int = 0) -> Memory:
     total                  1,428
     """
     if not isinstance(state, State):
-        raise TypeError(f"state={state!r} is no State; pass what step.init or step(...) returns")
+        raise TypeError(f"state={state!r} is not a State; pass what step.init or step(...) returns")
     groups: dict[str, Any] = {
         "params": state.params,
         "masters": [*fields_of_role(state, Role.MASTER), *fields_of_role(state, Role.EXACT)],

@@ -14,6 +14,10 @@ def holdings(held: Any) -> dict[Hashable, tuple[str, int]]:
 
     A tensor counts with its whole storage, even if it is a view of a part. Any other leaf with ``nbytes``, such as an offloaded
     one, counts as one storage, on disk or at its ``place``.
+
+    >>> x = torch.zeros(1000)
+    >>> list(holdings([x, x[:10], x.view(10, 100)]).values())  # one storage
+    [('cpu', 4000)]
     """
     found: dict[Hashable, tuple[str, int]] = {}
     for leaf in tree.leaves(held):
@@ -37,7 +41,11 @@ def stored(held: Any) -> int:
 
 
 def places(held: Any) -> dict[str, int]:
-    """The bytes of a tree by device type."""
+    """The bytes of a tree by device type.
+
+    >>> places({"w": torch.zeros(1000), "step": torch.tensor(0)})
+    {'cpu': 4008}
+    """
     found: dict[str, int] = {}
     for where, size in holdings(held).values():
         found[where] = found.get(where, 0) + size

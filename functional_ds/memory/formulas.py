@@ -50,6 +50,12 @@ class Convention:
         masters: of the fp32 copies that the optimizer updates; 0 if there are none.
         optimizer: of the optimizer's state.
         gradients: of the gradients.
+
+    >>> mixed_adam = Convention("bf16 with fp32 Adam", params=2, masters=4, optimizer=8, gradients=2)
+    >>> mixed_adam.total
+    16
+    >>> by_stage(3, mixed_adam)["optimizer"].bytes(psi=1000, n=4)
+    2000.0
     """
 
     name: str
@@ -121,7 +127,11 @@ def layer_elements_sent(tokens: int, width: int, *, n: int, blocks: int = 2) -> 
 
 
 def padding(layout: Layout) -> int:
-    """The elements of all ranks' shards that belong to no leaf, for alignment and equal shards."""
+    """The elements of all ranks' shards that belong to no leaf, for alignment and equal shards.
+
+    >>> padding(Layout.of({"w": torch.ones(5)}, 4))
+    3
+    """
     return sum(s.size - sum(slot.numel for slot in s.slots) for s in layout.segments)
 
 
@@ -131,5 +141,9 @@ def padding_bound(layout: Layout) -> int:
     Aligning a leaf that is not its segment's first takes up to 16 bytes less one element, and the end of a segment is rounded
     up to a multiple of n elements:
     ``Σ over segments of (leaves - 1) (16 / itemsize - 1) + n - 1``.
+
+    >>> layout = Layout.of({"a": torch.ones(3), "b": torch.ones(5)}, 4)
+    >>> padding(layout), padding_bound(layout)
+    (4, 6)
     """
     return sum((len(s.slots) - 1) * (max(1, 16 // s.dtype.itemsize) - 1) + layout.n - 1 for s in layout.segments)

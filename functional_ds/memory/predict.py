@@ -62,7 +62,7 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
     def program() -> Memory:
         step = make()
         if not isinstance(step, Step):
-            raise TypeError(f"make: it gives {step!r}, and not a step")
+            raise TypeError(f"make: it returned {step!r}, and not a step")
         state = step.init(bare)
         return measured(state).plus(**_within_a_step(step, state, bare))
 

@@ -48,6 +48,20 @@ def compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: Seque
         expected: the formula of each kind, from ``by_stage`` for example.
         psi: the number of parameters.
         ranks: every rank's memory, from ``Memory.of_all_ranks``.
+
+    >>> from functional_ds.memory import SINGLE, by_stage
+    >>> measured = Memory(params=400, optimizer=800, gradients=400)
+    >>> print(compared("Adam in fp32", by_stage(0, SINGLE), 100, [measured]))
+    Adam in fp32
+    Ψ = 100 parameters on n = 1 ranks; bytes on each rank
+    <BLANKLINE>
+                                formula           bytes          rank 0
+    params                           4Ψ             400             400
+    masters                           0               0               0
+    optimizer                        8Ψ             800             800
+    state, these three              12Ψ           1,200           1,200
+    gradients                        4Ψ             400             400
+    state and gradients             16Ψ           1,600           1,600
     """
     n = len(ranks)
     rows: list[tuple[str, tuple[str, ...]]] = [(kind, (kind,)) for kind in _STATE]

@@ -31,6 +31,10 @@ def noted(sizes: list[int]) -> Transform:
 
 
 def peak() -> int:
-    """The peak bytes of this process: those of torch's allocator if a GPU is in use, else its resident memory."""
+    """The peak bytes of this process: those of torch's allocator if a GPU is in use, else its resident memory.
+
+    >>> peak() > 0
+    True
+    """
     found = peak_bytes()
     return resident_peak_bytes() if found is None else found

@@ -99,7 +99,7 @@ def refuse_loading(kind: str, error: RuntimeError) -> None:
     Raises:
         RuntimeError: with what to do instead.
     """
-    if "loading state_dict" in str(error) and "a forward pass may write buffers alone" in str(error):
+    if "loading state_dict" in str(error) and "a forward pass may write only buffers" in str(error):
         raise RuntimeError(
             f"the module {kind} calls load_state_dict in forward, which writes into its parameters, and a forward pass may "
             "write buffers alone: keep the copy in buffers (register_buffer), or load it between steps, into the params"

@@ -119,8 +119,8 @@ def _made(rule: Optimizer | PerParameter, leaf_map: LeafMap, trial: Trial | None
     wrong = unfit_form(leaf_map, trial or ELEMENTWISE)
     if wrong:
         raise ValueError(
-            f"optimizer: {rule} is not elementwise: in a trial it moved params otherwise when it got {wrong}, which is what it "
-            "gets here. Clip with T.clip; write a rule for whole matrices with fds.per_matrix, and any other that needs whole "
-            "leaves as fds.PerParameter; an fds.Optimizer that takes care of this itself says elementwise=True"
+            f"optimizer: {rule} is not elementwise: in a trial it updated params differently when it got {wrong}, which is "
+            "what it gets here. Clip with T.clip; write a rule for whole matrices with fds.per_matrix, and any other that "
+            "needs whole leaves as fds.PerParameter; an fds.Optimizer that takes care of this itself sets elementwise=True"
         )
     return rule

@@ -156,7 +156,7 @@ def check_counts(**numbers: int) -> None:
 def check_betas(betas: tuple[float | Tensor, float | Tensor]) -> None:
     """Raises ValueError for betas outside [0, 1)."""
     if not all((isinstance(beta, Tensor) and is_transformed(beta)) or 0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas={betas} must lie in [0, 1)")
+        raise ValueError(f"betas={betas} must be in [0, 1)")
 
 
 def found_inf(grads: Weighted) -> Tensor | None:

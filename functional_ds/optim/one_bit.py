@@ -260,8 +260,9 @@ class _Rule:
             cut = leaf_map.group
             if cut is not None and cut.size > 1 and self.codec is not None:
                 raise ValueError(
-                    f"optimizer: {name} compresses whole tensors, and group {cut.name!r} of {cut.size} cuts "
-                    "them, so that its result would depend on the cuts; use it with T.local_gradients(group) instead of zero"
+                    f"optimizer: {name} compresses whole tensors, and group {cut.name!r} of {cut.size} splits "
+                    "them, so its result would depend on how they are split; use it with T.local_gradients(group) instead of "
+                    "zero"
                 )
             group = leaf_map.reduce_group or Solo().group((0,), "alone")
             return _At(self, group).optimizer(name)

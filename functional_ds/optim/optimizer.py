@@ -37,6 +37,15 @@ class Optimizer:
         formula: ``update`` out of place, for ``fds.differentiable``. Without it, ``update`` is called there with copies, and
             must consist of differentiable operations.
         tensors: the names of hyperparameters that are tensors and that only ``formula`` supports.
+
+    >>> import torch, functional_ds as fds
+    >>> def update(params, grads, state, rate):  # the sign of the gradient, with a learning rate of 0.5
+    ...     return [p - 0.5 * rate * g.sign() for p, g in zip(params, grads.sum)], state
+    >>> sign_sgd = Optimizer(lambda params: (), update, "sign_sgd", elementwise=True)
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), sign_sgd)
+    >>> state, _ = step(step.init({"w": torch.zeros(2)}), torch.tensor([3.0, -4.0]))
+    >>> step.params(state)["w"].tolist()
+    [-0.5, 0.5]
     """
 
     init: Callable[[list[Tensor]], Any]
@@ -60,6 +69,14 @@ class PerParameter:
         make: from a ``LeafMap`` to the optimizer for tensors with this layout of leaves.
         name: for printing.
         formula: like ``make``, for an out-of-place optimizer, for ``fds.differentiable``.
+
+    >>> import torch, functional_ds as fds
+    >>> def make(leaf_map):
+    ...     print([leaf.path for leaf in leaf_map.leaves])
+    ...     return fds.sgd(0.1)
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), PerParameter(make, "my_sgd"))
+    >>> _ = step.init({"b": torch.zeros(1), "w": torch.zeros(2)})
+    ['b', 'w']
     """
 
     make: Callable[[LeafMap], Optimizer]

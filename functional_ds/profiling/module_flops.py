@@ -23,6 +23,10 @@ class Flops:
         backward: of the backward pass, without recomputation.
         recomputed: of recomputed forward operations.
         others: of what follows the passes, such as an optimizer's matrix products.
+
+    >>> step = Flops(forward=10, backward=20) + Flops(recomputed=10)
+    >>> step.model, step.total
+    (30, 40)
     """
 
     forward: int = 0

@@ -50,7 +50,7 @@ class Profiling:
     def start(self, step: Step) -> "Profiled":
         """The step with a profile; each rank starts one."""
         if not isinstance(step, Step):
-            raise TypeError(f"profile: step={step!r} is no Step; pass what fds.train_step and transforms make")
+            raise TypeError(f"profile: step={step!r} is not a Step; pass what fds.train_step and transforms make")
         return Profiled(step, self)
 
 

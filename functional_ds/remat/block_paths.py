@@ -17,7 +17,9 @@ def check_pattern(blocks: Any) -> None:
         TypeError: it is something else.
     """
     if blocks is not None and not isinstance(blocks, str):
-        raise TypeError(f"blocks={blocks!r} is no path: give a pattern such as 'blocks.*', None, or '' for the whole function")
+        raise TypeError(
+            f"blocks={blocks!r} is not a path: give a pattern such as 'blocks.*', None, or '' for the whole function"
+        )
 
 
 def find_blocks(module: nn.Module, blocks: str | None) -> list[str]:

@@ -231,7 +231,7 @@ def _named() -> Iterator[None]:
     except RuntimeError as error:
         if any(words in str(error) for words in _OF_TRANSFORMS):
             raise RuntimeError(
-                "a function under remat uses torch.func or torch.cond, which do not go with hooks on what autograd saves or "
+                "a function under remat uses torch.func or torch.cond, which do not work with hooks on what autograd saves or "
                 "with kept outputs: leave the layer out of remat, or use torch.autograd.grad(..., create_graph=True), or an if"
             ) from error
         raise

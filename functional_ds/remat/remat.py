@@ -92,7 +92,7 @@ def checkpoint_name(value: Tensor, name: str) -> Tensor:
     [('inputs', 'save'), ('inside', 'recompute'), ('product', 'save')]
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"checkpoint_name: value={value!r} is no tensor; name tensors, one by one")
+        raise TypeError(f"checkpoint_name: value={value!r} is not a tensor; name tensors, one by one")
     region = current_region()
     if region is not None:
         region.name(value, name)
@@ -102,9 +102,11 @@ def checkpoint_name(value: Tensor, name: str) -> Tensor:
 def check_group(policy: RematPolicy, group: comm.Group | None) -> None:
     """Raises an error for a policy that partitions without a group, and a group that no policy uses."""
     if group is not None and not isinstance(group, comm.Group):
-        raise TypeError(f"group={group!r} is no group: pass mesh['tp'], say")
+        raise TypeError(f"group={group!r} is not a group: pass a group, such as mesh['tp']")
     if policy.partitions and group is None:
-        raise ValueError(f"policy='{policy}' partitions, so it needs group=: ranks with the same activations, mesh['tp'] say")
+        raise ValueError(
+            f"policy='{policy}' partitions, so it needs group=: ranks with the same activations, such as mesh['tp']"
+        )
     if group is not None and not policy.partitions:
         raise ValueError(f"group={group.name!r} would change nothing: policy='{policy}' partitions nothing")
 

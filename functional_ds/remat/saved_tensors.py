@@ -287,7 +287,9 @@ class TensorStore:
 
     def _partition(self, flat: Tensor) -> PartitionedTensor:
         if self.group is None:
-            raise ValueError("partition: no group is given to partition activations over; pass group=mesh['tp'], say")
+            raise ValueError(
+                "partition: no group is given to partition activations over; pass a group, such as group=mesh['tp']"
+            )
         self.log.add(flat)
         return partition(flat, self.group)
 

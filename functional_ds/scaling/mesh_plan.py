@@ -33,6 +33,10 @@ class MeshPlan:
             product; or the "whole" layer, as Megatron-LM did in 2021.
         fp32_gradients: whether sums over micro-batches are fp32, and in stages 0 and 1 sent so, as in this library.
         overlap: whether ZeRO's collectives overlap computation: stage 3's all of it, others' the last backward pass.
+
+    >>> plan = MeshPlan(dp=4, tp=2, pp=8, stage=1, micro_batch=2, micro_batches=16)
+    >>> plan.ranks, plan.rows
+    (64, 128)
     """
 
     dp: int = attrs.field(default=1, validator=_positive)
@@ -183,7 +187,7 @@ def rank_share(model: Transformer, plan: MeshPlan, place: int = 0) -> RankShare:
     {'tp': 2328.0, 'pp': 0.0, 'dp': 7424.0}
     """
     if not 0 <= place < plan.pp:
-        raise ValueError(f"place={place} is none of the pipeline's {plan.pp} ranks")
+        raise ValueError(f"place={place} is not one of the pipeline's {plan.pp} ranks")
     layers, tp, micro_batches = plan.layers_of_a_stage(model) * plan.chunks, plan.tp, plan.micro_batches
     first, last = place == 0, place == plan.pp - 1
     tokens, layer = plan.micro_batch * model.length, model.layer_cut // tp + model.layer_whole

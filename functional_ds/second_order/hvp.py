@@ -48,7 +48,7 @@ def hvp(
         if axis.role not in (AxisRole.BATCH, AxisRole.APART):
             raise ValueError(
                 f"hvp: ranks divide the model or the sequence in this step ({step}), and H v is computed of whole leaves; use "
-                "a step with data parallelism alone"
+                "a step with data parallelism only"
             )
     held = step.trained(state)
     whole = dict(tree.named(step.params(step.with_trained(state, vector))))

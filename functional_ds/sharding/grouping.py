@@ -41,13 +41,16 @@ def unit_names(unit_of: UnitOf | None, leaves: Mapping[str, Tensor]) -> dict[str
     Raises:
         TypeError: a name is not a string, or ``unit_of`` is neither a function nor a policy.
         ValueError: a pattern matches no path.
+
+    >>> unit_names(by_block, {path: torch.ones(1) for path in ("blocks.0.weight", "blocks.0.bias", "norm.bias")})
+    {'blocks.0.weight': 'blocks.0', 'blocks.0.bias': 'blocks.0', 'norm.bias': 'rest'}
     """
     if isinstance(unit_of, UnitPolicy):
         found = dict(unit_of.units(leaves))
     elif unit_of is None or callable(unit_of):
         found = {path: (unit_of or by_block)(path) for path in leaves}
     else:
-        raise TypeError(f"unit_of={unit_of!r} is no function from a path to a name; see fds.units for ready ones")
+        raise TypeError(f"unit_of={unit_of!r} is not a function from a path to a name; see fds.units for ready ones")
     for path in leaves:
         if not isinstance(found.get(path), str):
             raise TypeError(f"unit_of={unit_of!r} gives {found.get(path)!r} for {path!r}; a unit's name is a string")
@@ -68,12 +71,20 @@ def by_block(path: str) -> str:
 
 
 def by_leaf(path: str) -> str:
-    """A unit for each leaf."""
+    """A unit for each leaf.
+
+    >>> by_leaf("blocks.0.weight")
+    'blocks.0.weight'
+    """
     return path
 
 
 def single_unit(path: str) -> str:
-    """One unit for all leaves."""
+    """One unit for all leaves.
+
+    >>> single_unit("blocks.0.weight"), single_unit("norm.bias")
+    ('all', 'all')
+    """
     return "all"
 
 

@@ -95,8 +95,8 @@ class Layout:
         for path, leaf in zip(paths, leaves, strict=True):
             if is_dtensor(leaf):
                 raise TypeError(
-                    f"params: the leaf {path!r} is a DTensor, which torch has cut over a mesh of its own; pass whole tensors, "
-                    "leaf.full_tensor(), and the transforms cut them"
+                    f"params: the leaf {path!r} is a DTensor, which torch has split over a mesh of its own; pass whole "
+                    "tensors, leaf.full_tensor(), and the transforms split them"
                 )
         place = {path: index for index, path in enumerate(paths)}
         written = {path: leaves[place[path]] for path in tree.as_written(params)}  # as a model uses its leaves, more or less
@@ -136,7 +136,7 @@ class Layout:
         names = sorted(self.paths[slot.leaf] for i in chosen for slot in self.segments[i].slots)
         beyond = [name for name in names if name not in paths]
         if beyond:
-            raise ValueError(f"paths: {', '.join(beyond)} lie in one segment with some of them; mark the parts before")
+            raise ValueError(f"paths: {', '.join(beyond)} are in one segment with some of them; mark the parts before")
         place = {name: index for index, name in enumerate(names)}
         units: list[Unit] = []
         segments: list[Segment] = []
@@ -232,7 +232,7 @@ def _sharers(path: str, leaf: Tensor, shards: Mapping[int, int]) -> Blocks | Non
         raise ValueError(
             f"params: the leaf {path!r} is shared within the blocks {[list(block) for block in blocks]} of ranks, but data "
             f"parallelism is over the ranks {list(shards)}; all of these must be in blocks of one size: of experts, pass the "
-            "two axes into which mesh.split cuts that of zero"
+            "two axes into which mesh.split splits that of zero"
         )
     return tuple(tuple(shards[rank] for rank in block) for block in blocks) if len(shards) > 1 else None
 
@@ -281,6 +281,11 @@ def unshard(shards: Sequence[Sequence[Tensor]], layout: Layout) -> Any:
 
     Raises:
         ValueError: the number of ranks is not that of the layout.
+
+    >>> params = {"w": torch.arange(5.0), "b": torch.zeros(2)}
+    >>> layout = Layout.of(params, 2)
+    >>> unshard([shard(params, layout, rank) for rank in range(2)], layout)
+    {'w': tensor([0., 1., 2., 3., 4.]), 'b': tensor([0., 0.])}
     """
     if len(shards) != layout.n:
         raise ValueError(f"shards: {len(shards)} ranks' shards for a layout of {layout.n}")

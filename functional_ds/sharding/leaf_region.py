@@ -121,7 +121,7 @@ class LeafRegion:
             ordered = sorted(ranges)
             edges = [0, *(edge for pair in ordered for edge in pair), self.shape[dim]]
             if edges != sorted(edges) or any(start == stop for start, stop in ordered):
-                raise ValueError(f"{list(ranges)} are no ranges of the {self.shape[dim]} positions along dim {dim}")
+                raise ValueError(f"{list(ranges)} are not ranges of the {self.shape[dim]} positions along dim {dim}")
 
     def boxes(self, start: int, stop: int, dims: Sequence[int]) -> Iterator[Box]:
         """The boxes that elements ``start`` to ``stop`` form, with their positions among the region's elements.

@@ -125,7 +125,9 @@ def mark_slice(leaf: Tensor, cut: LeafSlice) -> Tensor:
     """
     before: tuple[LeafSlice, ...] = slices_of(leaf)
     if any(each.dim == cut.dim for each in before):
-        raise ValueError(f"a leaf of shape {list(leaf.shape)} is a slice along dim {cut.dim} already; let one transform cut it")
+        raise ValueError(
+            f"a leaf of shape {list(leaf.shape)} is a slice along dim {cut.dim} already; let one transform split it"
+        )
     return mark_slices(leaf, (*before, cut))
 
 

@@ -14,7 +14,7 @@ def check_expression(what: str, expression: str) -> None:
     try:
         re.compile(expression)
     except (re.error, TypeError) as error:
-        raise ValueError(f"{what}{expression!r} is no regular expression: {error}") from None
+        raise ValueError(f"{what}{expression!r} is not a regular expression: {error}") from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -89,7 +89,7 @@ def from_source(params: Any, source: Source | Callable[[str], Tensor], *, device
     elif callable(source):
         found = Whole(source)
     else:
-        raise TypeError(f"source={source!r} has no read(path, start, stop), and is no function from a path to a tensor")
+        raise TypeError(f"source={source!r} has no read(path, start, stop), and is not a function from a path to a tensor")
     tree.tensors(params, "params")
     place = torch.device(device)
     leaves = [deferred(leaf, Origin(found, path, place)) for path, leaf in tree.named(params)]

@@ -28,4 +28,4 @@ def latest_tag(folder: Path) -> str | None:
     except OSError as error:
         raise DamagedError(f"path: {folder / 'latest'} cannot be read: {error.strerror}; pass tag=") from error
     except UnicodeDecodeError as error:
-        raise DamagedError(f"path: {folder / 'latest'} is no text: {error}; pass tag=") from error
+        raise DamagedError(f"path: {folder / 'latest'} is not text: {error}; pass tag=") from error

@@ -86,7 +86,7 @@ def check_state(step: Strategy, state: Any, *args: Any) -> None:
         ValueError: the latter.
     """
     if not isinstance(state, State):
-        raise TypeError(f"state: {type(state).__name__} is no State; pass what step.init(params) or step(state, batch) gave")
+        raise TypeError(f"state: {type(state).__name__} is not a State; pass what step.init(params) or step(state, batch) gave")
     refuse_donated(state)
     wanted = {layer.slot: layer.name for layer in step.layers if layer.slot is not None}
     missing, extra = wanted.keys() - state.slots.keys(), state.slots.keys() - wanted.keys() - {BUFFERS}
@@ -240,7 +240,7 @@ def _refuse_bare(step: Strategy, state: State, batch: Any) -> None:
     path = next(iter(trained), None) or next(path for path, leaf in tree.named(state.params) if _on_meta(leaf))
     raise ValueError(
         f"state: the leaf {path!r} of its params is on the device 'meta', without values, but the batch has some; a module "
-        "without memory is built by fds.deferred(build), and fds.from_source(params, source) says where values are read"
+        "without memory is built by fds.deferred(build), and fds.from_source(params, source) names where values are read"
     )
 
 

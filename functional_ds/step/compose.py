@@ -137,5 +137,5 @@ def compose(*transforms: Transform) -> Transform:
         if isinstance(transform, Step):
             raise TypeError(f"compose: {transform} is a step; apply the transforms to it: compose(...)(step)")
         if not callable(transform):
-            raise TypeError(f"compose: {transform!r} is no transform (a function from steps to steps)")
+            raise TypeError(f"compose: {transform!r} is not a transform (a function that takes a step and returns one)")
     return _Composition(transforms)

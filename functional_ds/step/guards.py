@@ -175,7 +175,7 @@ def refuse_halves(step: Strategy, *args: Any) -> None:
         ValueError: it is such a step.
     """
     if step.keeps_graph:
-        raise ValueError("open: a differentiable step has no halves; call step(state, batch)")
+        raise ValueError("open: a differentiable step cannot be run as separate passes; call step(state, batch)")
 
 
 Guard = Callable[..., None]

@@ -45,6 +45,18 @@ class OpenPass:
         last: whether no further pass of this step has a backward, so that ZeRO stages 0 and 1 reduce during this one's. It must
             be equal on all ranks. It changes no gradient: if it is wrong, two reductions are added; if no pass was the last,
             ``finish`` reduces.
+
+    >>> import torch, functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).mean(), fds.sgd(1.0))
+    >>> state, grads = step.init({"w": torch.zeros(2)}), None
+    >>> for x in (torch.ones(1, 2), torch.full((1, 2), 3.0)):  # two micro-batches
+    ...     with step.open(state, x, grads) as run:
+    ...         grads = run.backward(run(lambda params, x: params["w"] * x, x).sum())
+    >>> grads
+    Gradients(2 rows, loss)
+    >>> state, metrics = step.finish(state, grads)
+    >>> step.params(state)["w"].tolist()  # the mean gradient is 2
+    [-2.0, -2.0]
     """
 
     def __init__(self, step: RunsPasses, so_far: Gradients, batch: Any, *, trains: bool) -> None:
@@ -73,8 +85,8 @@ class OpenPass:
         for layer in step.layers:
             if "gradients" in layer.phases and Trait.SPLITS_BATCHES not in layer.traits:
                 raise ValueError(
-                    f"open: {layer.name} runs the passes of a step itself, so the step has no halves ({step}); call "
-                    "step(state, batch)"
+                    f"open: {layer.name} runs the passes of a step itself, so the step cannot be run as separate passes "
+                    f"({step}); call step(state, batch)"
                 )
         if so_far is None:
             so_far = Gradients(state, structure)

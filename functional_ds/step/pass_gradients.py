@@ -93,7 +93,8 @@ class Gradients:
             )
         if self._used:
             raise ValueError(
-                "grads: they were used already, and their sums have grown since; go on with what the latest backward returned"
+                "grads: they were used already, and their sums have grown since; continue with what the latest backward "
+                "returned"
             )
 
     def taken(self) -> "Gradients":

@@ -105,7 +105,16 @@ def innermost(phase: F) -> F:
 
 
 def outermost(phase: F) -> F:
-    """For ``wrap``: this function runs around all others that wrap the phase, in any order of composition."""
+    """For ``wrap``: this function runs around all others that wrap the phase, in any order of composition.
+
+    >>> from functional_ds import compose, sgd, train_step, wrap
+    >>> noted = []
+    >>> def note(word):
+    ...     return lambda inner, step, state: noted.append(word) or inner(step, state)
+    >>> step = compose(wrap("a", rate=note("a")), wrap("b", rate=outermost(note("b"))))(train_step(lambda p, x: x, sgd(0.1)))
+    >>> _ = step.rate(step.init({"w": torch.ones(1)})), print(noted)
+    ['b', 'a']
+    """
     return cast(F, _Placed("outermost", phase))
 
 
@@ -148,7 +157,7 @@ def check_phases(name: str, phases: Mapping[str, Any]) -> None:
     """Raises an error for unknown phases and for functions whose arguments differ from their phase's."""
     unknown = phases.keys() - PHASES.keys()
     if unknown:
-        raise ValueError(f"{name} wraps {sorted(unknown)}, which are no phases; the phases are {', '.join(PHASES)}")
+        raise ValueError(f"{name} wraps {sorted(unknown)}, which are not phases; the phases are {', '.join(PHASES)}")
     for phase, given in phases.items():
         function = given.function if isinstance(given, _Placed) else given
         if not callable(function):

@@ -68,7 +68,7 @@ def train_step(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} is not callable")
     if buffers not in POLICIES:
-        raise ValueError(f"buffers={buffers!r} is none of {', '.join(POLICIES)}")
+        raise ValueError(f"buffers={buffers!r} is not one of {', '.join(POLICIES)}")
     if unused not in ("skip", "zeros"):
         raise ValueError(f"unused={unused!r} is neither 'skip' nor 'zeros'")
     rule = BoundOptimizer(as_optimizer(optimizer))
@@ -159,8 +159,8 @@ def _refuse_no_rows(error: RuntimeError, batch: Any) -> None:
     if type(error) is RuntimeError and has_rows and not rows_of(batch):
         raise ValueError(
             f"batch: this rank has no rows, and the loss fails on none ({str(error).splitlines()[0]}): give the rank a row "
-            "that weighs nothing, with labels of -100, say; or return fds.Weighted(torch.zeros(()), 0), if no function of the "
-            "loss waits for other ranks"
+            "that weighs nothing, for example with labels of -100; or return fds.Weighted(torch.zeros(()), 0), if no function "
+            "of the loss waits for other ranks"
         ) from error
 
 

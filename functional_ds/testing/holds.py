@@ -251,6 +251,11 @@ def laws(
     Raises:
         TypeError: ``transform`` is neither a transform, nor an optimizer, nor a function that makes one.
         ValueError: a law's name is unknown.
+
+    >>> from functional_ds import transforms as T
+    >>> only = laws(T.clip(1.0), only=["stages", "donation"])
+    >>> [law.__name__ for law in only]
+    ['stages', 'donation']
     """
     excuses, chosen = dict(excused or {}), None if only is None else list(only)
     names = [law.name for law in LAWS]

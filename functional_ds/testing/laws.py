@@ -108,7 +108,7 @@ def _unused(method: Method) -> None:
 
 def _pipelines(method: Method) -> None:
     if method.recipe.problem.layers is None:
-        raise NotApplicableError("the problem is not cut into layers: Problem(layers=, error=)")
+        raise NotApplicableError("the problem is not split into layers: Problem(layers=, error=)")
     if method.combines:
         raise NotApplicableError("it reduces gradients itself, over another axis than the pipeline's")
     setup = method.on(2, "T.pipeline(one_f_one_b(2, 2), stages)", loss="layers")

@@ -204,7 +204,7 @@ class Method:
         best = max(range(len(places)), key=lambda index: trials[index][0])
         if not trials[best][0]:
             words = "; ".join(f"{place.order} it, {text}" for place, (_, text) in zip(places, trials, strict=True))
-            raise ValueError(f"holds: {method.name} cannot be placed beside T.zero(1): {words}")
+            raise ValueError(f"holds: {method.name} cannot be composed with T.zero(1): {words}")
         return attrs.evolve(places[best], elsewhere=trials[0][1] if best else "")
 
     def trial(self) -> tuple[int, str]:

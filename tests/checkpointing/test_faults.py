@@ -132,7 +132,7 @@ def test_missing_and_foreign_files(run: Path) -> None:
     with pytest.raises(checkpointing.DamagedError, match=r"00000\.bin is damaged"):
         checkpointing.verify(run, "2")
     (run / "2" / MANIFEST).write_text('{"format": "something else"}\n')
-    with pytest.raises(checkpointing.DamagedError, match="no manifest of this library's"):
+    with pytest.raises(checkpointing.DamagedError, match="not a manifest of this library's"):
         load(run, "2")
     (run / "2" / MANIFEST).unlink()
     with pytest.raises(checkpointing.DamagedError, match=r"manifest\.json cannot be read"):
@@ -156,7 +156,7 @@ def test_a_manifest_of_brackets(run: Path, where: str) -> None:
     _, summary, body = path.read_bytes().split(b"\n")[:3]
     rest = (deep if where == "summary" else summary + b"\n") + (deep if where == "body" else body + b"\n")
     path.write_bytes(deep if where == "header" else manifest._header(rest, 1) + rest)
-    with pytest.raises(checkpointing.DamagedError, match="no manifest of this library's"):
+    with pytest.raises(checkpointing.DamagedError, match="not a manifest of this library's"):
         load(run, "2")
     with pytest.warns(UserWarning, match="'2' is passed over"):
         assert load(run)[0] == 1
@@ -277,7 +277,7 @@ def test_manifests_that_lie(run: Path) -> None:
     ]
     for where, value in lies:
         forged(set_row(where, value))
-        with pytest.raises(checkpointing.DamagedError, match="no manifest of this library's"):
+        with pytest.raises(checkpointing.DamagedError, match="not a manifest of this library's"):
             load(run, "2")
     forged(set_row(("tensors", "params/w", 2), [[0, 5, 0, 0]]))
     with pytest.raises(checkpointing.DamagedError, match="no chunk for its elements 5 to 6"):
@@ -521,7 +521,7 @@ def test_a_tag_takes_the_place_of_checkpoints_alone(run: Path, kind: str) -> Non
     else:
         place.symlink_to("nowhere")
     before = sorted(run.iterdir())
-    with pytest.raises(checkpointing.CheckpointError, match=r"tag='logs': .* is there and is no checkpoint of this tag"):
+    with pytest.raises(checkpointing.CheckpointError, match=r"tag='logs': .* exists and is not a checkpoint of this tag"):
         fds.save(trained(3), run, tag="logs")
     assert sorted(run.iterdir()) == before
     assert kind != "folder" or (place / "precious.txt").read_text() == "kept"
@@ -559,7 +559,7 @@ def test_a_pipe_in_a_files_place(run: Path) -> None:
     """Opening it would wait for ever."""
     (run / "2" / "00000.bin").unlink()
     os.mkfifo(run / "2" / "00000.bin")
-    with pytest.raises(checkpointing.DamagedError, match="is no file of bytes"):
+    with pytest.raises(checkpointing.DamagedError, match="is not a file of bytes"):
         load(run, "2")
 
 

@@ -263,9 +263,9 @@ def test_options(run_of_two_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
     assert answer(capsys, "inspect", tmp_path / "hf")["elements"] == 29
     for words, says in [
-        ((tmp_path / "x.pt",), "--overwrite replaces it"),
+        ((tmp_path / "x.pt",), "pass --overwrite to replace it"),
         ((tmp_path / "y",), "suffix"),
-        ((tmp_path / "y", "--to", "onnx"), "'onnx' is none of"),
+        ((tmp_path / "y", "--to", "onnx"), "'onnx' is not one of"),
         ((tmp_path / "y.pt", "--only", "c.*"), "no name of"),
         ((tmp_path / "y.pt", "--dtype", "int8"), "'int8' is not one of"),
         ((tmp_path / "y.pt", "--shard-bytes", "1kB"), "folder of safetensors files"),

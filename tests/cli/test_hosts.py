@@ -84,14 +84,14 @@ def test_wrong_filters(hostfile: Path, words: list[str], says: str, capsys: pyte
         ("a 2\n", "line 1: 'a 2'"),
         ("#\n", "names no hosts"),
         ("a slots=00\n", "line 1: 'a slots=00' should be"),
-        ("-oProxyCommand=touch${IFS}x slots=1\n", "line 1: '-oProxyCommand=touch${IFS}x' is no host's name or address"),
+        ("-oProxyCommand=touch${IFS}x slots=1\n", "line 1: '-oProxyCommand=touch${IFS}x' is not a host's name or address"),
         ("a\nb;ls slots=1\n", "line 1: 'a' should be"),
-        ("b;ls slots=1\n", "'b;ls' is no host's name"),
-        ("me@a slots=1\n", "'me@a' is no host's name or address"),
-        ("a: slots=1\n", "'a:' is no host's name"),
+        ("b;ls slots=1\n", "'b;ls' is not a host's name"),
+        ("me@a slots=1\n", "'me@a' is not a host's name or address"),
+        ("a: slots=1\n", "'a:' is not a host's name"),
         ("a:22 slots=1\n", "a user or a port belongs into ssh's config"),
-        ("a- slots=1\n", "'a-' is no host's name"),
-        (f"{'a' * 254} slots=1\n", "is no host's name"),
+        ("a- slots=1\n", "'a-' is not a host's name"),
+        (f"{'a' * 254} slots=1\n", "is not a host's name"),
         (f"a slots={10**12}\n", "line 1: slots=1000000000000: a host has at most 4096"),
         (f"a slots={'9' * 5000}\n", "slots=99999999999999999999: a host has at most 4096"),
     ],
@@ -128,7 +128,10 @@ def test_names_and_addresses_are_hosts(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [(["--master-addr", "-x"], "--master-addr: '-x' is no host's name"), (["--master-port", "70000"], "ports are 1 to 65535")],
+    [
+        (["--master-addr", "-x"], "--master-addr: '-x' is not a host's name"),
+        (["--master-port", "70000"], "ports are 1 to 65535"),
+    ],
 )
 def test_where_ranks_meet_is_a_host_and_a_port(
     hostfile: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]

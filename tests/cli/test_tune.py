@@ -198,7 +198,7 @@ def test_nothing_ends_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         ([f"{HERE}:mlp", "--rows", "0"], "--rows': Input should be greater than or equal to 1"),
         ([f"{HERE}:mlp", "--rows", "1", "--recompute", "maybe"], "'maybe' is not one of 'no', 'yes', 'both'"),
         ([f"{HERE}:cut", "--rows", "4", "--ranks", "2", "--axis", "tp=3"], "--axis tp=3 does not divide 2 ranks"),
-        ([f"{HERE}:mlp", "--rows", "4", "--ranks", "2", "--axis", "tp=1,2"], "the model does not say how layers are sliced"),
+        ([f"{HERE}:mlp", "--rows", "4", "--ranks", "2", "--axis", "tp=1,2"], "the model does not define how layers are sliced"),
         ([f"{HERE}:plain", "--rows", "1", "--machine", "h100"], "no loss and no batch"),
         ([f"{HERE}:mlp", "--rows", "1", "--out", "nowhere/ds.json"], "--out nowhere/ds.json: there is no folder nowhere"),
         ([f"{HERE}:mlp", "--rows", "1", "--out", "job.yaml"], "--out job.yaml should end with .toml, for a job, or with .json"),

@@ -161,7 +161,7 @@ def test_own_functions_are_counted() -> None:
             r"all_reduce=<lambda> takes \(x\), and zero calls it as <lambda>\(x, group\)",
         ),
         (lambda: T.zero(1, reduce_scatter=butterfly), r"reduce_scatter=butterfly takes .*\(x, group, tiled=False\)"),
-        (lambda: T.zero(0, all_reduce=3), "all_reduce=3 is no collective"),  # type: ignore[arg-type]
+        (lambda: T.zero(0, all_reduce=3), "all_reduce=3 is not a collective"),  # type: ignore[arg-type]
     ],
 )
 def test_other_functions_are_refused_at_once(make: Any, words: str) -> None:

@@ -70,7 +70,7 @@ def test_processes_reduce_in_place() -> None:
 
 def test_a_donated_value_has_no_graph() -> None:
     def program() -> None:
-        with pytest.raises(ValueError, match="would cut the graph of its values"):
+        with pytest.raises(ValueError, match="would detach its values from the autograd graph"):
             comm.all_reduce(torch.ones(3, requires_grad=True), donate=True)
         with torch.no_grad():
             comm.all_reduce(torch.ones(3, requires_grad=True), donate=True)

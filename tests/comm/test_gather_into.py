@@ -73,7 +73,7 @@ def test_processes_write_it_in_place(count: int) -> None:
         (torch.zeros(6, 2)[:, 0], {}, "pass a contiguous tensor like the result"),
         ([torch.zeros(6)] * 2, {}, "out= has 2 tensors for 1 values"),
         (torch.zeros(6), {"uneven": True}, "uneven=True"),
-        (torch.zeros(6, requires_grad=True), {}, "would cut the graph of its values"),
+        (torch.zeros(6, requires_grad=True), {}, "would detach its values from the autograd graph"),
     ],
 )
 def test_what_cannot_be_written_into(out: Any, options: dict[str, Any], says: str) -> None:

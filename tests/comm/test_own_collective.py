@@ -67,5 +67,5 @@ def test_a_mismatch_names_it() -> None:
 
 
 def test_what_is_no_collective_does_not_start() -> None:
-    with pytest.raises(TypeError, match=r"<function .*> is no collective: pass comm.all_gather or its like"):
+    with pytest.raises(TypeError, match=r"<function .*> is not a collective: pass comm.all_gather or its like"):
         comm.start(lambda x: x, torch.ones(1))

@@ -45,7 +45,7 @@ def test_two_facing_sends_are_a_deadlock() -> None:
         with pytest.raises(comm.errors.DeadlockError) as caught:
             comm.simulate(faces, world_size=2, seed=seed)
         assert str(caught.value).splitlines() == [
-            "deadlock: no rank can go on",
+            "deadlock: no rank can proceed",
             f"  rank 0 waits in send(dst=1) of [float32[2]] on group 'world' at {line_of(faces, 3)} for rank 1",
             f"  rank 1 waits in send(dst=0) of [float32[2]] on group 'world' at {line_of(faces, 6)} for rank 0",
         ]
@@ -271,15 +271,23 @@ def test_another_tag_is_another_message() -> None:
 
 
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "dst too large": (lambda: comm.send(ONES, 2), ValueError, "dst=2 is no rank of the group; its ranks are 0..1"),
-    "dst negative": (lambda: comm.start(comm.send, ONES, -1), ValueError, "dst=-1 is no rank of the group; its ranks are 0..1"),
-    "src too large": (lambda: comm.recv(ONES, 2), ValueError, "src=2 is no rank of the group; its ranks are 0..1"),
-    "src negative": (lambda: comm.start(comm.recv, ONES, -1), ValueError, "src=-1 is no rank of the group; its ranks are 0..1"),
-    "src no integer": (lambda: comm.recv(ONES, "0"), ValueError, "src='0' is no rank of the group; its ranks are 0..1"),
+    "dst too large": (lambda: comm.send(ONES, 2), ValueError, "dst=2 is not a rank of the group; its ranks are 0..1"),
+    "dst negative": (
+        lambda: comm.start(comm.send, ONES, -1),
+        ValueError,
+        "dst=-1 is not a rank of the group; its ranks are 0..1",
+    ),
+    "src too large": (lambda: comm.recv(ONES, 2), ValueError, "src=2 is not a rank of the group; its ranks are 0..1"),
+    "src negative": (
+        lambda: comm.start(comm.recv, ONES, -1),
+        ValueError,
+        "src=-1 is not a rank of the group; its ranks are 0..1",
+    ),
+    "src no integer": (lambda: comm.recv(ONES, "0"), ValueError, "src='0' is not a rank of the group; its ranks are 0..1"),
     "to itself": (lambda: comm.send(ONES, rank()), ValueError, "is this rank itself; use the value as it is"),
     "from itself": (lambda: comm.recv(ONES, rank()), ValueError, "is this rank itself; use the value as it is"),
-    "an empty tree": (lambda: comm.send({}, 2), ValueError, "dst=2 is no rank of the group; its ranks are 0..1"),
-    "in a batch": (lambda: comm.batch_p2p([comm.Send(ONES, 3)]), ValueError, "dst=3 is no rank of the group"),
+    "an empty tree": (lambda: comm.send({}, 2), ValueError, "dst=2 is not a rank of the group; its ranks are 0..1"),
+    "in a batch": (lambda: comm.batch_p2p([comm.Send(ONES, 3)]), ValueError, "dst=3 is not a rank of the group"),
     "a number": (lambda: comm.send(1.0, 1 - rank()), TypeError, "send: every leaf must be a tensor"),
     "a number to receive": (lambda: comm.recv([1], 1 - rank()), TypeError, "recv: every leaf must be a tensor; [0] is int 1"),
     "no op": (
@@ -287,7 +295,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "batch_p2p: ops are Send(value, dst) and Recv(like, src), not tuple",
     ),
-    "tag no integer": (lambda: comm.send(ONES, 1 - rank(), tag="a"), ValueError, "tag='a' is no integer"),
+    "tag no integer": (lambda: comm.send(ONES, 1 - rank(), tag="a"), ValueError, "tag='a' is not an integer"),
 }
 
 
@@ -313,7 +321,7 @@ def test_in_a_world_of_one_there_is_nobody_to_talk_to() -> None:
     for call in (lambda: comm.send(ONES, 0), lambda: comm.recv(ONES, 0)):
         with pytest.raises(ValueError, match="=0 is this rank itself"):
             call()
-    with pytest.raises(ValueError, match=re.escape("dst=1 is no rank of the group; its ranks are 0..0")):
+    with pytest.raises(ValueError, match=re.escape("dst=1 is not a rank of the group; its ranks are 0..0")):
         comm.send(ONES, 1)
 
 

@@ -44,8 +44,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     ),
     "a rank without a size": ({"rank": 0}, {}, "rank is given and world_size is not: pass both"),
     "no ranks": ({"world_size": 0, "rank": 0}, {}, "world_size=0: a world has at least one rank"),
-    "a rank too large": ({"world_size": 2, "rank": 2}, {}, "rank=2 is no rank of a world of 2; its ranks are 0..1"),
-    "a negative rank": ({"world_size": 2, "rank": -1}, {}, "rank=-1 is no rank of a world of 2; its ranks are 0..1"),
+    "a rank too large": ({"world_size": 2, "rank": 2}, {}, "rank=2 is not a rank of a world of 2; its ranks are 0..1"),
+    "a negative rank": ({"world_size": 2, "rank": -1}, {}, "rank=-1 is not a rank of a world of 2; its ranks are 0..1"),
     "an unknown backend": (
         {"backend": "mpi", "world_size": 1, "rank": 0},
         {},
@@ -69,24 +69,24 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {"RANK": "0", "WORLD_SIZE": "two"},
         "WORLD_SIZE='two' in the environment is not an integer; torchrun sets it",
     ),
-    "a rank that is no number": ({}, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' in the environment is not an integer"),
-    "a local rank that is no number": (
+    "a rank that is not a number": ({}, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' in the environment is not an integer"),
+    "a local rank that is not a number": (
         {"world_size": 1, "rank": 0},
         {"LOCAL_RANK": "x"},
         "LOCAL_RANK='x' in the environment is not an integer; torchrun sets it: start the program with torchrun, or unset",
     ),
-    "local ranks that are no number": (
+    "local ranks that are not a number": (
         {"world_size": 1, "rank": 0},
         {"LOCAL_WORLD_SIZE": ""},
         "LOCAL_WORLD_SIZE='' in the environment is not an integer",
     ),
-    "a port that is no number": (
+    "a port that is not a number": (
         {"world_size": 1, "rank": 0},
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"},
         "MASTER_PORT='http' in the environment is not an integer",
     ),
     "a rank alone around": ({}, {"RANK": "0"}, "rank is given and world_size is not"),
-    "a rank too large around": ({}, {"RANK": "5", "WORLD_SIZE": "2"}, "rank=5 is no rank of a world of 2"),
+    "a rank too large around": ({}, {"RANK": "5", "WORLD_SIZE": "2"}, "rank=5 is not a rank of a world of 2"),
 }
 
 
@@ -222,9 +222,9 @@ def test_where_one_is_alone_and_in_a_simulation(monkeypatch: pytest.MonkeyPatch)
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 BAD_GROUPS: dict[str, tuple[Callable[[], Any], str]] = {
-    "too large": (lambda: comm.new_group([0, 3]), "ranks=[0, 3]: rank 3 is none of the world's, which are 0..2"),
-    "negative": (lambda: comm.new_group([-1]), "ranks=[-1]: rank -1 is none of the world's, which are 0..2"),
-    "twice": (lambda: comm.new_group([1, 0, 1]), "ranks=[1, 0, 1]: a rank stands there twice"),
+    "too large": (lambda: comm.new_group([0, 3]), "ranks=[0, 3]: rank 3 is not one of the world's, which are 0..2"),
+    "negative": (lambda: comm.new_group([-1]), "ranks=[-1]: rank -1 is not one of the world's, which are 0..2"),
+    "twice": (lambda: comm.new_group([1, 0, 1]), "ranks=[1, 0, 1]: a rank is listed twice"),
     "none": (lambda: comm.new_group([]), "ranks=[]: a group needs a rank"),
 }
 
@@ -377,7 +377,7 @@ def test_a_dtensor_is_refused_by_name() -> None:
     comm.init_distributed("gloo", world_size=1, rank=0)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     leaf = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    with pytest.raises(ValueError, match=r"a DTensor cannot travel: pass this rank's part, leaf.to_local\(\), or"):
+    with pytest.raises(ValueError, match=r"a DTensor cannot be sent: pass this rank's part, leaf.to_local\(\), or"):
         comm.all_gather([torch.ones(1), leaf])
     assert comm.all_gather(leaf.to_local()).tolist() == [1.0] * 4
     for stage in range(4):

@@ -514,7 +514,7 @@ def test_a_jitted_step_is_composed_further() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: fds.jit(lambda state, batch: state), TypeError, "is no Step"),  # type: ignore[arg-type]
+        (lambda: fds.jit(lambda state, batch: state), TypeError, "is not a Step"),  # type: ignore[arg-type]
         (lambda: fds.jit(stepped()[0], max_graphs=0), ValueError, "max_graphs=0"),
         (lambda: regather(live=0), ValueError, "live=0"),
         (lambda: schedule(ahead=-1), ValueError, "ahead=-1"),

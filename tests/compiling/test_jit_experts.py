@@ -191,7 +191,7 @@ def drawing(p: Any) -> Callable[..., Tensor]:
     return moe.mlp(p["up"], p["down"], activation=torch.nn.functional.dropout)
 
 
-@pytest.mark.parametrize(("f", "reason"), [(Holding, "are no variables of it"), (drawing, "draws by torch's generator")])
+@pytest.mark.parametrize(("f", "reason"), [(Holding, "are not variables of it"), (drawing, "draws by torch's generator")])
 def test_what_a_call_cannot_do_stays_eager(f: Callable[..., Any], reason: str) -> None:
     step, state = traced(f)
     with pytest.warns(JitWarning, match=reason):

@@ -89,14 +89,14 @@ def test_numbers_and_booleans_may_be_strings() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"gradient_clipping": "one"}, "gradient_clipping: 'one': 'one' is no number"),
-        ({"gradient_clipping": -1}, "must lie in"),
+        ({"gradient_clipping": "one"}, "gradient_clipping: 'one': 'one' is not a number"),
+        ({"gradient_clipping": -1}, "must be in"),
         ({"gradient_clipping": None}, "leave the key out for DeepSpeed's default, 1.0"),
         ({"fp16": {"min_loss_scale": 1e-5}}, "whole number"),
         ({"fp16": {"enabled": 2}}, "neither true nor false"),
         ({"fp16": True}, "must be a block of keys"),
-        ({"zero_optimization": {"stage": 4}}, "none of 0, 1, 2, 3"),
-        ({"communication_data_type": "int8"}, "none of 'fp32', 'fp16', 'bf16'"),
+        ({"zero_optimization": {"stage": 4}}, "not one of 0, 1, 2, 3"),
+        ({"communication_data_type": "int8"}, "not one of 'fp32', 'fp16', 'bf16'"),
         ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "pair of numbers"),
         ({"gradient_cliping": 1.0}, "the nearest is `gradient_clipping`"),
         ({"zero_optimization": {"stage": 3, "stage3_param_persitance_threshold": 1}}, "stage3_param_persistence_threshold"),

@@ -77,7 +77,7 @@ def test_a_function_is_not_called_for_what_lies_behind() -> None:
 
 
 def test_an_iterator_that_is_too_short_to_replay_is_refused() -> None:
-    with pytest.raises(ValueError, match="behind 5 batches, and this iterable has 3"):
+    with pytest.raises(ValueError, match="had consumed 5 batches, and this iterable yields 3"):
         Replayed(iter(range(3))).at(5)
 
 

@@ -141,14 +141,14 @@ def test_a_truncated_file_is_refused(tmp_path_factory: pytest.TempPathFactory, p
     whole = path.read_bytes()
     cut = whole[: int(place * len(whole))] + filler
     path.write_bytes(cut if len(cut) != len(whole) else cut[:-1])
-    with pytest.raises(ValueError, match="is damaged, or no safetensors file"):
+    with pytest.raises(ValueError, match="is damaged, or not a safetensors file"):
         fds.load_params(folder, like=LIKE)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"not a model" * 100, b"\x10" + bytes(7) + b"{" * 16, b"\xff" * 8])
 def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged, or no safetensors file"):
+    with pytest.raises(ValueError, match="is damaged, or not a safetensors file"):
         fds.load_params(tmp_path, like=LIKE)
 
 
@@ -187,16 +187,16 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None
         fds.load_params(tmp_path, like=LIKE)
     for text in ["", "{", "[]", "[" * 50_000, '{"weight_map": []}', '{"weight_map": {"1": 2}}', "\udcff"]:
         index.write_bytes(text.encode(errors="surrogateescape"))
-        with pytest.raises(ValueError, match="is damaged, or no index"):
+        with pytest.raises(ValueError, match="is damaged, or not an index"):
             fds.load_params(tmp_path, like=LIKE)
     index.unlink()
     index.mkdir()
-    with pytest.raises(ValueError, match="is damaged, or no index"):
+    with pytest.raises(ValueError, match="is damaged, or not an index"):
         fds.load_params(tmp_path, like=LIKE)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match="no file of bytes"):
+    with pytest.raises(ValueError, match="not a file of bytes"):
         fds.load_params(tmp_path, like={"a": torch.zeros(2)})

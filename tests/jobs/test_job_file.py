@@ -138,7 +138,7 @@ def test_changes_go_by_paths(tmp_path: Path) -> None:
     [
         ("data.contxt", 3, "data.contxt = 3: there is no such entry; the nearest is 'context'"),
         ("strategy.zerro.stage", 3, "strategy.zerro: the job has none of this name to change; the nearest is 'zero'"),
-        ("steps.more", 3, "steps = 3: it is no table"),
+        ("steps.more", 3, "steps = 3: it is not a table"),
         ("steps", "3", "steps = '3': it must be a whole number"),
     ],
 )
@@ -185,8 +185,8 @@ REFUSED = [
     ("on_non_finite = 'roll_back'", 4, "on_non_finite = 'roll_back': it goes back to a checkpoint; name their folder"),
     ("[checkpoints]\nevery = 1", 4, "checkpoints: it needs folder: their folder"),
     ("[profile]\nfolder = 'p'\npeak = 'mesured'", 6, "profile.peak = 'mesured': it must be a number or one of 'measured'"),
-    ("optimizer.adamw = 1", None, "it is no TOML"),
-    ("steps = 4", None, "it is no TOML: Cannot overwrite a value"),
+    ("optimizer.adamw = 1", None, "it is not TOML"),
+    ("steps = 4", None, "it is not TOML: Cannot overwrite a value"),
 ]
 
 
@@ -207,7 +207,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, more: str, line: i
         ("job.toml", "steps = 3", "it needs model"),
         ("job.json", "[1]", "it must be a table of entries"),
         ("job.json", '{"steps": 3,\n "steps": 4}', "steps: it occurs twice in one table; keep one"),
-        ("job.json", '{"steps": 3,\n"seed" 4}', "line 2: it is no JSON: Expecting ':' delimiter"),
+        ("job.json", '{"steps": 3,\n"seed" 4}', "line 2: it is not JSON: Expecting ':' delimiter"),
         (
             "job.json",
             '{"steps": 3,\n"model": "a:b",\n"optimizer": "sgd",\n"sed": 4}',
@@ -241,7 +241,7 @@ def test_files_are_refused(tmp_path: Path, name: str, text: str, complaint: str)
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="there is no such file"):
         fds.load_job(tmp_path / "job.toml")
-    with pytest.raises(JobError, match="it is no file"):
+    with pytest.raises(JobError, match="it is not a file"):
         fds.load_job(tmp_path)
 
 

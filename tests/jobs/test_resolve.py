@@ -163,7 +163,7 @@ def test_a_file_with_an_installed_modules_name_is_the_folders(tmp_path: Path) ->
 
 @pytest.mark.parametrize("module", ["../models", "/etc/models", "a b", ".", "models.", ""])
 def test_what_is_no_modules_name(tmp_path: Path, module: str) -> None:
-    with pytest.raises(JobError, match="is no module's name"):
+    with pytest.raises(JobError, match="is not a module's name"):
         user_object(f"{module}:model", job(tmp_path))
 
 

@@ -313,14 +313,14 @@ def test_logs_and_profiles_are_written(job: Job, tmp_path: Path) -> None:
         ({"model": "tiny_models:Tiny"}, "missing 1 required positional argument: 'config'"),
         ({"model": "tiny_models:plian"}, "tiny_models has no 'plian'; the nearest is 'plain'"),
         ({"model": "tiny_modles:plain"}, "there is no module 'tiny_modles', neither in"),
-        ({"model": ":plain"}, "'' is no module's name; write module:function"),
-        ({"model": ".tiny_models:plain"}, "'.tiny_models' is no module's name"),
+        ({"model": ":plain"}, "'' is not a module's name; write module:function"),
+        ({"model": ".tiny_models:plain"}, "'.tiny_models' is not a module's name"),
         ({"model": "tiny_models:no_model"}, "it made a str, and must make a torch.nn.Module"),
         ({"model.tiny_models:plain.vocab": 32}, "the tokens go up to 116, and the model's largest embedding has 32 rows"),
         ({"model": "torch.nn:Flatten"}, "next_token takes logits of shape [4, 8, 'vocabulary'], and the model returned [4, 8]"),
         (
             {"schedule": {"warmup_cosine": {"warmup": 5, "total": 4}}},
-            "{'warmup': 5, 'total': 4}: warmup=5 must lie in 0..total=4",
+            "{'warmup': 5, 'total': 4}: warmup=5 must be in 0..total=4",
         ),
         (
             {"strategy": [{"zero": {"stage": 1, "group": "dq"}}], "mesh": {"dp": 2}},

@@ -88,7 +88,7 @@ def test_text_and_bad_input() -> None:
     """A line a kind; a donated state says so, and anything else is refused."""
     step, state = started()
     assert str(memory.measured(state)).splitlines()[0].split() == ["params", "400"]
-    with pytest.raises(TypeError, match="is no State"):
+    with pytest.raises(TypeError, match="is not a State"):
         memory.measured(state.params)
     step(state, torch.ones(100))
     with pytest.raises(fds.DonatedStateError):

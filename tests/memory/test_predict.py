@@ -277,7 +277,7 @@ def test_bad_input() -> None:
     step = fds.train_step(linear, fds.sgd(0.1))
     with pytest.raises(ValueError, match="rank=2, world_size=2"):
         memory.predicted(lambda: step, params, world_size=2, rank=2)
-    with pytest.raises(TypeError, match="make: it gives 3, and not a step"):
+    with pytest.raises(TypeError, match="make: it returned 3, and not a step"):
         memory.predicted(lambda: 3, params)  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match="not a tensor"):
         memory.predicted(lambda: step, {"w": 3.0})

@@ -216,7 +216,7 @@ def test_a_module_that_the_state_does_not_know() -> None:
         step(step.init(copied), rows(0))
     state, _ = step(step.init(copied, modules=apply), rows(0))
     assert step.module_buffers(state)["1.num_batches_tracked"] == 1
-    with pytest.raises(TypeError, match="modules=BatchNorm1d is no apply"):
+    with pytest.raises(TypeError, match="modules=BatchNorm1d is not an apply"):
         step.init(copied, modules=nn.BatchNorm1d(2))
     apply.module.eval()
     step(step.init(copied), rows(0))

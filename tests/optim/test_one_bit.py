@@ -402,9 +402,9 @@ def test_bad_input() -> None:
         fds.one_bit_adam(-1, warmup=1)
     with pytest.raises(ValueError, match="local=3, longest=2: longest must be a power of two"):
         fds.zero_one_adam(0.1, freeze=4, local=3, longest=2)
-    with pytest.raises(TypeError, match="is no codec"):
+    with pytest.raises(TypeError, match="is not a codec"):
         T.compressed_gradients(8)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="is no group"):
+    with pytest.raises(TypeError, match="is not a group"):
         T.local_gradients("dp")  # type: ignore[arg-type]
     one = fds.one_bit_adam(0.1, warmup=1)
     params = {"w": torch.ones(2)}
@@ -427,7 +427,7 @@ def test_bad_input() -> None:
     def cut() -> None:
         step(one, T.zero(1)).init(params)
 
-    with pytest.raises(ValueError, match=r"one_bit_adam.* compresses whole tensors, and group 'world' of 2 cuts them"):
+    with pytest.raises(ValueError, match=r"one_bit_adam.* compresses whole tensors, and group 'world' of 2 splits them"):
         comm.simulate(cut, world_size=2)
 
     def differing() -> None:

@@ -288,7 +288,7 @@ def test_the_mean_changes_no_update_and_lies_in_shards() -> None:
 
 def test_ema_refuses() -> None:
     base = fds.train_step(linear, fds.sgd(0.1))
-    with pytest.raises(ValueError, match=r"decay=1.0 must lie in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"decay=1.0 must be in \[0, 1\)"):
         transforms.ema(1.0)
     for other in (transforms.zero(1), transforms.mixed_precision(), transforms.ema(0.5)):
         with pytest.raises(ValueError, match="stores params in its own way"):

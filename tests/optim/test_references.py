@@ -276,7 +276,7 @@ def test_decay_may_name_what_another_rule_moves() -> None:
     [
         (lambda: fds.adam(-1), "lr=-1"),
         (lambda: fds.adamw(float("inf")), "lr=inf must be finite"),
-        (lambda: trained(fds.adamw(1, decay="(")), r"decay='\(' is no regular expression"),
+        (lambda: trained(fds.adamw(1, decay="(")), r"decay='\(' is not a regular expression"),
         (lambda: fds.adam(1, betas=(0.9, 1.0)), "betas"),
         (lambda: fds.adagrad(1, initial=-1), "initial=-1"),
         (lambda: fds.lion(1, betas=(1.0, 0.9)), "betas"),

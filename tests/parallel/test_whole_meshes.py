@@ -304,7 +304,7 @@ def test_any_mesh_of_unmodified_models(data: st.DataObject) -> None:
         (Ways("ulysses", along=True), Mesh(pp=2, sp=2, tp=2, micro=2, zero=2, schedule="zb_h1"), Mesh(sp=4, tp=2, zero=0)),
         (Ways(mixture=True, biased=True), Mesh(dp=2, ep=2, pp=2, sp=2, micro=2), Mesh(dp=2, ep=2, sp=2, tp=2, zero=3)),
     ],
-    ids=["a cut vocabulary in a pipeline", "Ulysses in a pipeline", "balanced experts in a pipeline"],
+    ids=["a split vocabulary in a pipeline", "Ulysses in a pipeline", "balanced experts in a pipeline"],
 )
 def test_meshes_of_pure_functions(ways: Ways, before: Mesh, after: Mesh) -> None:
     agrees(ways, before, after)
@@ -319,7 +319,7 @@ def test_meshes_of_pure_functions(ways: Ways, before: Mesh, after: Mesh) -> None
         (Unmodified("mixtral", along=True), Mesh(dp=2, ep=2, tp=2), Mesh(sp=2, tp=2, layout="zigzag")),
         (Unmodified("mixtral", vocab=False), Mesh(dp=2, ep=2, pp=2, tp=2, micro=2, zero=3), Mesh(dp=2, ep=2)),
     ],
-    ids=["experts over ep and tp", "experts over ep beside a cut sequence", "a cut pipeline of experts"],
+    ids=["experts over ep and tp", "experts over ep beside a split sequence", "a split pipeline of experts"],
 )
 def test_meshes_of_mixtures(how: Unmodified, before: Mesh, after: Mesh) -> None:
     agrees_unmodified(how, before, after)
@@ -370,7 +370,7 @@ def test_whole_experts_that_a_plan_would_sum() -> None:
         step = T.tensor_parallel(plan)(base)
         step(step.init(params), wm.batch_of(0))
 
-    with pytest.raises(ValueError, match=r"experts' is 'moe_tp_experts', and nothing in it is cut: the sum over the 2 ranks"):
+    with pytest.raises(ValueError, match=r"experts' is 'moe_tp_experts', and nothing in it is split: the sum over the 2 ranks"):
         comm.simulate(program, world_size=2)
 
 

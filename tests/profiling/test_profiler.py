@@ -245,7 +245,7 @@ def test_bad_arguments_are_refused() -> None:
     for name, value in {"skip": -1, "every": 0, "keep": 0, "every ": True}.items():
         with pytest.raises(ValueError, match=f"{name.strip()}={value}: pass a whole number"):
             fds.profile(step, **{name.strip(): value})
-    with pytest.raises(TypeError, match=r"profile: step=<function loss_fn.* is no Step; pass what"):
+    with pytest.raises(TypeError, match=r"profile: step=<function loss_fn.* is not a Step; pass what"):
         fds.profile(loss_fn)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"size=0, seconds=0\.2: pass positive numbers"):
         peak_flops(size=0)

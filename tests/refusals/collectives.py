@@ -92,7 +92,7 @@ def other_masks() -> Any:
 
 REFUSALS = [
     Refusal(
-        what="cut attention with another mask or layout on one rank, a cut cross entropy with other labels, "
+        what="split attention with another mask or layout on one rank, a split cross entropy with other labels, "
         "under `comm.simulate` or `comm.debug.checked()`",
         error=comm.errors.MismatchError,
         says=r"for ring attention\(.*causal=(True|False).*for ring attention\(.*causal=(True|False)",
@@ -113,7 +113,7 @@ REFUSALS = [
     Refusal(
         what="ranks that wait for each other",
         error=comm.errors.DeadlockError,
-        says="deadlock: no rank can go on",
+        says="deadlock: no rank can proceed",
         advises=r"collectives\.py:\d+",
         why="Processes would wait forever.",
         instead="Use `comm.batch_p2p`, or let one rank send first; the message names each rank's line.",
@@ -167,7 +167,7 @@ REFUSALS = [
     Refusal(
         what="a DTensor in a collective",
         error=ValueError,
-        says="a DTensor cannot travel",
+        says="a DTensor cannot be sent",
         advises=r"leaf.to_local\(\), or",
         why="Torch has sharded it over a mesh.",
         instead="Pass `leaf.to_local()` or `leaf.full_tensor()`.",

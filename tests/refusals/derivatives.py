@@ -140,7 +140,7 @@ REFUSALS = [
     Refusal(
         what="`step.open` of a differentiable step",
         error=ValueError,
-        says="open: a differentiable step has no halves",
+        says="open: a differentiable step cannot be run as separate passes",
         advises=r"call step\(state, batch\)",
         why="Its backward pass would keep no graph.",
         instead="Call `step(state, batch)`.",

@@ -199,7 +199,7 @@ REFUSALS = [
     Refusal(
         what="a pipe or a device instead of a file",
         error=checkpointing.DamagedError,
-        says=r"00000\.bin cannot be read: .*no file of bytes|is no file of bytes",
+        says=r"00000\.bin cannot be read: .*is not a file of bytes",
         advises="load another tag",
         why="Reading it would wait forever.",
         instead="Load another tag.",
@@ -226,7 +226,7 @@ REFUSALS = [
     Refusal(
         what="a tag whose path is taken by something else",
         error=checkpointing.CheckpointError,
-        says="tag='logs': .* is there and is no checkpoint of this tag",
+        says="tag='logs': .* exists and is not a checkpoint of this tag",
         advises="choose another tag, or move it away",
         why="It would be overwritten.",
         instead="Choose another tag, or move it away.",
@@ -289,9 +289,9 @@ REFUSALS = [
     Refusal(
         what="a class that is not known in a file of DeepSpeed's",
         error=checkpointing.CheckpointError,
-        says="opening it could run code: .*mkdir",
+        says="unpickling them could run code: .*mkdir",
         advises="safe_globals",
-        why="Opening it could run code.",
+        why="Unpickling could run code.",
         instead="Allow a class that you trust: `torch.serialization.safe_globals`.",
         program=within(with_code),
     ),
@@ -325,7 +325,7 @@ REFUSALS = [
     Refusal(
         what="a job, config or index of more than 64 MiB, or with blocks nested deeper than 64",
         error=JobError,
-        says="it is no JSON: its blocks are nested deeper than 64",
+        says="it is not JSON: its blocks are nested deeper than 64",
         advises="64",
         why="Reading it would take all memory, or all of Python's stack.",
         instead="Write it flatter, or in several files.",

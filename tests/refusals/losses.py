@@ -142,7 +142,7 @@ REFUSALS = [
     Refusal(
         what="a loss that calls the module itself",
         error=RuntimeError,
-        says=r"a parameter of shape \[2.*\] that is none of the step's params",
+        says=r"a parameter of shape \[2.*\] that is not one of the step's params",
         advises=r"call apply\(params, ...\) in the loss",
         why="The step's params would not be trained.",
         instead="Call `apply(params, x)`.",

@@ -381,7 +381,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 def test_bad_input() -> None:
     with pytest.raises(TypeError, match="is not callable"):
         fds.remat(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="is no tensor"):
+    with pytest.raises(TypeError, match="is not a tensor"):
         fds.checkpoint_name((torch.ones(2),), "a")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no value is named 'a'; there is none"):
         fds.remat(lambda x: x.exp(), policy="recompute,a=save")(torch.ones(2, requires_grad=True) * 1)

@@ -93,5 +93,5 @@ def test_sizes_that_are_none() -> None:
         MeshPlan(stage=4)
     with pytest.raises(ValueError, match="stage=3, pp=2: a pipeline's schedule says when"):
         MeshPlan(stage=3, pp=2)
-    with pytest.raises(ValueError, match="place=1 is none of the pipeline's 1 ranks"):
+    with pytest.raises(ValueError, match="place=1 is not one of the pipeline's 1 ranks"):
         rank_share(EVEN, MeshPlan(), 1)

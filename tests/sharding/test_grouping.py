@@ -61,11 +61,11 @@ def test_leaves_and_all() -> None:
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'h.0.atn' matches no path; the nearest is 'h.0.attn.w'"):
         names(units.by_path({"h.0.atn": "x"}))
-    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
         units.by_path({"(": "x"})
 
 
-@pytest.mark.parametrize(("unit_of", "said"), [(3, "no function"), (lambda path: 3, "gives 3 for 'wte'")])
+@pytest.mark.parametrize(("unit_of", "said"), [(3, "not a function"), (lambda path: 3, "gives 3 for 'wte'")])
 def test_what_names_no_unit_is_refused(unit_of: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         names(unit_of)

@@ -103,6 +103,6 @@ def test_a_guard_of_ones_own() -> None:
     assert seen == ["guard", "phase"]
     step.without_guards().rate(state)
     assert seen == ["guard", "phase", "phase"]
-    with pytest.raises(ValueError, match="no phases"):
+    with pytest.raises(ValueError, match="not phases"):
         fds.wrap("mine", guards={"other": guard})
     assert current_pass() is None

@@ -86,7 +86,7 @@ def test_the_original_module_in_a_later_step_is_refused(name: str) -> None:
         apply.module.count = getattr(apply.module, "count", 0) + 1
         return apply(params, batch) if apply.module.count < 3 else module(batch)
 
-    _check(name, Model, "none of the step's params", loss)
+    _check(name, Model, "not one of the step's params", loss)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

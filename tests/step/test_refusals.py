@@ -64,7 +64,7 @@ def test_a_loss_that_calls_the_module_itself(stage: int | None) -> None:
     _, params = fds.functional(module)
     step = fds.train_step(lambda params, x: module(x).square().mean(), fds.sgd(0.1))
     step = step if stage is None else T.zero(stage)(step)
-    with pytest.raises(RuntimeError, match=r"a parameter of shape \[2.*\] that is none of the step's params.*apply\(params"):
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \[2.*\] that is not one of the step's params.*apply\(params"):
         step(step.init(params), torch.ones(4, 3))
 
 
@@ -99,7 +99,7 @@ def test_states_of_other_strategies() -> None:
     for use in (zero.params, lambda state: zero.evaluate(state, torch.ones(4, 3))):
         with pytest.raises(ValueError, match="it lacks the slot 'zero'"):
             use(of_plain)
-    with pytest.raises(TypeError, match="state: dict is no State"):
+    with pytest.raises(TypeError, match="state: dict is not a State"):
         plain({"w": torch.ones(3, 2)}, torch.ones(4, 3))  # type: ignore[arg-type]
 
 

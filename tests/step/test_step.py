@@ -349,9 +349,9 @@ def test_refuses_sparse_gradients(k: int, zero: Any) -> None:
 
 
 def test_refuses_unknown_phases_and_what_is_no_transform() -> None:
-    with pytest.raises(ValueError, match=r"wraps \['updat'\], which are no phases"):
+    with pytest.raises(ValueError, match=r"wraps \['updat'\], which are not phases"):
         fds.wrap("typo", updat=lambda inner, step: None)(fds.train_step(square, fds.sgd(0.1)))
-    with pytest.raises(TypeError, match="no transform"):
+    with pytest.raises(TypeError, match="not a transform"):
         fds.compose(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not callable"):
         fds.train_step(None, fds.sgd(0.1))  # type: ignore[arg-type]
@@ -419,7 +419,7 @@ def test_a_sum_that_weighs_nothing(sums: float, strategy: list[fds.Transform]) -
             lambda: transforms.schedule(
                 torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)]))  # type: ignore[arg-type]
             ),
-            r"fn=ConstantLR\(...\) moves an optimizer of torch; pass a function",
+            r"fn=ConstantLR\(...\) sets the learning rate of a torch optimizer; pass a function",
         ),
     ],
 )

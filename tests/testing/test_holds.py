@@ -109,9 +109,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "a step": (fds.train_step(lambda p, x: p.sum(), fds.sgd(0.1)), {}, TypeError, "is neither a transform"),
     "no step": (lambda step: 3, {}, ValueError, "it makes 3 of a step"),
     "one device": (refused, {}, ValueError, "refused.. does not run on one device: ValueError: refused: not on this step"),
-    "no place": (beside_nothing, {}, ValueError, r"beside_nothing.. cannot be placed beside T.zero.*on one device only"),
+    "no place": (beside_nothing, {}, ValueError, r"beside_nothing.. cannot be composed with T.zero.*on one device only"),
     "a pipeline": (partial(T.local_gradients), {}, ValueError, "local_gradients.*"),
-    "a rule": (not_elementwise, {}, ValueError, r"cannot be placed beside T.zero.*by_norm is not elementwise"),
+    "a rule": (not_elementwise, {}, ValueError, r"cannot be composed with T.zero.*by_norm is not elementwise"),
     "structure": (identity, {"oracle": lambda params, batches: SHAPES}, ValueError, "oracle: it gives .* and params are"),
     "shape": (
         identity,

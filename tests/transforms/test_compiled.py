@@ -524,7 +524,7 @@ def steps(block: type[nn.Module], *transforms: fds.Transform, rows: tuple[int, .
             (block, r"writes the buffer '\w*scale_?' in place and computes with it afterwards")
             for block in (Scales, ScalesOut, ScalesInplace, ScalesByMethod)
         ),
-        (Bound, r"its forward is no method of it"),
+        (Bound, r"its forward is not a method of it"),
     ],
 )
 def test_blocks_that_cannot_be_compiled(block: type[nn.Module], words: str) -> None:
@@ -575,10 +575,10 @@ def test_a_shape_that_changes_every_step() -> None:
         ({"mode": "max-autotune"}, "mode='max-autotune' is inductor's, and backend='aot_eager' has no modes"),
         ({"backend": "inductor", "mode": "fast"}, "Unrecognized mode=fast"),
         ({"backend": "inductor", "mode": "lite", "options": {"debug": True}}, "is a set of options"),
-        ({"recompile_limit": 0}, "recompile_limit=0 is no number"),
+        ({"recompile_limit": 0}, "recompile_limit=0 is not a number"),
         ({"blocks": ""}, "would be the whole loss function"),
-        ({"blocks": 3}, "blocks=3 is no path"),
-        ({"eager": 3}, "eager=3 is no path"),
+        ({"blocks": 3}, "blocks=3 is not a path"),
+        ({"eager": 3}, "eager=3 is not a path"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], words: str) -> None:

@@ -76,7 +76,7 @@ def test_what_has_no_rows_goes_with_every_micro_batch() -> None:
         assert (part["k"], part["s"]) == (3, "a")
     assert rows_of(batch) == 6
     assert micro_rows(batch, 4) == [2, 2, 1, 1]
-    with pytest.raises(ValueError, match=r"has no rows to cut into 2 micro-batches"):
+    with pytest.raises(ValueError, match=r"has no rows to split into 2 micro-batches"):
         split({"scalar": torch.tensor(2.0), "k": 3}, 2)
     with pytest.raises(ValueError, match=r"the leaf at 'x' has 1 rows, which do not divide into 2"):
         split({"x": torch.ones(1, 3)}, 2)

@@ -628,9 +628,9 @@ def test_refuses_policies(arguments: dict[str, Any], error: str) -> None:
 def test_refuses_groups_and_paths_that_are_none() -> None:
     with pytest.raises(ValueError, match="would change nothing"):
         T.remat("blocks", group=comm.world())
-    with pytest.raises(TypeError, match="is no group"):
+    with pytest.raises(TypeError, match="is not a group"):
         T.remat("blocks", policy="partition", group="tp")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="is no path"):
+    with pytest.raises(TypeError, match="is not a path"):
         T.remat(3)  # type: ignore[arg-type]
 
 

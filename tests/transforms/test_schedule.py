@@ -117,7 +117,7 @@ def test_a_step_follows_them() -> None:
         (lambda: transforms.warmup_cosine(1, 5, -3.0), "floor=-3.0"),
         (lambda: transforms.warmup_cosine(1, 5, floor=2.0), "floor=2.0"),
         (lambda: transforms.warmup(3, shape="cubic"), "shape='cubic'"),  # type: ignore[arg-type]
-        (lambda: transforms.warmup_decay(5, 3), r"steps=5 must lie in 0..total=3"),
+        (lambda: transforms.warmup_decay(5, 3), r"steps=5 must be in 0..total=3"),
         (lambda: transforms.one_cycle(0), "up=0"),
         (lambda: transforms.one_cycle(2, decay=-1.0), "decay=-1.0"),
         (lambda: transforms.range_test(0), "steps=0"),

@@ -53,7 +53,7 @@ def compressed_gradients(codec: comm.codecs.Codec, group: comm.Group | None = No
     """
     if not all(hasattr(codec, name) for name in ("encode", "decode")):
         raise TypeError(
-            f"codec={codec!r} is no codec; use comm.codecs.OneBit(), comm.codecs.TopK(...) or comm.codecs.Blocks(...)"
+            f"codec={codec!r} is not a codec; use comm.codecs.OneBit(), comm.codecs.TopK(...) or comm.codecs.Blocks(...)"
         )
     sums = comm.codecs.ErrorFeedback(codec)
     return replicated(

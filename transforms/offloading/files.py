@@ -153,7 +153,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     """
     root = Path(path)
     if not root.is_dir():
-        raise ValueError(f"path={str(root)!r} is no folder: name one that exists, on a local disk with room for the states")
+        raise ValueError(f"path={str(root)!r} is not a folder: name one that exists, on a local disk with room for the states")
     if not os.access(root, os.W_OK | os.X_OK):
         raise ValueError(f"path={str(root)!r} is not writable for this process")
     return root.resolve()

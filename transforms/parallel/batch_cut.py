@@ -86,7 +86,7 @@ class BatchCut:
 
     def __attrs_post_init__(self) -> None:
         if isinstance(self.dims, int) and self.dims < 1:
-            raise ValueError(f"dims={self.dims}: rows lie along dim 0, and a sequence along a dim that is counted from 1 on")
+            raise ValueError(f"dims={self.dims}: rows are along dim 0, and a sequence along a dim that is counted from 1 on")
         for option, patterns in (("dims", self.dims), ("pad", self.pad)):
             for pattern in patterns if isinstance(patterns, Mapping) else ():
                 check_expression(f"{option}: ", pattern)
@@ -106,7 +106,7 @@ class BatchCut:
         if not self.whole:
             raise ValueError(
                 "batch: 'labels' of a piece of a sequence cannot be shifted, as the next may be on another rank: shift them "
-                "before the cut, as 'shift_labels', or pass shift=False for labels that stand where they belong"
+                "before the split, as 'shift_labels', or pass shift=False for labels that are already shifted"
             )
         labels = batch["labels"]
         after = (0, 0) * (labels.dim() - 2)
@@ -134,12 +134,13 @@ class BatchCut:
             if lengths.get(path, length) != length:
                 raise ValueError(
                     f"batch: the leaf at {path!r} has {lengths[path]} positions along dim {dims[path]}, and "
-                    f"{next(iter(lengths))!r} has {length}; all leaves that are cut have the same"
+                    f"{next(iter(lengths))!r} has {length}; all leaves that are split have the same"
                 )
             if self.dims is None and path not in dims and length in leaf.shape[1:]:
                 raise ValueError(
                     f"batch: the leaf at {path!r} of shape {list(leaf.shape)} has a dim of the sequence's length {length}, and "
-                    "no rule says whether it is cut; pass dims=, from paths to the dim that is cut, or None for a whole leaf"
+                    "no rule tells whether it is split; pass dims=, from paths to the dim that is split, or None for a whole "
+                    "leaf"
                 )
         return dims
 
@@ -162,7 +163,7 @@ class BatchCut:
         dim = self.dims[hits[0]] if hits else None
         if dim is not None and not 0 < dim < leaf.dim():
             raise ValueError(
-                f"dims: {path!r} of shape {list(leaf.shape)} cannot be cut along dim {dim}: its rows lie along dim 0, and a "
+                f"dims: {path!r} of shape {list(leaf.shape)} cannot be split along dim {dim}: its rows are along dim 0, and a "
                 f"sequence along one of the {leaf.dim() - 1} others"
             )
         return dim
@@ -185,7 +186,9 @@ class BatchCut:
                     return value
         name = path.rpartition(".")[2]
         if name not in _KNOWN:
-            raise ValueError(f"pad: nothing says what the leaf at {path!r} is padded with; pass pad={{{path!r}: 0}}, say")
+            raise ValueError(
+                f"pad: there is no rule for what the leaf at {path!r} is padded with; pass pad={{{path!r}: 0}}, for example"
+            )
         return _KNOWN[name][1]
 
     def cut(self, batch: Any, dims: Mapping[str, int], axis: SequenceAxis, length: int) -> CutBatch:

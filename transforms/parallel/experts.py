@@ -29,7 +29,7 @@ from .slice_errors import traced
 
 def _is_group(experts: Any, field: Any, value: Any) -> None:
     if not (isinstance(value, comm.Group) or (value is None and field.name == "edp")):
-        raise TypeError(f"{field.name}={value!r} is no group: pass mesh[{field.name!r}]")
+        raise TypeError(f"{field.name}={value!r} is not a group: pass mesh[{field.name!r}]")
     if value is not None and value.rank < 0:
         raise ValueError(f"{field.name}={value!r}: this rank is not in it")
 
@@ -197,7 +197,7 @@ class Experts:
         owner, stacked = _owner_of(leaf)
         if isinstance(owner, (nn.Linear, nn.Embedding, nn.LayerNorm)) and not stacked:
             raise ValueError(
-                f"pattern: {path!r} belongs to an nn.{type(owner).__name__}, which is no stack of experts along dim 0 (a "
+                f"pattern: {path!r} belongs to an nn.{type(owner).__name__}, which is not a stack of experts along dim 0 (a "
                 r"router, or a shared expert?); begin the pattern with what the experts alone have, such as r'\.experts\.', "
                 "and make experts that are modules of a list one stack by fds.moe.StackedExperts"
             )
@@ -216,7 +216,7 @@ class Experts:
                 f"{self.ep.name!r}: each must hold as many experts"
             )
         if any(cut.dim == 0 for cut in slices_of(leaf)):
-            raise ValueError(f"pattern: {path!r} of shape {shape} is cut along dim 0 already; let one transform cut it")
+            raise ValueError(f"pattern: {path!r} of shape {shape} is split along dim 0 already; let one transform split it")
         piece = sliced(leaf, LeafSlice.even(0, shape[0], n, self.ep.rank))
         return mark_sharers(piece, self.blocks)
 
@@ -252,10 +252,10 @@ class Experts:
             path = read_alone(roots, self.ep, path_of, self._matches)
             if path is not None:
                 raise ValueError(
-                    f"{self}: the loss reads the leaf {path!r} beside what it sends among the ranks of {self.ep.name!r}, as a "
-                    f"penalty on all params does: each rank has 1/{self.ep.size} of the experts, so that term would count "
-                    f"{self.ep.size} times too little for them. Decay weights in the optimizer, leave experts out of the term, "
-                    "or sum their part over the ranks: comm.all_reduce(term, axis('ep').group)"
+                    f"{self}: the loss reads the leaf {path!r} in addition to what it sends among the ranks of "
+                    f"{self.ep.name!r}, as a penalty on all params does: each rank has 1/{self.ep.size} of the experts, so "
+                    f"that term would count {self.ep.size} times too little for them. Decay weights in the optimizer, leave "
+                    "experts out of the term, or sum their part over the ranks: comm.all_reduce(term, axis('ep').group)"
                 )
 
         return attrs.evolve(view, guards=(*view.guards, inspect))

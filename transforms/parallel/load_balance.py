@@ -74,7 +74,7 @@ def balance(rate: float, routers: Mapping[str, int] | str, *, over: comm.Group |
         if not routers:
             raise ValueError("routers: there is none; name each router with its number of experts")
     if over is not None and not isinstance(over, comm.Group):
-        raise TypeError(f"over={over!r} is no group: pass mesh['tp']")
+        raise TypeError(f"over={over!r} is not a group: pass mesh['tp']")
     return _Balance(float(rate), routers if isinstance(routers, str) else dict(routers), over).transform()
 
 

@@ -55,7 +55,7 @@ def check_order(
         f"by {change:.2g} of {size:.6g}, though attention is kept out of it. So something else acts along the "
         "sequence, and would see each rank's piece alone: positions that the model counts itself (pass it the batch's "
         "position_ids), labels that are shifted in the loss, a convolution or a recurrence (linear attention, state "
-        "space). Such models cannot be cut along the sequence, unless that layer exchanges its pieces itself and asks "
+        "space). Such models cannot be split along the sequence, unless that layer exchanges its pieces itself and asks "
         f"for the ranks by axis('sp'){_IN_HALF}"
     )
 
@@ -85,7 +85,7 @@ def check_sum(
             return
     closer()
     raise ValueError(
-        f"{what}: the loss is no sum over tokens: with half of a rank's tokens twice, and with the other half twice, "
+        f"{what}: the loss is not a sum over tokens: with half of a rank's tokens twice, and with the other half twice, "
         f"it adds up to {by:.2g} of {of:.6g} more or less than twice the loss of all. A mean over positions, a "
         "preference loss, or a balance loss of a rank's own tokens would differ on each number of ranks: sum over the "
         f"ranks what goes into it, by comm.all_reduce over the group of axis('sp'){_IN_HALF}"

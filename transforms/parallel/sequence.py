@@ -143,7 +143,7 @@ class _SequenceParallel:
         """Raises an error for a second sequence axis."""
         other = step.has(AxisRole.SEQUENCE)
         if other is not None:
-            raise ValueError(f"{self}: this step cuts sequences already, by {other} ({step})")
+            raise ValueError(f"{self}: this step splits sequences already, by {other} ({step})")
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class _SequenceParallel:
         if odd:
             raise ValueError(
                 f"{self}: ranks {odd} of group {group.name!r} have another batch than rank {group.ranks[0]}; ranks that share "
-                "sequences all get the same batch, so cut data by their place along other axes alone"
+                "sequences all get the same batch, so split data by their place along other axes alone"
             )
         if len(self.agreed) >= _KINDS:  # on all ranks at once
             self.agreed.clear()
@@ -287,8 +287,8 @@ class _SequenceParallel:
         if result is None or (isinstance(result, tuple) and result and result[0] is None):
             raise ValueError(
                 f"{self}: the loss is None: a model of Hugging Face computes one from 'labels', and the batch has "
-                "'shift_labels', which were shifted before the sequence was cut. Sum over this rank's tokens: pass labels="
-                "batch['shift_labels'], num_items_in_batch=1 beside these, and return fds.Weighted(loss, number of labels)"
+                "'shift_labels', which were shifted before the sequence was split. Sum over this rank's tokens: pass labels="
+                "batch['shift_labels'], num_items_in_batch=1 with these, and return fds.Weighted(loss, number of labels)"
             )
         if is_half(result):
             state.graphs.is_new(HALF)

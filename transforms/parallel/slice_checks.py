@@ -65,7 +65,7 @@ def check_loss(output: Any, group: comm.Group) -> None:
         raise ValueError(
             f"tensor_parallel: the loss is {rows[0]} on rank {group.ranks[0]} and {rows[others[0]]} on rank "
             f"{group.ranks[others[0]]}, and all ranks of {group.name!r} compute one loss: something on slices acts on whole "
-            "features, such as a cross entropy of a cut vocabulary (fds.tp.cross_entropy), a norm, or an auxiliary loss of a "
+            "features, such as a cross entropy of a split vocabulary (fds.tp.cross_entropy), a norm, or an auxiliary loss of a "
             "part of the tokens"
         )
 
@@ -90,7 +90,7 @@ def check_draws(drawn: Sequence[Drawn], group: comm.Group) -> set[str]:
                 raise ValueError(
                     f"tensor_parallel: the draw {name!r} is for a tensor of shape {shape} that differs on the ranks "
                     f"{group.ranks[0]} and {group.ranks[rank]} of {group.name!r}, and has no places: as a slice it would get "
-                    "the mask of another slice. Say which part of the whole it is, places=fds.tp.places(x, dim), or "
+                    "the mask of another slice. Pass which part of the whole it is, places=fds.tp.places(x, dim), or "
                     "key.at(places=...) for functions that take a key; places={} says that ranks draw alike"
                 )
     return {name for place, (name, _, _) in enumerate(drawn) if any(row[3 * place] for row in rows)}
@@ -129,9 +129,9 @@ def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collecti
         others = [group.ranks[rank] for rank, row in enumerate(rows) if not _alike(row, rows[0], 1e-3)]
         if others:
             raise ValueError(
-                f"tensor_parallel: the gradients of {path!r}, which is not cut, differ on the ranks "
+                f"tensor_parallel: the gradients of {path!r}, which is not split, differ on the ranks "
                 f"{others} from those of rank {group.ranks[0]}: it is used on slices, so each rank has a part of them; say "
-                "'replicated_with_grad_allreduce' for it in the plan, or cut it as what it is used on"
+                "'replicated_with_grad_allreduce' for it in the plan, or split it as what it is used on"
             )
     return compared
 
@@ -153,9 +153,9 @@ def check_partial_gradients(parts: LeafMap, grads: Sequence[Tensor], cuts: Cuts,
     for path, rows in told:
         if path in cuts.by_word and equal[path] and rows[0][0]:
             raise ValueError(
-                f"tensor_parallel: the plan says 'replicated_with_grad_allreduce' for {path!r}, and all ranks of "
+                f"tensor_parallel: the plan has 'replicated_with_grad_allreduce' for {path!r}, and all ranks of "
                 f"{group.name!r} have the same gradients of it: it is used on what is whole, and their sum would be "
-                f"{group.size} times too large; say 'replicated' for it, or leave it out of the plan"
+                f"{group.size} times too large; use 'replicated' for it, or leave it out of the plan"
             )
     return compared
 

@@ -71,11 +71,11 @@ def _text(modules: list[nn.Module], slices: Mapping[str, LeafSlice], group: comm
         if isinstance(value, int) and ("head" in name or "split" in name) and value > 1
     ]
     counts = [name for name in numbers if name == "split_size" or not name.endswith(("_dim", "_size"))]
-    local = f"; attributes that count what is cut may be 'local', such as {counts}" if counts else ""
+    local = f"; attributes that count what is split may be 'local', such as {counts}" if counts else ""
     return (
         f"tensor_parallel: {path!r} ({type(modules[-1]).__name__}) fails on slices over the {group.size} ranks "
         f"of {group.name!r}: {str(error).splitlines()[0]}. {type(failed).__name__} {here!r} has here: "
-        f"{', '.join(cut) or 'no slices'}. Layers that meet must be cut alike and in whole heads{local}; "
+        f"{', '.join(cut) or 'no slices'}. Layers that meet must be split alike and in whole heads{local}; "
         f"{_advice(path, modules[-1])}; else leave these layers out of the plan"
     )
 
@@ -85,10 +85,10 @@ def _advice(path: str, module: nn.Module) -> str:
     layer = type(module).__name__
     if isinstance(module, nn.GroupNorm):
         leaves = "".join(f"'{path}.{key}': 0, " for key, leaf in parameters_of(module).items() if leaf is not None)
-        return f"of a {layer} cut the params and count the groups of each rank, {{{leaves}'{path}.num_groups': 'local'}}"
-    whole = "say 'colwise_gather_output' for the layer before it and 'rowwise_split_input' for the one after it"
+        return f"of a {layer} split the params and count the groups of each rank, {{{leaves}'{path}.num_groups': 'local'}}"
+    whole = "use 'colwise_gather_output' for the layer before it and 'rowwise_split_input' for the one after it"
     if getattr(module, "running_mean", None) is not None:
         return f"the running statistics of a {layer} are buffers, which stay whole: {whole}"
     if hasattr(module, "normalized_shape"):
         return f"{layer} needs all features of its input: {whole}"
-    return "a leaf that acts on each feature alone is cut by its dim, {'scale': 0}, and a norm needs all features"
+    return "a leaf that acts on each feature alone is split by its dim, {'scale': 0}, and a norm needs all features"

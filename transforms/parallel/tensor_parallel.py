@@ -295,7 +295,7 @@ class _TensorParallel:
             )
         if asked(SLICES) and not cuts.slices and group.size > 1 and not pipelines:
             raise ValueError(
-                f"tensor_parallel: plan={dict(self.plan)} cuts no leaf, and the loss calls functions of fds.tp, which would "
+                f"tensor_parallel: plan={dict(self.plan)} splits no leaf, and the loss calls functions of fds.tp, which would "
                 f"sum whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise'}}"
             )
         draws.known.update(check_draws(keyed or [], group))
@@ -363,7 +363,7 @@ def _check_axes(group: comm.Group, parts: LeafMap) -> None:
     other = None if parts.group is None else {*parts.group.ranks}.intersection(group.ranks)
     if other is not None and len(other) > 1:
         raise ValueError(
-            f"tensor_parallel: its group {group.name!r} and that of zero share the ranks {sorted(other)}: they must lie along "
+            f"tensor_parallel: its group {group.name!r} and that of zero share the ranks {sorted(other)}: they must be along "
             "two axes of a mesh, mesh['tp'] and mesh['dp'] of comm.mesh(dp=..., tp=...)"
         )
 

@@ -58,7 +58,11 @@ class _Scaling:
 
 @tree.record
 class NoScale(_Scaling):
-    """No loss scaling and no overflow check."""
+    """No loss scaling and no overflow check.
+
+    >>> NoScale().scale(torch.tensor(2.0))
+    tensor(2.)
+    """
 
     @property
     def now(self) -> float:
@@ -80,6 +84,9 @@ class StaticScale(_Scaling):
 
     Raises:
         ValueError: the value is not positive, or infinite.
+
+    >>> StaticScale(1024.0).scale(torch.tensor(2.0))
+    tensor(2048.)
     """
 
     value: float = tree.static()
@@ -165,7 +172,7 @@ class DynamicScale(_Scaling):
         if not self.factor > 1:
             raise ValueError(f"DynamicScale: factor={self.factor} must be more than 1")
         if not self.minimum <= self.initial <= self.maximum:
-            raise ValueError(f"DynamicScale: initial={self.initial} must lie in {self.minimum}..{self.maximum}")
+            raise ValueError(f"DynamicScale: initial={self.initial} must be in {self.minimum}..{self.maximum}")
 
     @property
     def now(self) -> Tensor:

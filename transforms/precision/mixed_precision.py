@@ -93,11 +93,13 @@ def _scale(given: Any, policy: Policy) -> LossScale:
         return DynamicScale() if policy.compute == torch.float16 else NoScale()
     scale = StaticScale(float(given)) if isinstance(given, int | float) else given
     if not all(hasattr(scale, name) for name in ("scale", "unscale", "adjust")):
-        raise TypeError(f"loss_scale={given!r} is no loss scale; use DynamicScale(...), StaticScale(...), NoScale() or 2.0**k")
+        raise TypeError(
+            f"loss_scale={given!r} is not a loss scale; use DynamicScale(...), StaticScale(...), NoScale() or 2.0**k"
+        )
     for name in ("value", "initial", "factor", "minimum", "maximum"):
         number = getattr(scale, name, None)
         if isinstance(number, int | float) and math.frexp(number)[0] != 0.5:
-            warnings.warn(f"loss_scale: {name}={number} is no power of two, so scaling rounds gradients", stacklevel=3)
+            warnings.warn(f"loss_scale: {name}={number} is not a power of two, so scaling rounds gradients", stacklevel=3)
     return scale
 
 

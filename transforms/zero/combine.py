@@ -46,6 +46,17 @@ class Combine:
 
     Raises:
         TypeError: ``reduce`` or ``init`` is not a function.
+
+    >>> import functional_ds as fds
+    >>> from functional_ds import transforms as T
+    >>> def vote(gradients, memory, group):  # each element by majority of the ranks' signs
+    ...     return [comm.all_reduce(g.sign(), group).sign() for g in gradients], memory
+    >>> def program():
+    ...     step = T.zero(1, aggregate=Combine(vote))(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(1.0)))
+    ...     state, _ = step(step.init({"w": torch.zeros(2)}), torch.tensor([2.0, comm.world().rank - 1.5]))
+    ...     return step.params(state)["w"].tolist()
+    >>> comm.simulate(program, world_size=3)[0]
+    [-1.0, 1.0]
     """
 
     reduce: Callable[[list[Tensor], Any, comm.Group], tuple[Sequence[Tensor], Any]]
@@ -53,9 +64,9 @@ class Combine:
 
     def __attrs_post_init__(self) -> None:
         if not callable(self.reduce):
-            raise TypeError(f"reduce={self.reduce!r} is no function of (gradients, memory, group)")
+            raise TypeError(f"reduce={self.reduce!r} is not a function of (gradients, memory, group)")
         if self.init is not None and not callable(self.init):
-            raise TypeError(f"init={self.init!r} is no function of (trained tensors, group)")
+            raise TypeError(f"init={self.init!r} is not a function of (trained tensors, group)")
 
     def __repr__(self) -> str:
         return f"Combine({getattr(self.reduce, '__name__', type(self.reduce).__name__)})"

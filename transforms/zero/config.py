@@ -124,7 +124,7 @@ class ZeroConfig:
         for name in ("group", "replicate"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, comm.Group):
-                raise TypeError(f"{name}={value!r} is no group: pass mesh['dp'], comm.world() or None")
+                raise TypeError(f"{name}={value!r} is not a group: pass mesh['dp'], comm.world() or None")
             if value is not None and value.rank < 0:
                 raise ValueError(f"{name}={value!r}: this rank is not in it")
         size = self.intra_node
@@ -154,7 +154,8 @@ class ZeroConfig:
             value = getattr(self, name)
             if not callable(value):
                 raise TypeError(
-                    f"{name}={value!r} is no collective: pass comm.{name}, comm.codecs.compressed(comm.{name}, ...) or the like"
+                    f"{name}={value!r} is not a collective: pass comm.{name}, comm.codecs.compressed(comm.{name}, ...) or the "
+                    "like"
                 )
             self._check_arguments(name, value)
             others = [other for other in _COLLECTIVES if other != name and value is getattr(comm, other)]
@@ -188,7 +189,7 @@ class ZeroConfig:
         for name in self._changed(("intra_node", *whole)) if self.stage == 0 else ():
             raise ValueError(f"{name}={getattr(self, name)!r}: stage 0 has no shards and always uses all_reduce")
         if self.hpz and self.intra_node is None:
-            raise ValueError("hpz=True: say which ranks share a node: intra_node=mesh['intra'], or a number of ranks")
+            raise ValueError("hpz=True: pass the ranks that share a node: intra_node=mesh['intra'], or a number of ranks")
         if self.aggregate == "owner" and self.intra_node is not None:
             raise ValueError(
                 f"intra_node={self.intra_node!r}: with aggregate='owner' each unit has one owner and one level of groups; "

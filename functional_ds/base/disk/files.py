@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 import attrs
 
+_PART = 1 << 24  # bytes of one read of a file whose size is not known
+
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes a small file atomically: after a crash the path has all of the data, or its previous content.
@@ -77,7 +79,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(descriptor)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, "it is no file of bytes, but a pipe or a device", str(path))
+        raise OSError(errno.EINVAL, "it is not a file of bytes, but a pipe or a device", str(path))
     os.set_blocking(descriptor, True)
     return descriptor
 
@@ -95,10 +97,18 @@ def read_regular(path: Path, *, limit: int) -> bytes:
 def read_open(file: BinaryIO, path: Path, *, limit: int) -> bytes:
     """``read_regular`` for an open file."""
     size = os.fstat(file.fileno()).st_size
-    data = file.read(size or limit + 1) if size <= limit else b""  # files of the kernel report 0 bytes
+    data = (file.read(size) if size else _read_parts(file, limit + 1)) if size <= limit else b""
     if max(size, len(data)) > limit:
         raise OSError(errno.EFBIG, f"it has {max(size, len(data)):,} bytes, and at most {limit:,} are read", str(path))
     return data
+
+
+def _read_parts(file: BinaryIO, most: int) -> bytes:
+    """At most so many bytes, in parts: files of the kernel report a size of 0, and a read reserves what it may return."""
+    parts = list[bytes]()
+    while (rest := most - sum(map(len, parts))) > 0 and (part := file.read(min(rest, _PART))):
+        parts.append(part)
+    return b"".join(parts)
 
 
 def checked_path(path: str | os.PathLike[str], *, name: str = "path") -> Path:
@@ -305,7 +315,7 @@ def check_plain(data: Any) -> None:
     >>> check_plain({"name": chr(0xD800)})
     Traceback (most recent call last):
         ...
-    ValueError: the string '\\ud800' has half of a surrogate pair, which is no character
+    ValueError: the string '\\ud800' has half of a surrogate pair, which is not a character
     """
     level = [data]
     for _ in range(MAX_DEPTH + 1):
@@ -328,4 +338,4 @@ def _check_string(value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"the string {value!r} has half of a surrogate pair, which is no character") from None
+        raise ValueError(f"the string {value!r} has half of a surrogate pair, which is not a character") from None

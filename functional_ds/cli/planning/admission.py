@@ -24,10 +24,10 @@ def not_admitted(subject: Subject, axis: str, ranks: int) -> str | None:
             subject.layer_plan()
         except ValueError:
             more = "give tp_plan with the module, or a Hugging Face model with one"
-            return f"tp={ranks}: the model does not say how layers are sliced: {more}"
+            return f"tp={ranks}: the model does not define how layers are sliced: {more}"
     if axis == "sp" and subject.sequence is None:
         return (
-            f"sp={ranks}: the model does not say how sequences are split: give sequence with the module, arguments of "
+            f"sp={ranks}: the model does not define how sequences are split: give sequence with the module, arguments of "
             "T.sequence, with attention over ranks such as fds.seq.ring(), or a Hugging Face model"
         )
     if axis == "ep" and subject.experts is None:

@@ -25,7 +25,7 @@ def with_config(job: Job, path: str | None) -> Job:
     """The job with a DeepSpeed config instead of its strategy; unchanged for None.
 
     Raises:
-        CommandError: the file is not there, or is no JSON object, or has an unsupported key.
+        CommandError: the file is not there, or is not a JSON object, or has an unsupported key.
     """
     if path is None:
         return job
@@ -144,7 +144,7 @@ def _on_axes(
     dp, ep = sizes["dp"], sizes["ep"]
     if dp % ep:
         fits = ", ".join(str(count) for count in range(1, dp + 1) if dp % count == 0)
-        raise CommandError(f"ep={ep} does not divide the {dp} ranks of dp, among which experts lie; use {fits}")
+        raise CommandError(f"ep={ep} does not divide the {dp} ranks of dp, over which experts are split; use {fits}")
     sharers = "edp,sp" if sizes["sp"] > 1 else "edp"
     of_axis: dict[str, tuple[str, dict[str, Any]]] = {
         "pp": ("pipeline", {"schedule": schedule, "micro_batches": times, "group": "pp"}),

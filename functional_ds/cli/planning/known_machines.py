@@ -46,7 +46,7 @@ def machine_of(name: str, *, ranks: int = 1) -> Machine:
         return MACHINES[name]
     path = Path(name)
     if not path.is_file():
-        raise CommandError(f"--machine: {name!r} is no file, and none of here, {', '.join(MACHINES)}")
+        raise CommandError(f"--machine: {name!r} is neither a file nor one of {', '.join(MACHINES)}")
     try:
         found = parse_json(read_text(path))
         return Machine(**found)

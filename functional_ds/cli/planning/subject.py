@@ -112,7 +112,7 @@ def _shapes(path: Path) -> dict[str, Tensor]:
 
 
 def _written(path: Path) -> dict[str, Tensor]:
-    with refused(f"MODEL: {path} is no JSON", OSError, ValueError):
+    with refused(f"MODEL: {path} is not JSON", OSError, ValueError):
         rows = parse_json(read_text(path))
     if not isinstance(rows, dict) or not rows:
         raise CommandError(
@@ -123,7 +123,7 @@ def _written(path: Path) -> dict[str, Tensor]:
         shape, word = (row.get("shape"), row.get("dtype", "float32")) if isinstance(row, dict) else (row, "float32")
         dtype = getattr(torch, str(word), None)
         if not isinstance(shape, list) or not all(type(side) is int and side >= 0 for side in shape):
-            raise CommandError(f"MODEL: {path}: {name!r} has the shape {shape!r}, which is no list of sizes")
+            raise CommandError(f"MODEL: {path}: {name!r} has the shape {shape!r}, which is not a list of sizes")
         if not isinstance(dtype, torch.dtype):
             raise CommandError(f"MODEL: {path}: {name!r} has the dtype {word!r}, which torch does not have")
         if math.prod(shape) * dtype.itemsize >= 2**63:

@@ -118,7 +118,7 @@ def written_as(
         CommandError: something is there; the path cannot be written.
     """
     if not overwrite and path.exists() and (path.is_file() or any(path.iterdir())):
-        raise CommandError(f"DST: {path} is there; --overwrite replaces it")
+        raise CommandError(f"DST: {path} already exists; pass --overwrite to replace it")
     values = {name: x.detach() for name, x in tensors.items()}
     with refused(f"DST: {path} cannot be written", OSError, ValueError, TypeError, RuntimeError):
         if kind == "safetensors":

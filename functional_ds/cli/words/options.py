@@ -22,7 +22,7 @@ def size(text: str, *, option: str) -> int:
     try:
         found = int(_BYTES.validate_python(text.strip()))
     except ValueError:
-        raise CommandError(f"{option}: {text!r} is no number of bytes, such as 80GB or 79.1GiB") from None
+        raise CommandError(f"{option}: {text!r} is not a number of bytes, such as 80GB or 79.1GiB") from None
     if found < 1:
         raise CommandError(f"{option}: {text!r} should be above 0")
     return found
@@ -53,7 +53,7 @@ def choices(text: str, known: Collection[str], *, option: str) -> list[str]:
     found = text.split(",")
     wrong = [each for each in found if each not in known]
     if wrong:
-        raise CommandError(f"{option}: {wrong[0]!r} is none of {', '.join(known)}; {nearest(wrong[0], known)}")
+        raise CommandError(f"{option}: {wrong[0]!r} is not one of {', '.join(known)}; {nearest(wrong[0], known)}")
     return list(dict.fromkeys(found))
 
 
@@ -73,7 +73,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
         if not count.isdigit() or not int(count):
             raise CommandError(f"--mesh: {part!r} should be an axis and its size, such as dp=8")
         if name not in _AXES:
-            raise CommandError(f"--mesh: the axis {name!r} is none of {', '.join(_AXES)}")
+            raise CommandError(f"--mesh: the axis {name!r} is not one of {', '.join(_AXES)}")
         if name in found:
             raise CommandError(f"--mesh: the axis {name!r} has two sizes, {found[name]} and {count}; give one")
         found[name] = int(count)

@@ -268,7 +268,7 @@ class StepRecorder(GraphRecorder):
             backward = trial.work if out.requires_grad else []
             if seen.others:
                 raise RuntimeError(
-                    "a function of experts' rows uses tensors that are no variables of it, such as a module's parameters: "
+                    "a function of experts' rows uses tensors that are not variables of it, such as a module's parameters: "
                     "pass fds.moe.gated_mlp(...), or a function that names its tensors"
                 )
             if seen.draws:

@@ -14,7 +14,17 @@ from .graph_record import StepGraph, UnitGather
 
 
 def copied(graph: StepGraph) -> StepGraph:
-    """A copy, whose nodes and sites a pass may change."""
+    """A copy, whose nodes and sites a pass may change.
+
+    >>> import functional_ds as fds
+    >>> def my_pass(graph):
+    ...     new = copied(graph)  # a pass changes new.module.graph and new.sites
+    ...     return finished(new)
+    >>> step = fds.jit(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)), passes=[my_pass])
+    >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0]))
+    >>> step.params(state)["w"].tolist()
+    [0.5, 0.0]
+    """
     new, known = fx.Graph(), dict[fx.Node, fx.Node]()
     new.output(new.graph_copy(graph.module.graph, known))
     return attrs.evolve(graph, module=fx.GraphModule(graph.module, new), sites=list(graph.sites))

@@ -55,7 +55,7 @@ class _NoAddresses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.data_ptr:
-            raise UntraceableError("the step asks for a tensor's address (data_ptr), which differs from step to step")
+            raise UntraceableError("the step reads a tensor's address (data_ptr), which differs from step to step")
         return func(*args, **(kwargs or {}))
 
 
@@ -127,7 +127,9 @@ def _refuse_attributes(state: State) -> None:
     held = state.slots.get(BUFFERS)
     names = [name for other in held.others.by_key.values() for name in other] if isinstance(held, Buffers) else []
     if names:
-        raise UntraceableError(f"the forward pass sets the attribute {names[0]!r} of a module to what is no tensor or number")
+        raise UntraceableError(
+            f"the forward pass sets the attribute {names[0]!r} of a module to what is not a tensor or number"
+        )
 
 
 def _tidy(graph: fx.Graph) -> None:

@@ -68,7 +68,7 @@ def _refuse_loose_collectives(found: StepGraph, name: str) -> None:
             waits[site_of(node)] += 1
             token = node.args[0]
             if not (isinstance(token, fx.Node) and token.target is START and site_of(token) == site_of(node)):
-                raise ValueError(f"passes: {name}: {node} waits with {token}, which is no start of its collective")
+                raise ValueError(f"passes: {name}: {node} waits with {token}, which is not a start of its collective")
     for site in {*starts, *waits}:
         if not 0 <= site < len(found.sites):
             raise ValueError(f"passes: {name}: a node names collective {site}, and graph.sites has {len(found.sites)}")

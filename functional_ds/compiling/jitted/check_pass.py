@@ -21,7 +21,7 @@ from .apply_passes import GraphPass, apply_passes, pass_name
 from .graph_agreement import disagreement, rank_collectives
 from .jit_step import JitStep, jit
 
-_ASKED = "say same_ledger=False if it should"
+_ASKED = "pass same_ledger=False if it should"
 
 
 @attrs.frozen
@@ -132,7 +132,7 @@ class _Checked:
             raise AssertionError(f"{self.name} changes a value on rank {rank}: {told[rank]}{nodes[rank]}")
         if self.same_ledger and (lacking := _other_rows(*rows)):
             raise AssertionError(
-                f"{self.name} changes what rank {self.rank} sends: {lacking}; say same_ledger=False if it should"
+                f"{self.name} changes what rank {self.rank} sends: {lacking}; pass same_ledger=False if it should"
             )
         return self._changes(after, rows)
 

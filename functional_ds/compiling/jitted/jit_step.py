@@ -372,7 +372,7 @@ def jit(
     if max_graphs < 1:
         raise ValueError(f"max_graphs={max_graphs} must be at least 1")
     if not isinstance(step, Step):
-        raise TypeError(f"step: {type(step).__name__} is no Step; compose the step first, then jit it: fds.jit(step)")
+        raise TypeError(f"step: {type(step).__name__} is not a Step; compose the step first, then jit it: fds.jit(step)")
     check_backend(backend)
     given = {field.name: getattr(step, field.name) for field in attrs.fields(Step) if field.init}
     return JitStep(**given, passes=passes, backend=backend, group=group, max_graphs=max_graphs)

@@ -135,10 +135,13 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
     Raises:
         ValueError: DS_ACCELERATOR names another device.
+
+    >>> get_accelerator().is_available()
+    True
     """
     name = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
     if name not in ("cuda", "cpu"):
-        raise ValueError(f"DS_ACCELERATOR={name!r} in the environment: 'cuda' and 'cpu' are here")
+        raise ValueError(f"DS_ACCELERATOR={name!r} in the environment: use 'cuda' or 'cpu'")
     return _accelerator(name)
 
 

@@ -166,7 +166,9 @@ def all_to_all_single(
 
 def _equal(tensor: Tensor, n: int, name: str) -> list[int]:
     if tensor.shape[0] % n:
-        raise ValueError(f"{name} has {tensor.shape[0]} rows, no multiple of {n} ranks: say the sizes of its pieces")
+        raise ValueError(
+            f"{name} has {tensor.shape[0]} rows, which is not a multiple of {n} ranks: pass the sizes of its pieces"
+        )
     return [tensor.shape[0] // n] * n
 
 

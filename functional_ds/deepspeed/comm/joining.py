@@ -125,13 +125,13 @@ def group_of(group: Any) -> comm.Group:
         return group
     if isinstance(group, dist.ProcessGroup):
         return comm.new_group(dist.get_process_group_ranks(group))
-    raise TypeError(f"group={group!r} is no group: pass None for the world, or what new_group returned")
+    raise TypeError(f"group={group!r} is not a group: pass None for the world, or what new_group returned")
 
 
 def place_in(group: comm.Group, rank: int, name: str) -> int:
     """The rank in the group of a rank of the world; torch.distributed counts ``src`` and ``dst`` in the world."""
     if rank not in group.ranks:
-        raise ValueError(f"{name}={rank} is none of the group's ranks {list(group.ranks)}; ranks count in the world")
+        raise ValueError(f"{name}={rank} is not one of the group's ranks {list(group.ranks)}; ranks count in the world")
     return group.ranks.index(rank)
 
 
@@ -159,7 +159,7 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     """
     known = group_of(group)
     if not 0 <= group_rank < known.size:
-        raise ValueError(f"group_rank={group_rank} is no place in a group of {known.size} ranks")
+        raise ValueError(f"group_rank={group_rank} is not a place in a group of {known.size} ranks")
     return known.ranks[group_rank]
 
 

@@ -51,7 +51,7 @@ def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0
 
 def _source(group: comm.Group, src: int | None) -> int:
     if src is None:
-        raise ValueError("recv without src: a message from whichever rank sends first is not here; name the sender")
+        raise ValueError("recv without src: receiving from any rank is unsupported; pass src")
     return place_in(group, src, "src")
 
 

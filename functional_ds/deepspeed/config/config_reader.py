@@ -152,7 +152,7 @@ def _loads(text: str, where: str) -> dict[str, Any]:
     try:
         found = parse_json(text, pairs=unique)
     except json.JSONDecodeError as error:
-        found = _hjson(text, f"{where}: no JSON: {error}")
+        found = _hjson(text, f"{where}: not valid JSON: {error}")
     if not isinstance(found, dict):
         raise ConfigError(f"{where}: a config is a block of keys, and this is {found!r}")
     return dict(found)
@@ -169,7 +169,7 @@ def _hjson(text: str, message: str) -> Any:
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:  # HjsonDecodeError is a ValueError
-        raise ConfigError(f"{message}, and no Hjson: {error}") from None
+        raise ConfigError(f"{message}, and not valid Hjson: {error}") from None
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def _stage_3(s: Settings, world_size: int) -> dict[str, Any]:
     ranks = s[f"{_ZERO}.zero_hpz_partition_size"]
     if ranks > 1:
         if world_size % ranks:
-            s.refuse(f"{_ZERO}.zero_hpz_partition_size", f"{world_size} ranks are no whole number of groups of {ranks}")
+            s.refuse(f"{_ZERO}.zero_hpz_partition_size", f"{world_size} ranks are not a whole number of groups of {ranks}")
         options |= {"intra_node": ranks, "hpz": True}
     if s[f"{_ZERO}.zero_quantized_weights"]:
         options["all_gather"] = comm.codecs.compressed(comm.all_gather, comm.codecs.Blocks(8))

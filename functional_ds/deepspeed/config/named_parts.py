@@ -82,7 +82,7 @@ def schedule_of(
     s.note("scheduler.type", Fate.BECAME, "`plan.schedule`: update k has the rate of DeepSpeed's iteration k - 1.")
     if name == "OneCycle" and given.get("cycle_momentum", True) and (rule is None or rule.betas):
         if rule is None or rule.reduces:
-            what = "an optimizer that is no part of the config" if rule is None else rule.name
+            what = "an optimizer that is not part of the config" if rule is None else rule.name
             s.refuse("scheduler.params.cycle_momentum", f"the betas of {what} cannot cycle here; set it to false")
             return None, arguments
         arguments = {**arguments, "betas": beta_cycle(given)}

@@ -123,7 +123,7 @@ class EngineNumbers(CountedEngine):
         rows = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size < rows or train_batch_size % rows:
             raise ValueError(
-                f"train_batch_size={train_batch_size} is no multiple of the {rows} rows of a micro-batch on all ranks"
+                f"train_batch_size={train_batch_size} is not a multiple of the {rows} rows of a micro-batch on all ranks"
             )
         self._loop.micro_batches = self._counts.micro_batches = train_batch_size // rows
 

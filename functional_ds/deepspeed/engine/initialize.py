@@ -171,7 +171,7 @@ def _pipeline(
 
     if client is None and lr_scheduler is not None:
         raise ValueError(
-            "lr_scheduler: with a PipelineModule also pass the optimizer whose rates it moves, or name both in the config"
+            "lr_scheduler: with a PipelineModule also pass the optimizer whose rates it sets, or name both in the config"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     dicts = client.param_groups if client is not None else None if given is None else as_groups(given)
@@ -267,7 +267,7 @@ def _refuse_foreign(scheduler: Any, client: torch.optim.Optimizer | None) -> Non
     moved = getattr(scheduler, "optimizer", None)
     if isinstance(moved, torch.optim.Optimizer) and moved is not client:
         raise UsageError(
-            f"lr_scheduler: {type(scheduler).__name__} moves the rates of another {type(moved).__name__} than the engine's; "
+            f"lr_scheduler: {type(scheduler).__name__} sets the rates of another {type(moved).__name__} than the engine's; "
             "pass that optimizer, too, or a function from the engine's optimizer to a scheduler"
         )
 

@@ -93,7 +93,7 @@ class MoE(nn.Module):
         if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
             raise ValueError(f"noisy_gate_policy={noisy_gate_policy!r}: 'Jitter', 'RSample' or None")
         if enable_expert_tensor_parallelism:
-            raise ValueError("enable_expert_tensor_parallelism: cut experts with T.tensor_parallel; see docs/experts.md")
+            raise ValueError("enable_expert_tensor_parallelism: split experts with T.tensor_parallel; see docs/experts.md")
         self.use_residual, self.ep_size, self.num_experts = use_residual, ep_size, num_experts
         self.num_local_experts, self.expert_group_name = num_experts // ep_size, f"ep_size_{ep_size}"
         experts = LocalExperts(expert, self.num_local_experts, self.expert_group_name)

@@ -154,7 +154,7 @@ class PipelineEngine(CountedEngine, EngineFiles):
         """
         if return_logits or not compute_loss or reduce_output != "avg":
             raise ValueError(
-                "eval_batch: the mean loss is here; run engine.module for outputs, with module_state_dict() loaded"
+                "eval_batch: only the mean loss is available; run engine.module for outputs, with module_state_dict() loaded"
             )
         before, self._iterator = self._iterator, data_iter
         try:

@@ -117,7 +117,7 @@ def _refuse_tied_buffers(module: PipelineModule) -> None:
         if buffers and len({module.stage_owner(index) for index in places}) > 1:
             raise ValueError(
                 f"the tied layer {key!r} is in several stages and has the buffer {buffers[0]!r}, which each would have on "
-                "its own; leave the buffer out, or cut the module with pipelining.cut"
+                "its own; leave the buffer out, or split the module with pipelining.cut"
             )
 
 

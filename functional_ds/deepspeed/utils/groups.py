@@ -28,7 +28,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
         ValueError: ``mpu`` is given; tensor parallelism is ``T.tensor_parallel``'s.
     """
     if mpu is not None:
-        raise ValueError("mpu=: model parallelism of other libraries is not here; see docs/tensor-parallel.md")
+        raise ValueError("mpu=: model parallelism of other libraries is unsupported; see docs/tensor-parallel.md")
 
 
 get_data_parallel_group = comm.world

@@ -173,7 +173,7 @@ def _set(table: dict[str, Any], path: str, value: Any, above: str) -> None:
     elif isinstance(table[name], list):
         _set_call(table[name], rest, value, here)
     else:
-        raise JobError("it is no table, so nothing in it can be changed", entry=here, value=table[name])
+        raise JobError("it is not a table, so nothing in it can be changed", entry=here, value=table[name])
 
 
 def _set_call(listed: list[Any], path: str, value: Any, above: str) -> None:

@@ -79,7 +79,7 @@ def muon(
     """
     check(lr=lr, weight_decay=weight_decay)
     if not 0 <= momentum < 1:
-        raise ValueError(f"momentum={momentum} must lie in [0, 1)")
+        raise ValueError(f"momentum={momentum} must be in [0, 1)")
     check_counts(steps=steps)
     if adjust not in ("original", "match_rms_adamw"):
         raise ValueError(f"adjust={adjust!r} is unknown; use 'original' or 'match_rms_adamw'")

@@ -50,12 +50,12 @@ def balance_loss(
         raise ValueError("a routing without probabilities: route() gives them, Routing(..., probabilities=scores) takes them")
     tokens, k = routing.experts.shape
     if sequence is not None and (sequence < 1 or tokens % sequence):
-        raise ValueError(f"sequence={sequence}: {tokens} tokens are no whole sequences")
+        raise ValueError(f"sequence={sequence}: {tokens} tokens are not a whole number of sequences")
     cut = axes().get("sp")  # that of T.sequence has a length
     length = getattr(cut, "length", None)
     if cut is not None and sequence is not None and length is not None and sequence > length // cut.group.size:
         raise ValueError(
-            f"sequence={sequence}: T.sequence cuts sequences of {length} positions over the {cut.group.size} ranks of "
+            f"sequence={sequence}: T.sequence splits sequences of {length} positions over the {cut.group.size} ranks of "
             f"{cut.group.name!r}, so a run of {sequence} of this rank's tokens is not in one sequence: pass the length of this "
             f"rank's part, sequence={length // cut.group.size}, with the group"
         )

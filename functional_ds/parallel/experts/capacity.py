@@ -65,8 +65,9 @@ class Capacity:
         tokens, k = chosen.shape
         if tokens % self.rows:
             raise ValueError(
-                f"capacity: {tokens} tokens are no whole groups of rows={self.rows}, so what is dropped would depend on the "
-                "partition; let rows divide the tokens of every rank and micro-batch, such as the length of a sequence"
+                f"capacity: {tokens} tokens are not a whole number of groups of rows={self.rows}, so what is dropped would "
+                "depend on the partition; let rows divide the tokens of every rank and micro-batch, such as the length of a "
+                "sequence"
             )
         groups, limit = tokens // self.rows, self.limit(k, experts)
         buckets = (

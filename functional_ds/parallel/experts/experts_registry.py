@@ -82,6 +82,6 @@ def _cut_over(module: Any) -> comm.Group | None:
     if here * ranks != whole:
         raise ValueError(
             f"down_proj has shape {list(module.down_proj.shape)}: {here} of the {whole} rows of an expert, and the step "
-            f"has {ranks} tensor-parallel ranks; cut experts by T.tensor_parallel over its group, or leave them whole"
+            f"has {ranks} tensor-parallel ranks; split experts by T.tensor_parallel over its group, or leave them whole"
         )
     return group  # type: ignore[no-any-return]

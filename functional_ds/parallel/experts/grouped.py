@@ -76,7 +76,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, *, bias: Ten
     if weight.dim() != 3 or weight.shape[0] != groups.size:
         raise ValueError(
             f"the weight has shape {list(weight.shape)}, and the rows come in {groups.size} groups, one for each local expert: "
-            "[experts, out, in] is needed, with the experts of this rank alone"
+            "[experts, out, in] is needed, with the experts of this rank only"
         )
     if rows.dim() != 2 or rows.shape[1] != weight.shape[2]:
         raise ValueError(f"rows of shape {list(rows.shape)} and a weight of shape {list(weight.shape)}: [R, in], [E, out, in]")

@@ -51,7 +51,7 @@ class RouterBiases:
             ValueError: there is no such router.
         """
         if router not in self.biases:
-            raise ValueError(f"router={router!r} is none of the step's balance; {nearest(router, self.biases)}")
+            raise ValueError(f"router={router!r} is not one of the step's balance; {nearest(router, self.biases)}")
         return router
 
 

@@ -246,5 +246,10 @@ def jitter(x: Tensor, epsilon: float, *, key: Key, name: str) -> Tensor:
         epsilon: the largest deviation of the factors from 1.
         key: the source of the noise, drawn by position.
         name: distinguishes draws.
+
+    >>> from functional_ds import Key
+    >>> noisy = jitter(torch.ones(1000), 0.1, key=Key.of(0), name="router")
+    >>> bool((noisy - 1).abs().max() <= 0.1)
+    True
     """
     return x * (1 + epsilon * (2 * key.uniform(x, name) - 1)).to(x.dtype)

@@ -36,7 +36,7 @@ def each_expert(f: Callable[[Any, Tensor], Tensor], stacked: Any) -> ExpertFunct
             if not leaf.dim() or len(leaf) != groups.size:
                 raise ValueError(
                     f"stacked: the leaf at {path!r} has shape {list(leaf.shape)}, and the rows come in {groups.size} groups, "
-                    "one for each local expert: [experts, ...] is needed, with the experts of this rank alone"
+                    "one for each local expert: [experts, ...] is needed, with the experts of this rank only"
                 )
         if rows.is_meta or is_fake(rows):
             counts = [len(rows) // groups.size + (e < len(rows) % groups.size) for e in range(groups.size)]
@@ -63,6 +63,10 @@ class StackedExperts(nn.Module):
 
     Raises:
         ValueError: there are none, they differ, or they have buffers.
+
+    >>> stack = StackedExperts(nn.Linear(2, 3) for _ in range(4))
+    >>> [(name, list(leaf.shape)) for name, leaf in stack.named_parameters()]
+    [('each.weight', [4, 3, 2]), ('each.bias', [4, 3])]
     """
 
     def __init__(self, experts: Iterable[nn.Module]) -> None:
@@ -79,7 +83,9 @@ class StackedExperts(nn.Module):
                     f"with {_listed(first)}; all must be alike"
                 )
             if next(module.buffers(), None) is not None:
-                raise ValueError(f"experts: {index} has buffers, which are no part of a stack; make them parameters or numbers")
+                raise ValueError(
+                    f"experts: {index} has buffers, which are not part of a stack; make them parameters or numbers"
+                )
         self.each = deepcopy(modules[0])
         for name, (_, _, trained) in first.items():
             path, _, key = name.rpartition(".")

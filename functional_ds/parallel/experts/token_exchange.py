@@ -145,7 +145,7 @@ def exchange(
 def _ranks(group: comm.Group | None) -> comm.Group | None:
     if group is not None:
         if not isinstance(group, comm.Group):
-            raise TypeError(f"group={group!r} is no group: pass mesh['ep'], or None within a step that has T.experts")
+            raise TypeError(f"group={group!r} is not a group: pass mesh['ep'], or None within a step that has T.experts")
         return group
     found = axis("ep")
     return found.group if isinstance(found, ExpertAxis) else None

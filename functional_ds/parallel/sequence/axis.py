@@ -41,6 +41,13 @@ class SequenceAxis:
             between data-parallel ranks.
         ring_group: if ``layout.inner`` > 1, the ranks of this rank's ring, in the layout's order.
         ulysses_group: if ``layout.inner`` > 1, the neighbours that share one of its ranks.
+
+    >>> from functional_ds import comm, seq
+    >>> def program():
+    ...     axis = SequenceAxis(comm.world(), seq.SequenceLayout.of("zigzag"), 8)
+    ...     return axis.positions().tolist(), axis.cut(torch.arange(8).view(1, 8) * 10).tolist()
+    >>> comm.simulate(program, world_size=2)[0]
+    ([0, 1, 6, 7], [[0, 10, 60, 70]])
     """
 
     group: Group
@@ -82,11 +89,22 @@ def sequence_axis(what: str) -> SequenceAxis:
 
     Raises:
         ValueError: the step has no such axis, or none runs.
+
+    >>> import functional_ds as fds
+    >>> from functional_ds import comm, transforms as T
+    >>> def loss(params, batch):
+    ...     positions = sequence_axis("loss").positions()  # of this rank's tokens
+    ...     return fds.Weighted((params["w"] * positions).sum(), torch.tensor(len(positions)))
+    >>> def program():
+    ...     step = fds.compose(T.zero(1), T.sequence(tokenwise=True))(fds.train_step(loss, fds.sgd(0.1)))
+    ...     return step(step.init({"w": torch.ones(())}), {"input_ids": torch.zeros(1, 8).long()})[1]["loss"].item()
+    >>> comm.simulate(program, world_size=2)
+    [3.5, 3.5]
     """
     note_asked(IN_DOCUMENTS)
     found = axes().get(AXIS)
     if not isinstance(found, SequenceAxis):
-        raise ValueError(f"{what}: sequences are not cut here; pass a group, or run it in a step with T.sequence(group)")
+        raise ValueError(f"{what}: sequences are not split here; pass a group, or run it in a step with T.sequence(group)")
     return found
 
 
@@ -149,7 +167,7 @@ def resolve_axis(
     found, pass_ = sequence_axis(what), current_pass()
     if pass_ is not None and pass_.slots.get(INSIDE_ULYSSES):
         raise ValueError(
-            f"{what}: Ulysses cuts this attention's heads over the ranks of the step's T.sequence already, so it cannot "
+            f"{what}: Ulysses splits this attention's heads over the ranks of the step's T.sequence already, so it cannot "
             "take the same ranks: pass the two axes, fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']), "
             "and T.sequence(mesh['ring', 'heads'], layout=SequenceLayout(kind, inner=2)), where inner is the size of 'heads'"
         )
@@ -175,7 +193,7 @@ def check_pieces(what: str, length: int, group: Group, window: int | None) -> No
             f"{what}: the pieces on the {group.size} ranks of {group.name!r} have {length} positions together, and the "
             f"sequence of the step's T.sequence {known.length} on {known.group.size} ranks. Leave the group out; for Ulysses "
             "over a ring pass two, fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']); and see that "
-            "T.sequence(dims=...) cuts all leaves that are sequences"
+            "T.sequence(dims=...) splits all leaves that are sequences"
         )
 
 

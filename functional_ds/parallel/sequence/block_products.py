@@ -24,6 +24,9 @@ class BlockProduct:
         rows: the half-open range of rows, as the rank holds them.
         cols: the same of the keys.
         kind: "full", all pairs; "causal", the i-th row by the columns up to the i-th; "masked", pairs that positions allow.
+
+    >>> BlockProduct((0, 4), (4, 8), "full").pairs, BlockProduct((0, 4), (4, 8), "causal").pairs
+    (16, 10)
     """
 
     rows: Extent

@@ -103,7 +103,7 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
             raise ValueError(f"{name}: dropout={dropout} in attention: set the model's attention_dropout to 0")
         for other in _REFUSED:
             if others.get(other) is not None:
-                raise ValueError(f"{name}: the model passes {other}, which attention over a cut sequence does not have")
+                raise ValueError(f"{name}: the model passes {other}, which attention over a split sequence does not have")
         if attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             mask = SequenceMask(causal, sliding_window if causal else None)
@@ -113,7 +113,7 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
             shape = list(getattr(attention_mask, "shape", []))
             raise ValueError(
                 f"{name}: an attention mask {type(attention_mask).__name__} of shape {shape}: the ranks know padding masks "
-                "[rows, positions] and documents of the batch that T.sequence cuts, no others"
+                "[rows, positions] and documents of the batch that T.sequence splits, no others"
             )
         first = getattr(module, "layer_idx", 0) == 0
         given = mask.position_ids if position_ids is None else position_ids
@@ -146,7 +146,7 @@ def _check_positions(name: str, given: Tensor | None, axis: SequenceAxis) -> Non
     if axis.documents is None and axis.layout.documents is None and not torch.equal(given, positions.expand_as(given)):
         raise ValueError(
             f"{name}: the model's position_ids are not this rank's positions in the sequence: pass it those of the batch that "
-            "T.sequence cut; packed documents must be known to T.sequence"
+            "T.sequence split; packed documents must be known to T.sequence"
         )
 
 
@@ -166,7 +166,7 @@ def _mask(name: str) -> Callable[..., SequenceMask]:
         if (q_length, kv_length, q_offset, kv_offset) != (own, own, 0, 0):
             raise ValueError(
                 f"{name}: {q_length} queries from {q_offset} and {kv_length} keys from {kv_offset}: a rank has {own} of both; "
-                "it takes the batch that T.sequence cut, and no cache"
+                "it takes the batch that T.sequence split, and no cache"
             )
         causal, windows, position_ids = False, [], None
         for function in _parts(name, mask_function):
@@ -194,7 +194,7 @@ def _check_padding(name: str, given: Tensor | None, axis: SequenceAxis) -> None:
     expected = torch.ones_like(given, dtype=torch.bool) if documents is None else (axis.cut(documents) >= 0).expand_as(given)
     if not torch.equal(given.to(torch.bool), expected):
         raise ValueError(
-            f"{name}: the model's attention_mask is not the mask of the batch that T.sequence cut: other ranks do not know it"
+            f"{name}: the model's attention_mask is not the mask of the batch that T.sequence split: other ranks do not know it"
         )
 
 
@@ -235,7 +235,7 @@ def _parts(name: str, function: Any) -> Iterator[Any]:
     code = getattr(function, "__code__", None)
     if code not in attrs.astuple(known, recurse=False):
         what = getattr(function, "__qualname__", function)
-        raise ValueError(f"{name}: the model's mask has {what}, which attention over a cut sequence does not have")
+        raise ValueError(f"{name}: the model's mask has {what}, which attention over a split sequence does not have")
     free = inspect.getclosurevars(function).nonlocals
     if code is known.both:
         for each in free["mask_functions"]:

@@ -96,8 +96,8 @@ class SequenceLayout:
             )
         if length % self.multiple(ranks):
             raise ValueError(
-                f"a sequence of {length} positions does not lie on {ranks} ranks in layout {self.kind!r}: its length must be a "
-                f"multiple of {self.multiple(ranks)}; append {self.padding(length, ranks)} positions of padding"
+                f"a sequence of {length} positions cannot be split over {ranks} ranks in layout {self.kind!r}: its length must "
+                f"be a multiple of {self.multiple(ranks)}; append {self.padding(length, ranks)} positions of padding"
             )
 
     def runs(self, length: int, ranks: int, rank: int) -> tuple[range, ...]:

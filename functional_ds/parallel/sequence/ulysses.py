@@ -82,7 +82,9 @@ def ulysses(
             with _inside(group is None):
                 o = (attention or on_one_device)(q, k, v, *args, **kwargs)
             if o.shape != (*q.shape[:3], v.shape[3]):
-                raise ValueError(f"ulysses: the attention gave {list(o.shape)}, and {[*q.shape[:3], v.shape[3]]} was to come")
+                raise ValueError(
+                    f"ulysses: the attention returned shape {list(o.shape)}, and {[*q.shape[:3], v.shape[3]]} was expected"
+                )
         else:
             # without elements, and part of the graph: the backward pass is collective
             o = torch.cat([q, v], dim=-1)[..., : v.shape[3]]

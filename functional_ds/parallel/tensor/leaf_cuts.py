@@ -162,18 +162,18 @@ def _conflict(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> str:
         own = [(key, value) for key, value in _claims(plan, place) if word_of(value).cuts or value in STAYS]
         claims += [f"{place.path!r} by {key!r}: {value!r}" for key, value in own]
     tied = (
-        f"; one leaf, tied, is in {len(places)} places, and the plan's words for them must cut it alike"
+        f"; one leaf, tied, is in {len(places)} places, and the plan's words for them must split it alike"
         if len(places) > 1
         else ""
     )
-    return f"plan: two expressions cut {path!r} in different ways: {', '.join(claims)}; let one match{tied}"
+    return f"plan: two expressions split {path!r} in different ways: {', '.join(claims)}; let one match{tied}"
 
 
 def _other_word(plan: Plan, place: _LeafPlace) -> str:
     layer, own = type(_owner(place)).__name__, value_at(plan, place.owner)
     return (
         f"plan: {place.path!r} is {_own_word(plan, place)!r}, and its {layer} {place.owner!r} "
-        f"{'has no word' if own is None else f'is {own!r}'}: a layer runs as its word says, which cuts its params too; give "
+        f"{'has no word' if own is None else f'is {own!r}'}: a layer runs as its word says, which splits its params too; give "
         f"the layer the word, {{{place.owner!r}: ...}}, and its params none"
     )
 
@@ -185,7 +185,7 @@ def _is_layer(module: nn.Module | None) -> bool:
 
 def _size(path: str, leaf: Tensor, dim: int) -> int:
     if not -leaf.dim() <= dim < leaf.dim():
-        raise ValueError(f"plan: {path!r} of shape {list(leaf.shape)} has no dim {dim}: it cannot be cut along dim {dim}")
+        raise ValueError(f"plan: {path!r} of shape {list(leaf.shape)} has no dim {dim}: it cannot be split along dim {dim}")
     return leaf.shape[dim]
 
 
@@ -333,9 +333,9 @@ def _check_tokenwise(
             above = [*_above(place.owner), place.owner]
             if not words[place.owner] and not blocks & {*above} and any(fits(key, each) for key in lists for each in above):
                 raise ValueError(
-                    f"plan: {place.path!r} lies in a sequence_parallel list and is not cut, so it would see a part of the "
-                    f"sequence: cut what it lies in, or say {{{place.owner!r}: 'replicated'}} if it acts on each token alone, "
-                    "as a router does"
+                    f"plan: {place.path!r} is in a sequence_parallel list and is not split, so it would see a part of the "
+                    f"sequence: split the module that contains it, or add {{{place.owner!r}: 'replicated'}} if it acts on each "
+                    "token alone, as a router does"
                 )
 
 
@@ -359,9 +359,9 @@ def _check_groups(plan: Plan, cut: Iterable[_LeafPlace], group: comm.Group) -> N
         if group.size > 1 and isinstance(module, nn.GroupNorm) and not counted:
             attribute = f"{place.owner}.num_groups".lstrip(".")
             raise ValueError(
-                f"plan: {place.path!r} is cut over the {group.size} ranks of {group.name!r}, and its GroupNorm would make all "
-                f"{module.num_groups} groups of each rank's features: say {{{attribute!r}: 'local'}}, too; where the ranks do "
-                "not divide the groups, leave the layers around it out of the plan"
+                f"plan: {place.path!r} is split over the {group.size} ranks of {group.name!r}, and its GroupNorm would make "
+                f"all {module.num_groups} groups of each rank's features: add {{{attribute!r}: 'local'}}, too; where the "
+                "ranks do not divide the groups, leave the layers around it out of the plan"
             )
 
 

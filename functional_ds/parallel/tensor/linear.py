@@ -188,5 +188,5 @@ def _sequence_dim(what: str, x: Tensor, dim: int | None, *, regather: bool = Fal
             raise ValueError(f"{what}: {given} needs sequence_dim=: without it no input is gathered")
         return None
     if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
-        raise ValueError(f"{what}: sequence_dim={dim} is no dim of x, of shape {list(x.shape)}, before its features")
+        raise ValueError(f"{what}: sequence_dim={dim} is not a dim of x, of shape {list(x.shape)}, before its features")
     return dim % x.dim()

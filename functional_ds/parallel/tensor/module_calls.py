@@ -86,8 +86,8 @@ class TensorCalls:
             way = attrs.evolve(way, block=way.sequence and path in blocks)
             if way.block and path.rpartition(".")[0] in lists:
                 raise ValueError(
-                    f"plan: {path!r} is a layer of a sequence_parallel list and holds cut linears itself: its norms take a part"
-                    " of the sequence and its linears the whole; put them into modules of their own, an attention or an MLP"
+                    f"plan: {path!r} is a layer of a sequence_parallel list and holds split linears itself: its norms take a "
+                    "part of the sequence and its linears the whole; put them into modules of their own, an attention or an MLP"
                 )
             beside = [other for other in named if held[other] and other.rpartition(".")[0] == path.rpartition(".")[0]]
             whole = [other for other in beside if other not in words or not words[other].cuts]
@@ -99,8 +99,8 @@ class TensorCalls:
                 )
             if way.name == "moe_tp_experts" and self.group.size > 1 and not self._cuts_within(path, each):
                 raise ValueError(
-                    f"plan: {path!r} is 'moe_tp_experts', and nothing in it is cut: the sum over the {self.group.size} ranks "
-                    "would count whole experts as often; cut them, or leave this entry out"
+                    f"plan: {path!r} is 'moe_tp_experts', and nothing in it is split: the sum over the {self.group.size} ranks "
+                    "would count whole experts as often; split them, or leave this entry out"
                 )
             if not way.word.cuts and held[path] & cut:
                 way = attrs.evolve(way, name="tied")
@@ -130,7 +130,7 @@ class TensorCalls:
         above = root.get_submodule(path.rpartition(".")[0])
         rope = getattr(above, "qk_rope_head_dim", 0) if name == "mla_kv_a_proj" else 0
         if name == "mla_kv_a_proj" and not rope:
-            raise ValueError(f"plan: {path!r} is 'mla_kv_a_proj', and what it lies in has no qk_rope_head_dim")
+            raise ValueError(f"plan: {path!r} is 'mla_kv_a_proj', and the module that contains it has no qk_rope_head_dim")
         member = next((each for each in lists if path.rpartition(".")[0] == each), None)
         siblings = [] if member is None else [key for key, _ in root.get_submodule(member).named_children()]
         here = path.rpartition(".")[2]
@@ -206,8 +206,8 @@ class TensorCalls:
         x = comm.scatter_to(x, group, dim=x.dim() - 1) if way.word.before == "split" else x
         if x.shape[-1] != inputs:
             raise ValueError(
-                f"plan: {path!r} is cut by its inputs, {inputs} of {inputs * group.size} on each rank, and its input has "
-                f"{x.shape[-1]} features: let what makes them be cut by its outputs, or say 'rowwise_split_input'"
+                f"plan: {path!r} is split by its inputs, {inputs} of {inputs * group.size} on each rank, and its input has "
+                f"{x.shape[-1]} features: let what makes them be split by its outputs, or use 'rowwise_split_input'"
             )
         y = self._reduced(_product(module, forward, x, biased=False), way, group)
         bias = getattr(module, "bias", None)

@@ -16,7 +16,7 @@ def tensor_group(group: comm.Group | None, what: str) -> comm.Group:
 
     Raises:
         ValueError: there is neither; ``what`` names the function.
-        TypeError: it is no group.
+        TypeError: it is not a group.
     """
     found = axis("tp") if group is None else group
     if group is None and what != "tp.places":
@@ -27,7 +27,7 @@ def tensor_group(group: comm.Group | None, what: str) -> comm.Group:
             "or compose T.tensor_parallel(plan, mesh['tp'])"
         )
     if not isinstance(found, comm.Group):
-        raise TypeError(f"{what}: group={found!r} is no group: pass mesh['tp'], comm.world() or None")
+        raise TypeError(f"{what}: group={found!r} is not a group: pass mesh['tp'], comm.world() or None")
     return found
 
 

@@ -37,7 +37,7 @@ def places(x: Tensor, dim: int, *, group: comm.Group | None = None) -> Places:
     """
     here = tensor_group(group, "tp.places")
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"tp.places: dim={dim} is no dim of x, of shape {list(x.shape)}")
+        raise ValueError(f"tp.places: dim={dim} is not a dim of x, of shape {list(x.shape)}")
     size = x.shape[dim]
     return {dim % x.dim(): (range(here.rank * size, (here.rank + 1) * size), size * here.size)}
 

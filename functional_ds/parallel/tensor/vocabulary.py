@@ -52,7 +52,7 @@ def embed(
     """
     here = tensor_group(group, "tp.embed")
     if sequence_dim is not None and not -ids.dim() <= sequence_dim < ids.dim():
-        raise ValueError(f"tp.embed: sequence_dim={sequence_dim} is no dim of ids, of shape {list(ids.shape)}")
+        raise ValueError(f"tp.embed: sequence_dim={sequence_dim} is not a dim of ids, of shape {list(ids.shape)}")
     index, inside = local_rows(ids, weight.shape[0], here)
     own = None if padding is None else padding - here.rank * weight.shape[0]
     found = F.embedding(index, weight, own if own is not None and 0 <= own < weight.shape[0] else None)
@@ -126,7 +126,7 @@ def cross_entropy(
     wrong = counted & ((labels < 0) | (labels >= size))
     reads = labels.device.type == "cpu" and not is_fake(labels)  # else the host would wait, or there are no values yet
     if reads and bool(wrong.any()):
-        raise ValueError(f"tp.cross_entropy: the label {labels[wrong][0].item()} is none of the vocabulary's {size}")
+        raise ValueError(f"tp.cross_entropy: the label {labels[wrong][0].item()} is not one of the vocabulary's {size}")
     labels = torch.where(counted, labels, -1)
     with alike("tp.cross_entropy", here, labels=labels, label_smoothing=label_smoothing, z_loss=z_loss):
         losses: Tensor = _TokenLosses.apply(logits, labels, here, label_smoothing, z_loss)

@@ -114,7 +114,7 @@ def word_of(value: str | Packed) -> Word:
     """
     name = value.word if isinstance(value, Packed) else value
     if name not in WORDS:
-        raise ValueError(f"plan: {name!r} is none of the words {', '.join(WORDS)}, no dim and no fds.tp.Packed")
+        raise ValueError(f"plan: {name!r} is not one of the words {', '.join(WORDS)}, a dim or an fds.tp.Packed")
     return WORDS[name]
 
 
@@ -146,8 +146,8 @@ def value_at(plan: Plan, path: str) -> str | Packed | None:
     for other in exact:
         if not word_of(known[other]).cuts and known[other] != known[first]:
             raise ValueError(
-                f"plan: {path!r} is meant by {first!r}: {known[first]!r} and by {other!r}: {known[other]!r}, and neither key "
-                f"is more exact: say what holds for it by a longer one, {path!r}"
+                f"plan: {path!r} matches {first!r}: {known[first]!r} and {other!r}: {known[other]!r}, and neither key "
+                f"is more specific: add one that is, {path!r}"
             )
     return known[first] if exact else None
 
@@ -169,6 +169,12 @@ def plan_of(model: nn.Module) -> dict[str, str]:
 
     Raises:
         ValueError: the model has none.
+
+    >>> model = nn.Module()
+    >>> model.up, model.down = nn.Linear(2, 4), nn.Linear(4, 2)
+    >>> model.tp_plan = {"up": "colwise", "down": "rowwise", "gate": "colwise"}
+    >>> plan_of(model)
+    {'up': 'colwise', 'down': 'rowwise'}
     """
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     base: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None)

@@ -81,7 +81,13 @@ def _refuse_early(graph: Graph, start: Floats, end: Floats, error: float) -> Non
 
 
 def measured(run: Timeline, costs: Costs | None = None) -> Costs:
-    """Costs with the mean times of a run's actions; everything else, and absent kinds, as in ``costs`` (the run's)."""
+    """Costs with the mean times of a run's actions; everything else, and absent kinds, as in ``costs`` (the run's).
+
+    >>> from functional_ds.pipelining import gpipe
+    >>> run = observed(gpipe(1, 2), [[(0.0, 1.0), (1.0, 2.5), (2.5, 4.0), (4.0, 6.0)]])
+    >>> measured(run).forward, measured(run).backward
+    ((1.25,), (1.75,))
+    """
     costs = costs or run.costs
     count = run.schedule.stages
     sums, occurrences = np.zeros((count, 4)), np.zeros((count, 4))

@@ -18,7 +18,12 @@ _SHOWN_RANKS = 32
 
 
 class Span(NamedTuple):
-    """An action with its start and end (seconds) on its rank."""
+    """An action with its start and end (seconds) on its rank.
+
+    >>> from functional_ds.pipelining import one_f_one_b
+    >>> [(str(span.action), span.start, span.end) for span in timeline(one_f_one_b(2, 1)).spans(0)]
+    [('0F0', 0.0, 1.0), ('0B0', 4.0, 6.0)]
+    """
 
     rank: int
     action: Action

@@ -23,6 +23,9 @@ class Kind(IntEnum):
     both in one. ``SEND_F``, ``RECV_F``: activations, to the next stage and from the previous one. ``SEND_B``, ``RECV_B``:
     gradients, to the previous stage and from the next one. ``GATHER``: gathers a stage's sharded parameters. ``EVICT``: frees
     them again. ``REDUCE``: reduces a stage's gradients over the ranks that share it.
+
+    >>> Kind["SEND_F"], str(Action(Kind.B, 1, 2))
+    (<Kind.SEND_F: 4>, '1B2')
     """
 
     F = 0
@@ -79,7 +82,9 @@ class Action(NamedTuple):
         found = _CELL.fullmatch(text)
         if found is None or (found[3] == "") == (Kind[found[2]] < Kind.GATHER):
             kinds = ", ".join(Kind.__members__)
-            raise ValueError(f"{text!r} is no action: write stage, kind, micro-batch, as in 0F3 or 1GATHER; kinds are {kinds}")
+            raise ValueError(
+                f"{text!r} is not an action: write stage, kind, micro-batch, as in 0F3 or 1GATHER; kinds are {kinds}"
+            )
         made = Action(Kind[found[2]], int(found[1]), int(found[3]) if found[3] else ALL)
         if made.stage >= MOST_STAGES or made.microbatch >= MOST_MICROBATCHES:
             raise ValueError(

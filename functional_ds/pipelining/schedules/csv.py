@@ -22,6 +22,13 @@ def to_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
     """Writes the schedule, lowered or not, in torch's format: ``0F0``, ``1SEND_B3``, ``0UNSHARD``.
 
     Law: afterwards ``from_csv(path) == schedule``.
+
+    >>> import tempfile
+    >>> from functional_ds.pipelining import gpipe
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     to_csv(gpipe(2, 2), f"{folder}/gpipe.csv")
+    ...     Path(folder, "gpipe.csv").read_text().split()
+    ['0F0,0F1,0B0,0B1', '1F0,1F1,1B0,1B1']
     """
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -60,7 +67,7 @@ def from_csv(path: str | PathLike[str], *, placement: Sequence[int] | None = Non
         text = read_text(Path(path)).removeprefix("\ufeff")
         table = list(csv.reader(StringIO(text, newline="")))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}; write a CSV file with a row for each rank") from None
+        raise ValueError(f"{path} is not text in UTF-8: {error}; write a CSV file with a row for each rank") from None
     rows = [
         [action for column, cell in enumerate(cells, 1) for action in _actions(cell, path, row, column)]
         for row, cells in enumerate(table, 1)

@@ -112,7 +112,9 @@ def build_graph(schedule: Schedule, *, training: bool | None = None) -> Graph:
         TypeError: ``schedule`` is not a Schedule.
     """
     if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule={schedule!r} is no Schedule; make one with Schedule.of(rows), from_csv(path) or a generator")
+        raise TypeError(
+            f"schedule={schedule!r} is not a Schedule; make one with Schedule.of(rows), from_csv(path) or a generator"
+        )
     check_ids(schedule)
     count, m = schedule.stages, schedule.microbatches
     table = np.full((3, count + 2, m), -1, np.int64)

@@ -231,7 +231,7 @@ def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     count = 1 + max(holder, default=-1)
     for stage in range(count):
         if stage not in holder:
-            raise ValueError(f"stage {stage} of {count} is in no rank's row; add its actions, or say the placement")
+            raise ValueError(f"stage {stage} of {count} is in no rank's row; add its actions, or pass placement=")
     return tuple(holder[stage] for stage in range(count))
 
 

@@ -54,7 +54,7 @@ class Piece:
         if isinstance(function, Piece):
             return function
         if not callable(function):
-            raise TypeError(f"functions: {function!r} is no function of (params, x), and no Piece")
+            raise TypeError(f"functions: {function!r} is neither a function of (params, x) nor a Piece")
         return Piece(function)
 
 
@@ -195,7 +195,7 @@ def _chosen(names: Any, piece: Piece, index: int, count: int) -> Any:
     if not isinstance(names, (list, tuple)) or len(names) != count:
         found = f"{len(names)} entries" if isinstance(names, (list, tuple)) else f"a {type(names).__name__}"
         raise ValueError(
-            f"params: {found} for {count} functions; give a list with one entry for each, or say what each stage uses: "
+            f"params: {found} for {count} functions; give a list with one entry for each, or name what each stage uses: "
             f"Piece(function, uses=...), as stage {index} does not"
         )
     return names[index]

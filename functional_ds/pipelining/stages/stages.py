@@ -31,6 +31,12 @@ class Stage:
         run: ``run(params, x, batch, key)``, with params by path, returns the next stage's x, a pytree of tensors. The first
             stage takes its inputs from the batch, and its x is None. The last one returns the loss, as for ``train_step``.
         name: for reports and errors.
+
+    >>> first = Stage(("embed",), lambda params, x, batch, key: params["embed"][batch], "embedding")
+    >>> first
+    <Stage 'embedding': 1 leaves>
+    >>> first.run({"embed": torch.eye(3)}, None, torch.tensor([2]), None)
+    tensor([[0., 0., 1.]])
     """
 
     paths: tuple[str, ...]

@@ -177,7 +177,7 @@ def cut(
     1: 2 to 4: 4 leaves, 41 parameters
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r} is no nn.Module; stages(functions, params) makes stages of functions")
+        raise TypeError(f"module={module!r} is not an nn.Module; stages(functions, params) makes stages of functions")
     apply, params = functional(module)
     starts = candidates(module, at, blocks)
     cache = ProgramCache(apply, inputs, modules_around(starts))

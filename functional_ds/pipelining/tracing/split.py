@@ -41,7 +41,9 @@ def _found(paths: set[str], name: str, argument: str) -> list[ModuleCall]:
     found = sorted(fnmatch.filter(paths, name)) if "*" in name or "[" in name else []
     if not found:
         near = difflib.get_close_matches(name, paths, n=3, cutoff=0.3)
-        raise ValueError(f"{argument}: {name!r} is no module of this one; the nearest are {', '.join(near) or sorted(paths)}")
+        raise ValueError(
+            f"{argument}: {name!r} is not a module of this one; the nearest are {', '.join(near) or sorted(paths)}"
+        )
     return [(path, 0) for path in found]
 
 
@@ -82,10 +84,11 @@ def named_split(program: Program, starts: Sequence[Sequence[ModuleCall]]) -> tup
         if program.calls[call] == 0:
             raise ValueError(f"at: nothing is computed before {call[0]!r}; leave it out, as the first stage needs no name")
         if found.count(call) > 1:
-            raise ValueError(f"at: {call[0]!r} is there twice; a call of a module begins one stage")
+            raise ValueError(f"at: {call[0]!r} is listed twice; a call of a module begins one stage")
         if program.calls[call] < program.calls[last]:
             raise ValueError(
-                f"at: {last[0]!r} stands before {call[0]!r}, but is called after it; cuts are in the order of calls"
+                f"at: {last[0]!r} comes before {call[0]!r}, but is called after it; list the modules in the order of their "
+                "calls"
             )
         last = call
     return tuple(found)
@@ -223,8 +226,8 @@ class _Splitter:
         for each in self.program.instructions[begin:]:
             if any(arrived.count(storage) > 1 for storage in self.program.written(each)):
                 raise ValueError(
-                    f"{each.site}: writes in place into a tensor of which a view crosses a cut, too; on the next "
-                    "stage they would be two tensors. Write x = x + y for x += y, or cut elsewhere"
+                    f"{each.site}: writes in place into a tensor of which a view is used on both sides of the split; on the "
+                    "next stage they would be two tensors. Write x = x + y for x += y, or split elsewhere"
                 )
 
 

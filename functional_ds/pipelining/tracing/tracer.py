@@ -183,7 +183,7 @@ class _Tracer:
             return self._record(function, partial(function, *args, **kwargs), args, kwargs)
         except NEEDS_VALUES as error:
             raise ValueError(
-                f"{call_site()}: {_name(function)} asks for a tensor's value, outside of the modules that run as a whole, so "
+                f"{call_site()}: {_name(function)} reads a tensor's value, outside of the modules that run as a whole, so "
                 "what follows depends on the data; move it into a module of its own"
             ) from error
 
@@ -201,7 +201,7 @@ class _Tracer:
                 result = self._record(path, partial(forward, *args, **kwargs), args, kwargs)
         except NEEDS_VALUES as error:
             raise ValueError(
-                f"{path}: its forward asks for a tensor's value ({error}), so its results' shapes are unknown; choose a form "
+                f"{path}: its forward reads a tensor's value ({error}), so its results' shapes are unknown; choose a form "
                 "without (for experts of transformers experts_implementation='grouped_mm' or 'batched_mm')"
             ) from error
         _refuse_opaque((args, kwargs), f"{path} was called with, and wrote into,")
@@ -303,7 +303,7 @@ class _Tracer:
             source = self.table.sources.get(number)
             if source is not None and source.kind == "constant":
                 raise ValueError(
-                    f"{call_site()}: writes into a tensor {list(source.key.shape)} that is no buffer; use register_buffer"
+                    f"{call_site()}: writes into a tensor {list(source.key.shape)} that is not a buffer; use register_buffer"
                 )
 
 

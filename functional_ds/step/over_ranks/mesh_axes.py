@@ -82,7 +82,7 @@ class Axis:
 
     def __attrs_post_init__(self) -> None:
         if self.group is not None and not isinstance(self.group, comm.Group):
-            raise TypeError(f"group={self.group!r} is no group: pass mesh[{self.role.value!r}], comm.world() or None")
+            raise TypeError(f"group={self.group!r} is not a group: pass mesh[{self.role.value!r}], comm.world() or None")
 
     def __str__(self) -> str:
         return "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"

@@ -67,7 +67,7 @@ class Modules:
         for name, module in named.items():
             if not (hasattr(module, "buffers") and hasattr(module, "modes")):
                 what = f"modules[{name!r}]" if isinstance(given, Mapping) else "modules"
-                raise TypeError(f"{what}={type(module).__name__} is no apply; pass what fds.functional(module) gave first")
+                raise TypeError(f"{what}={type(module).__name__} is not an apply; pass what fds.functional(module) gave first")
         known = {id(module) for module in named.values()}
         for path, leaf in tree.named(params):
             ref = module_of(leaf)

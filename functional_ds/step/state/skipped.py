@@ -78,7 +78,7 @@ class _Fallback:
             path = tree.named(self.state)[written[0]][0]
             raise ValueError(
                 f"{name}: its update writes state.{path} in place, and a step that the loss scale skips must leave it as it "
-                "was: put a new tensor into the state, or change nothing where state.skip is true and say so: "
+                "was: put a new tensor into the state, or change nothing where state.skip is true and declare it: "
                 "wrap(..., traits=[Trait.HEEDS_SKIPS])"
             )
         if after is self.state or after.skip is None:

@@ -80,6 +80,12 @@ class State:
             None before any gradient, and if all were used.
         batch: the structure of the batches so far; None before the first.
         graphs: the graphs of losses that were inspected.
+
+    >>> import torch, functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
+    >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+    >>> state.step.item(), state.params["w"].tolist(), dict(state.slots)
+    (1, [0.5, 0.5], {})
     """
 
     params: Any
@@ -143,7 +149,7 @@ class State:
         # Called only for missing attributes: a missing field means that the state was donated.
         if name in State.__annotations__:
             raise DonatedStateError(
-                f"state.{name}: this state was donated to a step, which reuses its memory; go on with the state that the "
+                f"state.{name}: this state was donated to a step, which reuses its memory; continue with the state that the "
                 "step returned, or call step(state, batch, donate=False) to keep both"
             )
         raise AttributeError(name)
@@ -179,8 +185,8 @@ def refuse_donated(state: State) -> None:
     donated = getattr(state.step, _DONATED, None)
     if donated is not None and (first := _first_param(state)) is not None and donated() is first:
         raise DonatedStateError(
-            "state: it shares its tensors with a state that was donated to a step, which has reused their memory; go on with "
-            "the state that the step returned, or call step(state, batch, donate=False), or state.clone() before the step"
+            "state: it shares its tensors with a state that was donated to a step, which has reused their memory; continue "
+            "with the state that the step returned, or call step(state, batch, donate=False), or state.clone() before the step"
         )
 
 

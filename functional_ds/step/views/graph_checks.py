@@ -62,9 +62,9 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> N
             raise bypassed(placeholders[id(variable)])
         if isinstance(variable, nn.Parameter) and variable.requires_grad and not hasattr(variable, _WATCHED):
             raise RuntimeError(
-                f"the loss uses a parameter of shape {list(variable.shape)} that is none of the step's params, so it would not "
-                "be trained: with apply, params = fds.functional(module), call apply(params, ...) in the loss instead of the "
-                "module; put further parameters into params, and run what is not trained under torch.no_grad()"
+                f"the loss uses a parameter of shape {list(variable.shape)} that is not one of the step's params, so it would "
+                "not be trained: with apply, params = fds.functional(module), call apply(params, ...) in the loss instead of "
+                "the module; put further parameters into params, and run what is not trained under torch.no_grad()"
             )
         following = dict.fromkeys(
             before for before, _ in node.next_functions if before is not None

@@ -319,7 +319,7 @@ def test_processes_compute_what_simulated_ranks_do() -> None:
         (lambda x: algorithms.double_tree(x.to(torch.complex64), op="max"), ValueError, "complex numbers have no order"),
         (lambda x: algorithms.recursive_doubling(x.long(), op="avg"), ValueError, "op='avg' of an integer or bool tensor"),
         (lambda x: algorithms.halving_doubling({"a": 1}), TypeError, "halving_doubling: every leaf must be a tensor"),
-        (lambda x: algorithms.tree(x, chunks=0), ValueError, "chunks=0: a value is cut into at least one chunk"),
+        (lambda x: algorithms.tree(x, chunks=0), ValueError, "chunks=0: a value is split into at least one chunk"),
         (lambda x: algorithms.hierarchical(x, comm.world(), comm.world()), ValueError, r"(?s)inner=.*outer=.*take two axes"),
     ],
 )

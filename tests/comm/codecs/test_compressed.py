@@ -306,7 +306,7 @@ def test_one_rank_sends_nothing_and_loses_nothing() -> None:
 
 def test_bad_input_is_refused() -> None:
     makes: list[tuple[Callable[[], Any], str]] = [
-        (lambda: comm.codecs.Cast(torch.int8), "int8 is no floating-point dtype"),
+        (lambda: comm.codecs.Cast(torch.int8), "int8 is not a floating-point dtype"),
         (lambda: comm.codecs.Blocks(7), "bits"),
         (lambda: comm.codecs.Blocks(4, size=3), "size=3"),
         (lambda: comm.codecs.OneBit(size=0), "size"),

@@ -135,8 +135,8 @@ def test_a_cycle_beside_a_dead_end() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="error: it does not say who waits for whom"):
-        comm.debug.waits_chart(comm.errors.DeadlockError("no rank can go on"))
+    with pytest.raises(ValueError, match="error: it has no record of which rank waits"):
+        comm.debug.waits_chart(comm.errors.DeadlockError("no rank can proceed"))
     with pytest.raises(ValueError, match=r"ledgers: no ledger has times; open them with comm\.ledger\(times=True\)"):
         comm.debug.calls_chart([comm.Ledger()])
 

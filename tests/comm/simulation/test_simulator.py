@@ -640,7 +640,7 @@ def test_a_skipped_collective_is_a_deadlock() -> None:
         with pytest.raises(comm.errors.DeadlockError) as caught:
             comm.simulate(program, world_size=3, seed=seed)
         assert str(caught.value).splitlines() == [
-            "deadlock: no rank can go on",
+            "deadlock: no rank can proceed",
             f"  rank 0 waits in all_reduce(op='sum') of [float32[2]] on group 'world' at {sites[0]} for rank 2",
             f"  rank 1 waits in all_reduce(op='sum') of [float32[2]] on group 'world' at {sites[0]} for rank 2",
             "  rank 2 has finished",

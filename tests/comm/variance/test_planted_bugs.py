@@ -137,7 +137,7 @@ BUGS = (
     (
         clean_programs_pass,
         Bug(
-            "a cut batch is a draw",
+            "a split batch is a draw",
             "comm.variance.follow:_GroupWalk._varying",
             "state.drawn and (not self._taken(number))",
             "state.drawn",

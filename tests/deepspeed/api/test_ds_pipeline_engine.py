@@ -246,7 +246,7 @@ def test_refusals() -> None:
         engine(torch.ones(1))
     with pytest.raises(ValueError, match="pass data_iter, or training_data"):
         engine.train_batch()
-    with pytest.raises(ValueError, match="the mean loss is here"):
+    with pytest.raises(ValueError, match="only the mean loss is available"):
         engine.eval_batch(iter([]), return_logits=True)
     with pytest.raises(StopIteration):
         engine.train_batch(iter(micros(0)[:2]))

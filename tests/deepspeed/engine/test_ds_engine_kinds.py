@@ -237,7 +237,7 @@ def test_config_classes_have_deepspeeds_values(given: dict[str, Any]) -> None:
 
 
 def test_config_classes_refuse_what_deepspeed_refuses() -> None:
-    with pytest.raises(ValueError, match=r"reduce_bucket_size: 0 must lie in 1"):
+    with pytest.raises(ValueError, match=r"reduce_bucket_size: 0 must be in 1"):
         blocks.DeepSpeedZeroConfig(reduce_bucket_size=0)
     with pytest.raises(ValueError, match="nearest"):
         blocks.DeepSpeedFP16Config(nothing=1)

@@ -150,7 +150,7 @@ def test_a_scheduler_of_another_optimizer_is_refused(passed: bool) -> None:
     """Its rates would be nobody's."""
     module = model()
     foreign = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"lr_scheduler: StepLR moves the rates of another SGD than the engine's"):
+    with pytest.raises(ValueError, match=r"lr_scheduler: StepLR sets the rates of another SGD than the engine's"):
         ds.initialize(
             model=module,
             optimizer=torch.optim.AdamW(module.parameters()) if passed else None,
@@ -228,7 +228,7 @@ def test_a_left_out_update_moves_no_scheduler() -> None:
     [
         (lambda m: torch.optim.RMSprop(m.parameters()), "RMSprop has no pure form"),
         (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), r"AdamW\(amsgrad=True\)"),
-        (lambda m: torch.optim.SGD(model().parameters(), lr=0.1), "none of the model's"),
+        (lambda m: torch.optim.SGD(model().parameters(), lr=0.1), "not one of the model's"),
     ],
 )
 def test_refused_optimizers(make: Any, match: str) -> None:

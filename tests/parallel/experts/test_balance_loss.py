@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_named() -> None:
     routing = moe.route(numbers(6, E), 2)
     with pytest.raises(ValueError, match="without probabilities"):
         moe.balance_loss(moe.Routing(routing.experts, routing.weights, E))
-    with pytest.raises(ValueError, match="sequence=4: 6 tokens are no whole sequences"):
+    with pytest.raises(ValueError, match="sequence=4: 6 tokens are not a whole number of sequences"):
         moe.balance_loss(routing, sequence=4)
     with pytest.raises(ValueError, match=r"mask has shape \[5\], and the routing 6 tokens"):
         moe.balance_loss(routing, mask=torch.ones(5))
@@ -190,7 +190,7 @@ def test_counts_over_axes_beside_a_cut_sequence(sizes: tuple[int, int, int], axe
 
 def test_counts_of_a_ranks_own_tokens_beside_a_cut_sequence_are_refused() -> None:
     """Counts that miss some of the sequence's ranks are not the single device's."""
-    with pytest.raises(ValueError, match="the loss is no sum over tokens"):
+    with pytest.raises(ValueError, match="the loss is not a sum over tokens"):
         comm.simulate(sequences_balanced, 2, 2, 1, ("dp",), world_size=4)
 
 
@@ -200,5 +200,7 @@ def test_by_sequence_beside_a_cut_sequence() -> None:
     for found in comm.simulate(sequences_balanced, 2, 2, 1, ("sp",), 4, world_size=4):
         for name in alone:
             close(found[name], alone[name], 1e-5)
-    with pytest.raises(ValueError, match=r"sequence=8: T\.sequence cuts sequences of 8 positions over the 2 ranks.*sequence=4"):
+    with pytest.raises(
+        ValueError, match=r"sequence=8: T\.sequence splits sequences of 8 positions over the 2 ranks.*sequence=4"
+    ):
         comm.simulate(sequences_balanced, 2, 2, 1, ("sp",), 8, world_size=4)

@@ -175,7 +175,7 @@ def test_a_routing_is_data() -> None:
         ("top_groups=1 of groups=4 with 2 experts each: k=3", {"k": 3, "groups": 4}),
         ("group_top=3: a group has 2 experts", {"groups": 4, "group_top": 3}),
         ("noise=1.0 without a key", {"noise": 1.0}),
-        ("6 tokens are no whole groups of rows=4", {"capacity": moe.Capacity(1.0, rows=4)}),
+        ("6 tokens are not a whole number of groups of rows=4", {"capacity": moe.Capacity(1.0, rows=4)}),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(words: str, arguments: dict[str, Any]) -> None:

@@ -345,7 +345,7 @@ def test_sizes_that_do_not_fit_are_named() -> None:
     refused("weights have shape .6, 1., and experts .6, 2.", routing=moe.Routing(routing.experts, routing.weights[:, :1], E))
     refused("experts are float64.6, 2.; integers", routing=moe.Routing(routing.weights, routing.weights, E))
     refused("way='ring'", way="ring")
-    with pytest.raises(TypeError, match="is no group"):
+    with pytest.raises(TypeError, match="is not a group"):
         moe.exchange(lambda rows, groups: rows, numbers(6, M), routing=routing, group="ep")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the rows come in 4 groups"):  # experts that were cut, and no group
         moe.exchange(moe.gated_mlp(*[leaf[:2] for leaf in weights_of().values()]), numbers(6, M), routing=routing)

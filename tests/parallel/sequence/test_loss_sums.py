@@ -38,7 +38,7 @@ OTHERS: dict[str, Loss] = {
 
 
 def refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"the loss is no sum over tokens.*sum over the ranks what goes into it"):
+    with pytest.raises(ValueError, match=r"the loss is not a sum over tokens.*sum over the ranks what goes into it"):
         comm.simulate(program, OTHERS[name], world_size=2)
 
 

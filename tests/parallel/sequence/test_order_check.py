@@ -163,7 +163,7 @@ def test_a_mean_over_positions_is_refused_with_a_key_too(keyed: bool) -> None:
         params = {"words": torch.randn(WORDS, WIDTH), "qkv": torch.randn(WIDTH, 3 * WIDTH)}
         step(step.init(params), {"input_ids": TOKENS, "labels": TOKENS})
 
-    with pytest.raises(ValueError, match="the loss is no sum over tokens"):
+    with pytest.raises(ValueError, match="the loss is not a sum over tokens"):
         comm.simulate(program, world_size=2)
 
 
@@ -211,7 +211,7 @@ def _shifted(params: dict[str, Tensor], x: Tensor, at: Tensor) -> Tensor:
 STAGES = {
     "positions in the first stage": (_table(_here), _same, "where tokens change their places"),
     "a shift in the last stage": (_attention(), _shifted, "where tokens change their places"),
-    "a mean over positions": (_attention(), _same, "the loss is no sum over tokens"),
+    "a mean over positions": (_attention(), _same, "the loss is not a sum over tokens"),
 }
 
 

@@ -101,7 +101,7 @@ PIECE = "leaf.index_select(dims[path], positions)"
 BUGS: dict[Callable[[], None], list[Bug]] = {
     one_device: [
         Bug(
-            "the cut comes before the shift",
+            "the split comes before the shift",
             "transforms.parallel.batch_cut:BatchCut.cut.piece",
             "leaf.index_select(dims[path], positions)",
             "F.pad(leaf.roll(1, 1)[:, positions][:, 1:], (0, 1), value=-100) if path[0] == 's' else "

@@ -451,14 +451,14 @@ def alike(rank: int) -> dict[str, Tensor]:
         (
             {},
             lambda rank: tokens_of(0)[:, :7],
-            "leaf at 'input_ids': a sequence of 7 positions does not lie on 2 ranks.*pad=True",
+            "leaf at 'input_ids': a sequence of 7 positions cannot be split over 2 ranks.*pad=True",
         ),
         ({"layout": "zigzag"}, lambda rank: tokens_of(0)[:, :6], "multiple of 4"),
         ({"layout": "spiral"}, alike, "spiral"),
         ({}, tokens_of, r"ranks \[1\] of group 'world' have another batch than rank 0"),
         ({}, lambda rank: tokens_of(0)[:, : 8 - 2 * rank], "different sequences: length: rank 0 8, rank 1 6"),
         ({"layout": "by rank"}, alike, r"different steps.*rank 0 has .*contiguous.*rank 1 has .*striped"),
-        ({}, lambda rank: {**alike(0), "weights": torch.ones(2, 8)}, "leaf at 'weights' of shape .* no rule says"),
+        ({}, lambda rank: {**alike(0), "weights": torch.ones(2, 8)}, "leaf at 'weights' of shape .* no rule tells"),
         (
             {},
             lambda rank: {**alike(0), "attention_mask": torch.ones(2, 9)},
@@ -467,12 +467,16 @@ def alike(rank: int) -> dict[str, Tensor]:
         ({}, lambda rank: {**alike(0), "attention_mask": torch.ones(2, 1, 8, 8)}, "'attention_mask' is known with 2 dims"),
         ({}, lambda rank: {"x": torch.ones(2, 8)}, "no leaf is known to be a sequence .*'x'"),
         ({"dims": {"x": 1}}, alike, "dims: 'x' matches no path; the nearest is"),
-        ({"dims": {"labels": 0}, "shift": False}, alike, "cannot be cut along dim 0"),
-        ({"dims": 0}, alike, "dims=0: rows lie along dim 0"),
-        ({"dims": -1}, alike, "dims=-1: rows lie along dim 0"),
-        ({"dims": {"(": 1}}, alike, r"dims: '\(' is no regular expression"),
+        ({"dims": {"labels": 0}, "shift": False}, alike, "cannot be split along dim 0"),
+        ({"dims": 0}, alike, "dims=0: rows are along dim 0"),
+        ({"dims": -1}, alike, "dims=-1: rows are along dim 0"),
+        ({"dims": {"(": 1}}, alike, r"dims: '\(' is not a regular expression"),
         ({"dims": {"labels": 1, "la.*": 1}, "shift": False}, alike, "'labels' matches 'labels' and 'la"),
-        ({"dims": 1, "pad": True, "shift": False}, lambda rank: {"x": torch.ones(2, 7)}, "nothing says what the leaf at 'x'"),
+        (
+            {"dims": 1, "pad": True, "shift": False},
+            lambda rank: {"x": torch.ones(2, 7)},
+            "there is no rule for what the leaf at 'x'",
+        ),
         ({"whole": False}, alike, "'labels' of a piece of a sequence cannot be shifted"),
         ({"tokenwise": False}, alike, "no function of the loss asked for the sequence axis"),
         ({"layout": lambda batch: "zigzag"}, alike, "must return a SequenceLayout"),
@@ -500,9 +504,9 @@ def test_what_is_refused(options: dict[str, Any], batch: Given, words: str) -> N
 
 def test_groups_that_are_no_axis() -> None:
     """A second T.sequence, what is no group, and a group that is spread unevenly over those that sum gradients."""
-    with pytest.raises(TypeError, match="is no group"):
+    with pytest.raises(TypeError, match="is not a group"):
         T.sequence("sp")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cuts sequences already"):
+    with pytest.raises(ValueError, match="splits sequences already"):
         T.sequence(tokenwise=True)(T.sequence()(fds.train_step(lambda p, b: p, fds.sgd(0.1))))
 
     def program() -> None:

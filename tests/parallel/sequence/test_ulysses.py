@@ -142,7 +142,7 @@ def test_shares_of_heads(keys: int, times: int, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("attention", "match"),
     [
-        (lambda q, k, v: q[:, :, :2], r"the attention gave \[2, 2, 2, 8\], and \[2, 2, 6, 8\] was to come"),
+        (lambda q, k, v: q[:, :, :2], r"the attention returned shape \[2, 2, 2, 8\], and \[2, 2, 6, 8\] was expected"),
         (lambda q, k, v: (_ for _ in ()).throw(ValueError("mine")), "mine"),
     ],
 )

@@ -52,7 +52,7 @@ PLAN = {"up": "colwise", "down": "rowwise"}
 
 @pytest.mark.parametrize("stage", [None, 0, 2, 3])
 def test_whole_leaves_used_on_slices_are_named(stage: int | None) -> None:
-    with pytest.raises(ValueError, match=r"gradients of 'scale', which is not cut, differ.*replicated_with_grad_allreduce"):
+    with pytest.raises(ValueError, match=r"gradients of 'scale', which is not split, differ.*replicated_with_grad_allreduce"):
         _run(_Scaled, PLAN, stage, _square)
 
 
@@ -66,7 +66,7 @@ class _Silent(_Scaled):
 
 @pytest.mark.parametrize("stage", [None, 0, 2, 3])
 def test_leaves_behind_a_layer_of_zeros_are_named_in_the_second_step(stage: int | None) -> None:
-    with pytest.raises(ValueError, match=r"gradients of 'scale', which is not cut, differ.*replicated_with_grad_allreduce"):
+    with pytest.raises(ValueError, match=r"gradients of 'scale', which is not split, differ.*replicated_with_grad_allreduce"):
         _run(_Silent, PLAN, stage, lambda y: (y - 1).square().mean())
 
 
@@ -192,7 +192,7 @@ def test_ulysses_over_the_ranks_of_its_own_attention_is_refused() -> None:
         )
         step(step.init({"w": torch.ones(2, 4)}), {"tokens": torch.ones(1, 8)})
 
-    with pytest.raises(ValueError, match=r"cuts this attention's heads over the ranks of the step's T\.sequence already"):
+    with pytest.raises(ValueError, match=r"splits this attention's heads over the ranks of the step's T\.sequence already"):
         comm.simulate(program, world_size=2)
 
 
@@ -204,7 +204,7 @@ def test_a_plan_that_cuts_nothing_under_tp_functions() -> None:
         step = T.tensor_parallel({})(step)
         step(step.init(params), X)
 
-    with pytest.raises(ValueError, match=r"plan=\{\} cuts no leaf, and the loss calls functions of fds\.tp.*the 2 ranks of"):
+    with pytest.raises(ValueError, match=r"plan=\{\} splits no leaf, and the loss calls functions of fds\.tp.*the 2 ranks of"):
         comm.simulate(program, world_size=2)
 
 
@@ -256,7 +256,7 @@ def test_the_groups_of_a_cut_norm_are_cut() -> None:
         return comm.simulate(program, world_size=ranks)[0]
 
     cut = {**PLAN, r"^norm\.(weight|bias)$": 0}
-    found = r"'norm\.(weight|bias)' is cut over the 2 ranks of 'world'.*all 4 groups.*say \{'norm\.num_groups': 'local'\}"
+    found = r"'norm\.(weight|bias)' is split over the 2 ranks of 'world'.*all 4 groups.*add \{'norm\.num_groups': 'local'\}"
     with pytest.raises(ValueError, match=found):
         losses(cut, 2)
     expected = losses({}, 1)
@@ -268,9 +268,9 @@ def test_the_groups_of_a_cut_norm_are_cut() -> None:
     ("norm", "says"),
     [
         (nn.GroupNorm(4, 8), r"\{'norm\.weight': 0, 'norm\.bias': 0, 'norm\.num_groups': 'local'\}"),
-        (nn.LayerNorm(8), "LayerNorm needs all features of its input: say 'colwise_gather_output'"),
+        (nn.LayerNorm(8), "LayerNorm needs all features of its input: use 'colwise_gather_output'"),
         (nn.RMSNorm(8), "RMSNorm needs all features of its input"),
-        (nn.BatchNorm1d(8), "running statistics of a BatchNorm1d are buffers, which stay whole: say 'colwise_gather_output'"),
+        (nn.BatchNorm1d(8), "running statistics of a BatchNorm1d are buffers, which stay whole: use 'colwise_gather_output'"),
     ],
 )
 def test_what_to_do_with_a_norm_on_slices(norm: nn.Module, says: str) -> None:

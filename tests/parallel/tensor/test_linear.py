@@ -197,14 +197,14 @@ def test_bad_input_is_refused() -> None:
     here = comm.world()
     for call, words in (
         (lambda: fds.tp.column(x, w), r"tp.column: group=None, and no T.tensor_parallel is in the running step"),
-        (lambda: fds.tp.row(x, w, group=3), "tp.row: group=3 is no group"),  # type: ignore[arg-type]
+        (lambda: fds.tp.row(x, w, group=3), "tp.row: group=3 is not a group"),  # type: ignore[arg-type]
         (
             lambda: fds.tp.column(x, w.t(), group=here),
             r"x of shape \[2, 4, 6\] does not fit this rank's weight of shape \[6, 3\]",
         ),
         (lambda: fds.tp.column(x, w, group=here, chunks=2), "chunks=2 needs sequence_dim="),
         (lambda: fds.tp.column(x, w, group=here, regather=True), "regather=True needs sequence_dim="),
-        (lambda: fds.tp.column(x, w, group=here, sequence_dim=2), "sequence_dim=2 is no dim of x"),
+        (lambda: fds.tp.column(x, w, group=here, sequence_dim=2), "sequence_dim=2 is not a dim of x"),
         (lambda: fds.tp.column(x, w, group=here, sequence_dim=1, chunks=3), r"does not divide along dim 1 into 3 equal parts"),
         (lambda: fds.tp.row(x, w, group=here, sequence_dim=1, chunks=0), "chunks=0 must be at least 1"),
         (lambda: fds.tp.column(x, [w, w], bias=[w[:, 0]], group=here), "bias: 1 for 2 weights"),

@@ -167,7 +167,7 @@ def test_leaves_of_no_module_take_words_and_dims() -> None:
 
 def test_plans_that_are_refused() -> None:
     """By key, leaf, size and ranks."""
-    assert "plan: '(' is no regular expression: missing )" in refused({"(": 0})
+    assert "plan: '(' is not a regular expression: missing )" in refused({"(": 0})
     assert "plan: 'mlp.upp' matches no path; the nearest is 'mlp.up'" in refused({**PLAN, "mlp.upp": "colwise"})
     assert "'mlp.up.bias' by 'up': 'rowwise'; let one match" in refused({**PLAN, "up": "rowwise"})
     assert "'mlp.up.bias' by 'mlp.up': 'colwise'; let one match" in refused({**PLAN, r"up\.bias": 0})
@@ -184,10 +184,10 @@ def test_plans_that_are_refused() -> None:
     assert "'attn.k_proj.bias': 3 heads of 2 along dim 0 of shape [6] do not divide" in refused(PLAN, net(6, 3), n=2)
     assert "'mlp' means 'mlp', a " in (found := refused({**PLAN, "mlp": "colwise"}))
     assert "without params of its own: name what is in it, such as ['mlp.up', 'mlp.down']" in found
-    assert "'colwize' is none of the words colwise, " in refused({**PLAN, "norm": "colwize"})
+    assert "'colwize' is not one of the words colwise, " in refused({**PLAN, "norm": "colwize"})
     assert "'attn.head' is 'local', and no module at such a path has a number 'head'" in refused({**PLAN, "attn.head": "local"})
     assert "attn.head_dim = 2 does not divide by the 4 ranks" in refused({**PLAN, "attn.head_dim": "local"}, n=4)
-    assert "'mlp.down' is cut by its inputs, 4 of 8 on each rank, and its input has 8 features" in refused(
+    assert "'mlp.down' is split by its inputs, 4 of 8 on each rank, and its input has 8 features" in refused(
         {"mlp.down": "rowwise"}
     )
     assert "'norm' is 'sequence_parallel', and 'norm' is a LayerNorm: name the list" in refused(
@@ -195,7 +195,7 @@ def test_plans_that_are_refused() -> None:
     )
     flat = nn.Sequential(OrderedDict(embed=nn.Embedding(8, 4), layers=nn.Sequential(net().mlp)))
     plan = {"layers": "sequence_parallel", "up": "colwise", "down": "rowwise"}
-    assert "'layers.0' is a layer of a sequence_parallel list and holds cut linears itself" in refused(plan, flat)
+    assert "'layers.0' is a layer of a sequence_parallel list and holds split linears itself" in refused(plan, flat)
 
 
 def test_torchs_own_draws_are_refused() -> None:

@@ -189,7 +189,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
             "False",
         ),
         Bug(
-            "packed projections are cut as one",
+            "packed projections are split as one",
             "parallel.tensor.leaf_cuts:_slice",
             "LeafSlice.even(dim, sizes, group.size, group.rank)",
             "LeafSlice.even(dim, sum(sizes), group.size, group.rank)",
@@ -280,7 +280,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     ],
     (test_a_longer_key_keeps_a_leaf_whole,): [
         Bug(
-            "a key that cuts counts, not the most exact one",
+            "a key that splits counts, not the most exact one",
             "parallel.tensor.words:value_at",
             "not any((_within(other, key) for other in known))",
             "word_of(known[key]).cuts or not any((word_of(each).cuts for each in known.values()))",

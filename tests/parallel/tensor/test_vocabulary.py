@@ -122,7 +122,7 @@ def test_bad_input_is_refused() -> None:
     """Ids and labels that are none, shapes and shares."""
     here, logits = comm.world(), torch.zeros(2, 4)
     for labels, words in (
-        (torch.tensor([0, 4]), "the label 4 is none of the vocabulary's 4"),
+        (torch.tensor([0, 4]), "the label 4 is not one of the vocabulary's 4"),
         (torch.zeros(3).long(), "labels of shape"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -130,7 +130,7 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"label_smoothing=1.5 must be in \[0, 1\)"):
         fds.tp.cross_entropy(logits, torch.zeros(2).long(), group=here, label_smoothing=1.5)
     for dim in (1, -2):
-        with pytest.raises(ValueError, match=rf"tp.embed: sequence_dim={dim} is no dim of ids, of shape \[1\]"):
+        with pytest.raises(ValueError, match=rf"tp.embed: sequence_dim={dim} is not a dim of ids, of shape \[1\]"):
             fds.tp.embed(torch.tensor([0]), torch.ones(4, 2), group=here, sequence_dim=dim)
     for wrong in (4, -1):
         with pytest.raises(IndexError):

@@ -37,7 +37,7 @@ def test_codes_are_in_the_order_of_actions(actions: list[Action]) -> None:
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0X1", "0F1 ", "0GATHER1", "-1F0", "0SEND0", "0F0F1"])
 def test_text_that_is_no_action(text: str) -> None:
     """It is refused, and shown."""
-    with pytest.raises(ValueError, match="is no action") as error:
+    with pytest.raises(ValueError, match="is not an action") as error:
         Action.of(text)
     assert repr(text) in str(error.value)
 

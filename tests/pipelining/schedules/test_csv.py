@@ -76,7 +76,7 @@ def test_idle_slots_and_pairs(folder: Path) -> None:
 def test_a_bad_cell_is_named(folder: Path, cell: str) -> None:
     """With its row, its column and its text."""
     (folder / "bad.csv").write_text(f"0F0,0F1\n1F0,,{cell},1F1\n")
-    with pytest.raises(ValueError, match=r"bad.csv, row 2, column 3: '.*' is no action"):
+    with pytest.raises(ValueError, match=r"bad.csv, row 2, column 3: '.*' is not an action"):
         from_csv(folder / "bad.csv")
 
 
@@ -91,7 +91,7 @@ def test_a_number_out_of_range_is_named(folder: Path, cell: str) -> None:
 def test_files_that_are_no_text(folder: Path) -> None:
     """They are refused by name; a mark at the beginning, as spreadsheets write it, is none of the first cell."""
     (folder / "picture.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"picture.csv is no text in UTF-8: .*can't decode byte 0xff"):
+    with pytest.raises(ValueError, match=r"picture.csv is not text in UTF-8: .*can't decode byte 0xff"):
         from_csv(folder / "picture.csv")
     (folder / "marked.csv").write_text("0F0,0B0\n", encoding="utf-8-sig")
     assert from_csv(folder / "marked.csv") == Schedule.of(["0F0 0B0"])

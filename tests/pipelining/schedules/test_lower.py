@@ -117,7 +117,7 @@ def test_refusals() -> None:
     """Less than one resident stage, and rows that are no schedule."""
     with pytest.raises(ValueError, match="resident=0"):
         lower(one_f_one_b(2, 2), resident=0)
-    with pytest.raises(TypeError, match=r"schedule=\['0F0'\] is no Schedule; make one with Schedule\.of"):
+    with pytest.raises(TypeError, match=r"schedule=\['0F0'\] is not a Schedule; make one with Schedule\.of"):
         lower(["0F0"])  # type: ignore[arg-type]
 
 

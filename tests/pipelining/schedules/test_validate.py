@@ -209,7 +209,7 @@ def test_messages_are_demanded_where_there_are_some() -> None:
 
 def test_rows_are_no_schedule() -> None:
     """They are refused as such."""
-    with pytest.raises(TypeError, match=r"schedule=\[\['0F0', '0B0'\]\] is no Schedule"):
+    with pytest.raises(TypeError, match=r"schedule=\[\['0F0', '0B0'\]\] is not a Schedule"):
         validate([["0F0", "0B0"]])  # type: ignore[arg-type]
 
 

@@ -163,7 +163,7 @@ def test_bad_stages_are_refused(functions: Any, params: Any, match: str) -> None
     """What does not fit together is named before anything runs."""
     with pytest.raises(ValueError, match=match):
         pp.stages(functions, params, loss=_loss)
-    with pytest.raises(TypeError, match="no function"):
+    with pytest.raises(TypeError, match="neither a function"):
         pp.stages([3], [{}])  # type: ignore[list-item]
 
 

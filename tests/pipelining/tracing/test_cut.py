@@ -196,9 +196,9 @@ def test_numbers_of_stages() -> None:
 @pytest.mark.parametrize(
     ("at", "match"),
     [
-        (["layer.1"], "'layer.1' is no module of this one; the nearest are layers"),
-        (["layers.2", "layers.1"], "'layers.2' stands before 'layers.1', but is called after it"),
-        (["layers.1", "layers.1"], "at: 'layers.1' is there twice"),
+        (["layer.1"], "'layer.1' is not a module of this one; the nearest are layers"),
+        (["layers.2", "layers.1"], "'layers.2' comes before 'layers.1', but is called after it"),
+        (["layers.1", "layers.1"], "at: 'layers.1' is listed twice"),
         (["layers.0"], "nothing is computed before 'layers.0'"),
         ([("layers.1", 3)], "'layers.1' is not called 4 times"),
     ],
@@ -211,7 +211,7 @@ def test_bad_cuts_are_refused(at: Any, match: str) -> None:
 
 def test_what_is_cut_and_where_is_of_the_right_kind() -> None:
     """A function, a path alone and half a number are refused by name."""
-    with pytest.raises(TypeError, match=r"module=.* is no nn\.Module; stages\(functions, params\)"):
+    with pytest.raises(TypeError, match=r"module=.* is not an nn\.Module; stages\(functions, params\)"):
         pp.cut(lambda x: x, 2, example=rows(2))  # type: ignore[arg-type]
     for at in ("layers.1", 2.0):
         with pytest.raises(TypeError, match=f"at={at!r}: give a number of stages, or a list"):
@@ -285,11 +285,11 @@ def _hooks(module: Any, x: Tensor, given: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("between", "match"),
     [
-        (_branches, r"test_cut\.py:\d+: __bool__ asks for a tensor's value"),
-        (_by_chance, r"test_cut\.py:\d+: __bool__ asks for a tensor's value"),
+        (_branches, r"test_cut\.py:\d+: __bool__ reads a tensor's value"),
+        (_by_chance, r"test_cut\.py:\d+: __bool__ reads a tensor's value"),
         (_function, r"test_cut\.py:\d+: tanh's argument comes from code that is not seen .* autograd.Function"),
         (_writes_input, r"test_cut\.py:\d+: writes into one of the module's inputs"),
-        (_writes_constant, r"test_cut\.py:\d+: writes into a tensor \[6\] that is no buffer"),
+        (_writes_constant, r"test_cut\.py:\d+: writes into a tensor \[6\] that is not a buffer"),
         (_appends, r"test_cut\.py:\d+: inner puts a tensor into a list or dict that it is given; return it"),
         (_hooks, r"test_cut\.py:\d+: tanh is called under saved_tensors_hooks"),
     ],
@@ -315,7 +315,7 @@ def test_torn_views_are_refused() -> None:
             part.add_(1)
             return x + y
 
-    with pytest.raises(ValueError, match="of which a view crosses a cut"):
+    with pytest.raises(ValueError, match="of which a view is used on both sides of the split"):
         pp.cut(Torn(), ["second"], loss=mse, example=rows(2))
 
 

@@ -393,11 +393,11 @@ def test_deferred_leaves_are_read(where: Any, folder: str) -> None:
         (lambda p: T.offload("cpu", "disk", path=p), r"params='disk' needs optimizer='disk', too"),
         (lambda p: T.offload("disk"), r"path=None: 'disk' needs a folder"),
         (lambda p: T.offload("cpu", path=p), r"'disk' needs a folder, and nothing else does"),
-        (lambda p: T.offload("disk", path=f"{p}/none"), r"none' is no folder: name one that exists"),
-        (lambda p: T.offload("cpu", ratio=1.5), r"ratio=1.5 must lie in 0..1"),
-        (lambda p: T.offload("cpu", ratio=float("nan")), r"ratio=nan must lie"),
+        (lambda p: T.offload("disk", path=f"{p}/none"), r"none' is not a folder: name one that exists"),
+        (lambda p: T.offload("cpu", ratio=1.5), r"ratio=1.5 must be in 0..1"),
+        (lambda p: T.offload("cpu", ratio=float("nan")), r"ratio=nan must be in 0..1"),
         (lambda p: T.offload("cpu", "cpu", ratio=0.5), r"ratio=0.5 keeps a part"),
-        (lambda p: T.offload("cpu", ratio="half"), r"ratio='half' must lie in 0..1"),  # type: ignore[arg-type]
+        (lambda p: T.offload("cpu", ratio="half"), r"ratio='half' must be in 0..1"),  # type: ignore[arg-type]
         (lambda p: T.offload("cpu", buffers=0), r"buffers=0 must be at least 1"),
         (lambda p: T.offload("cpu", buffers=1.5), r"buffers=1.5 must be at least 1, and whole"),  # type: ignore[arg-type]
         (lambda p: T.offload("cpu", buffer_bytes=0), r"buffer_bytes=0 must"),

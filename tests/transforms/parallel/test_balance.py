@@ -169,14 +169,14 @@ def test_what_is_refused() -> None:
     base = fds.train_step(loss, fds.sgd(0.1))
     with pytest.raises(ValueError, match="rate=0"):
         T.balance(0, ROUTERS)
-    with pytest.raises(ValueError, match=r"routers='\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"routers='\(' is not a regular expression"):
         T.balance(0.1, "(")
     with pytest.raises(ValueError, match="'a' has 0 experts"):
         T.balance(0.1, {"a": 0})
-    with pytest.raises(TypeError, match="over=3 is no group"):
+    with pytest.raises(TypeError, match="over=3 is not a group"):
         T.balance(0.1, ROUTERS, over=3)  # type: ignore[arg-type]
     step = T.balance(0.1, {"0.router": 4})(base)
-    with pytest.raises(ValueError, match=r"router='1.router' is none of the step's balance; the nearest is '0.router'"):
+    with pytest.raises(ValueError, match=r"router='1.router' is not one of the step's balance; the nearest is '0.router'"):
         step(step.init(params()), batch(8))
     step = T.balance(0.1, {**ROUTERS, "2.router": 4})(base)
     with pytest.raises(ValueError, match=r"the loss counted no choices of '2.router'"):

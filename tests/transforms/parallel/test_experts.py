@@ -319,5 +319,5 @@ def test_layers_that_are_no_stack_of_experts_are_refused() -> None:
         step = fds.compose(T.zero(1, mesh["edp", "ep"]), T.experts("experts", mesh["ep"]))
         step(fds.train_step(lambda p, x: x, fds.sgd(0.1))).init(params)
 
-    with pytest.raises(ValueError, match=r"belongs to an nn\.Linear, which is no stack of experts"):
+    with pytest.raises(ValueError, match=r"belongs to an nn\.Linear, which is not a stack of experts"):
         comm.simulate(program, world_size=2)

@@ -247,13 +247,13 @@ def test_what_is_refused() -> None:
         return T.zero(1, mesh["edp", "ep"])
 
     refused(lambda m: [zero(m), cut(m, "ups")], "pattern='ups' matches no path; the nearest is '1.up'")
-    refused(lambda m: [zero(m), cut(m, "(")], "is no regular expression")
+    refused(lambda m: [zero(m), cut(m, "(")], "is not a regular expression")
     refused(
         lambda m: [zero(m), cut(m, "embed")],
         r"'embed' of shape \[5, 6\] does not divide along dim 0 by the 2 ranks \[\d, \d\] of 'ep'",
     )
-    refused(lambda m: [zero(m), T.experts(PATTERN, 2)], "ep=2 is no group", TypeError)
-    refused(lambda m: [zero(m), cut(m, edp=2)], "edp=2 is no group", TypeError)
+    refused(lambda m: [zero(m), T.experts(PATTERN, 2)], "ep=2 is not a group", TypeError)
+    refused(lambda m: [zero(m), cut(m, edp=2)], "edp=2 is not a group", TypeError)
     refused(lambda m: [zero(m), cut(m, edp=m["edp", "ep"])], "share more than this rank")
     refused(lambda m: [cut(m)], "no transform before it sums their gradients")
     refused(lambda m: [cut(m), zero(m)], "no transform before it sums their gradients")
@@ -269,7 +269,7 @@ def test_what_is_refused() -> None:
     refused(lambda m: [zero(m), T.tensor_parallel({"up": 0}, m["ep"]), cut(m)], "along dim 0 already")
     refused(
         lambda m: [zero(m), cut(m), T.tensor_parallel({"up": 0}, m["ep"])],
-        r"'0.up' of shape \[2, 6, 8\] is cut along dim 0 already",
+        r"'0.up' of shape \[2, 6, 8\] is split along dim 0 already",
     )
 
 

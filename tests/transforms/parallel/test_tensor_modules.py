@@ -336,7 +336,7 @@ def test_a_teacher_of_the_same_module_stays_whole() -> None:
 def test_layers_that_would_see_a_part_of_the_sequence_are_refused() -> None:
     """DeepSeek's plan leaves its attention whole: it must not run on a part of the sequence."""
     with pytest.raises(
-        ValueError, match=r"'model.layers.0.self_attn.kv_a_proj_with_mqa.weight' lies in a sequence_parallel list"
+        ValueError, match=r"'model.layers.0.self_attn.kv_a_proj_with_mqa.weight' is in a sequence_parallel list"
     ):
         comm.simulate(Run("deepseek", sequence=True), world_size=2)
 

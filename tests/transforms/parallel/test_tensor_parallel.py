@@ -297,7 +297,7 @@ def test_what_does_not_divide_or_match() -> None:
         init({"upp": 1})
     with pytest.raises(ValueError, match="along dim 2"):
         init({"up": 2})
-    with pytest.raises(ValueError, match=r"cut '0.up' in different ways: '0.up' by 'up': 0, '0.up' by 'u': 1"):
+    with pytest.raises(ValueError, match=r"split '0.up' in different ways: '0.up' by 'up': 0, '0.up' by 'u': 1"):
         transforms.tensor_parallel({"up": 0, "u": 1})(step).init(_params())
-    with pytest.raises(TypeError, match="is no group"):
+    with pytest.raises(TypeError, match="is not a group"):
         transforms.tensor_parallel({"up": 0}, 3)  # type: ignore[arg-type]

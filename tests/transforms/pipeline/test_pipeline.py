@@ -284,9 +284,9 @@ def test_errors_before_anything_runs() -> None:
         step_of(pp.Schedule.of(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]), case)
     with pytest.raises(ValueError, match="resident=0"):
         step_of(pp.gpipe(2, 4), case, resident=0)
-    with pytest.raises(TypeError, match="are no Stages"):
+    with pytest.raises(TypeError, match="are not Stages"):
         transforms.pipeline(pp.gpipe(2, 4), [lambda p, x: x])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="is no group"):
+    with pytest.raises(TypeError, match="is not a group"):
         transforms.pipeline(pp.gpipe(2, 4), case.stages, 3)  # type: ignore[arg-type]
     base = fds.train_step(case.stages, fds.sgd(0.1))
     with pytest.raises(ValueError, match=r"put pipeline before it"):

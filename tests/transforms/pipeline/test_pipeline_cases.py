@@ -174,7 +174,7 @@ def test_gathers_are_the_schedules_own() -> None:
     expected = [[action.kind for action in lowered[rank]].count(pp.Kind.GATHER) for rank in (0, 1, 0, 1)]
     assert comm.simulate(program, pp.breadth_first(2, 2), 1, world_size=4) == expected
     assert comm.simulate(program, lowered, None, world_size=4) == expected
-    with pytest.raises(ValueError, match="resident=1: the schedule says itself when params are gathered"):
+    with pytest.raises(ValueError, match="resident=1: the schedule itself has the gathers of params"):
         transforms.pipeline(lowered, model, resident=1)
 
 
@@ -321,7 +321,7 @@ def test_leaves_with_several_rows_for_each_of_another() -> None:
     model = pp.stages([layer] * 2, params, loss=loss)
     check(model, params, (rows(5)[0], rows(10)[1]), pp.gpipe(2, 2))
     with pytest.raises(
-        ValueError, match=r"leaf at '1' has 6 rows and another 4, which cannot be cut into 3 micro-batches alike"
+        ValueError, match=r"leaf at '1' has 6 rows and another 4, which cannot be split into 3 micro-batches alike"
     ):
         comm.simulate(lambda: run(model, params, (rows(4)[0], rows(6)[1]), pp.gpipe(2, 3)), world_size=2)
 

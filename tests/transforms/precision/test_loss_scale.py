@@ -115,7 +115,7 @@ def test_hysteresis(consecutive: bool) -> None:
         (lambda: transforms.DynamicScale(hysteresis=0), "hysteresis=0 must be positive"),
         (lambda: transforms.DynamicScale(settle=-1), "settle=-1 must not be negative"),
         (lambda: transforms.DynamicScale(factor=1.0), "factor=1.0 must be more than 1"),
-        (lambda: transforms.DynamicScale(0.5), r"initial=0.5 must lie in 1.0\.\."),
+        (lambda: transforms.DynamicScale(0.5), r"initial=0.5 must be in 1.0\.\."),
         (lambda: transforms.DynamicScale(maximum=float("inf")), "maximum=inf must be finite"),
         (lambda: transforms.DynamicScale(minimum=-1.0), "minimum=-1.0 must be positive"),
     ],
@@ -140,7 +140,7 @@ def test_bad_input(make: Callable[[], Any], message: str) -> None:
     ],
 )
 def test_warns_of_scales_that_round(scale: Any) -> None:
-    with pytest.warns(UserWarning, match="no power of two"):
+    with pytest.warns(UserWarning, match="not a power of two"):
         transforms.mixed_precision("fp16", scale)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -149,5 +149,5 @@ def test_warns_of_scales_that_round(scale: Any) -> None:
 
 
 def test_refuses_what_is_no_scale() -> None:
-    with pytest.raises(TypeError, match="'dynamic' is no loss scale"):
+    with pytest.raises(TypeError, match="'dynamic' is not a loss scale"):
         transforms.mixed_precision("fp16", "dynamic")  # type: ignore[arg-type]

@@ -166,5 +166,5 @@ def test_refuses_batches_that_do_not_divide() -> None:
     state = step.init({"w": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"the leaf at 'x' has 4 rows, which do not divide into 3 micro-batches"):
         step(state, {"x": torch.ones(4)})
-    with pytest.raises(ValueError, match=r"no rows to cut"):
+    with pytest.raises(ValueError, match=r"no rows to split"):
         transforms.accumulate(3)(fds.train_step(lambda p, b: p["w"].sum(), fds.sgd(1.0)))(state, {"x": torch.tensor(1.0)})

@@ -133,7 +133,7 @@ def test_it_is_saved_and_resumed(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: T.Combine(3), "reduce=3 is no function"),  # type: ignore[arg-type]
+        (lambda: T.Combine(3), "reduce=3 is not a function"),  # type: ignore[arg-type]
         (lambda: T.zero(1, aggregate=T.Combine(power_sgd), gradient_predivide_factor=2.0), "its function sums the gradients"),
         (lambda: T.zero(1, aggregate=T.Combine(power_sgd)).cost_report(PROBLEM.params, n=2), "is up to its function"),
         (lambda: T.zero(1, aggregate=T.Combine(power_sgd), reduce_scatter=lambda x, group, tiled: x), "would change nothing"),

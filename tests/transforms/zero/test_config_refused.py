@@ -22,7 +22,7 @@ SCATTER = comm.codecs.compressed(comm.reduce_scatter, comm.codecs.Blocks(8))
         ({"stage": 2, "persistence_threshold": 5}, "persistence_threshold=5: stage 2 keeps all params whole"),
         ({"stage": 1, "prefetch": 0}, "prefetch=0: stage 1 keeps all params whole"),
         ({"stage": 2, "hpz": True}, "hpz=True: stage 2"),
-        ({"stage": 3, "hpz": True}, "say which ranks share a node"),
+        ({"stage": 3, "hpz": True}, "pass the ranks that share a node"),
         ({"stage": 0, "intra_node": 2}, "intra_node=2: stage 0 has no shards"),
         ({"stage": 0, "aggregate": "owner"}, "aggregate='owner': stage 0"),
         ({"stage": 2, "aggregate": "owner", "intra_node": 2}, "one owner and one level of groups"),
@@ -47,7 +47,7 @@ def test_what_is_no_group(options: dict[str, Any]) -> None:
 
 
 def test_what_is_no_collective() -> None:
-    with pytest.raises(TypeError, match="all_gather=None is no collective"):
+    with pytest.raises(TypeError, match="all_gather=None is not a collective"):
         transforms.zero(3, all_gather=None)  # type: ignore[arg-type]
 
 

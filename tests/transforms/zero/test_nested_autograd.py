@@ -699,7 +699,7 @@ def test_a_forward_that_reaches_the_original_module(stage: int | None, recompute
 
     step = fds.train_step(loss, fds.sgd(0.1))
     step = step if stage is None else T.zero(stage)(step)
-    with pytest.raises(RuntimeError, match=r"a parameter of shape \[3.*that is none of the step's params"):
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \[3.*that is not one of the step's params"):
         comm.simulate(lambda: step(step.init(params), data()), world_size=1 if stage is None else 2)
 
 

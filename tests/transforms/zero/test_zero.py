@@ -302,7 +302,7 @@ def test_refuses_a_stage_that_does_not_exist(stage: Any) -> None:
 
 
 def test_refuses_what_is_no_group() -> None:
-    with pytest.raises(TypeError, match="no group"):
+    with pytest.raises(TypeError, match="not a group"):
         transforms.zero(1, "dp")  # type: ignore[arg-type]
 
 

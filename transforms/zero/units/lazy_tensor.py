@@ -31,8 +31,8 @@ _VERSION: Any = Tensor._version
 _REFUSED = {
     _VERSION.__get__: "the loss reads _version of a parameter of shape {shape}, which does not change from step to step: what "
     "is kept until it does would never be renewed. Compute it in each step, or keep the step's number as a buffer",
-    _DATA.__set__: "the loss set the data of a parameter of shape {shape}, which is none of its own under zero: compute what "
-    "it needs from the parameter, or change params after the update, in a transform: fds.wrap(..., update=...)",
+    _DATA.__set__: "the loss set the data of a parameter of shape {shape}, which has no memory of its own under zero: compute "
+    "what it needs from the parameter, or change params after the update, in a transform: fds.wrap(..., update=...)",
     Tensor.register_post_accumulate_grad_hook: "the loss registered a hook on a parameter of shape {shape} by "
     "register_post_accumulate_grad_hook, which would never run, because gradients are not accumulated in .grad; use "
     "register_hook",

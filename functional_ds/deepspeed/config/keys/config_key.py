@@ -88,19 +88,19 @@ class ConfigKey:
             for choice in self.choices:
                 if found == choice or (isinstance(found, str) and isinstance(choice, str) and found.lower() == choice.lower()):
                     return choice
-            raise ValueError(f"{value!r} is none of {', '.join(map(repr, self.choices))}")
+            raise ValueError(f"{value!r} is not one of {', '.join(map(repr, self.choices))}")
         if isinstance(found, int | float) and not isinstance(found, bool) and not self.least <= found <= self.most:
-            raise ValueError(f"{value!r} must lie in {self.least}..{self.most}")
+            raise ValueError(f"{value!r} must be in {self.least}..{self.most}")
         return found
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     try:
         return float(value)
     except ValueError:
-        raise ValueError(f"{value!r} is no number") from None
+        raise ValueError(f"{value!r} is not a number") from None
 
 
 def _float(value: Any) -> float:
@@ -129,7 +129,7 @@ def _bool(value: Any) -> bool:
 
 def _str(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no string")
+        raise ValueError(f"{value!r} is not a string")
     return value
 
 
@@ -137,19 +137,19 @@ def _list(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, Sequence):
-        raise ValueError(f"{value!r} is no list")
+        raise ValueError(f"{value!r} is not a list")
     return list(value)
 
 
 def _dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is no block of keys")
+        raise ValueError(f"{value!r} is not a block of keys")
     return value
 
 
 def _betas(value: Any) -> tuple[float, float]:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
-        raise ValueError(f"{value!r} is no pair of numbers")
+        raise ValueError(f"{value!r} is not a pair of numbers")
     return _float(value[0]), _float(value[1])
 
 

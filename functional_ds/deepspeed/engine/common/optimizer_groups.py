@@ -201,8 +201,8 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, st
     build, kind = _builder(optimizer), type(optimizer).__name__
     if any(x is not None for held in optimizer.state.values() if float(held.get("step", 1)) for x in held.values()):
         raise UsageError(
-            f"optimizer: this {kind} has made updates, and the engine begins with moments of zero; pass a new one, and go on "
-            "from engine.load_checkpoint, or set moments by safe_set_full_optimizer_state"
+            f"optimizer: this {kind} has made updates, and the engine begins with moments of zero; pass a new one, and resume "
+            "with engine.load_checkpoint, or set moments by safe_set_full_optimizer_state"
         )
     if hooks_of_optimizer(optimizer):
         raise UsageError(
@@ -251,8 +251,8 @@ def _paths(parameters: Iterable[nn.Parameter], names: Mapping[int, str]) -> froz
     for parameter in parameters:
         if id(parameter) not in names:
             raise ValueError(
-                f"optimizer: a parameter of shape {list(parameter.shape)} is none of the model's. Make the optimizer after the "
-                "model has its final parameters, from the model that you pass"
+                f"optimizer: a parameter of shape {list(parameter.shape)} is not one of the model's. Make the optimizer after "
+                "the model has its final parameters, from the model that you pass"
             )
         found.append(names[id(parameter)])
     return frozenset(found)

@@ -106,7 +106,7 @@ class _Tiles:
     def _tokens(self) -> int:
         cut = [self.leaves[place] for place in self.places if place >= self.shared]
         if not cut:
-            raise ValueError("tiled: no argument after the first has a tensor, so there are no tokens to cut")
+            raise ValueError("tiled: no argument after the first has a tensor, so there are no tokens to split")
         for leaf in cut:
             if leaf.dim() <= self.dim or leaf.shape[self.dim] != cut[0].shape[self.dim]:
                 raise ValueError(
@@ -265,7 +265,7 @@ def _refuse_foreign(found: Sequence[Tensor], known: set[int]) -> None:
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in known:
             raise ValueError(
-                f"tiled: the function uses a tensor of shape {list(variable.shape)} that requires grad and is none of its "
+                f"tiled: the function uses a tensor of shape {list(variable.shape)} that requires grad and is not one of its "
                 "arguments, so it would get no gradient; pass it in the first argument, the params"
             )
         following = {each for each, _ in node.next_functions if each is not None} - seen
