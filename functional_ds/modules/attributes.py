@@ -40,7 +40,7 @@ class Stale:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises an error."""
         given = tree.leaves((args, kwargs))
-        return next(each for each in given if isinstance(each, Stale))._refuse()
+        return next(leaf for leaf in given if isinstance(leaf, Stale))._refuse()
 
     __getitem__ = __setitem__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __neg__ = __add__ = __radd__ = _refuse
     __call__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
@@ -78,7 +78,7 @@ class HiddenAttributes:
 
     def undo(self, memo: dict[int, Any]) -> None:
         """Restores the original attributes in a deep copy of the module."""
-        memo.update((place, copy.deepcopy(own, memo)) for place, (_, own) in self._own.items())
+        memo.update((place, copy.deepcopy(original, memo)) for place, (_, original) in self._own.items())
 
 
 _NUMBERS = (bool, int, float, complex)
@@ -133,13 +133,13 @@ def has_graph(value: Any) -> bool:
     """Whether a value is, or contains, a tensor that gradients flow through, so that it is of one pass only."""
     todo, seen = [value], set()
     while todo:
-        each = todo.pop()
-        if isinstance(each, Tensor):
-            if each.requires_grad:
+        item = todo.pop()
+        if isinstance(item, Tensor):
+            if item.requires_grad:
                 return True
-        elif not isinstance(each, _PLAIN) and id(each) not in seen:
-            seen.add(id(each))
-            todo.extend(_inside(each))
+        elif not isinstance(item, _PLAIN) and id(item) not in seen:
+            seen.add(id(item))
+            todo.extend(_inside(item))
     return False
 
 

@@ -18,10 +18,10 @@ _REBUILT = (tuple, types.MethodType, functools.partial)  # cannot be written int
 Put = Callable[[Any], None]  # sets the value of one place: an item, an attribute, the cell of a closure
 
 
-def _put_in_tuple(kind: type, items: list[Any], put: Put, index: int, value: Any) -> None:
+def _put_in_tuple(cls: type, items: list[Any], put: Put, index: int, value: Any) -> None:
     """Replaces a tuple, at its own place."""
     items[index] = value
-    put(kind(*items) if hasattr(kind, "_fields") else kind(items))
+    put(cls(*items) if hasattr(cls, "_fields") else cls(items))
 
 
 def _put_arguments(owner: Any, value: Any) -> None:
@@ -40,10 +40,10 @@ def fields_of(value: Any) -> dict[str, Any]:
     """An object's attributes, in its ``__dict__`` and in slots."""
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return {}
-    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-    found = {name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)}
+    slots = [name for cls in type(value).__mro__ for name in _names(vars(cls).get("__slots__", ()))]
+    slot_values = {name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)}
     fields = getattr(value, "__dict__", None)
-    return {**found, **fields} if isinstance(fields, dict) else found
+    return {**slot_values, **fields} if isinstance(fields, dict) else slot_values
 
 
 def _names(slots: Any) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def _leads_to(value: Any, parts: Collection[int], seen: set[int]) -> bool:
     if id(value) in seen or isinstance(value, _ATOMS):
         return False
     seen.add(id(value))
-    return any(_leads_to(each, parts, seen) for each in (*_inside(value), *fields_of(value).values()))
+    return any(_leads_to(item, parts, seen) for item in (*_inside(value), *fields_of(value).values()))
 
 
 def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, Put]]:
@@ -118,7 +118,7 @@ def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, Put]]
         for key, value in vars(owner).items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 search.visit(value, functools.partial(owner.__dict__.__setitem__, key))
-    return search.found
+    return search.places
 
 
 def _culprit(module: nn.Module, memo: Mapping[int, Any]) -> tuple[str, Any]:
@@ -213,7 +213,7 @@ class _Rebinding:
         if id(value) in seen or (id(value) in self.copies and not isinstance(value, _REBUILT)) or isinstance(value, _ATOMS):
             return False
         seen.add(id(value))
-        return any(self._leads_back(each, seen) for each in _inside(value))
+        return any(self._leads_back(item, seen) for item in _inside(value))
 
     def _again(self, value: Any) -> Any:
         """A version of a value that refers to the copy instead of the original."""
@@ -226,7 +226,7 @@ class _Rebinding:
         if type(value) is weakref.ref:
             return weakref.ref(self.of(value()))
         if isinstance(value, tuple):
-            items = [self.of(each) for each in value]
+            items = [self.of(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         made = copy.copy(value)
         self._fill(made)
@@ -248,7 +248,7 @@ class _Rebinding:
         return made
 
     def _mapped(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: self.of(each) for key, each in values.items()}
+        return {key: self.of(value) for key, value in values.items()}
 
 
 @attrs.define(eq=False)
@@ -263,13 +263,13 @@ class _PlaceSearch:
 
     wanted: Collection[int]
     modules: Collection[int]
-    found: list[tuple[int, Put]] = attrs.field(factory=list)
+    places: list[tuple[int, Put]] = attrs.field(factory=list)
     _seen: set[int] = attrs.field(factory=set)
 
     def visit(self, value: Any, put: Put) -> None:
         """Looks at a value and into it."""
         if id(value) in self.wanted:
-            self.found.append((id(value), put))
+            self.places.append((id(value), put))
         if id(value) in self._seen or id(value) in self.modules or isinstance(value, _ATOMS):
             return
         if not isinstance(value, tuple):  # each place that a tuple has gets a new one

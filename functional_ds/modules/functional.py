@@ -75,8 +75,8 @@ class Apply:
         for place, name in self._names.items():
             self._by_name.setdefault(name, []).append(place)
         self._shared, self._aliases = memory.buffers, memory.attributes
-        own = {id(buffer): name for name, buffer in self.module.named_buffers()}
-        self._elsewhere = {own[key] for key, _ in reached(self.module, own)}  # buffers that are also attributes
+        names = {id(buffer): name for name, buffer in self.module.named_buffers()}
+        self._elsewhere = {names[key] for key, _ in reached(self.module, names)}  # buffers that are also attributes
 
     @property
     def bare(self) -> Mapping[str, nn.Parameter]:
@@ -148,8 +148,8 @@ class Apply:
         self.notice()
         held = self._fresh({name: x for name, x in variables.items() if name not in self._bare})
         params = {name: variables[name] for name in self._bare if name in variables}
-        found = self._run(held, params, lambda module: module(*args, **kwargs), None, trial=_is_trial())
-        return found, {name: buffer for name, buffer in held.values.items() if buffer is not None}
+        output = self._run(held, params, lambda module: module(*args, **kwargs), None, trial=_is_trial())
+        return output, {name: buffer for name, buffer in held.values.items() if buffer is not None}
 
     def within(self, params: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
         """``function(module)``, where the module has these parameters in place; others may be missing.
@@ -168,11 +168,11 @@ class Apply:
         if given or pass_ is None or trial:
             return self._run(self._fresh(given), params, function, pass_, trial=trial)
         held, known = self._held(pass_)
-        found = self._run(held, params, function, pass_, trial=False)
+        output = self._run(held, params, function, pass_, trial=False)
         if not known and pass_.buffers is not None and pass_.buffers.keeps:
             buffers = pass_.buffers.buffers
             refuse_lost_writes(type(self.module).__name__, held.written(), buffers is not None and buffers.known.pickled)
-        return found
+        return output
 
     def dressed(self, params: Mapping[str, Tensor], dress: Callable[[Tensor], Tensor]) -> nn.Module:
         """A new copy of the module, with all parameters given and ``dress(buffer)`` for each of its buffers."""
@@ -193,20 +193,20 @@ class Apply:
 
     def _held(self, pass_: Pass) -> tuple[ModuleValues, bool]:
         """The module's buffers in this pass, from the state if it has the module, and whether it does."""
-        found = None if pass_.buffers is None else pass_.buffers.of(self)
-        if found is None:
+        held = None if pass_.buffers is None else pass_.buffers.of(self)
+        if held is None:
             unknown = pass_.slots.setdefault("unknown modules", {})
             if self not in unknown:
                 unknown[self] = self._fresh({})
             return unknown[self], False
-        if not found.complete:
+        if not held.complete:
             recorder = current_recorder()
             traced = {} if recorder is None else recorder.notes.buffers
             for name, owner, key in self._homes:  # what ``state_dict`` leaves out
                 if (buffer := buffers_of(owner)[key]) is not None:
-                    found.add(name, traced.get((self, name), buffer))
-            found.complete = True
-        return found, True
+                    held.add(name, traced.get((self, name), buffer))
+            held.complete = True
+        return held, True
 
     def _learn(self, held: ModuleValues) -> None:
         """Records buffers that calls do not write: large ones then need no copies."""
@@ -234,31 +234,31 @@ class Apply:
             recorder.notes.modes[self] = self.modes
         skeleton, temporary = self._lease(params, held, pass_, trial)
         skeleton.put(held)
-        kind = type(self.module).__name__
+        class_name = type(self.module).__name__
         plain = pass_ is not None and not pass_.placeholders
         try:
             watches = held.looks and pass_ is not None and not trial
             with (
-                same_versions(kind, params) if plain else nullcontext(),
-                watched(kind, params, pass_) if watches else nullcontext(),  # type: ignore[arg-type]
+                same_versions(class_name, params) if plain else nullcontext(),
+                watched(class_name, params, pass_) if watches else nullcontext(),  # type: ignore[arg-type]
                 self._marks.on(params) if pass_ is None else nullcontext(),
             ):
-                found = called(skeleton.module, function)(skeleton.module)
+                output = called(skeleton.module, function)(skeleton.module)
             if held.looks:
                 self._hidden.hide(skeleton.passing())
-            return found
+            return output
         except RuntimeError as error:
-            refuse_flags(kind, error)
-            refuse_loading(kind, error)
+            refuse_flags(class_name, error)
+            refuse_loading(class_name, error)
             if pass_ is not None and pass_.placeholders:
-                refuse_placeholders(kind, error)
+                refuse_placeholders(class_name, error)
             raise
         finally:
             if not trial:
                 assigned = skeleton.note(held)
                 if self._elsewhere:
                     reruns = bool(skeleton.calls) or current_region() is not None
-                    check_elsewhere(kind, self._elsewhere, assigned, held.written() if reruns else ())
+                    check_elsewhere(class_name, self._elsewhere, assigned, held.written() if reruns else ())
                 self._learn(held)
             if temporary:
                 self._release(skeleton, held)
@@ -302,11 +302,11 @@ class Apply:
 
     def _check_forward(self, pass_: Pass) -> None:
         """Raises an error for changes of the parameters themselves in a forward pass."""
-        kind = type(self.module).__name__
+        class_name = type(self.module).__name__
         for skeleton, held in pass_.modules.get(self, ()):
             if not skeleton.tried:
-                skeleton.check(kind, self._aliases, held)
-                refuse_aliases(kind, skeleton.assigned(held), skeleton.bound, pass_)
+                skeleton.check(class_name, self._aliases, held)
+                refuse_aliases(class_name, skeleton.assigned(held), skeleton.bound, pass_)
 
     def _release_all(self, pass_: Pass) -> None:
         for skeleton, held in reversed(pass_.modules.pop(self)):
@@ -348,9 +348,9 @@ class Apply:
         }
         names = {id(memo[id(x)]): name for name, x in (*self._bare.items(), *buffers.items()) if id(x) in memo}
         elsewhere: dict[str, list[Put]] = {name: [] for name in self._elsewhere}
-        for found, put in reached(module, names):
-            (slots if names[found] in slots else elsewhere)[names[found]].append(put)
-        rnns = [each for each in owners.values() if isinstance(each, nn.RNNBase)]
+        for tensor_id, put in reached(module, names):
+            (slots if names[tensor_id] in slots else elsewhere)[names[tensor_id]].append(put)
+        rnns = [owner for owner in owners.values() if isinstance(owner, nn.RNNBase)]
         mutable = {joined(*place): value for place, value in mutable_attributes(module)}
         tensors = [name for name, value in mutable.items() if not any(id(x) in names for x in tree.leaves(value))]
         return Skeleton(
@@ -391,8 +391,8 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
     """
     apply = Apply(module)
     ref = ModuleRef(apply)
-    own = parameter_places(module)[1]
-    found = {name: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for name, p in own.items()}
-    for name, parameter in found.items():
-        vars(parameter).update(attributes_on(own[name]))
-    return apply, {name: mark_module(parameter, ref, name) for name, parameter in found.items()}
+    originals = parameter_places(module)[1]
+    params = {name: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for name, p in originals.items()}
+    for name, parameter in params.items():
+        vars(parameter).update(attributes_on(originals[name]))
+    return apply, {name: mark_module(parameter, ref, name) for name, parameter in params.items()}

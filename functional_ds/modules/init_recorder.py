@@ -95,11 +95,11 @@ class Initialisation(TorchDispatchMode):
         arguments = tree.map(self._noted, (args, kwargs))
         changed = [self.place(x) for x in tensors_written(func, args, kwargs) if isinstance(x, FakeTensor)]
         known = len(self._kept)
-        found = func(*args, **kwargs)
-        outputs = [self.place(x) if isinstance(x, FakeTensor) else None for x in tree.leaves(found)]
+        output = func(*args, **kwargs)
+        outputs = [self.place(x) if isinstance(x, FakeTensor) else None for x in tree.leaves(output)]
         makes = tuple(place if place is not None and place.storage >= known else None for place in outputs)
         self._note(func, arguments, reads, changed, makes, state)
-        return found
+        return output
 
     def place(self, tensor: Tensor) -> Place:
         """The place of a fake tensor."""
@@ -174,9 +174,9 @@ class Initialisation(TorchDispatchMode):
             places = [self.place(x) for x in tree.leaves((args, kwargs)) if isinstance(x, FakeTensor)]
             storages = {place.storage: self.compute(place).untyped_storage() for place in places}
             args, kwargs = tree.map(lambda x: self._in(x, storages), (args, kwargs))
-            found = func(*args, **kwargs)
+            output = func(*args, **kwargs)
         with self:  # what comes of it has values: it is taken in as those
-            return tree.map(lambda x: torch.ops.aten.lift_fresh(x) if isinstance(x, Tensor) else x, found)
+            return tree.map(lambda x: torch.ops.aten.lift_fresh(x) if isinstance(x, Tensor) else x, output)
 
     def _in(self, value: Any, storages: Mapping[int, torch.UntypedStorage]) -> Any:
         return self.place(value).within(storages) if isinstance(value, FakeTensor) else value
@@ -207,15 +207,15 @@ class Initialisation(TorchDispatchMode):
     def _again(self, entry: _RecordedOp, storages: dict[int, torch.UntypedStorage]) -> None:
         args, kwargs = tree.map(lambda x: x.within(storages) if isinstance(x, Place) else x, entry.arguments)
         if entry.state is None:
-            found = entry.function(*args, **kwargs)
+            outputs = entry.function(*args, **kwargs)
         else:
             now = torch.default_generator.get_state()
             torch.default_generator.set_state(entry.state)
             try:
-                found = entry.function(*args, **kwargs)
+                outputs = entry.function(*args, **kwargs)
             finally:
                 torch.default_generator.set_state(now)
-        for place, result in zip(entry.makes, tree.leaves(found), strict=True):
+        for place, result in zip(entry.makes, tree.leaves(outputs), strict=True):
             if place is not None:
                 _check(place, result, entry.function)
                 storages[place.storage] = result.untyped_storage()

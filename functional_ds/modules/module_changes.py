@@ -80,7 +80,7 @@ class ModuleChanges:
     @property
     def modes(self) -> tuple[int, ...]:
         """Which modules are in training mode, and the number of other changes except of buffers' tensors."""
-        return (*[each.training for each in self._now.owners.values()], self._edits)
+        return (*[owner.training for owner in self._now.owners.values()], self._edits)
 
     def __len__(self) -> int:
         """The number of changes so far."""
@@ -174,22 +174,22 @@ class _Snapshot:
     @staticmethod
     def of(module: nn.Module) -> "_Snapshot":
         """The snapshot of a module."""
-        found = _Snapshot(dict(module.named_modules()))
-        found._known.update((id(owner), (id(owner),)) for owner in found.owners.values())
-        for path, owner in found.owners.items():
-            found._objects.append(owner)
-            found.marks[path, "__class__"] = (id(type(owner)),)
-            found._vars.append(vars(owner))
+        snapshot = _Snapshot(dict(module.named_modules()))
+        snapshot._known.update((id(owner), (id(owner),)) for owner in snapshot.owners.values())
+        for path, owner in snapshot.owners.items():
+            snapshot._objects.append(owner)
+            snapshot.marks[path, "__class__"] = (id(type(owner)),)
+            snapshot._vars.append(vars(owner))
             for key, value in vars(owner).items():
                 if key not in _PASSED_OVER and not (
                     key in _STRUCTURE and not isinstance(value, dict)
                 ):  # scripted modules keep theirs
-                    found.marks[path, key] = found._tensors_of(value) if key in _TENSORS else found._mark(value)
-        found._listed = [*found._vars, *(each for each in found._dicts if each)]
-        values = found._values()
-        found._strict = [place for place, value in enumerate(values) if not isinstance(value, _EQUAL_IS_SAME)]
-        found._before = values, [values[place] for place in found._strict], found._counts()
-        return found
+                    snapshot.marks[path, key] = snapshot._tensors_of(value) if key in _TENSORS else snapshot._mark(value)
+        snapshot._listed = [*snapshot._vars, *(fields for fields in snapshot._dicts if fields)]
+        values = snapshot._values()
+        snapshot._strict = [place for place, value in enumerate(values) if not isinstance(value, _EQUAL_IS_SAME)]
+        snapshot._before = values, [values[place] for place in snapshot._strict], snapshot._counts()
+        return snapshot
 
     def is_current(self) -> bool:
         """Whether the module is unchanged. Compares flat lists, which costs little more than making them."""
@@ -212,7 +212,7 @@ class _Snapshot:
             *map(len, self._dicts),
             *map(len, self._sequences),
             *map(version_of, self._tensors),
-            *[each.requires_grad for each in self._tensors],
+            *[tensor.requires_grad for tensor in self._tensors],
             *map(_checksum, self._arrays),
             *map(type, self._objects),
         ]
@@ -259,12 +259,12 @@ class _Snapshot:
         fields = getattr(value, "__dict__", None)
         if isinstance(fields, dict):
             self._dicts.append(fields)
-        found = fields_of(value)
-        if found and found != fields:
+        attributes = fields_of(value)
+        if attributes and attributes != fields:
             self._sequences.append(_SlotValues(value))
-        for key, each in found.items():
+        for key, attribute in attributes.items():
             yield key
-            yield self._mark(each)
+            yield self._mark(attribute)
 
 
 @attrs.frozen(eq=False)
@@ -303,11 +303,11 @@ def _written_parameter(before: _Snapshot, after: _Snapshot) -> str | None:
     was, now = (
         {
             _joined(path, name): mark
-            for (path, key), held in each.marks.items()
+            for (path, key), held in snapshot.marks.items()
             if key == "_parameters"
             for name, mark in held.items()
         }
-        for each in (before, after)
+        for snapshot in (before, after)
     )
     for name in {**was, **now}:
         if was.get(name, [None])[0] != now.get(name, [None])[0]:

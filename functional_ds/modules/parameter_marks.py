@@ -24,7 +24,7 @@ class ParameterMarks:
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
-        self._attributes = {name: found for name, p in params.items() if (found := attributes_on(p))}
+        self._attributes = {name: attributes for name, p in params.items() if (attributes := attributes_on(p))}
 
     def put(self, params: Mapping[str, Tensor]) -> list[tuple[Tensor, Collection[str]]]:
         """Marks tensors; returns what ``take`` must remove from each."""

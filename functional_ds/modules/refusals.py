@@ -25,29 +25,29 @@ def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
             raise ValueError(
                 f"fds.functional: {name!r} has no shape yet, as its module is lazy; call the module once on an example before"
             )
-    kind = type(module).__name__
+    class_name = type(module).__name__
     for name, parameter in params.items():
         if type(parameter) is not nn.Parameter and not is_fake(parameter) and not is_dtensor(parameter):
             raise ValueError(
-                f"fds.functional: the parameter {name!r} of {kind} is a {type(parameter).__name__}, and a step has plain "
+                f"fds.functional: the parameter {name!r} of {class_name} is a {type(parameter).__name__}, and a step has plain "
                 "tensors in place of parameters, so what the class does would be lost: use nn.Parameter, and do "
                 "that in forward or in torch.nn.utils.parametrize"
             )
-    own = {id(parameter): name for name, parameter in params.items()}
-    left = own.keys() - {id(parameter) for _, parameter in module.named_parameters()}
-    left |= own.keys() - {id(parameter) for parameter in module.parameters()}
-    for name in sorted(own[each] for each in left if params[own[each]].requires_grad):
+    names = {id(parameter): name for name, parameter in params.items()}
+    missing = names.keys() - {id(parameter) for _, parameter in module.named_parameters()}
+    missing |= names.keys() - {id(parameter) for parameter in module.parameters()}
+    for name in sorted(names[parameter_id] for parameter_id in missing if params[names[parameter_id]].requires_grad):
         raise ValueError(
-            f"fds.functional: {kind}.named_parameters() or parameters() leaves out {name!r}, so torch would not train it: set "
-            "requires_grad=False on the parameter, which then stays as it is"
+            f"fds.functional: {class_name}.named_parameters() or parameters() leaves out {name!r}, so torch would not train "
+            "it: set requires_grad=False on the parameter, which then stays as it is"
         )
     for path, owner in module.named_modules():
         for key, value in vars(owner).items():
-            found = None if key in _OF_MODULES else _name_in_keys(value, own)
-            if found is not None:
+            parameter_name = None if key in _OF_MODULES else _name_in_keys(value, names)
+            if parameter_name is not None:
                 raise ValueError(
-                    f"fds.functional: the keys of {key!r} in {path or kind} are parameters or their ids, here that of "
-                    f"{found!r}; a step has other tensors in place of parameters: use their names as keys"
+                    f"fds.functional: the keys of {key!r} in {path or class_name} are parameters or their ids, here that of "
+                    f"{parameter_name!r}; a step has other tensors in place of parameters: use their names as keys"
                 )
     for name, parameter in params.items():
         if hooks_of(parameter):
@@ -59,14 +59,14 @@ def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _name_in_keys(value: Any, own: Mapping[int, str]) -> str | None:
+def _name_in_keys(value: Any, names: Mapping[int, str]) -> str | None:
     """The parameter that is, or whose id is, a key of a dict or an item of a set."""
     if not isinstance(value, (dict, set, frozenset)) or not isinstance(next(iter(value), None), (int, Tensor)):
         return None
-    return next((own[at] for each in value if (at := each if isinstance(each, int) else id(each)) in own), None)
+    return next((names[at] for key in value if (at := key if isinstance(key, int) else id(key)) in names), None)
 
 
-def refuse_flags(kind: str, error: RuntimeError | None = None) -> None:
+def refuse_flags(class_name: str, error: RuntimeError | None = None) -> None:
     """Raises an error for ``requires_grad_()`` of a parameter in forward; ``error`` is torch's, if there is one.
 
     Raises:
@@ -74,12 +74,13 @@ def refuse_flags(kind: str, error: RuntimeError | None = None) -> None:
     """
     if error is None or "you can only change requires_grad flags of leaf variables" in str(error):
         raise RuntimeError(
-            f"the module {kind} changed requires_grad of a parameter in forward, and a step trains the same params throughout; "
-            "use detached parameters there (torch.func.functional_call), or train the parts by steps of their own (fds.freeze)"
+            f"the module {class_name} changed requires_grad of a parameter in forward, and a step trains the same params "
+            "throughout; use detached parameters there (torch.func.functional_call), or train the parts by steps of their own "
+            "(fds.freeze)"
         ) from error
 
 
-def refuse_placeholders(kind: str, error: RuntimeError) -> None:
+def refuse_placeholders(class_name: str, error: RuntimeError) -> None:
     """Raises an error for code that torch traces while params are lazy, as under ZeRO; ``error`` is the tracer's.
 
     Raises:
@@ -88,12 +89,12 @@ def refuse_placeholders(kind: str, error: RuntimeError) -> None:
     traced = ("torch.compile with fullgraph=True", "HigherOrderOperator")
     if type(error).__module__ == "torch._dynamo.exc" or any(words in str(error) for words in traced):
         raise RuntimeError(
-            f"the module {kind} has torch trace code (torch.cond, torch.compile with fullgraph=True) that uses params, which "
-            "are placeholders under zero: choose by a Python if or torch.where, and compile with fullgraph=False"
+            f"the module {class_name} has torch trace code (torch.cond, torch.compile with fullgraph=True) that uses params, "
+            "which are placeholders under zero: choose by a Python if or torch.where, and compile with fullgraph=False"
         ) from error
 
 
-def refuse_loading(kind: str, error: RuntimeError) -> None:
+def refuse_loading(class_name: str, error: RuntimeError) -> None:
     """Raises an error for ``load_state_dict`` in forward, which wraps the errors that it meets.
 
     Raises:
@@ -101,12 +102,12 @@ def refuse_loading(kind: str, error: RuntimeError) -> None:
     """
     if "loading state_dict" in str(error) and "a forward pass may write only buffers" in str(error):
         raise RuntimeError(
-            f"the module {kind} calls load_state_dict in forward, which writes into its parameters, and a forward pass may "
-            "write buffers alone: keep the copy in buffers (register_buffer), or load it between steps, into the params"
+            f"the module {class_name} calls load_state_dict in forward, which writes into its parameters, and a forward pass "
+            "may write buffers alone: keep the copy in buffers (register_buffer), or load it between steps, into the params"
         ) from error
 
 
-def check_elsewhere(kind: str, names: Collection[str], assigned: Collection[str], rerun: Collection[str]) -> None:
+def check_elsewhere(class_name: str, names: Collection[str], assigned: Collection[str], rerun: Collection[str]) -> None:
     """Raises an error for calls after which a buffer would differ from what further references to it mean.
 
     Args:
@@ -118,7 +119,7 @@ def check_elsewhere(kind: str, names: Collection[str], assigned: Collection[str]
     Raises:
         RuntimeError: there is one.
     """
-    where = f"which something else in {kind} refers to, too (an attribute, a list or a function)"
+    where = f"which something else in {class_name} refers to, too (an attribute, a list or a function)"
     for name in sorted({*names}.intersection(assigned)):
         raise RuntimeError(f"a call assigned its buffer {name!r}, {where}: write it in place, or refer to it by its name alone")
     for name in sorted({*names}.intersection(rerun)):
@@ -128,7 +129,7 @@ def check_elsewhere(kind: str, names: Collection[str], assigned: Collection[str]
         )
 
 
-def refuse_lost_writes(kind: str, written: Collection[str], pickled: bool) -> None:
+def refuse_lost_writes(class_name: str, written: Collection[str], pickled: bool) -> None:
     """Raises an error for writes into buffers that the state does not have.
 
     Args:
@@ -140,7 +141,7 @@ def refuse_lost_writes(kind: str, written: Collection[str], pickled: bool) -> No
         RuntimeError: there is one.
     """
     for name in sorted(written):
-        what = f"the module {kind} wrote {name!r}, which would be lost, because the state "
+        what = f"the module {class_name} wrote {name!r}, which would be lost, because the state "
         if pickled:
             raise RuntimeError(
                 f"{what}was pickled, which parts it from its modules: use fds.save(state, folder) and fds.load(folder, "

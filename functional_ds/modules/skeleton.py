@@ -150,9 +150,9 @@ class Skeleton:
     def note(self, held: ModuleValues) -> list[str]:
         """Stores the buffers that a call has replaced, and returns their names."""
         assigned = []
-        for (path, store), own in zip(self._stores.items(), self._shared, strict=True):
-            if own and not own.keys() <= store.keys():
-                name = joined(path, min(own.keys() - store.keys()))
+        for (path, store), shared in zip(self._stores.items(), self._shared, strict=True):
+            if shared and not shared.keys() <= store.keys():
+                name = joined(path, min(shared.keys() - store.keys()))
                 raise RuntimeError(f"a call deleted its buffer {name!r}, and a state has one set of buffers: set it to None")
             for key, buffer in store.items():
                 name = self.names.get((path, key)) or joined(path, key)
@@ -223,7 +223,7 @@ class Skeleton:
         """Stores one attribute that calls have set, or may have written into."""
         path, key = _parted(name)
         if _is_ours(self.owners.get(path), key) or (
-            self.elsewhere and any(value is held.values.get(each) for each in self.elsewhere)
+            self.elsewhere and any(value is held.values.get(buffer) for buffer in self.elsewhere)
         ):
             return  # a wrapper; a buffer, under another name
         if key != "training" and is_state(value):
@@ -240,7 +240,7 @@ class Skeleton:
             rest = kept(name, value)
             held.others[name] = OtherAttribute(rest, self.version, any(isinstance(x, Stale) for x in tree.leaves(rest)))
 
-    def check(self, kind: str, aliases: Mapping[str, str], held: ModuleValues) -> None:
+    def check(self, class_name: str, aliases: Mapping[str, str], held: ModuleValues) -> None:
         """Raises an error for a forward pass that has replaced parameters, or changed which require grad.
 
         Args:
@@ -248,33 +248,33 @@ class Skeleton:
             aliases: attributes that shared memory, each with the name of what; a call may write into neither.
             held: the module's buffers in this pass.
         """
-        for name, place, own, key in self._homes:
-            if name in self.bound and own.get(key) is not self.bound[name]:
+        for name, place, parameters, key in self._homes:
+            if name in self.bound and parameters.get(key) is not self.bound[name]:
                 raise RuntimeError(
-                    f"the module {kind} set its parameter {place!r} to another tensor in forward, and a step's params keep "
-                    "their places: choose between parameters by an attribute that is a number"
+                    f"the module {class_name} set its parameter {place!r} to another tensor in forward, and a step's params "
+                    "keep their places: choose between parameters by an attribute that is a number"
                 )
         if self.flags and self.flags != [p.requires_grad for p in self.bound.values()]:
-            refuse_flags(kind)
+            refuse_flags(class_name)
         if aliases:
-            self._check_aliases(kind, aliases, held)
+            self._check_aliases(class_name, aliases, held)
 
-    def _check_aliases(self, kind: str, aliases: Mapping[str, str], held: ModuleValues) -> None:
+    def _check_aliases(self, class_name: str, aliases: Mapping[str, str], held: ModuleValues) -> None:
         """Raises an error for writes into an attribute that shared memory with another one or a buffer: here they differ."""
         for name, (given, _, versions) in self._copies.items():
             path, key = _parted(name)
-            other = next((its for each, its in aliases.items() if f"{each}.".startswith(f"{name}.")), None)
+            other = next((its for alias, its in aliases.items() if f"{alias}.".startswith(f"{name}.")), None)
             if other is None or name in held.attributes or vars(self.owners[path]).get(key, ABSENT) is not given:
                 continue
             if any(version_of(leaf) != version for leaf, version in versions if isinstance(leaf, Tensor)):
                 raise RuntimeError(
-                    f"the module {kind} wrote into its attribute {name!r}, which shares memory with its {other!r}: what is "
-                    "written to one would not be in the other; keep one of them, and compute the other from it in forward"
+                    f"the module {class_name} wrote into its attribute {name!r}, which shares memory with its {other!r}: what "
+                    "is written to one would not be in the other; keep one of them, and compute the other from it in forward"
                 )
 
     def assigned(self, held: ModuleValues) -> list[tuple[str, Tensor]]:
         """The tensors without a graph that forward has set as attributes and buffers."""
-        found = [(name, x) for name, x in held.values.items() if x is not None and held.is_assigned(name)]
+        tensors = [(name, x) for name, x in held.values.items() if x is not None and held.is_assigned(name)]
         for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True):
             now = vars(owner)
             if len(now) == len(leased) and all(map(is_, now.values(), leased.values())):
@@ -284,8 +284,8 @@ class Skeleton:
                 for key, x in now.items()
                 if x is not leased.get(key, ABSENT) and not _is_ours(owner, key)
             ]
-            found += [(name, x) for name, v in new for x in tree.leaves(v) if isinstance(x, Tensor) and not x.requires_grad]
-        return found
+            tensors += [(name, x) for name, v in new for x in tree.leaves(v) if isinstance(x, Tensor) and not x.requires_grad]
+        return tensors
 
     def passing(self) -> list[str]:
         """The attributes that calls have set to tensors with a graph."""
@@ -300,8 +300,8 @@ class Skeleton:
         """Makes each of ``calls`` run the modules that it chooses, the last outermost, in this copy."""
         if calls == self.calls:
             return
-        for module, own in reversed(self._plain):
-            put_attribute(module.__dict__, "forward", own)
+        for module, forward in reversed(self._plain):
+            put_attribute(module.__dict__, "forward", forward)
         self._plain, self.calls = [], calls
         for call in calls:
             for path in call.chosen(self.module):

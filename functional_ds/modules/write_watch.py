@@ -16,7 +16,7 @@ from functional_ds.step.pass_scope import Pass
 from functional_ds.step.views.graph_checks import bit_sums
 
 
-def _refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> None:
+def _refuse_write(class_name: str, name: str, parameter: Tensor | None, how: str) -> None:
     """Raises RuntimeError: the module of this kind wrote into the parameter of this name."""
     if parameter is not None and not parameter.requires_grad:
         raise RuntimeError(
@@ -30,7 +30,7 @@ def _refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> N
     )
 
 
-def refuse_aliases(kind: str, assigned: list[tuple[str, Tensor]], params: Mapping[str, Tensor], pass_: Pass) -> None:
+def refuse_aliases(class_name: str, assigned: list[tuple[str, Tensor]], params: Mapping[str, Tensor], pass_: Pass) -> None:
     """Raises an error for attributes and buffers set to a param's memory, which the update writes and ZeRO frees.
 
     Args:
@@ -42,17 +42,17 @@ def refuse_aliases(kind: str, assigned: list[tuple[str, Tensor]], params: Mappin
     Raises:
         RuntimeError: there is one.
     """
-    watch = _WriteWatch(kind, params, pass_) if assigned else None
+    watch = _WriteWatch(class_name, params, pass_) if assigned else None
     for name, tensor in assigned:
         if watch is not None and tensor.layout == torch.strided and (param := watch.name_of(tensor)) is not None:
             raise RuntimeError(
-                f"the module {kind} set {name!r} to the memory of its parameter {param!r} (detach() copies nothing), which the "
-                "update changes: set it to .detach().clone() to keep the values, or read the parameter itself"
+                f"the module {class_name} set {name!r} to the memory of its parameter {param!r} (detach() copies nothing), "
+                "which the update changes: set it to .detach().clone() to keep the values, or read the parameter itself"
             )
 
 
 @contextmanager
-def watched(kind: str, params: Mapping[str, Tensor], pass_: Pass) -> Iterator[None]:
+def watched(class_name: str, params: Mapping[str, Tensor], pass_: Pass) -> Iterator[None]:
     """A context in which a write into one of the params raises an error; it reads them all, or costs time at each operation.
 
     Params in memory are compared by their values, which works with compiled functions. For those that are gathered and freed,
@@ -64,27 +64,27 @@ def watched(kind: str, params: Mapping[str, Tensor], pass_: Pass) -> Iterator[No
         pass_: it knows which memory is that of a param.
     """
     if pass_.placeholders:
-        watch = _WriteWatch(kind, params, pass_)
+        watch = _WriteWatch(class_name, params, pass_)
         with _Assignments(watch), _Operations(watch):
             yield
         return
-    before = {name: found for name, param in params.items() if (found := _values(param)) is not None}
+    before = {name: values for name, param in params.items() if (values := _values(param)) is not None}
     yield
     for name, (storage, sums) in before.items():
         if storage_id(params[name]) != storage:
-            _refuse_write(kind, name, params[name], f"{name.rpartition('.')[2]}.data = ...")
+            _refuse_write(class_name, name, params[name], f"{name.rpartition('.')[2]}.data = ...")
         if not all(map(torch.equal, sums, bit_sums(params[name]))):
-            _refuse_write(kind, name, params[name], "its values have changed")
+            _refuse_write(class_name, name, params[name], "its values have changed")
 
 
 @contextmanager
-def same_versions(kind: str, params: Mapping[str, Tensor]) -> Iterator[None]:
+def same_versions(class_name: str, params: Mapping[str, Tensor]) -> Iterator[None]:
     """A context in which writes that autograd counts, or that replace a param's memory, raise an error."""
     before = _versions(params)
     yield
     if before != (after := _versions(params)):
         name = next(name for name, old, new in zip(params, before, after, strict=True) if old != new)
-        _refuse_write(kind, name, params[name], "under no_grad, or by .data =")
+        _refuse_write(class_name, name, params[name], "under no_grad, or by .data =")
 
 
 def _versions(params: Mapping[str, Tensor]) -> list[tuple[int, int]]:
@@ -106,7 +106,7 @@ def _values(param: Tensor) -> tuple[int, tuple[Tensor, ...]] | None:
 
 @attrs.define(eq=False)
 class _WriteWatch:
-    kind: str
+    class_name: str
     params: Mapping[str, Tensor]
     pass_: Pass
     _places: list[tuple[int, int, int, str]] | None = None
@@ -115,13 +115,13 @@ class _WriteWatch:
         """Raises an error for a write into a param's memory."""
         for tensor in tree.leaves(written):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided and (name := self.name_of(tensor)) is not None:
-                _refuse_write(self.kind, name, self.params.get(name), how)
+                _refuse_write(self.class_name, name, self.params.get(name), how)
 
     def assigned(self, tensor: Any) -> None:
         """Raises an error for ``param.data = ...``."""
         name = next((name for name, param in self.params.items() if param is tensor), None)
         if name is not None:
-            _refuse_write(self.kind, name, self.params[name], f"{name.rpartition('.')[2]}.data = ...")
+            _refuse_write(self.class_name, name, self.params[name], f"{name.rpartition('.')[2]}.data = ...")
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The param whose memory holds a tensor."""

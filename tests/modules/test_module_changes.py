@@ -354,7 +354,10 @@ BUGS: list[tuple[Callable[[], Any], Bug]] = [
     (
         lambda: check({2: [HOLD["dict"]]}, "plain"),
         Bug(
-            "dicts are not looked into", "modules.module_changes:_Snapshot.of", "(each for each in found._dicts if each)", "()"
+            "dicts are not looked into",
+            "modules.module_changes:_Snapshot.of",
+            "(fields for fields in snapshot._dicts if fields)",
+            "()",
         ),
     ),
     (
@@ -397,7 +400,7 @@ BUGS: list[tuple[Callable[[], Any], Bug]] = [
         Bug(
             "flags are not looked at",
             "modules.module_changes:_Snapshot._counts",
-            "[each.requires_grad for each in self._tensors]",
+            "[tensor.requires_grad for tensor in self._tensors]",
             "[]",
             pytest.fail.Exception,
         ),
