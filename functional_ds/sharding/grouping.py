@@ -46,15 +46,15 @@ def unit_names(unit_of: UnitOf | None, leaves: Mapping[str, Tensor]) -> dict[str
     {'blocks.0.weight': 'blocks.0', 'blocks.0.bias': 'blocks.0', 'norm.bias': 'rest'}
     """
     if isinstance(unit_of, UnitPolicy):
-        found = dict(unit_of.units(leaves))
+        names = dict(unit_of.units(leaves))
     elif unit_of is None or callable(unit_of):
-        found = {path: (unit_of or by_block)(path) for path in leaves}
+        names = {path: (unit_of or by_block)(path) for path in leaves}
     else:
         raise TypeError(f"unit_of={unit_of!r} is not a function from a path to a name; see fds.units for ready ones")
     for path in leaves:
-        if not isinstance(found.get(path), str):
-            raise TypeError(f"unit_of={unit_of!r} gives {found.get(path)!r} for {path!r}; a unit's name is a string")
-    return found
+        if not isinstance(names.get(path), str):
+            raise TypeError(f"unit_of={unit_of!r} gives {names.get(path)!r} for {path!r}; a unit's name is a string")
+    return names
 
 
 def by_block(path: str) -> str:
@@ -96,15 +96,15 @@ class ByBytes:
 
     def units(self, leaves: Mapping[str, Tensor]) -> Mapping[str, str]:
         """Adds consecutive leaves to a unit until the next one would exceed the limit."""
-        found: dict[str, str] = {}
+        units: dict[str, str] = {}
         first, size = "", self.limit + 1
         for path, leaf in leaves.items():
             more = leaf.numel() * leaf.element_size()
             if size + more > self.limit:
                 first, size = path, 0
             size += more
-            found[path] = f"from {first}"
-        return found
+            units[path] = f"from {first}"
+        return units
 
 
 def by_bytes(limit: int) -> ByBytes:
@@ -134,18 +134,18 @@ class ByPath:
 
     def units(self, leaves: Mapping[str, Tensor]) -> Mapping[str, str]:
         """Names each unit by the first rule that matches."""
-        found: dict[str, str] = {}
+        units: dict[str, str] = {}
         used: set[str] = set()
         for path in leaves:
             hits = [(pattern, match, name) for pattern, name in self.rules if (match := re.search(pattern, path))]
             used.update(pattern for pattern, _, _ in hits)
             if hits:
-                found[path] = hits[0][1].expand(hits[0][2])
+                units[path] = hits[0][1].expand(hits[0][2])
         for pattern, _ in self.rules:
             if pattern not in used:
                 raise ValueError(f"by_path: {pattern!r} matches no path; {nearest(pattern, leaves)}")
-        rest = unit_names(self.others, {path: leaf for path, leaf in leaves.items() if path not in found})
-        return {**found, **rest}
+        rest = unit_names(self.others, {path: leaf for path, leaf in leaves.items() if path not in units})
+        return {**units, **rest}
 
 
 def by_path(rules: Mapping[str, str], *, others: UnitOf = by_block) -> ByPath:

@@ -104,10 +104,10 @@ class Layout:
         names, shards = unit_names(unit_of, written), {rank: place for place, rank in enumerate(ranks or range(n))}
         for path, leaf in written.items():
             cuts = tuple(len(cut.sharers) for cut in slices_of(leaf))
-            kind = leaf.dtype, is_trainable(leaf), stored_in(leaf), persistent(leaf), cuts
+            segment_key = leaf.dtype, is_trainable(leaf), stored_in(leaf), persistent(leaf), cuts
             unit = part_of(leaf), _sharers(path, leaf, shards), names[path]
-            members.setdefault(unit, {}).setdefault(kind, []).append(place[path])
-        sizes = [sum(leaves[i].nbytes for kind in kinds.values() for i in kind) for kinds in members.values()]
+            members.setdefault(unit, {}).setdefault(segment_key, []).append(place[path])
+        sizes = [sum(leaves[i].nbytes for indices in kinds.values() for i in indices) for kinds in members.values()]
         owners = _owners(list(zip(sizes, (sharers for _, sharers, _ in members), strict=True)), n)
         units: list[Unit] = []
         segments: list[Segment] = []
@@ -291,6 +291,6 @@ def unshard(shards: Sequence[Sequence[Tensor]], layout: Layout) -> Any:
         raise ValueError(f"shards: {len(shards)} ranks' shards for a layout of {layout.n}")
     flats = []
     for segment, pieces in zip(layout.segments, zip(*shards, strict=True), strict=True):
-        own = pieces if segment.sharers is None else [pieces[rank] for rank in segment.sharers[0]]
-        flats.append(like_marked(torch.cat([p.detach() for p in own]), own[0]))
+        block = pieces if segment.sharers is None else [pieces[rank] for rank in segment.sharers[0]]
+        flats.append(like_marked(torch.cat([p.detach() for p in block]), block[0]))
     return layout.unflatten(flats)

@@ -198,15 +198,15 @@ class LeafMap:
             return list(tensors)
         runs: list[list[list[int]]] = [[] for _ in tensors]
         for shard in self.shards:
-            found, stop = runs[shard.tensor], shard.start + shard.numel
-            if found and found[-1][1] == shard.start:
-                found[-1][1] = stop
+            ranges, stop = runs[shard.tensor], shard.start + shard.numel
+            if ranges and ranges[-1][1] == shard.start:
+                ranges[-1][1] = stop
             else:
-                found.append([shard.start, stop])
-        parts = [[x.reshape(-1)[start:stop] for start, stop in found] for x, found in zip(tensors, runs, strict=True)]
+                ranges.append([shard.start, stop])
+        parts = [[x.reshape(-1)[start:stop] for start, stop in ranges] for x, ranges in zip(tensors, runs, strict=True)]
         return [
-            torch.cat(each) if len(each) > 1 else each[0] if each else x.new_empty(0)
-            for x, each in zip(tensors, parts, strict=True)
+            torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else x.new_empty(0)
+            for x, pieces in zip(tensors, parts, strict=True)
         ]
 
     def placed(self, whole: Any, like: Sequence[Tensor]) -> list[Tensor]:
@@ -222,15 +222,15 @@ class LeafMap:
         >>> LeafMap.of({"w": torch.ones(2)}).placed({"w": torch.tensor([1.0, 2.0])}, [torch.ones(2)])
         [tensor([1., 2.])]
         """
-        given, found = dict(tree.named(whole)), [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in like]
+        given, tensors = dict(tree.named(whole)), [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in like]
         self.refuse_slices("placed", instead="give each rank its own slice")
         for leaf in self.leaves:
             if leaf.path not in given or given[leaf.path].numel() != leaf.numel:
                 has = list(given[leaf.path].shape) if leaf.path in given else "nothing"
                 raise ValueError(f"placed: {leaf.path!r} has shape {list(leaf.shape)}, and the tree has {has} there")
-        for part, room in zip(self.shards, self.views(found), strict=True):
+        for part, room in zip(self.shards, self.views(tensors), strict=True):
             room.copy_(given[self.leaves[part.leaf].path].detach().reshape(-1)[part.offset : part.offset + part.numel])
-        return found
+        return tensors
 
     def sums(self, function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> Tensor:
         """Sums over the elements of each leaf, such as squared norms: a row for each leaf, on all ranks.
@@ -252,14 +252,14 @@ class LeafMap:
         zero = function(*(torch.empty(0, dtype=wide, device=device) for _ in lists))
         rows = [torch.zeros_like(zero) for _ in self.leaves]
         for part in self.shards:
-            found = (each[part.tensor].reshape(-1)[part.start : part.start + part.numel] for each in lists)
-            rows[part.leaf] = rows[part.leaf] + function(*map(at_least_fp32, found)).to(zero.dtype)
+            pieces = (tensors[part.tensor].reshape(-1)[part.start : part.start + part.numel] for tensors in lists)
+            rows[part.leaf] = rows[part.leaf] + function(*map(at_least_fp32, pieces)).to(zero.dtype)
         return self.total(torch.stack(rows) if rows else zero.new_zeros(0, *zero.shape))
 
     def total(self, rows: Tensor) -> Tensor:
         """Reduces sums over this rank's parts, a row per leaf, to sums over whole leaves; collective if leaves are sharded."""
-        found: Tensor = rows if self.group is None else comm.all_reduce(rows, self.group)
-        return found
+        totals: Tensor = rows if self.group is None else comm.all_reduce(rows, self.group)
+        return totals
 
     def refuse_slices(
         self,
@@ -292,16 +292,16 @@ class LeafMap:
         """
         chosen = sorted(set(leaves))
         number = {leaf: i for i, leaf in enumerate(chosen)}
-        found = [_extents(shards, number) for shards in self.shards_by_rank]
+        extents = [_extents(shards, number) for shards in self.shards_by_rank]
         others = tuple(leaf.path for i, leaf in enumerate(self.leaves) if i not in number)
         selected = attrs.evolve(
             self,
             leaves=tuple(self.leaves[i] for i in chosen),
-            shards_by_rank=tuple(shards for _, shards in found),
+            shards_by_rank=tuple(shards for _, shards in extents),
             other_paths=self.other_paths + others,
             flat=True,
         )
-        return found[self.rank][0], selected
+        return extents[self.rank][0], selected
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

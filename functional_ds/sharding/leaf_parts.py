@@ -28,10 +28,10 @@ class LeafParts:
         """The parts of tensors with the params' layout; complex tensors as pairs of reals."""
         pairs = zip(params, tensors, strict=True)
         alike = [torch.view_as_complex(x) if p.is_complex() and not x.is_complex() else x for p, x in pairs]
-        found, group = self.leaf_map.views(alike), self.leaf_map.group
+        views, group = self.leaf_map.views(alike), self.leaf_map.group
         device = params[0].device if params else None if group is None else group.world.device
-        dtypes = [self.leaf_map.leaves[leaf].dtype for leaf in self.leaves[len(found) :]]
-        return _reals([*found, *(torch.empty(0, dtype=dtype, device=device) for dtype in dtypes)])
+        dtypes = [self.leaf_map.leaves[leaf].dtype for leaf in self.leaves[len(views) :]]
+        return _reals([*views, *(torch.empty(0, dtype=dtype, device=device) for dtype in dtypes)])
 
     def finished(self, runs: Sequence[Any], what: str) -> list[Any]:
         """Runs rules to their results; the sums that they yield are reduced over their leaves' parts, one collective each."""
@@ -44,21 +44,22 @@ class LeafParts:
                     asked[place] = runs[place].send(total)
                 except StopIteration as end:
                     results[place] = end.value
-            if asked and (len(asked) < len(told) or len({_count(each) for each in asked.values()}) > 1):
+            if asked and (len(asked) < len(told) or len({_count(sums) for sums in asked.values()}) > 1):
                 raise ValueError(f"{what}: it must yield equally often, and equally many sums, for all leaves")
             told = self._totals(asked) if asked else {}
         return results
 
     def _totals(self, asked: dict[int, Any]) -> dict[int, Any]:
-        sums = {place: torch.stack(each) if isinstance(each, tuple) else each for place, each in asked.items()}
-        wide = functools.reduce(torch.promote_types, (each.dtype for each in sums.values()), torch.float32)
+        sums = {place: torch.stack(yielded) if isinstance(yielded, tuple) else yielded for place, yielded in asked.items()}
+        wide = functools.reduce(torch.promote_types, (leaf_sums.dtype for leaf_sums in sums.values()), torch.float32)
         zero = torch.zeros_like(sums[min(sums)], dtype=wide)
         rows = [zero for _ in self.leaf_map.leaves]
-        for place, each in sums.items():
-            rows[self.leaves[place]] = rows[self.leaves[place]] + each.to(wide)
+        for place, leaf_sums in sums.items():
+            rows[self.leaves[place]] = rows[self.leaves[place]] + leaf_sums.to(wide)
         total = self.leaf_map.total(torch.stack(rows))
         return {
-            p: total[self.leaves[p]].unbind() if isinstance(each, tuple) else total[self.leaves[p]] for p, each in asked.items()
+            p: total[self.leaves[p]].unbind() if isinstance(yielded, tuple) else total[self.leaves[p]]
+            for p, yielded in asked.items()
         }
 
 

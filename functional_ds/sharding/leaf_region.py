@@ -90,8 +90,8 @@ class LeafRegion:
         LeafRegion(shape=(2, 6), ranges=((1, ((3, 6),)),))
         """
         whole = whole_shape(shape, slices)
-        found = ((cut.dim, _merged(cut.ranges)) for cut in sorted(slices, key=lambda cut: cut.dim))
-        return LeafRegion(whole, tuple((dim, ranges) for dim, ranges in found if ranges != ((0, whole[dim]),)))
+        cuts = ((cut.dim, _merged(cut.ranges)) for cut in sorted(slices, key=lambda cut: cut.dim))
+        return LeafRegion(whole, tuple((dim, ranges) for dim, ranges in cuts if ranges != ((0, whole[dim]),)))
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -140,10 +140,10 @@ class LeafRegion:
                 yield Box((start,), (stop - start,), start, (1,))
             return
         ranges = self._grouped_ranges(dims)
-        own = [sum(last - first for first, last in each) for each in ranges]
-        strides = _strides(own)
-        for low, size in _blocks(own, start, stop):
-            along = [list(_pieces(each, a, a + n)) for each, a, n in zip(ranges, low, size, strict=True)]
+        sizes = [sum(last - first for first, last in dim_ranges) for dim_ranges in ranges]
+        strides = _strides(sizes)
+        for low, size in _blocks(sizes, start, stop):
+            along = [list(_pieces(dim_ranges, a, a + n)) for dim_ranges, a, n in zip(ranges, low, size, strict=True)]
             for corner in itertools.product(*along):
                 place = sum(here * stride for (here, _, _), stride in zip(corner, strides, strict=True))
                 yield Box(tuple(there for _, there, _ in corner), tuple(n for _, _, n in corner), place, strides)
@@ -153,17 +153,19 @@ class LeafRegion:
         if not dims:
             return [(start, stop) if stop > start else (0, 0)]
         ranges = self._grouped_ranges(dims)
-        row = math.prod(sum(last - first for first, last in each) for each in ranges[1:])
+        row = math.prod(sum(last - first for first, last in dim_ranges) for dim_ranges in ranges[1:])
         rows = list(_pieces(ranges[0], start // row, -(-stop // row))) if row and stop > start else []
-        wide = [(min((a for a, _ in each), default=0), max((b for _, b in each), default=0)) for each in ranges]
+        wide = [
+            (min((a for a, _ in dim_ranges), default=0), max((b for _, b in dim_ranges), default=0)) for dim_ranges in ranges
+        ]
         return [(min((a for _, a, _ in rows), default=0), max((a + n for _, a, n in rows), default=0)), *wide[1:]]
 
     def _grouped_ranges(self, dims: Sequence[int]) -> list[Ranges]:
-        cut, found = dict(self.ranges), []
+        cut, ranges = dict(self.ranges), []
         for (first, stop), size in zip(_groups(self.shape, dims), grouped(self.shape, dims), strict=True):
             width = math.prod(self.shape[first + 1 : stop])
-            found.append(tuple((a * width, b * width) for a, b in cut[first]) if first in cut else ((0, size),))
-        return found
+            ranges.append(tuple((a * width, b * width) for a, b in cut[first]) if first in cut else ((0, size),))
+        return ranges
 
 
 def grouped(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
@@ -188,8 +190,8 @@ def fault(shape: Sequence[int], regions: Iterable[LeafRegion]) -> str | None:
     edges = [sorted({0, shape[dim], *itertools.chain(*inside[dim])}) for dim in dims]
     if math.prod(map(len, edges)) > _CELLS:
         return f"slices with {math.prod(map(len, edges))} edges"
-    number = [{edge: i for i, edge in enumerate(each)} for each in edges]
-    count = np.zeros([len(each) - 1 for each in edges], dtype=np.int32)
+    number = [{edge: i for i, edge in enumerate(dim_edges)} for dim_edges in edges]
+    count = np.zeros([len(dim_edges) - 1 for dim_edges in edges], dtype=np.int32)
     for region in distinct:
         cut = dict(region.ranges)
         cells = []
@@ -200,7 +202,7 @@ def fault(shape: Sequence[int], regions: Iterable[LeafRegion]) -> str | None:
     wrong = np.argwhere(count != 1)
     if not len(wrong):
         return None
-    where = tuple((dim, ((each[i], each[i + 1]),)) for dim, each, i in zip(dims, edges, wrong[0], strict=True))
+    where = tuple((dim, ((dim_edges[i], dim_edges[i + 1]),)) for dim, dim_edges, i in zip(dims, edges, wrong[0], strict=True))
     place = str(LeafRegion(tuple(shape), where))
     return f"nothing at {place}" if not count[tuple(wrong[0])] else f"slices that overlap at {place}"
 
@@ -256,15 +258,15 @@ def _groups(shape: Sequence[int], dims: Sequence[int]) -> list[tuple[int, int]]:
 
 def _merged(ranges: Ranges) -> Ranges:
     """The ranges, with adjacent ones joined."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, stop in ranges:
         if start == stop:
             continue
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def _blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[_Part]:

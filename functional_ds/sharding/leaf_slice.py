@@ -77,8 +77,13 @@ class LeafSlice:
             raise ValueError(f"heads: {count} heads along dim {dim} and {n} ranks: neither number divides by the other")
         if count % n == 0:
             return LeafSlice.even(dim, count * width, n, rank)
-        each = n // count
-        return LeafSlice(dim, count * width, tuple((((r // each) * width, (r // each + 1) * width),) for r in range(n)), rank)
+        ranks_per_head = n // count
+        return LeafSlice(
+            dim,
+            count * width,
+            tuple((((r // ranks_per_head) * width, (r // ranks_per_head + 1) * width),) for r in range(n)),
+            rank,
+        )
 
     @property
     def ranges(self) -> Ranges:
@@ -105,16 +110,16 @@ class LeafSlice:
 
     def whole(self, slices: Sequence[Tensor]) -> Tensor:
         """The whole leaf, from all ranks' slices in rank order."""
-        found = [
+        pieces = [
             (start, piece)
             for rank in self.first_holders
             for (start, _), piece in zip(self.ranges_by_rank[rank], self._split(slices[rank], rank), strict=True)
         ]
-        return torch.cat([piece for _, piece in sorted(found, key=lambda pair: pair[0])], self.dim)
+        return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], self.dim)
 
     def _split(self, piece: Tensor, rank: int) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = piece.split([stop - start for start, stop in self.ranges_by_rank[rank]], self.dim)
-        return found
+        pieces: tuple[Tensor, ...] = piece.split([stop - start for start, stop in self.ranges_by_rank[rank]], self.dim)
+        return pieces
 
 
 def mark_slice(leaf: Tensor, cut: LeafSlice) -> Tensor:

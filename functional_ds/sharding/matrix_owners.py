@@ -65,11 +65,11 @@ class MatrixOwners:
         blocks = [shards[i] for i in order]
         flat = self._exchange(blocks, self._outward(), [_total(block) for block in arriving], dtype)
         leaves = self.leaf_map.leaves
-        found = {i: flat.new_empty(leaves[i].numel) for i in self.owned}
+        gathered = {i: flat.new_empty(leaves[i].numel) for i in self.owned}
         there = [shard for block in arriving for shard in block]
         for shard, part in zip(there, flat.split([shard.numel for shard in there]), strict=True):
-            found[shard.leaf][shard.offset : shard.offset + shard.numel] = part
-        return {i: flat.view(leaves[i].shape) for i, flat in found.items()}
+            gathered[shard.leaf][shard.offset : shard.offset + shard.numel] = part
+        return {i: flat.view(leaves[i].shape) for i, flat in gathered.items()}
 
     def scatter(self, leaves: Mapping[int, Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Scatters the leaves that the ranks own; returns this rank's flat shards; all of ``dtype``."""
@@ -77,8 +77,8 @@ class MatrixOwners:
         flats = {leaf: value.reshape(-1) for leaf, value in leaves.items()}
         blocks = [flats[s.leaf][s.offset : s.offset + s.numel] for block in leaving for s in block]
         flat = self._exchange(blocks, [_total(block) for block in leaving], self._outward(), dtype)
-        found = zip(order, flat.split([self.leaf_map.shards[i].numel for i in order]), strict=True)
-        return [part for _, part in sorted(found, key=lambda pair: pair[0])]
+        parts = zip(order, flat.split([self.leaf_map.shards[i].numel for i in order]), strict=True)
+        return [part for _, part in sorted(parts, key=lambda pair: pair[0])]
 
     def apply(self, function: Callable[..., Tensor], *rows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Computes ``function(leaf, *matrices)`` on each leaf's owner; returns this rank's shards of the results.
@@ -90,8 +90,8 @@ class MatrixOwners:
             dtype: the dtype in which they are sent.
         """
         wholes = [self.gather([shard.to(dtype) for shard in row], dtype) for row in rows]
-        found = {i: [whole[i] for whole in wholes] for i in self.owned}
-        return self.scatter({i: function(i, *row) if row[0].numel() else row[0] for i, row in found.items()}, dtype)
+        matrices = {i: [whole[i] for whole in wholes] for i in self.owned}
+        return self.scatter({i: function(i, *row) if row[0].numel() else row[0] for i, row in matrices.items()}, dtype)
 
     def _by_owner(self) -> list[int]:
         """This rank's shards in the order of their owners."""
@@ -104,8 +104,8 @@ class MatrixOwners:
 
     def _arriving(self) -> list[list[LeafShard]]:
         """Each rank's shards of the leaves that this rank owns."""
-        own = self.leaf_map.rank
-        return [[s for s in shards if self.owner[s.leaf] == own] for shards in self.leaf_map.shards_by_rank]
+        rank = self.leaf_map.rank
+        return [[s for s in shards if self.owner[s.leaf] == rank] for shards in self.leaf_map.shards_by_rank]
 
     def _exchange(self, blocks: list[Tensor], sends: list[int], receives: list[int], dtype: torch.dtype) -> Tensor:
         group = self.leaf_map.group
@@ -115,8 +115,8 @@ class MatrixOwners:
             self.owner[s.leaf] == rank for rank, shards in enumerate(self.leaf_map.shards_by_rank) for s in shards
         ):
             return flat
-        found: Tensor = comm.all_to_all(flat, group, input_splits=sends, output_splits=receives)
-        return found
+        received: Tensor = comm.all_to_all(flat, group, input_splits=sends, output_splits=receives)
+        return received
 
 
 def _total(shards: Sequence[LeafShard]) -> int:

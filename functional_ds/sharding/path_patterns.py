@@ -23,5 +23,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("h.0.q", ["h.0.q_proj", "wte"]), nearest("h", [])
     ("the nearest is 'h.0.q_proj'", 'there is none')
     """
-    found = difflib.get_close_matches(name, [*known], 1, 0.0)
-    return f"the nearest is {found[0]!r}" if found else "there is none"
+    matches = difflib.get_close_matches(name, [*known], 1, 0.0)
+    return f"the nearest is {matches[0]!r}" if matches else "there is none"

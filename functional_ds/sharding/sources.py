@@ -85,14 +85,14 @@ def from_source(params: Any, source: Source | Callable[[str], Tensor], *, device
     [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
     if isinstance(source, Source):
-        found: Source = source
+        reader: Source = source
     elif callable(source):
-        found = Whole(source)
+        reader = Whole(source)
     else:
         raise TypeError(f"source={source!r} has no read(path, start, stop), and is not a function from a path to a tensor")
     tree.tensors(params, "params")
     place = torch.device(device)
-    leaves = [deferred(leaf, Origin(found, path, place)) for path, leaf in tree.named(params)]
+    leaves = [deferred(leaf, Origin(reader, path, place)) for path, leaf in tree.named(params)]
     return tree.unflatten(tree.structure(params), leaves)
 
 
@@ -135,20 +135,20 @@ def piece(leaf: Tensor, start: int, stop: int) -> Tensor:
     flat = torch.empty(stop - start, dtype=leaf.dtype, device=origin.device)
     gap = math.prod(region.shape) if getattr(origin.source, "at_once", False) else _GAP // leaf.dtype.itemsize
     for low, high, boxes in _reads(region, start, stop, gap):
-        found = _read(origin, low, high, region)
+        values = _read(origin, low, high, region)
         for here, there in boxes:
-            here.view(flat, start).copy_(there.view(found, low))
+            here.view(flat, start).copy_(there.view(values, low))
     return flat
 
 
 def _read(origin: Origin, start: int, stop: int, region: LeafRegion) -> Tensor:
-    found: Any = origin.source.read(origin.path, start, stop)
-    if not isinstance(found, Tensor) or found.numel() != stop - start:
-        gave = f"{found.numel()} elements" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    values: Any = origin.source.read(origin.path, start, stop)
+    if not isinstance(values, Tensor) or values.numel() != stop - start:
+        gave = f"{values.numel()} elements" if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(
             f"source: asked for elements {start} to {stop} of {origin.path!r}, of shape {list(region.shape)}, it gave {gave}"
         )
-    return found.detach().reshape(-1)
+    return values.detach().reshape(-1)
 
 
 def _reads(region: LeafRegion, start: int, stop: int, gap: int) -> Iterator[tuple[int, int, list[tuple[Box, Box]]]]:
@@ -178,13 +178,13 @@ def sliced(leaf: Tensor, cut: LeafSlice) -> Tensor:
         ValueError: the leaf is already a slice along this dim.
     """
     part = cut.of(leaf.detach())
-    own = part if leaf.is_meta else part.clone(memory_format=torch.contiguous_format)
-    return mark_slice(like_marked(own, leaf), cut)
+    values = part if leaf.is_meta else part.clone(memory_format=torch.contiguous_format)
+    return mark_slice(like_marked(values, leaf), cut)
 
 
 def values_of(leaf: Tensor) -> Tensor:
     """A new tensor of the leaf's values, which are read if the leaf is deferred, else copied."""
     if not is_deferred(leaf):
         return leaf.detach().clone(memory_format=torch.contiguous_format)
-    found = piece(leaf, 0, leaf.numel()).reshape(leaf.shape)
-    return found.clone(memory_format=torch.contiguous_format)
+    values = piece(leaf, 0, leaf.numel()).reshape(leaf.shape)
+    return values.clone(memory_format=torch.contiguous_format)

@@ -59,9 +59,9 @@ def _parts(
         return [attrs.evolve(shard, leaf=first[shard.leaf, 0])]
     blocks = leaf.sharers
     which = _own(leaf) if blocks is None else next(number for number, block in enumerate(blocks) if rank in block)
-    size, stop, found = math.prod(leaf.shape[1:]), shard.offset + shard.numel, []
+    size, stop, parts = math.prod(leaf.shape[1:]), shard.offset + shard.numel, []
     for number in range(shard.offset // size, -(-stop // size)) if size else ():
         low, high = max(shard.offset, number * size), min(stop, (number + 1) * size)
         place = first[shard.leaf, which] + number
-        found.append(LeafShard(place, low - number * size, shard.tensor, shard.start + low - shard.offset, high - low))
-    return found
+        parts.append(LeafShard(place, low - number * size, shard.tensor, shard.start + low - shard.offset, high - low))
+    return parts
