@@ -75,7 +75,7 @@ def tried(rule: Optimizer) -> Trial:
             shards = [_moved(rule, params[end], [grad[end] for grad in grads], _as_flat) for end in ends]
             if book.rows or not torch.equal(whole, again):
                 return ELEMENTWISE
-            return Trial(*(_agree(whole, found) for found in (joined, torch.cat([matrix, vector], 1), torch.cat(shards, 1))))
+            return Trial(*(_agree(whole, moved) for moved in (joined, torch.cat([matrix, vector], 1), torch.cat(shards, 1))))
     except Exception:  # the example does not suit this optimizer
         return ELEMENTWISE
 
@@ -90,18 +90,18 @@ def _as_leaves(flat: Tensor) -> list[Tensor]:
 
 def _moved(rule: Optimizer, start: Tensor, grads: Sequence[Tensor], as_tensors: Callable[[Tensor], list[Tensor]]) -> Tensor:
     """The change of each element since the start after each update: [updates, elements]."""
-    params, found = [p.clone() for p in as_tensors(start)], []
+    params, changes = [p.clone() for p in as_tensors(start)], []
     state = rule.init([p.clone() for p in params])
     for grad in grads:
         weighted = Weighted([g.clone() for g in as_tensors(grad)], torch.ones((), dtype=torch.float64))
         params, state = rule.update(params, weighted, state, 1.0)
-        found.append(torch.cat([p.detach().reshape(-1) for p in params]) - start)
-    return torch.stack(found)
+        changes.append(torch.cat([p.detach().reshape(-1) for p in params]) - start)
+    return torch.stack(changes)
 
 
-def _agree(expected: Tensor, found: Tensor) -> bool:
+def _agree(expected: Tensor, actual: Tensor) -> bool:
     size = expected.abs().nan_to_num(0.0, 0.0).max().item()
-    return torch.allclose(found, expected, rtol=_RTOL, atol=_ATOL * size, equal_nan=True)
+    return torch.allclose(actual, expected, rtol=_RTOL, atol=_ATOL * size, equal_nan=True)
 
 
 def counting(rule: Optimizer | PerParameter) -> frozenset[str]:

@@ -26,15 +26,15 @@ def formula(rule: Callable[..., tuple[Tensor, ...]], lr: float | Tensor) -> Call
     def update(params: list[Tensor], grads: Weighted, state: Any, rate: float | Tensor) -> tuple[list[Tensor], Any]:
         rows = attrs.astuple(state, recurse=False)  # lists like the params, and empty ones
         inputs = [*zip(reals(params), means(grads, params), *filter(None, rows), strict=True)]
-        moved = [rule(p, g, lr * rate, *own) for p, g, *own in inputs]
+        moved = [rule(p, g, lr * rate, *moments) for p, g, *moments in inputs]
         kept = [
-            [new.to(old.dtype) for new, old in zip(row, (p, *own), strict=True)]
-            for row, (p, _, *own) in zip(moved, inputs, strict=True)
+            [new.to(old.dtype) for new, old in zip(row, (p, *moments), strict=True)]
+            for row, (p, _, *moments) in zip(moved, inputs, strict=True)
         ]
         columns = iter([[*column] for column in zip(*kept, strict=True)])
-        found = next(columns, [])
+        new_params = next(columns, [])
         after = type(state)(*(next(columns) if row else [] for row in rows))
-        return [torch.view_as_complex(new) if p.is_complex() else new for new, p in zip(found, params, strict=True)], after
+        return [torch.view_as_complex(new) if p.is_complex() else new for new, p in zip(new_params, params, strict=True)], after
 
     return update
 

@@ -84,8 +84,8 @@ def lamb(
             rows = zip(reals(params), means(grads, params), state.steps, state.exp_avg, state.exp_avg_sq, strict=True)
             changes = [_shaped(direction(*row), p) for row, p in zip(rows, params, strict=True)]
             before, along = leaf_map.views(params), leaf_map.views(changes)
-            own, length = leaf_map.sums(_squares, params, changes).sqrt().unbind(-1)
-            ratio = torch.where((own > 0) & (length > 0), (own / length).clamp(*trust), torch.ones_like(own))
+            norms, length = leaf_map.sums(_squares, params, changes).sqrt().unbind(-1)
+            ratio = torch.where((norms > 0) & (length > 0), (norms / length).clamp(*trust), torch.ones_like(norms))
             if correction == "rate":
                 for change, count in zip(changes, state.steps, strict=True):
                     done = count.to(weight_dtype(change.dtype))

@@ -34,7 +34,7 @@ class UpdateIntervals:
     ranges: tuple[range, ...]
 
     def __contains__(self, update: int) -> bool:
-        return any(update in each for each in self.ranges)
+        return any(update in updates for updates in self.ranges)
 
     def before(self, update: int) -> int:
         """The number of them before an update."""
@@ -300,55 +300,55 @@ class _At:
     # -- updates of the variance -----------------------------------------------------------------------------------------
 
     def _exactly(self, params: list[Tensor], grads: Weighted, state: OneBitState, rate: Rate, done: int) -> OneBitState:
-        rule, own = self.rule, reals(params)
+        rule, real_params = self.rule, reals(params)
         sums = comm.all_reduce(gradients(grads, params), self.group)
         if rule.exact.before(done) == done:  # both means have had equally many updates, as the kernel assumes
-            steps = [torch.full((), float(done), dtype=torch.float32, device=p.device) for p in own]
+            steps = [torch.full((), float(done), dtype=torch.float32, device=p.device) for p in real_params]
             numbers: dict[str, Any] = {"betas": rule.betas, "eps": rule.eps, "weight_decay": rule.weight_decay}
             adam = adam_optimizer("adamw", rule.lr, decoupled=True, **numbers)
-            adam.update(own, Weighted(sums, grads.weight), AdamState(steps, state.exp_avg, state.exp_avg_sq), rate)
+            adam.update(real_params, Weighted(sums, grads.weight), AdamState(steps, state.exp_avg, state.exp_avg_sq), rate)
         else:
-            self._decay(own, rate)
+            self._decay(real_params, rate)
             roots = self._roots(state.exp_avg_sq, rule.exact.before(done) + 1, [total / grads.weight for total in sums])
             step = rule.lr * self._gain(rate, done)
-            for p, mean, total, root in zip(own, state.exp_avg, sums, roots, strict=True):
+            for p, mean, total, root in zip(real_params, state.exp_avg, sums, roots, strict=True):
                 mean.lerp_(total / grads.weight, 1 - rule.betas[0])
                 p.sub_((mean / root).mul_(step))
         if state.local is not None:
-            for synced, p in zip(state.local.synced, own, strict=True):
+            for synced, p in zip(state.local.synced, real_params, strict=True):
                 synced.copy_(p)
         return state
 
     # -- all other updates -----------------------------------------------------------------------------------------------------
 
     def _compressed(self, params: list[Tensor], grads: Weighted, state: OneBitState, rate: Rate, done: int) -> OneBitState:
-        rule, own = self.rule, reals(params)
+        rule, real_params = self.rule, reals(params)
         share, gain = self.group.size / grads.weight, self._gain(rate, done)
         local_grads = comm.varying(gradients(grads, params), self.group)  # ranks have different momenta
         for mean, grad in zip(state.exp_avg, local_grads, strict=True):
             mean.lerp_(grad * share.to(grad.dtype), 1 - rule.betas[0])
         roots = self._roots(state.exp_avg_sq, rule.exact.before(done))
         if state.local is None:
-            self._decay(own, rate)
+            self._decay(real_params, rate)
             moved = [mean * gain for mean in state.exp_avg] if rule.weighs else state.exp_avg
-            return self._sync(own, own, moved, roots, state, gain)
+            return self._sync(real_params, real_params, moved, roots, state, gain)
         self._decay(state.local.synced, rate)
         for total, mean in zip(state.local.moved, state.exp_avg, strict=True):
             total.add_(mean * gain)
         local = tree.replace(state.local, rates=state.local.rates + gain)
         if done in rule.syncs:
-            state = self._sync(own, local.synced, local.moved, roots, state, local.rates)
-            for synced, p, total in zip(local.synced, own, local.moved, strict=True):
+            state = self._sync(real_params, local.synced, local.moved, roots, state, local.rates)
+            for synced, p, total in zip(local.synced, real_params, local.moved, strict=True):
                 synced.copy_(p)
                 total.zero_()
             return tree.replace(state, local=tree.replace(local, rates=torch.zeros_like(local.rates)))
-        self._decay(own, rate)
-        for p, mean, root in zip(own, state.exp_avg, roots, strict=True):
+        self._decay(real_params, rate)
+        for p, mean, root in zip(real_params, state.exp_avg, roots, strict=True):
             p.sub_((mean / root).mul_(rule.lr * gain))
         return tree.replace(state, local=local)
 
     def _sync(
-        self, own: list[Tensor], since: list[Tensor], moved: list[Tensor], roots: list[Tensor], state: OneBitState, gain: Any
+        self, params: list[Tensor], since: list[Tensor], moved: list[Tensor], roots: list[Tensor], state: OneBitState, gain: Any
     ) -> OneBitState:
         """Updates the params of all ranks to those at ``since``, where they were last equal, moved by the mean of ``moved``.
 
@@ -356,11 +356,11 @@ class _At:
         """
         rule = self.rule
         total, residual = self._mean(moved, state.residual)
-        dtype, device = widest(own), own[0].device if own else None  # a stage may have no leaves
+        dtype, device = widest(params), params[0].device if params else None  # a stage may have no leaves
         scale = gain if isinstance(gain, Tensor) else torch.full((), gain, dtype=dtype, device=device)  # does not block
         scale = scale.to(dtype)
         step = rule.lr if rule.weighs else rule.lr * scale
-        for p, synced, mean, travelled, root in zip(own, since, state.exp_avg, total, roots, strict=True):
+        for p, synced, mean, travelled, root in zip(params, since, state.exp_avg, total, roots, strict=True):
             known = torch.where(root.isfinite(), travelled, 0)
             unit = scale.to(mean.device, mean.dtype)
             mean.copy_(torch.where(unit == 0, 0, known / unit) if rule.weighs else known)
@@ -372,10 +372,10 @@ class _At:
     ) -> tuple[list[Tensor], comm.codecs.Residual | None]:
         if self.rule.codec is None or residual is None:
             return comm.all_reduce(values, self.group, op="avg"), None
-        found: tuple[list[Tensor], comm.codecs.Residual] = comm.codecs.ErrorFeedback(self.rule.codec).all_reduce(
+        means: tuple[list[Tensor], comm.codecs.Residual] = comm.codecs.ErrorFeedback(self.rule.codec).all_reduce(
             values, residual, self.group, op="avg"
         )
-        return found
+        return means
 
     def _gain(self, rate: Rate, done: int) -> Any:
         """The rate, with the momentum's bias correction."""

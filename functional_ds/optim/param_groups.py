@@ -54,14 +54,16 @@ def param_groups(rules: Mapping[PathFilter, Any], others: Any) -> PerParameter:
     >>> {path: round(leaf.item(), 3) for path, leaf in step.params(state).items()}
     {'body': -1.0, 'head': -0.1}
     """
-    filters, own, rest = list(rules), [as_optimizer(rule) for rule in rules.values()], as_optimizer(others)
+    filters, optimizers, rest = list(rules), [as_optimizer(rule) for rule in rules.values()], as_optimizer(others)
 
     def choose(leaf_map: LeafMap) -> list[int]:
-        hits = [match_leaves(leaf_map, each, "rules") for each in filters]
-        return [next((i for i, found in enumerate(hits) if leaf in found), len(hits)) for leaf in range(len(leaf_map.leaves))]
+        hits = [match_leaves(leaf_map, pattern, "rules") for pattern in filters]
+        return [
+            next((i for i, matched in enumerate(hits) if leaf in matched), len(hits)) for leaf in range(len(leaf_map.leaves))
+        ]
 
-    names = [f"{shown_filter(each)}: {rule}" for each, rule in zip(filters, own, strict=True)]
-    return grouped(f"param_groups({{{', '.join(names)}}}, {rest})", choose, (*own, rest))
+    names = [f"{shown_filter(pattern)}: {rule}" for pattern, rule in zip(filters, optimizers, strict=True)]
+    return grouped(f"param_groups({{{', '.join(names)}}}, {rest})", choose, (*optimizers, rest))
 
 
 def by_decay(
@@ -94,14 +96,14 @@ def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequen
 
     def groups_of(leaf_map: LeafMap, rules: Sequence[Optimizer | PerParameter]) -> _Groups:
         chosen = choose(leaf_map)
-        groups, found = list[_RuleLeaves](), []
+        groups, members = list[_RuleLeaves](), []
         for index, rule in enumerate(rules):
             extents, inner = leaf_map.select(leaf for leaf, which in enumerate(chosen) if which == index)
             if inner.leaves:  # otherwise no rank has leaves for it
                 groups.append(_RuleLeaves(extents, inner, BoundOptimizer(rule)))
-                groups[-1].rule.at(groups[-1].found)  # raises if the rule is not correct for such tensors
-                found.append((index, tuple(leaf.path for leaf in inner.leaves)))
-        return _Groups(tuple(groups), tuple(index for index, _ in found), tuple(paths for _, paths in found))
+                groups[-1].rule.at(groups[-1].get_leaf_map)  # raises if the rule is not correct for such tensors
+                members.append((index, tuple(leaf.path for leaf in inner.leaves)))
+        return _Groups(tuple(groups), tuple(index for index, _ in members), tuple(paths for _, paths in members))
 
     def make(leaf_map: LeafMap) -> Optimizer:
         made = groups_of(leaf_map, rules)
@@ -125,7 +127,7 @@ class _RuleLeaves:
     leaf_map: LeafMap
     rule: BoundOptimizer
 
-    def found(self) -> LeafMap:
+    def get_leaf_map(self) -> LeafMap:
         return self.leaf_map
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -140,13 +142,13 @@ class _Groups:
 
     def init(self, params: list[Tensor]) -> GroupStates:
         """The state of each group."""
-        states = tuple(group.rule.at(group.found).init(group.views(params)) for group in self.groups)
+        states = tuple(group.rule.at(group.get_leaf_map).init(group.views(params)) for group in self.groups)
         return GroupStates(states, self.rules, self.leaves)
 
     def update(self, params: list[Tensor], grads: Weighted, state: GroupStates, rate: Rate) -> tuple[list[Tensor], GroupStates]:
         """Updates each rule's views; results in other memory are copied to them."""
-        found, after = self._updated(params, grads, state, rate)
-        for group, moved in zip(self.groups, found, strict=True):
+        new_params, after = self._updated(params, grads, state, rate)
+        for group, moved in zip(self.groups, new_params, strict=True):
             for view, other in zip(group.views(params), moved, strict=True):
                 if not begin_together(other, view):
                     view.copy_(other)
@@ -154,19 +156,19 @@ class _Groups:
 
     def moved(self, params: list[Tensor], grads: Weighted, state: GroupStates, rate: Rate) -> tuple[list[Tensor], GroupStates]:
         """``update`` out of place, for params each of which is a leaf."""
-        found, after = self._updated(params, grads, state, rate)
+        new_params, after = self._updated(params, grads, state, rate)
         places = (extent.tensor for group in self.groups for extent in group.extents)
-        new = dict(zip(places, (one for moved in found for one in moved), strict=True))
+        new = dict(zip(places, (one for moved in new_params for one in moved), strict=True))
         return [new[place].view_as(p) for place, p in enumerate(params)], after
 
     def _updated(
         self, params: list[Tensor], grads: Weighted, state: GroupStates, rate: Rate
     ) -> tuple[list[list[Tensor]], GroupStates]:
         dense = [grad.contiguous() for grad in grads.sum]
-        found, states = [], []
+        new_params, states = [], []
         for group, old in zip(self.groups, state.states, strict=True):
-            own = tree.replace(grads, sum=group.views(dense))
-            moved, new = group.rule.update(group.views(params), own, old, rate=rate, leaf_map=group.found)
-            found.append(moved)
+            group_grads = tree.replace(grads, sum=group.views(dense))
+            moved, new = group.rule.update(group.views(params), group_grads, old, rate=rate, leaf_map=group.get_leaf_map)
+            new_params.append(moved)
             states.append(new)
-        return found, tree.replace(state, states=tuple(states))
+        return new_params, tree.replace(state, states=tuple(states))

@@ -99,7 +99,7 @@ def muon(
         return Optimizer(lambda params: MuonState(zeros(params)), update)
 
     numbers = f"lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay}, adjust={adjust!r}"
-    return on_matrices(make, others, matrices, stacks, kind="muon", name=f"muon({numbers}, {{others}})")
+    return on_matrices(make, others, matrices, stacks, rule_name="muon", name=f"muon({numbers}, {{others}})")
 
 
 def _averaged(grad: Tensor, mean: Tensor, momentum: float, nesterov: bool) -> Tensor:

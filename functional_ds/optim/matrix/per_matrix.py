@@ -124,14 +124,14 @@ def per_matrix(
                 spec = owned.leaf_map.leaves[leaf]
                 path, further = spec.path, {"param": param[0]} if takes_param else {}
                 step = int(count) - unused.idle.get(spec.stack or path, 0)
-                found, new[path] = rule(grad, state.whole[path], step, **further)
-                if found.shape != grad.shape:
+                change, new[path] = rule(grad, state.whole[path], step, **further)
+                if change.shape != grad.shape:
                     raise ValueError(
-                        f"{shown}: for {path!r} of shape {list(grad.shape)} it returned an update of shape {list(found.shape)}"
+                        f"{shown}: for {path!r} of shape {list(grad.shape)} it returned an update of shape {list(change.shape)}"
                     )
-                return found.to(travels)
+                return change.to(travels)
 
-            rows = [owned.leaf_map.views(each) for each in (means(grads, moving), *([moving] if takes_param else []))]
+            rows = [owned.leaf_map.views(tensors) for tensors in (means(grads, moving), *([moving] if takes_param else []))]
             changes = owned.apply(ruled, *rows, dtype=travels)
             descend(owned.leaf_map, moving, changes, lr=lr * rate, weight_decay=weight_decay)
             return params, MatrixStates(count, new)
@@ -139,7 +139,7 @@ def per_matrix(
         return Optimizer(start, update, shown, skips=True, skips_unused=True)
 
     return on_matrices(
-        make, others, matrices, stacks, kind=shown, name=f"{shown}(lr={lr}, weight_decay={weight_decay}, {{others}})"
+        make, others, matrices, stacks, rule_name=shown, name=f"{shown}(lr={lr}, weight_decay={weight_decay}, {{others}})"
     )
 
 
@@ -238,19 +238,19 @@ def per_leaf(
 
         def update(params: list[Tensor], grads: Weighted, state: LeafStates, rate: Rate) -> tuple[list[Tensor], LeafStates]:
             count = state.count + 1
-            rows = [parts.views(params, each) for each in (params, means(grads, params), *state.kept)]
+            rows = [parts.views(params, tensors) for tensors in (params, means(grads, params), *state.kept)]
             runs = []
-            for param, grad, *own in zip(*rows, strict=True):
+            for param, grad, *states in zip(*rows, strict=True):
                 more = {"param": at_least_fp32(param)} if takes_param else {}
-                runs.append(rule(at_least_fp32(grad), tree.unflatten(spec, own), count, **more))
-            found = parts.finished(runs, shown)
-            for (param, _, *own), (change, new) in zip(zip(*rows, strict=True), found, strict=True):
-                for old, value in zip((param, *own), (change, *tree.leaves(new)), strict=True):
+                runs.append(rule(at_least_fp32(grad), tree.unflatten(spec, states), count, **more))
+            results = parts.finished(runs, shown)
+            for (param, _, *states), (change, new) in zip(zip(*rows, strict=True), results, strict=True):
+                for old, value in zip((param, *states), (change, *tree.leaves(new)), strict=True):
                     if old.shape != value.shape:
                         raise ValueError(f"{shown}: of a part of shape {list(old.shape)} it made one of {list(value.shape)}")
                 moved = (lr * rate * change).to(param.dtype)  # before the param is written, which it may be a view of
                 param.mul_(1 - lr * rate * weight_decay).sub_(moved)
-                for old, value in zip(own, tree.leaves(new), strict=True):
+                for old, value in zip(states, tree.leaves(new), strict=True):
                     old.copy_(value)
             return params, tree.replace(state, count=count)
 
@@ -268,7 +268,7 @@ def on_matrices(
     matrices: PathFilter | None,
     stacks: PathFilter | None = None,
     *,
-    kind: str,
+    rule_name: str,
     name: str,
 ) -> PerParameter:
     """Uses the optimizer of ``make`` for real matrices, and ``others`` for all other leaves.
@@ -285,12 +285,12 @@ def on_matrices(
 
     def choose(leaf_map: LeafMap) -> list[int]:
         leaves = leaf_map.leaves
-        found = set() if stacks is None else _chosen(leaf_map, stacks, "stacks", kind, dims=3)
+        chosen = set() if stacks is None else _chosen(leaf_map, stacks, "stacks", rule_name, dims=3)
         if matrices is None:
-            found |= {i for i, leaf in enumerate(leaves) if len(leaf.shape) == 2 and leaf.dtype.is_floating_point}
+            chosen |= {i for i, leaf in enumerate(leaves) if len(leaf.shape) == 2 and leaf.dtype.is_floating_point}
         else:
-            found |= _chosen(leaf_map, matrices, "matrices", kind, dims=2, known=found)
-        return [0 if i in found else 1 for i in range(len(leaves))]
+            chosen |= _chosen(leaf_map, matrices, "matrices", rule_name, dims=2, known=chosen)
+        return [0 if i in chosen else 1 for i in range(len(leaves))]
 
     def made(leaf_map: LeafMap) -> Optimizer:
         leaves = leaf_map.leaves
@@ -299,20 +299,22 @@ def on_matrices(
             attrs.evolve(leaf, slices=tuple(cut for cut in leaf.slices if cut.dim)) if i in stacked else leaf
             for i, leaf in enumerate(leaves)
         ]
-        attrs.evolve(leaf_map, leaves=tuple(beyond)).refuse_slices(kind)  # matrices of a stack may be on other ranks
+        attrs.evolve(leaf_map, leaves=tuple(beyond)).refuse_slices(rule_name)  # matrices of a stack may be on other ranks
         return make(MatrixOwners.choose(unstacked(leaf_map, stacked)))
 
-    return grouped(name.replace("{others}", str(rest)), choose, (PerParameter(made, kind), rest))
+    return grouped(name.replace("{others}", str(rest)), choose, (PerParameter(made, rule_name), rest))
 
 
-def _chosen(leaf_map: LeafMap, where: PathFilter, what: str, kind: str, *, dims: int, known: Collection[int] = ()) -> set[int]:
+def _chosen(
+    leaf_map: LeafMap, where: PathFilter, what: str, rule_name: str, *, dims: int, known: Collection[int] = ()
+) -> set[int]:
     """The real leaves of ``dims`` dims that match an argument; matching vectors and scalars are left to ``others``.
 
     Raises:
         ValueError: it matches complex matrices, or leaves of more dims that are not ``known``; it is an expression that matches
             no leaf of ``dims`` dims, here or in other param groups and pipeline stages.
     """
-    leaves, shown = leaf_map.leaves, f"{kind}: {what}={shown_filter(where)}"
+    leaves, shown = leaf_map.leaves, f"{rule_name}: {what}={shown_filter(where)}"
     named = match_leaves(leaf_map, where, what)
     for leaf in (leaves[i] for i in sorted(named) if i not in known):
         size = f"of shape {list(leaf.shape)}"
