@@ -170,12 +170,12 @@ class ShapeRun:
         Raises:
             ValueError: a stage does not accept the previous stage's output, or cannot run on shapes.
         """
-        found: list[Boundary] = []
+        boundaries: list[Boundary] = []
         alone = on_shapes(self.group)
         for index, holder in enumerate(placement):
             told: Any = None
             if alone or self.group.rank == holder:
-                told = self._outgoing(index, found[-1] if found else None)
+                told = self._outgoing(index, boundaries[-1] if boundaries else None)
             if alone:
                 self.group.world.agreed(f"stage {index} gives {told!r}", self.group)
             else:
@@ -183,8 +183,8 @@ class ShapeRun:
             if isinstance(told, str):
                 raise ValueError(told)
             if isinstance(told, dict):
-                return Crossing(tuple(found), told)
-            found.append(told)
+                return Crossing(tuple(boundaries), told)
+            boundaries.append(told)
         raise AssertionError("the last stage says what it sums")
 
     def _outgoing(self, index: int, before: Boundary | None) -> "Boundary | dict[str, torch.dtype] | str":

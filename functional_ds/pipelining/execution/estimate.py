@@ -55,24 +55,24 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
     register_containers(batch)
     held = stages.by_path(params)
     stages.check(params, batch)
-    found: list[_StageCost] = []
+    costs: list[_StageCost] = []
     with Pass(trains=False), FakeTensorMode(allow_non_fake_inputs=True), FakeRecorder() as run, torch.enable_grad():
         micro = tree.map(_empty, batch)
         for index in range(len(stages)):
-            own = {path: _empty(held[path]).requires_grad_(is_trainable(held[path])) for path in stages[index].paths}
-            found.append(_run(stages, index, own, found[-1] if found else None, micro, run))
+            leaves = {path: _empty(held[path]).requires_grad_(is_trainable(held[path])) for path in stages[index].paths}
+            costs.append(_run(stages, index, leaves, costs[-1] if costs else None, micro, run))
         gc.collect()  # a graph may be in a cycle
-        activations = [each.activations for each in found]
-    sent = [0 if each.after is None else each.after.bytes for each in found]
+        activations = [cost.activations for cost in costs]
+    sent = [0 if cost.after is None else cost.after.bytes for cost in costs]
     sent[-1] = sent[-2] if len(sent) > 1 else 0  # nothing is sent; a link between all stages has one size
     further = {} if link is None else {"link": link}
     return Costs(
-        forward=[each.forward / flops for each in found],
-        inputs=[each.inputs / flops for each in found],
-        weights=[each.weights / flops for each in found],
+        forward=[cost.forward / flops for cost in costs],
+        inputs=[cost.inputs / flops for cost in costs],
+        weights=[cost.weights / flops for cost in costs],
         message=sent,
         activations=activations,
-        shared=[each.shared for each in found],
+        shared=[cost.shared for cost in costs],
         **further,
     )
 
@@ -104,14 +104,14 @@ class _StageCost:
 
 
 def _run(
-    stages: Stages, index: int, own: dict[str, Tensor], before: _StageCost | None, micro: Any, run: FakeRecorder
+    stages: Stages, index: int, leaves: dict[str, Tensor], before: _StageCost | None, micro: Any, run: FakeRecorder
 ) -> _StageCost:
     arrived = [] if before is None or before.after is None else [torch.empty_like(leaf) for leaf in before.after.onward]
     x, inputs = (None, []) if before is None or before.after is None else before.after.value(arrived)
-    apart = [leaf for leaf in (*own.values(), *tree.leaves(micro)) if isinstance(leaf, Tensor)]
+    apart = [leaf for leaf in (*leaves.values(), *tree.leaves(micro)) if isinstance(leaf, Tensor)]
     begun = run.events.flops
     with SavedBytes(lambda: apart) as saved:
-        y = stages.run(index, own, x, micro, Key.of(0))
+        y = stages.run(index, leaves, x, micro, Key.of(0))
     forward = run.events.flops
     last = index == len(stages) - 1
     after = None if last else Boundary.of(y)
@@ -119,7 +119,7 @@ def _run(
     outputs = [output for output in given if output.requires_grad]
     keeps = [_storage(leaf) in saved.sizes for leaf in given]
     in_flight = InFlightMicroBatch.of(inputs, outputs)
-    in_flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
+    in_flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in leaves.values() if w.requires_grad])
     back = run.events.flops
     in_flight.backward_weights()
     both = {_storage(leaf) for leaf, kept in zip(arrived, before.keeps if before else (), strict=True) if kept}

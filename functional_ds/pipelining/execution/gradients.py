@@ -105,11 +105,11 @@ def measure(spec: PipelineSpec, step: Step, state: State, batch: Any) -> dict[st
 def _gathered(spec: PipelineSpec, step: Step, state: State, stack: ExitStack, *, trains: bool) -> dict[str, GatheredParams]:
     """This rank's params, by part, closed by the stack."""
     placement: Placement = state.slots["pipeline"]
-    found = {}
+    gathered = {}
     for part in placement.here(spec.group.rank):
-        found[part.name] = GatheredParams(step, *step.select(state, frozenset(part.paths)), trains=trains)
-        stack.callback(found[part.name].close)
-    return found
+        gathered[part.name] = GatheredParams(step, *step.select(state, frozenset(part.paths)), trains=trains)
+        stack.callback(gathered[part.name].close)
+    return gathered
 
 
 def _steps(spec: PipelineSpec, state: State) -> list[tuple[Action, ...]]:
@@ -156,8 +156,8 @@ def _leaves(
     for name, held in gathered.items():
         if name not in known:
             known[name] = view_metas(step, held.state)
-    found = {stage: {path: leaf for name in names for path, leaf in known[name].items()} for stage, names in parts.items()}
-    return placement.all_leaves(found, len(spec.stages)) if on_shapes(spec.group) else found
+    leaves = {stage: {path: leaf for name in names for path, leaf in known[name].items()} for stage, names in parts.items()}
+    return placement.all_leaves(leaves, len(spec.stages)) if on_shapes(spec.group) else leaves
 
 
 def _crossing(
@@ -173,13 +173,13 @@ def _crossing(
     """What is sent between the stages; cached by the micro-batch's signature."""
     placement: Placement = state.slots["pipeline"]
     known, apply = placement.cache.crossing.setdefault(step, {}), spec.stages.apply
-    kind = weight is None, apply is None or apply.notice(), signature(micro, trains=records)
-    if kind not in known:
+    key = weight is None, apply is None or apply.notice(), signature(micro, trains=records)
+    if key not in known:
         if len(known) >= _CAPACITY:
             known.clear()
         shapes = ShapeRun(step, state, spec.stages, leaves, LossInput(micro, None, weight), records, spec.group)
-        known[kind] = shapes.crossing(spec.schedule.placement)
-    return known[kind]
+        known[key] = shapes.crossing(spec.schedule.placement)
+    return known[key]
 
 
 def _push_shared(runner: Runner, placement: Placement) -> None:
@@ -189,9 +189,11 @@ def _push_shared(runner: Runner, placement: Placement) -> None:
         if len(part.stages) > 1:
             held = runner.gathered[part.name]
             held.gather()
-            found = [runner.grads(stage) for stage in part.stages if stage in runner.parts]
-            sums = [_sum(runner, held.leaves[path], [grads[path] for grads in found if path in grads]) for path in part.paths]
-            used = {path for grads in found for path in grads}
+            stage_grads = [runner.grads(stage) for stage in part.stages if stage in runner.parts]
+            sums = [
+                _sum(runner, held.leaves[path], [grads[path] for grads in stage_grads if path in grads]) for path in part.paths
+            ]
+            used = {path for grads in stage_grads for path in grads}
             trained = [(path, total) for path, total in zip(part.paths, sums, strict=True) if held.leaves[path].requires_grad]
             totals = _exchanged([total for _, total in trained], part, runner.group)
             held.push({path: total for (path, _), total in zip(trained, totals, strict=True)})
@@ -207,14 +209,14 @@ def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _exchanged(own: list[Tensor], part: StageParams, group: comm.Group) -> list[Tensor]:
+def _exchanged(grads: list[Tensor], part: StageParams, group: comm.Group) -> list[Tensor]:
     """The sums over the part's ranks, added in the order of ranks, so that they are bitwise equal on all ranks."""
     others = [] if comm.is_symmetric(group) else [rank for rank in part.ranks if rank != group.rank]
-    if not others or not own:
-        return own
-    ops = [op for rank in others for op in (comm.Send(own, rank), comm.Recv(own, rank))]
+    if not others or not grads:
+        return grads
+    ops = [op for rank in others for op in (comm.Send(grads, rank), comm.Recv(grads, rank))]
     arrived: dict[int, list[Tensor]] = dict(zip(others, comm.batch_p2p(ops, group)[1::2], strict=True))
-    arrived[group.rank] = own
+    arrived[group.rank] = grads
     totals = arrived[part.ranks[0]]
     for rank in part.ranks[1:]:
         totals = [total + more for total, more in zip(totals, arrived[rank], strict=True)]
@@ -224,9 +226,9 @@ def _exchanged(own: list[Tensor], part: StageParams, group: comm.Group) -> list[
 def _metrics(runner: Runner, state: State) -> dict[str, Weighted]:
     """The sums of all micro-batches' loss and metrics; zeros on ranks without the last stage."""
     if runner.losses:
-        found = [runner.losses[j] for j in sorted(runner.losses)]
-        totals = {"loss": found[0][0], **found[0][1]}
-        for loss, metrics in found[1:]:
+        losses = [runner.losses[j] for j in sorted(runner.losses)]
+        totals = {"loss": losses[0][0], **losses[0][1]}
+        for loss, metrics in losses[1:]:
             totals = tree.map(torch.add, totals, {"loss": loss, **metrics})
         return totals
     zero, sums = torch.zeros((), device=state.step.device), runner.micros[0].crossing.sums

@@ -130,12 +130,12 @@ class Placement:
     def own(self, params: Any, rank: int) -> dict[str, Tensor]:
         """A rank's leaves by path, each marked with its part's name."""
         leaves = dict(tree.named(params))
-        own = {path: (leaves[path], part.name) for part in self.here(rank) for path in part.paths}
-        return {path: mark_part(leaf, name) for path, (leaf, name) in own.items()}
+        placed = {path: (leaves[path], part.name) for part in self.here(rank) for path in part.paths}
+        return {path: mark_part(leaf, name) for path, (leaf, name) in placed.items()}
 
-    def all_leaves(self, own: Mapping[int, Mapping[str, TensorMeta]], stages: int) -> dict[int, dict[str, TensorMeta]]:
+    def all_leaves(self, local: Mapping[int, Mapping[str, TensorMeta]], stages: int) -> dict[int, dict[str, TensorMeta]]:
         """All stages' leaves, from this rank's; those of other ranks with the dtype of most of this rank's."""
-        known = {path: leaf for held in own.values() for path, leaf in held.items()}
+        known = {path: leaf for held in local.values() for path, leaf in held.items()}
         casts = Counter((self.cache.given[path].dtype, leaf.dtype) for path, leaf in known.items())
         most = {before: after for (before, after), _ in reversed(casts.most_common())}
 
@@ -144,7 +144,9 @@ class Placement:
             return attrs.evolve(leaf, dtype=most.get(leaf.dtype, leaf.dtype))
 
         paths = {stage: [path for part in self.parts_of(stage) for path in part.paths] for stage in range(stages)}
-        return {stage: {path: known.get(path) or elsewhere(path) for path in each} for stage, each in paths.items()}
+        return {
+            stage: {path: known.get(path) or elsewhere(path) for path in stage_paths} for stage, stage_paths in paths.items()
+        }
 
     def elsewhere(self, leaf_map: LeafMap, rank: int) -> LeafMap:
         """A rank's leaf map in the order of the user's tree, with the paths of trained leaves that only other ranks hold."""
@@ -158,7 +160,7 @@ class Placement:
         copied = {path for part in self.here(rank) if part.ranks[0] != rank for path in part.paths}
         return {p.tensor for shards in leaf_map.shards_by_rank for p in shards if leaf_map.leaves[p.leaf].path in copied}
 
-    def gathered(self, own: Mapping[str, Tensor], group: comm.Group, device: torch.device) -> Any:
+    def gathered(self, local: Mapping[str, Tensor], group: comm.Group, device: torch.device) -> Any:
         """The user's tree, gathered on every rank. Collective: the first rank that holds a leaf broadcasts it.
 
         Args:
@@ -167,14 +169,14 @@ class Placement:
             device: of other ranks' leaves.
         """
         shapes: dict[str, tuple[Any, ...]] = {}
-        mine = {path: (list(leaf.shape), leaf.dtype, is_trainable(leaf)) for path, leaf in own.items()}
+        mine = {path: (list(leaf.shape), leaf.dtype, is_trainable(leaf)) for path, leaf in local.items()}
         for told in comm.all_gather_object(mine, group):
             shapes.update(told)
         holder = {path: part.ranks[0] for part in self.parts for path in part.paths}
         leaves = []
         for path in self.paths:
             shape, dtype, trained = shapes[path]
-            leaf = own[path] if path in own else torch.empty(shape, dtype=dtype, device=device)
+            leaf = local[path] if path in local else torch.empty(shape, dtype=dtype, device=device)
             leaf = leaf if trained == is_trainable(leaf) else freeze(leaf)
             leaves.append(like_marked(comm.broadcast(leaf.detach(), holder[path], group), leaf))
         return tree.unflatten(self.spec, leaves)

@@ -19,7 +19,9 @@ from functional_ds.pipelining.planning.timeline import Timeline, WaitSpan
 from functional_ds.pipelining.schedules.action import COMPUTE, Action, Kind
 from functional_ds.pipelining.schedules.schedule import Schedule
 
-Held = dict[tuple[int, int], Mapping[StorageWeakRef, int]]  # the storages that forwards left, by (stage, micro-batch)
+StoragesByForward = dict[
+    tuple[int, int], Mapping[StorageWeakRef, int]
+]  # the storages that forwards left, by (stage, micro-batch)
 
 
 @attrs.define(eq=False, repr=False)
@@ -48,8 +50,8 @@ class Recorder:
     saved: dict[tuple[int, int], int] = attrs.field(factory=dict, init=False)
     peak: int = attrs.field(default=0, init=False)
     _began: float = attrs.field(default=0.0, init=False)  # the computation of the current action
-    _held: list[Held] = attrs.field(factory=list, init=False)  # after each forward
-    _now_held: Held = attrs.field(factory=dict, init=False)
+    _held: list[StoragesByForward] = attrs.field(factory=list, init=False)  # after each forward
+    _now_held: StoragesByForward = attrs.field(factory=dict, init=False)
 
     def __repr__(self) -> str:
         return f"<Recorder: {len(self.times)} actions, peak {self.peak:,} bytes>"
@@ -126,11 +128,11 @@ class Recorder:
             ValueError: no step was recorded with this schedule.
         """
         offsets = comm.debug.clock_offsets(group, clock=self.clock)
-        found = comm.all_gather_object((self.times, self.waits), group)
+        by_rank = comm.all_gather_object((self.times, self.waits), group)
         times, waits = [], []
-        for (own, waited), more in zip(found, offsets.seconds, strict=True):
-            times.append([(start + more, end + more) for start, end in own])
-            waits.append([each._replace(start=each.start + more, end=each.end + more) for each in waited])
+        for (spans, waited), more in zip(by_rank, offsets.seconds, strict=True):
+            times.append([(start + more, end + more) for start, end in spans])
+            waits.append([wait._replace(start=wait.start + more, end=wait.end + more) for wait in waited])
         return observed(schedule, times, costs, waits=waits, error=2 * offsets.error)
 
 

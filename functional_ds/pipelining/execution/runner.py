@@ -178,10 +178,10 @@ class Runner:
         return self._weights[stage]
 
     def _leaf(self, leaf: Tensor) -> Tensor:
-        own = leaf.detach().requires_grad_(leaf.requires_grad)
-        if own.requires_grad and len(self.micros) > 1:
-            own.grad_dtype = wide_dtype(own.dtype)  # of the sums over micro-batches
-        return own
+        detached = leaf.detach().requires_grad_(leaf.requires_grad)
+        if detached.requires_grad and len(self.micros) > 1:
+            detached.grad_dtype = wide_dtype(detached.dtype)  # of the sums over micro-batches
+        return detached
 
     def gather(self, stage: int, j: int = ALL) -> None:
         """Gathers a stage's params."""
@@ -193,11 +193,11 @@ class Runner:
 
     def reduce(self, stage: int, j: int = ALL) -> None:
         """Starts the reduction of the gradients that only this stage has, and frees them. Those of shared leaves come later."""
-        own, grads = self.gathered[self.parts[stage][0]], dict[str, Tensor]()
+        gathered, grads = self.gathered[self.parts[stage][0]], dict[str, Tensor]()
         for path, leaf in self._params.get(stage, {}).items():
-            if leaf.grad is not None and path in own.leaves:
+            if leaf.grad is not None and path in gathered.leaves:
                 grads[path], leaf.grad = leaf.grad, None
-        own.push(grads)
+        gathered.push(grads)
 
     def grads(self, stage: int) -> dict[str, Tensor]:
         """The sums of a stage's gradients by path."""

@@ -143,10 +143,10 @@ def _node(output: Any) -> Node | None:
 
 def _junctions(roots: Sequence[Node | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[_Junction]:
     """The nodes that lead to an input and, by another edge, to weights that have no other junction."""
-    found = [root for root in roots if root is not None]
-    met, beside = _meetings(found, {id(tensor) for tensor in inputs}, {id(tensor): i for i, tensor in enumerate(weights)})
+    nodes = [root for root in roots if root is not None]
+    met, beside = _meetings(nodes, {id(tensor) for tensor in inputs}, {id(tensor): i for i, tensor in enumerate(weights)})
     times = Counter(i for _, reached in met for i in reached)
-    for root in found:  # weights of an output that no input leads to: they get their gradients in the first part
+    for root in nodes:  # weights of an output that no input leads to: they get their gradients in the first part
         times.update([*beside.get(root, _NOTHING)] * 2)
     kept = ((node, tuple(sorted(i for i in reached if times[i] == 1))) for node, reached in met)
     return [_Junction(node, reached) for node, reached in kept if reached]
@@ -167,9 +167,9 @@ def _meetings(
     met: list[tuple[Node, frozenset[int]]] = []
     for node in _postorder(roots):  # a node comes after all nodes that it leads to
         leaf = id(getattr(node, "variable", None))
-        following = [each for each, _ in node.next_functions if each is not None]
-        reached = _NOTHING.union(*(beside.get(each, _NOTHING) for each in following))
-        if leaf in inputs or any(each in to_inputs for each in following):
+        following = [next_node for next_node, _ in node.next_functions if next_node is not None]
+        reached = _NOTHING.union(*(beside.get(next_node, _NOTHING) for next_node in following))
+        if leaf in inputs or any(next_node in to_inputs for next_node in following):
             to_inputs.add(node)
             if reached:
                 met.append((node, reached))
@@ -188,7 +188,7 @@ def _postorder(roots: Sequence[Node]) -> Iterator[Node]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack.extend((each, False) for each, _ in node.next_functions if each is not None)
+            stack.extend((next_node, False) for next_node, _ in node.next_functions if next_node is not None)
 
 
 @attrs.define(eq=False)

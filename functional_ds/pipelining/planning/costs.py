@@ -16,7 +16,7 @@ PerStage = float | Sequence[float]
 def _per_stage(value: Any) -> Any:
     if value is None or isinstance(value, (int, float)):
         return value
-    return tuple(float(each) for each in value)
+    return tuple(float(cost) for cost in value)
 
 
 def _not_negative(_: Any, attribute: Any, value: Any) -> None:

@@ -38,20 +38,20 @@ def draw(
     except ImportError as error:
         raise ImportError("draw needs matplotlib: pip install 'functional-ds[train]'; print(timeline) does without") from error
     shown = [timeline] if beside is None else [timeline, beside]
-    ranks = max(each.schedule.ranks for each in shown)
+    ranks = max(panel.schedule.ranks for panel in shown)
     height = 1.6 + min(12.0, 0.32 * ranks) + 1.8
     figure = Figure(figsize=(12 if len(shown) == 1 else 18, height), layout="constrained")
     ratios = [min(12.0, 0.32 * ranks) + 0.6, 1.8]
     axes = figure.subplots(2, len(shown), sharex=True, squeeze=False, height_ratios=ratios)
-    for column, (each, name) in enumerate(zip(shown, ("predicted", "measured") if beside else ("",), strict=True)):
-        _gantt(axes[0][column], each)
-        _memory(axes[1][column], each)
-        head = f"makespan {each.makespan:.4g}, bubble {each.bubble:.1%}, peak memory {max(each.peak):.4g}"
+    for column, (panel, name) in enumerate(zip(shown, ("predicted", "measured") if beside else ("",), strict=True)):
+        _gantt(axes[0][column], panel)
+        _memory(axes[1][column], panel)
+        head = f"makespan {panel.makespan:.4g}, bubble {panel.bubble:.1%}, peak memory {max(panel.peak):.4g}"
         axes[0][column].set_title(f"{name}: {head}" if name else head, fontsize=10)
-    axes[0][0].set_xlim(0, max(each.makespan for each in shown) or 1)  # all share it
-    used = [kind for kind in _COLOURS if any(each.schedule.has(kind) for each in shown)]
+    axes[0][0].set_xlim(0, max(panel.makespan for panel in shown) or 1)  # all share it
+    used = [kind for kind in _COLOURS if any(panel.schedule.has(kind) for panel in shown)]
     handles = [_patch(_COLOURS[kind], _NAMES[kind]) for kind in used]
-    handles += [_patch(_WAITING, "waiting")] if any(map(any, (each.waits for each in shown))) else []
+    handles += [_patch(_WAITING, "waiting")] if any(map(any, (panel.waits for panel in shown))) else []
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
     if title:
         figure.suptitle(title)

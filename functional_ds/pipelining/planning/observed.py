@@ -46,9 +46,9 @@ def observed(
     schedule = schedule.compute_only()
     graph = build_graph(schedule)
     counts = [len(row) for row in graph.rows]
-    if [len(each) for each in times] != counts:
-        raise ValueError(f"times have {[len(each) for each in times]} pairs for the ranks; the schedule has {counts} actions")
-    flat = np.array([pair for each in times for pair in each], np.float64).reshape(-1, 2)
+    if [len(pairs) for pairs in times] != counts:
+        raise ValueError(f"times have {[len(pairs) for pairs in times]} pairs for the ranks; the schedule has {counts} actions")
+    flat = np.array([pair for pairs in times for pair in pairs], np.float64).reshape(-1, 2)
     zero = float(flat[:, 0].min()) if len(flat) else 0.0
     flat -= zero
     for rank in range(schedule.ranks):
@@ -60,7 +60,7 @@ def observed(
     start, end = flat[:, 0].copy(), flat[:, 1].copy()
     _refuse_early(graph, start, end, error)
     waited = tuple(
-        tuple(each._replace(start=each.start - zero, end=each.end - zero) for each in waits[rank]) if waits else ()
+        tuple(wait._replace(start=wait.start - zero, end=wait.end - zero) for wait in waits[rank]) if waits else ()
         for rank in range(schedule.ranks)
     )
     return Timeline(schedule, costs or Costs(), graph, start, end, waited)

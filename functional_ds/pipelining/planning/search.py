@@ -97,7 +97,7 @@ class _ListScheduler:
         count = len(placement)
         self.placement = placement
         self.backward = Kind.I if rule.split else Kind.B
-        self.ranks = [_Rank(*each) for each in zip(rule.ahead, rule.behind, limits, strict=True)]
+        self.ranks = [_Rank(*bounds) for bounds in zip(rule.ahead, rule.behind, limits, strict=True)]
         self.events: list[tuple[float, int]] = []  # heap of (time, rank)
         self.seconds: list[list[float]] = costs.seconds(count).tolist()
         self.crossing: list[float] = costs.crossing(count).tolist()
@@ -207,7 +207,7 @@ def optimize(
     check(p, m)
     placement = tuple(range(p)) if placement is None else tuple(placement)
     check_placement(placement, p)
-    limits = [float(memory_limit)] * p if isinstance(memory_limit, (int, float)) else [float(each) for each in memory_limit]
+    limits = [float(memory_limit)] * p if isinstance(memory_limit, (int, float)) else [float(limit) for limit in memory_limit]
     if len(limits) != p:
         raise ValueError(f"memory_limit={memory_limit!r} has {len(limits)} limits for p={p} ranks; give one for each, or one")
     simplest = _one_at_a_time(p, m, placement)
@@ -222,9 +222,9 @@ def optimize(
     rule, worth = min(rules, key=lambda pair: pair[1])
     for _ in range(rounds if worth < _REFUSED else 0):
         varied = _varied(rule, chooser)
-        found = search.offer(search.follow(varied, m))
-        if found <= worth:
-            rule, worth = varied, found
+        varied_worth = search.offer(search.follow(varied, m))
+        if varied_worth <= worth:
+            rule, worth = varied, varied_worth
     for _ in range(rounds):
         with suppress(ScheduleError):  # the move was across a dependency
             search.offer(_moved(search.best, chooser))

@@ -105,11 +105,11 @@ class Timeline:
     @cached_property
     def gaps(self) -> tuple[float, ...]:
         """Each rank's idle time between its first compute action and its last."""
-        found = []
+        idle = []
         for rank in range(self.schedule.ranks):
             start, end = self.times(rank)
-            found.append(float(end[-1] - start[0] - (end - start).sum()) if len(start) else 0.0)
-        return tuple(found)
+            idle.append(float(end[-1] - start[0] - (end - start).sum()) if len(start) else 0.0)
+        return tuple(idle)
 
     def times(self, rank: int) -> tuple[Floats, Floats]:
         """Starts and ends of a rank's compute actions, as arrays."""
@@ -131,7 +131,7 @@ class Timeline:
             start[~is_compute] = done[~is_compute]
             for place, action in zip(np.flatnonzero(~is_compute), unpack(row[~is_compute]), strict=True):
                 end[place] = max(done[place], self._until(action, done[place]))
-        return [Span(rank, *each) for each in zip(unpack(row), start.tolist(), end.tolist(), strict=True)]
+        return [Span(rank, *fields) for fields in zip(unpack(row), start.tolist(), end.tolist(), strict=True)]
 
     def _until(self, action: Action, begun: float) -> float:
         """The end of a message, gather, eviction or reduction."""
@@ -229,12 +229,12 @@ class Timeline:
 
     def _line(self, rank: int, scale: float) -> str:
         line = ["."] * round(self.makespan * scale)
-        own = self.schedule.stages_of(rank)
+        rank_stages = self.schedule.stages_of(rank)
         for span in self.spans(rank):
             if span.action.kind > Kind.B:
                 continue
             start, stop = round(span.start * scale), round(span.end * scale)
-            letter = span.action.kind.name if span.action.stage == own[0] else span.action.kind.name.lower()
+            letter = span.action.kind.name if span.action.stage == rank_stages[0] else span.action.kind.name.lower()
             name = f"{letter}{span.action.microbatch}"
             line[start:stop] = (name if len(name) <= stop - start else letter)[: stop - start].ljust(stop - start, "-")
         return "".join(line)
@@ -311,10 +311,10 @@ def _gates(schedule: Schedule, costs: Costs, graph: Graph) -> tuple[Codes, Float
     for rank, row in enumerate(schedule.codes):
         compute = kinds(row) <= Kind.B
         done, first = compute.cumsum(), int(graph.first[rank])
-        own = stages(graph.rows[rank])
+        row_stages = stages(graph.rows[rank])
         for place in np.flatnonzero(kinds(row) == Kind.GATHER):
             stage = int(stages(row[place : place + 1])[0])
-            uses = np.flatnonzero(own[done[place] :] == stage)
+            uses = np.flatnonzero(row_stages[done[place] :] == stage)
             if len(uses):
                 use = first + int(done[place]) + int(uses[0])
                 gate[use] = first + done[place] - 1 if done[place] else graph.size

@@ -79,8 +79,8 @@ class Action(NamedTuple):
         Raises:
             ValueError: the text has another form, or a number is too large to be packed.
         """
-        found = _CELL.fullmatch(text)
-        if found is None or (found[3] == "") == (Kind[found[2]] < Kind.GATHER):
+        match = _CELL.fullmatch(text)
+        if match is None or (match[3] == "") == (Kind[match[2]] < Kind.GATHER):
             kinds = ", ".join(Kind.__members__)
             raise ValueError(
                 f"{text!r} is not an action: write stage, kind, micro-batch, as in 0F3 or 1GATHER; kinds are {kinds}"

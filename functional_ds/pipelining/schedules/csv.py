@@ -80,11 +80,11 @@ def from_csv(path: str | PathLike[str], *, placement: Sequence[int] | None = Non
 def _actions(cell: str, path: str | PathLike[str], row: int, column: int) -> list[Action]:
     pair = _PAIR.fullmatch(cell.strip())
     try:
-        return [_action(each.strip()) for each in (pair[1].split(";") if pair else [cell]) if each.strip()]
+        return [_action(part.strip()) for part in (pair[1].split(";") if pair else [cell]) if part.strip()]
     except ValueError as error:
         raise ValueError(f"{path}, row {row}, column {column}: {error}") from None
 
 
 def _action(text: str) -> Action:
-    found = _PARAMETERS.fullmatch(text)
-    return Action.of(found[1] + _OURS[found[2]] if found else text)
+    match = _PARAMETERS.fullmatch(text)
+    return Action.of(match[1] + _OURS[match[2]] if match else text)

@@ -168,8 +168,8 @@ def _check_complete(schedule: Schedule, rows: Sequence[Codes], first: Codes, tab
 def _before(table: Codes, row: Codes, none: int) -> Codes:
     slots = _SLOT[kinds(row)]
     neighbour = stages(row) + 1 + np.array([-1, 1, 0])[slots]
-    found = table[slots, neighbour, microbatches(row)]
-    return np.where((slots == _WEIGHT) | (found < 0), none, found)
+    nodes = table[slots, neighbour, microbatches(row)]
+    return np.where((slots == _WEIGHT) | (nodes < 0), none, nodes)
 
 
 def _check_order(graph: Graph) -> None:
@@ -178,13 +178,13 @@ def _check_order(graph: Graph) -> None:
     for rank, row in enumerate(graph.rows):
         span = graph.span(rank)
         nodes, stage, slots = np.arange(span.start, span.stop), stages(row), _SLOT[kinds(row)]
-        own = graph.table[np.maximum(slots - 1, 0), stage + 1, microbatches(row)]  # B and I need F, W needs I
-        early = (slots > _FORWARD) & (own > nodes)
+        prior = graph.table[np.maximum(slots - 1, 0), stage + 1, microbatches(row)]  # B and I need F, W needs I
+        early = (slots > _FORWARD) & (prior > nodes)
         neighbour = placement[stage + 1 + np.array([-1, 1, 0])[slots]]
         early_neighbour = (slots < _WEIGHT) & (neighbour == rank) & (graph.before[span] > nodes)
         if (early | early_neighbour).any():
             index = int((early | early_neighbour).argmax())
-            needs = own[index] if early[index] else graph.before[span][index]
+            needs = prior[index] if early[index] else graph.before[span][index]
             _, place, action = graph.where(int(nodes[index]))
             _, later, needed = graph.where(int(needs))
             why = f"needs {needed}, which comes after it, at place {later}"
@@ -292,7 +292,7 @@ def cycle_error(stuck: int, wait: Callable[[int], Wait]) -> ScheduleError:
     while rank not in path:
         path.append(rank)
         rank = wait(rank).other
-    cycle = [(each, wait(each)) for each in path[path.index(rank) :]]
-    lines = [f"rank {each} at place {found.place}: {found.action} {found.why}" for each, found in cycle]
+    cycle = [(member, wait(member)) for member in path[path.index(rank) :]]
+    lines = [f"rank {member} at place {reason.place}: {reason.action} {reason.why}" for member, reason in cycle]
     first = cycle[0][1]
     return ScheduleError("waits in a cycle:\n  " + "\n  ".join(lines), action=first.action, rank=rank, place=first.place)

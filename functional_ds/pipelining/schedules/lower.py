@@ -35,7 +35,7 @@ def receives_early(steps: Sequence[tuple[Action, ...]], lead: int) -> list[tuple
     moved: list[tuple[Action, ...]] = []
     for i, step in enumerate(steps):
         rest = tuple(action for action in step if not _receives(action))
-        moved += [each for each in (tuple(posted.get(i, ())), rest) if each]
+        moved += [batch for batch in (tuple(posted.get(i, ())), rest) if batch]
     return moved
 
 
@@ -147,16 +147,16 @@ def _gathers(row: Codes, resident: int) -> list[Insertion]:
     """Gathers and evictions that keep the ``resident`` stages whole that are used next (Belady's rule)."""
     used = stages(row)
     turns = np.flatnonzero(np.diff(used, prepend=-1))  # the actions that use another stage than the one before
-    own = np.unique(used)
+    distinct = np.unique(used)
     never = len(turns)
-    uses = np.where(used[turns][:, None] == own, np.arange(never)[:, None], never)  # [turn, stage]
+    uses = np.where(used[turns][:, None] == distinct, np.arange(never)[:, None], never)  # [turn, stage]
     following = np.minimum.accumulate(uses[::-1], axis=0)[::-1]  # each stage's next use, from each turn on
     soon = (following.argsort(axis=1, kind="stable").argsort(axis=1) < resident) & (following < never)
-    held = np.vstack([np.zeros_like(own, bool), soon, np.zeros_like(own, bool)])
+    held = np.vstack([np.zeros_like(distinct, bool), soon, np.zeros_like(distinct, bool)])
     gaps = np.append(turns, len(row))
     gathered, evicted = np.argwhere(held[1:] & ~held[:-1]), np.argwhere(~held[1:] & held[:-1])
     gathered = gathered[np.lexsort((following[tuple(gathered.T)], gathered[:, 0]))]
     return [
-        (gaps[turn_stage[:, 0]], sort, pack(kind, own[turn_stage[:, 1]], ALL))
+        (gaps[turn_stage[:, 0]], sort, pack(kind, distinct[turn_stage[:, 1]], ALL))
         for turn_stage, sort, kind in ((gathered, _GATHER, Kind.GATHER), (evicted, _EVICT, Kind.EVICT))
     ]

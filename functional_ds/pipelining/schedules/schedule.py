@@ -104,7 +104,7 @@ class Schedule:
             ValueError: a text is not an action; a stage is in no row, and no placement was given.
         """
         listed = [row.split() if isinstance(row, str) else row for row in rows]
-        made = [[Action.of(each) if isinstance(each, str) else each for each in row] for row in listed]
+        made = [[Action.of(cell) if isinstance(cell, str) else cell for cell in row] for row in listed]
         if placement is None:
             placement = _placement(made)
         if microbatches is None:

@@ -47,16 +47,16 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
     def starts(limit: float) -> list[int]:
         """The fewest stages none of which costs more than a limit."""
-        found = [0]
+        firsts = [0]
         for block in range(len(costs)):
-            if total[block + 1] - total[found[-1]] > limit:
-                found.append(block)
-        return found
+            if total[block + 1] - total[firsts[-1]] > limit:
+                firsts.append(block)
+        return firsts
 
     least = bisect_left(sums, True, key=lambda limit: limit >= dearest and len(starts(limit)) <= stages)
-    found = starts(sums[least])
-    spare = [block for block in range(len(costs)) if block not in found]  # more stages than that cost no more
-    return tuple(sorted([*found, *spare[: stages - len(found)]]))
+    firsts = starts(sums[least])
+    spare = [block for block in range(len(costs)) if block not in firsts]  # more stages than that cost no more
+    return tuple(sorted([*firsts, *spare[: stages - len(firsts)]]))
 
 
 def _refuse(blocks: int, stages: int) -> None:

@@ -104,12 +104,14 @@ def stages(
     used = {path for part in paths for path in part}
     paths[0] = (*paths[0], *(path for path in sizes if path not in used))
     kept = _kept_values(pieces)
-    own = map(tree.flatten, chosen)
-    runs = [_StageFunction(piece, part, kept[i], kept[i + 1]) for i, (piece, part) in enumerate(zip(pieces, own, strict=True))]
+    flattened = map(tree.flatten, chosen)
+    runs = [
+        _StageFunction(piece, part, kept[i], kept[i + 1]) for i, (piece, part) in enumerate(zip(pieces, flattened, strict=True))
+    ]
     runs[0] = attrs.evolve(runs[0], inputs=inputs or first_input)
     runs[-1] = attrs.evolve(runs[-1], loss=loss)
     titles = [piece.name or getattr(piece.function, "__name__", f"stage {i}") for i, piece in enumerate(pieces)]
-    return Stages(tuple(Stage(*each) for each in zip(paths, runs, titles, strict=True)), sizes)
+    return Stages(tuple(Stage(*fields) for fields in zip(paths, runs, titles, strict=True)), sizes)
 
 
 @attrs.frozen
@@ -125,7 +127,7 @@ class _StageFunction:
     """
 
     piece: Piece
-    own: tuple[list[str], optree.PyTreeSpec]
+    part: tuple[list[str], optree.PyTreeSpec]
     arriving: tuple[str, ...]
     leaving: tuple[str, ...]
     inputs: Callable[..., Any] | None = None
@@ -142,9 +144,11 @@ class _StageFunction:
             x = call_with(self.inputs, batch, key=key)
         elif self.arriving:
             x, kept = x
-        paths, spec = self.own
-        own = tree.unflatten(spec, [params[path] for path in paths])
-        y = call_with(self.piece.function, own, x, batch=batch, key=key, **{name: kept[name] for name in self.piece.takes})
+        paths, spec = self.part
+        piece_params = tree.unflatten(spec, [params[path] for path in paths])
+        y = call_with(
+            self.piece.function, piece_params, x, batch=batch, key=key, **{name: kept[name] for name in self.piece.takes}
+        )
         if self.piece.keeps:
             y, new = self._unpacked(y)
             kept = {**kept, **new}
@@ -156,8 +160,10 @@ class _StageFunction:
         wanted = set(self.piece.keeps)
         if isinstance(y, tuple) and len(y) == 2 and isinstance(y[1], Mapping) and y[1].keys() == wanted:
             return y
-        found = f"{type(y).__name__}" if not isinstance(y, tuple) else f"{len(y)} values"
-        raise ValueError(f"a stage that keeps {sorted(wanted)} returns (y, {{name: value}}) with just these names, not {found}")
+        returned = f"{type(y).__name__}" if not isinstance(y, tuple) else f"{len(y)} values"
+        raise ValueError(
+            f"a stage that keeps {sorted(wanted)} returns (y, {{name: value}}) with just these names, not {returned}"
+        )
 
 
 def first_input(batch: Any) -> Any:
@@ -193,7 +199,7 @@ def _chosen(names: Any, piece: Piece, index: int, count: int) -> Any:
     if piece.uses is not None:
         return _used(names, piece.uses)
     if not isinstance(names, (list, tuple)) or len(names) != count:
-        found = f"{len(names)} entries" if isinstance(names, (list, tuple)) else f"a {type(names).__name__}"
+        given = f"{len(names)} entries" if isinstance(names, (list, tuple)) else f"a {type(names).__name__}"
         raise ValueError(
             f"params: {found} for {count} functions; give a list with one entry for each, or name what each stage uses: "
             f"Piece(function, uses=...), as stage {index} does not"
@@ -210,13 +216,13 @@ def _used(names: Any, uses: Any) -> Any:
                 raise ValueError(f"uses={uses!r} gives {leaf!r}; it has to pick leaves and subtrees, and change none")
         return picked
     if isinstance(uses, (tuple, list)):
-        return tuple(_used(names, each) for each in uses)
-    found = _subtree(names, uses)
-    if found is None:
-        found = {path: path for path in tree.leaves(names) if fnmatch.fnmatchcase(path, uses)} or None
-    if found is None:
+        return tuple(_used(names, use) for use in uses)
+    subtree = _subtree(names, uses)
+    if subtree is None:
+        subtree = {path: path for path in tree.leaves(names) if fnmatch.fnmatchcase(path, uses)} or None
+    if subtree is None:
         raise ValueError(f"uses={uses!r} names nothing; the paths are {', '.join(tree.leaves(names))}")
-    return found
+    return subtree
 
 
 def _subtree(names: Any, path: str) -> Any:
@@ -228,9 +234,9 @@ def _subtree(names: Any, path: str) -> Any:
         if str(entry) == path:
             return child
         if path.startswith(f"{entry}."):
-            found = _subtree(child, path[len(f"{entry}.") :])
-            if found is not None:
-                return found
+            subtree = _subtree(child, path[len(f"{entry}.") :])
+            if subtree is not None:
+                return subtree
     return None
 
 

@@ -78,11 +78,11 @@ class LossInput:
         raise _no_batch(" in a loop or an unpacking")
 
 
-def _weighing(found: Any, weight: float) -> Any:
+def _weighing(value: Any, weight: float) -> Any:
     """The loss and metrics, every plain mean with a weight."""
-    if isinstance(found, tuple):
-        return _weighing(found[0], weight), {name: _weighing(metric, weight) for name, metric in found[1].items()}
-    return Weighted(found * weight, weight) if isinstance(found, Tensor) else found
+    if isinstance(value, tuple):
+        return _weighing(value[0], weight), {name: _weighing(metric, weight) for name, metric in value[1].items()}
+    return Weighted(value * weight, weight) if isinstance(value, Tensor) else value
 
 
 def _no_batch(use: str) -> ValueError:
@@ -137,8 +137,8 @@ class Stages:
         if isinstance(batch, LossInput):
             if batch.trial is not None:
                 held = {path: leaf.detach().requires_grad_(path in batch.trial) for path, leaf in held.items()}
-            found = self.run(len(self) - 1, held, batch.x, batch.batch, key)
-            return found if batch.weight is None else _weighing(found, batch.weight)
+            loss = self.run(len(self) - 1, held, batch.x, batch.batch, key)
+            return loss if batch.weight is None else _weighing(loss, batch.weight)
         x = None
         for index in range(len(self)):
             x = self.run(index, held, x, batch, key)
@@ -239,7 +239,7 @@ def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[st
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     given = dict(params), batch, Key.of(0)
     device = next((leaf.device for leaf in tree.leaves(given[:2]) if isinstance(leaf, Tensor) and not leaf.is_meta), "cpu")
-    faked = [mapped(lambda leaf: standing_for(leaf, mode, device), each) for each in given]
+    faked = [mapped(lambda leaf: standing_for(leaf, mode, device), value) for value in given]
     try:
         with mode:
             sent = _run_all(stages, *faked)
@@ -254,8 +254,8 @@ def standing_for(leaf: Tensor, mode: FakeTensorMode, device: torch.device | str)
     if not leaf.is_meta:
         return mode.from_tensor(leaf)
     with mode:
-        found = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
-        return found.requires_grad_(leaf.requires_grad)
+        fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+        return fake.requires_grad_(leaf.requires_grad)
 
 
 def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -59,8 +59,8 @@ class ProgramCache:
         Raises:
             ValueError: with these arguments a module that begins a stage is not called.
         """
-        found = self._programs.get(self._signature(params, arguments))
-        return self.put(params, arguments, self.trace(params, arguments)) if found is None else found
+        programs = self._programs.get(self._signature(params, arguments))
+        return self.put(params, arguments, self.trace(params, arguments)) if programs is None else programs
 
     def put(self, params: Params, arguments: Arguments, program: Program) -> tuple[StageProgram, ...]:
         """Splits a program, and caches the result for such arguments."""
@@ -74,7 +74,7 @@ class ProgramCache:
         for path, times in split_points:
             if (path, times) not in program.calls:
                 raise ValueError(f"{path!r} begins a stage, but is not called {times + 1} times with this batch")
-        return split_program(program, [program.calls[each] for each in split_points])
+        return split_program(program, [program.calls[call] for call in split_points])
 
     def trace(self, params: Params, arguments: Arguments) -> Program:
         """Traces the module's forward, hidden from surrounding modes; with values for constants if possible.
@@ -91,23 +91,23 @@ class ProgramCache:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         device = arguments.device(params)
         with mode:
-            own = _without_values(self.apply.bare, params, device)
+            parameters = _without_values(self.apply.bare, params, device)
             tensors = [
-                torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
-                for each in arguments.tensors
+                torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+                for tensor in arguments.tensors
             ]
 
         def empty(buffer: Tensor) -> Tensor:
             with mode:
                 return torch.empty_like(buffer, device=device)
 
-        module = self.apply.dressed(own, empty)
+        module = self.apply.dressed(parameters, empty)
         args, kwargs = arguments.replaced(tensors)
         return trace_forward(module, args, kwargs, mode=mode, opened=self.opened, constants=constants)
 
     def _signature(self, params: Params, arguments: Arguments) -> Any:
         """Everything that a program depends on."""
-        shapes = tuple([(each.shape, each.stride(), each.dtype, each.device) for each in arguments.tensors])
+        shapes = tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in arguments.tensors])
         with disable_torch_function_subclass():
             dtypes = tuple([leaf.dtype for leaf in params.values()])
         device = arguments.device(params)
@@ -125,11 +125,14 @@ def _without_values(bare: Mapping[str, nn.Parameter], params: Params, device: to
     return {
         path: nn.Parameter(
             torch.empty_strided(
-                each.shape, each.stride(), dtype=known.get(path, most.get(each.dtype, each.dtype)), device=device
+                parameter.shape,
+                parameter.stride(),
+                dtype=known.get(path, most.get(parameter.dtype, parameter.dtype)),
+                device=device,
             ),
-            each.requires_grad,
+            parameter.requires_grad,
         )
-        for path, each in bare.items()
+        for path, parameter in bare.items()
     }
 
 
@@ -193,11 +196,14 @@ def cut(
     else:
         cache.split_points = named_split(program, starts)
     programs = cache.put(params, arguments, program)
-    paths = [tuple(dict.fromkeys(path for each in part.instructions for path in program.params(each))) for part in programs]
-    used = {path for each in paths for path in each}
+    paths = [
+        tuple(dict.fromkeys(path for instruction in part.instructions for path in program.params(instruction)))
+        for part in programs
+    ]
+    used = {path for stage_paths in paths for path in stage_paths}
     paths[0] = (*paths[0], *(path for path in params if path not in used))
     runs = [_StageRun(cache, index, loss if index == len(programs) - 1 else None) for index in range(len(programs))]
-    stages = tuple(Stage(*each) for each in zip(paths, runs, (_name(part, program) for part in programs), strict=True))
+    stages = tuple(Stage(*fields) for fields in zip(paths, runs, (_name(part, program) for part in programs), strict=True))
     return Stages(stages, {path: parameter.numel() for path, parameter in params.items()}, apply), params
 
 
@@ -218,13 +224,13 @@ class _StageRun:
         arguments = self.cache.arguments(batch, key)
         part = self.cache.stages(params, arguments)[self.index]
         device = arguments.device(params)
-        found = self.cache.apply.within(params, lambda module: part.run(module, params, arguments.tensors, x or (), device))
-        return found if self.loss is None else call_with(self.loss, found, batch, key=key)
+        output = self.cache.apply.within(params, lambda module: part.run(module, params, arguments.tensors, x or (), device))
+        return output if self.loss is None else call_with(self.loss, output, batch, key=key)
 
 
 def _name(part: StageProgram, program: Program) -> str:
     """The first and the last module that a stage calls; modules with parameters, if it calls any."""
-    called = [each.target for each in part.instructions if isinstance(each.target, str)]
+    called = [instruction.target for instruction in part.instructions if isinstance(instruction.target, str)]
     called = [path for path in called if program.leaves[path]] or called
     if not called:
         return "no module"
@@ -251,8 +257,8 @@ def seconds(
             x: list[Tensor] = []
             for part, taken in zip(parts, times, strict=True):
                 begin = _now(device)
-                found = apply.within(params, lambda module: part.run(module, params, inputs, x, device))  # noqa: B023
-                outputs = [tensor for _, tensor in tensors_in(found)]
+                output = apply.within(params, lambda module: part.run(module, params, inputs, x, device))  # noqa: B023
+                outputs = [tensor for _, tensor in tensors_in(output)]
                 _backward(outputs, [*x, *trained])
                 taken.append(_now(device) - begin)
                 x = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]

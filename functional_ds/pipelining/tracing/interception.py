@@ -34,13 +34,13 @@ def intercept(module: nn.Module, path: str, called: Callable[..., Any]) -> None:
         path: the module's path.
         called: calls ``call(*args, **kwargs)`` to run the module.
     """
-    kind = type(module)
+    cls = type(module)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return called(path, partial(kind.__call__, self), args, kwargs)
+        return called(path, partial(cls.__call__, self), args, kwargs)
 
-    members = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    object.__setattr__(module, "__class__", type(kind.__name__, (kind,), members))
+    members = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    object.__setattr__(module, "__class__", type(cls.__name__, (cls,), members))
 
 
 class FunctionCalls(TorchFunctionMode):

@@ -99,8 +99,8 @@ class Arguments:
     def device(self, params: Mapping[str, Tensor]) -> torch.device:
         """The device that the module runs on: the parameters', else the arguments'."""
         with disable_torch_function_subclass():  # a deferred leaf need not be fetched for this
-            found = next((leaf.device for leaf in params.values()), None)
-            return found or next((tensor.device for tensor in self.tensors), torch.device("cpu"))
+            device = next((leaf.device for leaf in params.values()), None)
+            return device or next((tensor.device for tensor in self.tensors), torch.device("cpu"))
 
 
 def _flattened(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:

@@ -31,15 +31,15 @@ def candidates(module: nn.Module, at: Any, blocks: str | None) -> list[list[Modu
         return [_blocks(module, at) if blocks is None else _found(paths, blocks, "blocks")]
     if isinstance(at, str) or not isinstance(at, Iterable):
         raise TypeError(f"at={at!r}: give a number of stages, or a list of modules' paths")
-    entries = [(each, 0) if isinstance(each, str) else each for each in at]
+    entries = [(entry, 0) if isinstance(entry, str) else entry for entry in at]
     return [[(path, times) for path, _ in _found(paths, name, "at")] for name, times in entries]
 
 
 def _found(paths: set[str], name: str, argument: str) -> list[ModuleCall]:
     if name in paths:
         return [(name, 0)]
-    found = sorted(fnmatch.filter(paths, name)) if "*" in name or "[" in name else []
-    if not found:
+    matches = sorted(fnmatch.filter(paths, name)) if "*" in name or "[" in name else []
+    if not matches:
         near = difflib.get_close_matches(name, paths, n=3, cutoff=0.3)
         raise ValueError(
             f"{argument}: {name!r} is not a module of this one; the nearest are {', '.join(near) or sorted(paths)}"
@@ -56,13 +56,13 @@ def _blocks(module: nn.Module, stages: int) -> list[ModuleCall]:
         raise ValueError(
             f"at={stages}: the longest ModuleList or Sequential has {longest} entries; name the blocks: blocks='pattern'"
         )
-    path, part = max(fitting, key=lambda each: sum(p.numel() for p in each[1].parameters()))
+    path, part = max(fitting, key=lambda row: sum(p.numel() for p in row[1].parameters()))
     return [(f"{path}.{name}" if path else name, 0) for name, _ in part.named_children()]
 
 
 def modules_around(starts: Sequence[Sequence[ModuleCall]]) -> frozenset[str]:
     """The modules that contain a module that may begin a stage; their forwards are traced call by call."""
-    paths = [path for each in starts for path, _ in each]
+    paths = [path for calls in starts for path, _ in calls]
     return frozenset(path[:end] for path in paths for end, letter in enumerate(path) if letter == ".") | {""}
 
 
@@ -72,15 +72,15 @@ def named_split(program: Program, starts: Sequence[Sequence[ModuleCall]]) -> tup
     Raises:
         ValueError: a module is not called (so often), begins the model, or is called before one that is named earlier.
     """
-    found: list[ModuleCall] = []
+    calls: list[ModuleCall] = []
     for several in starts:
         called = [call for call in several if call in program.calls]
         if not called:
             path, times = several[0]
             raise ValueError(f"at: {path!r} is not called {'' if not times else f'{times + 1} times '}with this example")
-        found.extend(sorted(called, key=lambda call: program.calls[call]))
+        calls.extend(sorted(called, key=lambda call: program.calls[call]))
     last: ModuleCall = ("", 0)
-    for call in found:
+    for call in calls:
         if program.calls[call] == 0:
             raise ValueError(f"at: nothing is computed before {call[0]!r}; leave it out, as the first stage needs no name")
         if found.count(call) > 1:
@@ -91,7 +91,7 @@ def named_split(program: Program, starts: Sequence[Sequence[ModuleCall]]) -> tup
                 "calls"
             )
         last = call
-    return tuple(found)
+    return tuple(calls)
 
 
 def balanced_split(
@@ -145,7 +145,7 @@ def _params(program: Program, rows: Sequence[ModuleCall]) -> list[set[str]]:
     """The parameters of each block's section of the program."""
     bounds = [0, *(program.calls[call] for call in rows[1:]), len(program.instructions)]
     stretches = [program.instructions[begin:end] for begin, end in pairwise(bounds)]
-    return [{path for each in stretch for path in program.params(each)} for stretch in stretches]
+    return [{path for instruction in stretch for path in program.params(instruction)} for stretch in stretches]
 
 
 def split_program(program: Program, cuts: Sequence[int]) -> tuple[StageProgram, ...]:
@@ -183,14 +183,19 @@ class _Splitter:
     def of(program: Program) -> "_Splitter":
         free = _free(program)
         _refuse_written_inputs(program, free)
-        made = {n for each, is_free in zip(program.instructions, free, strict=True) if is_free for n, _ in each.results}
+        made = {
+            n
+            for instruction, is_free in zip(program.instructions, free, strict=True)
+            if is_free
+            for n, _ in instruction.results
+        }
         return _Splitter(program, free, frozenset({*made, *program.sources}))
 
     def stage(self, begin: int, end: int, wanted: set[int], *, last: bool) -> StageProgram:
         """The stage of the instructions from ``begin`` to ``end``, which must produce ``wanted``."""
         program = self.program
         instructions, needed = self._chosen(begin, end, wanted)
-        used = needed.union(*(each.reads for each in instructions))
+        used = needed.union(*(instruction.reads for instruction in instructions))
         arriving = tuple(sorted(needed - self.local))
         sources = tuple((number, source) for number, source in program.sources.items() if number in used)
         written = set[int]().union(*map(program.written, instructions))
@@ -210,14 +215,14 @@ class _Splitter:
         """The instructions that a stage runs, and the tensors that it needs and does not make."""
         storages, live, chosen = self.program.storages, set(wanted), list[Instruction]()
         for place in reversed(range(end)):
-            each = self.program.instructions[place]
+            instruction = self.program.instructions[place]
             if place < begin and not self.free[place]:
                 continue
-            made = {number for number, _ in each.results}
-            changes_live = self.program.written(each) & {storages[number] for number in live}
-            if made & live or changes_live or not each.pure:
-                chosen.append(each)
-                live = (live - made) | each.reads
+            made = {number for number, _ in instruction.results}
+            changes_live = self.program.written(instruction) & {storages[number] for number in live}
+            if made & live or changes_live or not instruction.pure:
+                chosen.append(instruction)
+                live = (live - made) | instruction.reads
         return chosen[::-1], live
 
     def _refuse_torn_views(self, arriving: Sequence[int], begin: int) -> None:

@@ -101,7 +101,9 @@ def clocks_are_one() -> None:
 
 BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (one_device, plain, None): [
-        Bug("shared gradients are not exchanged", "pipelining.execution.gradients:_exchanged", "not others or not own", "True"),
+        Bug(
+            "shared gradients are not exchanged", "pipelining.execution.gradients:_exchanged", "not others or not grads", "True"
+        ),
         Bug(
             "shared leaves count twice in norms",
             "pipelining.execution.placement:Placement.copies",
@@ -123,7 +125,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "the last stage's loss is one micro-batch's",
             "pipelining.execution.gradients:_metrics",
-            "found[1:]",
+            "losses[1:]",
             "()",
         ),
     ],
