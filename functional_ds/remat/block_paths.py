@@ -24,12 +24,12 @@ def check_pattern(blocks: Any) -> None:
 
 def find_blocks(module: nn.Module, blocks: str | None) -> list[str]:
     """The paths of the modules that a pattern matches; a list of modules stands for its members."""
-    found: list[str] = []
+    paths: list[str] = []
     for path, inner in module.named_modules():
         if fits(path, blocks):
             members = isinstance(inner, (nn.ModuleList, nn.ModuleDict))
-            found += [f"{path}.{name}" for name, _ in inner.named_children()] if members else [path]
-    return list(dict.fromkeys(found))
+            paths += [f"{path}.{name}" for name, _ in inner.named_children()] if members else [path]
+    return list(dict.fromkeys(paths))
 
 
 def check_blocks(transform: str, params: Any, blocks: str | None) -> None:

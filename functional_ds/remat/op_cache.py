@@ -30,8 +30,8 @@ from .saved_tensors import Offloaded, Resident, TensorStore, address_of, is_own
 
 def _operations(*names: str) -> frozenset[Any]:
     """Those operators that this torch version has."""
-    found = [getattr(torch.ops.aten, name, None) for name in names]
-    return frozenset(packet.default for packet in found if packet is not None)
+    packets = [getattr(torch.ops.aten, name, None) for name in names]
+    return frozenset(packet.default for packet in packets if packet is not None)
 
 
 MATMULS = _operations(
@@ -122,8 +122,8 @@ class _Result:
 
     def get(self) -> Any:
         """What the operation returned."""
-        found = tuple(value.get() if isinstance(value, (Resident, Offloaded)) else value for value in self.outputs)
-        return found[0] if self.single else found
+        values = tuple(value.get() if isinstance(value, (Resident, Offloaded)) else value for value in self.outputs)
+        return values[0] if self.single else values
 
 
 class OpRecorder(TorchDispatchMode):

@@ -41,8 +41,8 @@ def partition(flat: Tensor, group: comm.Group) -> PartitionedTensor:
     """This rank's piece of a flat tensor that every rank of the group has. Law: ``partition(x, g).fetch() = x``, bitwise."""
     size = -(-flat.numel() // group.size)
     piece = flat.new_zeros(size)
-    own = flat[group.rank * size : (group.rank + 1) * size]
-    piece[: own.numel()].copy_(own)
+    shard = flat[group.rank * size : (group.rank + 1) * size]
+    piece[: shard.numel()].copy_(shard)
     return PartitionedTensor(piece, flat.numel(), group)
 
 

@@ -48,10 +48,10 @@ def run(
     replaying = parent is not None and parent.replaying
     notes = Notes(None if replaying else report, part, parent is not None and parent.recomputed)
     region = Region(policy, None if replaying else TensorStore.current(group), notes, parent)
-    found = (region.recompute if policy.recomputes else region.store_saved)(function, args, kwargs)
+    output = (region.recompute if policy.recomputes else region.store_saved)(function, args, kwargs)
     if not replaying:
         seen(region.names)
-    return found
+    return output
 
 
 @attrs.define(eq=False, repr=False)
@@ -131,9 +131,9 @@ class Region:
         """Runs the function under hooks that store what its operations save."""
         self._recorder = recorder = OpRecorder(self.policy, self.store)
         with _named(), self._store_hooks(tree.leaves((args, kwargs)), recorder.origin), recorder, self._entered():
-            found = function(*args, **kwargs)
+            output = function(*args, **kwargs)
         recorder.end()
-        return found
+        return output
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
@@ -189,9 +189,9 @@ class Region:
 
     def _store_hooks(self, inputs: Sequence[Any], origin: Callable[[Tensor], str | None]) -> AbstractContextManager[Any]:
         """Stores what autograd saves: the inputs, and tensors that ``origin`` recognises. Outer hooks get the others."""
-        own = [value for value in inputs if _is_value(value) and value.layout == torch.strided]
-        addresses = set(map(address_of, own))
-        movable = {address_of(value) for value in own if value.requires_grad}  # the caller keeps any other anyway
+        values = [value for value in inputs if _is_value(value) and value.layout == torch.strided]
+        addresses = set(map(address_of, values))
+        movable = {address_of(value) for value in values if value.requires_grad}  # the caller keeps any other anyway
 
         def pack(tensor: Tensor) -> Resident | Offloaded | _Outer:
             what = None
@@ -257,8 +257,8 @@ def _separated(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence
 
     def rebuilt(given: Sequence[Tensor]) -> Any:
         pairs = zip(places, snapshot(others), strict=True)
-        found = (other if which is None else given[which] for which, other in pairs)
-        return tree.unflatten(spec, found)
+        filled = (other if which is None else given[which] for which, other in pairs)
+        return tree.unflatten(spec, filled)
 
     return values, rebuilt
 

@@ -66,8 +66,10 @@ def remat(
 
     @functools.wraps(function, updated=())
     def rematted(*args: Any, **kwargs: Any) -> R:
-        found: R = run(inside, args, kwargs, policy=parsed, group=group, part=part, seen=functools.partial(check_names, parsed))
-        return found
+        output: R = run(
+            inside, args, kwargs, policy=parsed, group=group, part=part, seen=functools.partial(check_names, parsed)
+        )
+        return output
 
     return rematted
 

@@ -135,11 +135,11 @@ class RematReport:
 
     def _entry(self, part: str, what: str, tensor: Tensor) -> _SavedStorage:
         storage = tensor.untyped_storage()
-        found = self._at.get(storage.data_ptr())
-        if found is None or found.memory() is not storage:
-            found = self._at[storage.data_ptr()] = _SavedStorage(weakref.ref(storage), part, what, storage.nbytes())
-            self._entries.append(found)
-        return found
+        entry = self._at.get(storage.data_ptr())
+        if entry is None or entry.memory() is not storage:
+            entry = self._at[storage.data_ptr()] = _SavedStorage(weakref.ref(storage), part, what, storage.nbytes())
+            self._entries.append(entry)
+        return entry
 
     def _held(self, keep: Keep) -> int:
         return sum(row.held for row in self.rows if row.keep is keep)

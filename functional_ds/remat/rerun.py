@@ -39,13 +39,13 @@ def _object_copied(value: Any, memo: dict[int, Any]) -> Any:
         except (TypeError, AttributeError, ValueError):  # it cannot be copied, so it stays as the first run leaves it
             return memo.setdefault(id(value), value)
         if isinstance(made, dict):
-            made.update({key: _object_copied(each, memo) for key, each in made.items()})
+            made.update({key: _object_copied(item, memo) for key, item in made.items()})
         elif isinstance(value, deque):
-            memo[id(value)] = deque((_object_copied(each, memo) for each in value), value.maxlen)
+            memo[id(value)] = deque((_object_copied(item, memo) for item in value), value.maxlen)
         elif plain:
-            memo[id(value)] = type(value)(_object_copied(each, memo) for each in value)
+            memo[id(value)] = type(value)(_object_copied(item, memo) for item in value)
         if not plain:
-            vars(made).update({key: _object_copied(each, memo) for key, each in vars(value).items()})
+            vars(made).update({key: _object_copied(item, memo) for key, item in vars(value).items()})
     return memo[id(value)]
 
 
@@ -226,5 +226,5 @@ class ModuleCalls:
         if self._left is None:
             self._snapshots.append(Rewind())
             return self._snapshots[-1].once(module)
-        found = next(self._left, None)
-        return nullcontext() if found is None else found.again(module)
+        rewind = next(self._left, None)
+        return nullcontext() if rewind is None else rewind.again(module)

@@ -67,14 +67,14 @@ def compact(tensor: Tensor) -> tuple[Tensor, _Strides]:
     ([0, 1, 2, 3, 4, 5], torch.Size([4, 3, 2]))
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    own = tensor
+    distinct = tensor
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
-            own = own.narrow(dim, 0, 1)
-    if not _dense(own.shape, own.stride()):
-        own = own.contiguous()
-    flat = own.as_strided((own.numel(),), (1,), own.storage_offset())
-    return flat, _Strides(tuple(tensor.shape), tuple(own.shape), tuple(own.stride()))
+            distinct = distinct.narrow(dim, 0, 1)
+    if not _dense(distinct.shape, distinct.stride()):
+        distinct = distinct.contiguous()
+    flat = distinct.as_strided((distinct.numel(),), (1,), distinct.storage_offset())
+    return flat, _Strides(tuple(tensor.shape), tuple(distinct.shape), tuple(distinct.stride()))
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -235,13 +235,13 @@ class TensorStore:
         if pass_ is None:
             return TensorStore(group)
         stores: list[TensorStore] = pass_.slots.setdefault("tensor_stores", [])
-        found = next((store for store in stores if store.group is group), None)
-        if found is None:
-            found = TensorStore(group)
-            stores.append(found)
+        store = next((store for store in stores if store.group is group), None)
+        if store is None:
+            store = TensorStore(group)
+            stores.append(store)
             if compares:
-                pass_.at_forward_end(found.compare)
-        return found
+                pass_.at_forward_end(store.compare)
+        return store
 
     def keep(self, tensor: Tensor, how: Keep) -> Resident | Offloaded:
         """Stores a tensor for the backward pass."""
@@ -281,9 +281,9 @@ class TensorStore:
 
     def _to_host(self, flat: Tensor) -> HostTensor:
         stream = self._streams.setdefault(flat.device, CopyStream(flat.device, "activations"))
-        found = HostTensor(stream.to_host(flat), stream, self._last)
-        self._last = weakref.ref(found)
-        return found
+        host = HostTensor(stream.to_host(flat), stream, self._last)
+        self._last = weakref.ref(host)
+        return host
 
     def _partition(self, flat: Tensor) -> PartitionedTensor:
         if self.group is None:
@@ -311,5 +311,5 @@ class SavedTensorHooks:
     def in_force() -> "SavedTensorHooks":
         """This thread's hooks. Without any, tensors are kept, and in-place changes raise an error."""
         # Torch has no public name for this; dynamo and AOTAutograd ask in the same way.
-        found = saved_tensors_hooks_in_force()
-        return SavedTensorHooks(*found) if found else SavedTensorHooks(Resident, lambda kept: kept.get())
+        hooks = saved_tensors_hooks_in_force()
+        return SavedTensorHooks(*hooks) if hooks else SavedTensorHooks(Resident, lambda kept: kept.get())
