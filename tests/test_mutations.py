@@ -1206,8 +1206,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "what comes back lies otherwise",
             "remat.saved_tensors:compact",
-            "own.as_strided((own.numel(),), (1,), own.storage_offset())",
-            "own.as_strided((own.numel(),), (1,), own.storage_offset()).flip(0)",
+            "distinct.as_strided((distinct.numel(),), (1,), distinct.storage_offset())",
+            "distinct.as_strided((distinct.numel(),), (1,), distinct.storage_offset()).flip(0)",
         ),
     ],
     # sharding and collectives
@@ -1977,8 +1977,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "pieces are put together at the start",
             "sharding.matrix_owners:MatrixOwners.gather",
-            "found[shard.leaf][shard.offset:shard.offset + shard.numel] = part",
-            "found[shard.leaf][:shard.numel] = part",
+            "gathered[shard.leaf][shard.offset:shard.offset + shard.numel] = part",
+            "gathered[shard.leaf][:shard.numel] = part",
         ),
         Bug(
             "an optimizer in shards takes leaves for whole",
@@ -1995,8 +1995,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "pieces come back in the owners' order",
             "sharding.matrix_owners:MatrixOwners.scatter",
-            "sorted(found, key=lambda pair: pair[0])",
-            "found",
+            "sorted(parts, key=lambda pair: pair[0])",
+            "parts",
         ),
     ],
     (an_optimizer_is_that_of_one_device, "lamb", 3): [
@@ -2018,8 +2018,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "the last rule that names a leaf moves it",
             "optim.param_groups:param_groups.choose",
-            "leaf in found",
-            "leaf not in found",
+            "leaf in matched",
+            "leaf not in matched",
         ),
     ],
     (lion_steps_by_signs,): [

@@ -84,8 +84,8 @@ def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
     tensor(0.)
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    each = wide.logsumexp(-1).square().flatten()
-    return each.sum() if mask is None else (each * counted(mask, len(each), each).to(each.dtype)).sum()
+    losses = wide.logsumexp(-1).square().flatten()
+    return losses.sum() if mask is None else (losses * counted(mask, len(losses), losses).to(losses.dtype)).sum()
 
 
 def load_metrics(routing: Routing, *, mask: Tensor | None = None, prefix: str = "") -> dict[str, Weighted]:
@@ -105,6 +105,6 @@ def load_metrics(routing: Routing, *, mask: Tensor | None = None, prefix: str = 
     counts = counted(mask, tokens, routing.experts)
     choices = (counts.sum() * k).float()
     demand = routing.demand(mask).float()
-    found = {f"{prefix}load.{i}": Weighted(load, choices / routing.count) for i, load in enumerate(demand.unbind())}
+    loads = {f"{prefix}load.{i}": Weighted(load, choices / routing.count) for i, load in enumerate(demand.unbind())}
     kept = choices if routing.kept is None else (routing.kept * counts[:, None]).sum().float()
-    return {**found, f"{prefix}dropped": Weighted(choices - kept, choices)}
+    return {**loads, f"{prefix}dropped": Weighted(choices - kept, choices)}

@@ -76,8 +76,8 @@ def _cut_over(module: Any) -> comm.Group | None:
     here = module.down_proj.shape[1 if module.is_transposed else 2]
     if whole is None or here == whole:
         return None
-    found = axis("tp")
-    group = getattr(found, "group", found)
+    tp_axis = axis("tp")
+    group = getattr(tp_axis, "group", tp_axis)
     ranks = group.size if isinstance(group, comm.Group) else 1
     if here * ranks != whole:
         raise ValueError(

@@ -80,9 +80,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, *, bias: Ten
         )
     if rows.dim() != 2 or rows.shape[1] != weight.shape[2]:
         raise ValueError(f"rows of shape {list(rows.shape)} and a weight of shape {list(weight.shape)}: [R, in], [E, out, in]")
-    kind = rows.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    device_type = rows.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if rows.dtype != weight.dtype:
         raise ValueError(f"rows of {rows.dtype} and a weight of {weight.dtype}: cast one")
@@ -101,11 +101,11 @@ class _GroupedProduct(torch.autograd.Function):
             return rows.new_empty(len(rows), matrices.shape[2])
         if len(rows) and _fits(rows) and _fits(matrices):
             return F.grouped_mm(rows, matrices, offs=groups.ends)
-        found = rows.new_empty(len(rows), matrices.shape[2])
+        products = rows.new_empty(len(rows), matrices.shape[2])
         counts = _counts(groups, rows)
-        for piece, matrix, out in zip(rows.split(counts), matrices, found.split(counts), strict=True):
+        for piece, matrix, out in zip(rows.split(counts), matrices, products.split(counts), strict=True):
             torch.mm(piece, matrix, out=out)
-        return found
+        return products
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -130,11 +130,11 @@ class _GroupedOuterProduct(torch.autograd.Function):
             return left.new_zeros(shape)
         if _fits(left) and _fits(right):
             return F.grouped_mm(left.mT, right, offs=groups.ends)
-        found = left.new_empty(shape)
+        products = left.new_empty(shape)
         counts = _counts(groups, left)
-        for a, b, out in zip(left.split(counts), right.split(counts), found, strict=True):
+        for a, b, out in zip(left.split(counts), right.split(counts), products, strict=True):
             torch.mm(a.mT, b, out=out)
-        return found
+        return products
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

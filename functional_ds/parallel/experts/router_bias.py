@@ -63,8 +63,8 @@ def router_bias(router: str) -> Tensor | None:
     Raises:
         ValueError: the step's balance has no such router.
     """
-    found: RouterBiases | None = axis("balance")
-    return None if found is None else found.biases[found.check(router)]
+    balance: RouterBiases | None = axis("balance")
+    return None if balance is None else balance.biases[balance.check(router)]
 
 
 def count_demand(router: str, demand: Tensor) -> None:
@@ -79,13 +79,13 @@ def count_demand(router: str, demand: Tensor) -> None:
     Raises:
         ValueError: the step's balance has no such router, or one with another number of experts.
     """
-    found: RouterBiases | None = axis("balance")
-    if found is None or runs_on_shapes(demand):
+    balance: RouterBiases | None = axis("balance")
+    if balance is None or runs_on_shapes(demand):
         return
-    bias = found.biases[found.check(router)]
+    bias = balance.biases[balance.check(router)]
     if demand.shape != bias.shape:
         raise ValueError(f"demand has shape {list(demand.shape)}, and the router {router!r} {len(bias)} experts")
-    found.demands.add(router, demand.detach().long())
+    balance.demands.add(router, demand.detach().long())
 
 
 def count_choices(experts: Any, routing: Routing) -> None:
@@ -95,11 +95,11 @@ def count_choices(experts: Any, routing: Routing) -> None:
         experts: the module.
         routing: its input.
     """
-    found: RouterBiases | None = axis("balance")
-    if found is None:
+    balance: RouterBiases | None = axis("balance")
+    if balance is None:
         return
     block = (_path(experts) or "").rpartition(".")[0]
-    for router in [name for name in found.biases if block and name.startswith(f"{block}.")]:
+    for router in [name for name in balance.biases if block and name.startswith(f"{block}.")]:
         count_demand(router, routing.demand())
 
 

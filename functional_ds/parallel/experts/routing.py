@@ -119,22 +119,23 @@ def check_shapes(routing: Routing) -> None:
     ids, shape = routing.experts, list(routing.experts.shape)
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"routing: experts are {tree.summary(ids)}; integers [tokens, k] are needed")
-    for name, found, needed in (
+    for name, tensor, needed in (
         ("weights", routing.weights, shape),
         ("kept", routing.kept, shape),
         ("probabilities", routing.probabilities, [shape[0], routing.count]),
     ):
-        if found is not None and list(found.shape) != needed:
-            raise ValueError(f"routing: {name} have shape {list(found.shape)}, and experts {shape}: {needed} is needed")
+        if tensor is not None and list(tensor.shape) != needed:
+            raise ValueError(f"routing: {name} have shape {list(tensor.shape)}, and experts {shape}: {needed} is needed")
 
 
-def overflow_error(routing: Routing, found: list[list[int]]) -> None:
+def overflow_error(routing: Routing, overflows: list[list[int]]) -> None:
     """Raises ValueError for the first rank of a group whose tokens overflow the capacity."""
-    for rank, (excess, expert, group) in enumerate(found):
+    for rank, (excess, expert, group) in enumerate(overflows):
         if excess > 0 and routing.limit is not None:
             raise ValueError(
-                f"drop='error': {routing.limit + excess} tokens of group {group} of rank {rank} of {len(found)} chose expert "
-                f"{expert}, and its capacity is {routing.limit}: raise its factor, or drop by 'position' or 'probability'"
+                f"drop='error': {routing.limit + excess} tokens of group {group} of rank {rank} of {len(overflows)} chose "
+                f"expert {expert}, and its capacity is {routing.limit}: raise its factor, or drop by 'position' or "
+                "'probability'"
             )
 
 
@@ -229,13 +230,13 @@ def _check(experts: int, k: int, gate: str, bias: Tensor | None, groups: int, to
         return
     if groups < 1 or experts % groups:
         raise ValueError(f"groups={groups}: {experts} experts do not divide by it")
-    each = experts // groups
-    if not 1 <= top_groups <= groups or k > top_groups * each:
+    per_group = experts // groups
+    if not 1 <= top_groups <= groups or k > top_groups * per_group:
         raise ValueError(
-            f"top_groups={top_groups} of groups={groups} with {each} experts each: k={k} experts must fit into them"
+            f"top_groups={top_groups} of groups={groups} with {per_group} experts each: k={k} experts must fit into them"
         )
-    if not 1 <= group_top <= each:
-        raise ValueError(f"group_top={group_top}: a group has {each} experts")
+    if not 1 <= group_top <= per_group:
+        raise ValueError(f"group_top={group_top}: a group has {per_group} experts")
 
 
 def jitter(x: Tensor, epsilon: float, *, key: Key, name: str) -> Tensor:

@@ -45,7 +45,7 @@ def each_expert(f: Callable[[Any, Tensor], Tensor], stacked: Any) -> ExpertFunct
         leaves, spec = tree.flatten(stacked)
         experts = zip(*(leaf.unbind() for leaf in leaves), strict=True)
         pieces = zip(experts, rows.split(counts), strict=True)
-        return torch.cat([f(tree.unflatten(spec, list(own)), piece) for own, piece in pieces])
+        return torch.cat([f(tree.unflatten(spec, list(expert)), piece) for expert, piece in pieces])
 
     return run
 
@@ -76,11 +76,11 @@ class StackedExperts(nn.Module):
             raise ValueError("experts: there is none")
         first = {name: (x.shape, x.dtype, x.requires_grad) for name, x in modules[0].named_parameters()}
         for index, module in enumerate(modules):
-            own = {name: (x.shape, x.dtype, x.requires_grad) for name, x in module.named_parameters()}
-            if type(module) is not type(modules[0]) or own != first:
+            params = {name: (x.shape, x.dtype, x.requires_grad) for name, x in module.named_parameters()}
+            if type(module) is not type(modules[0]) or params != first:
                 raise ValueError(
-                    f"experts: {index} is a {type(module).__name__} with {_listed(own)}, and 0 a {type(modules[0]).__name__} "
-                    f"with {_listed(first)}; all must be alike"
+                    f"experts: {index} is a {type(module).__name__} with {_listed(params)}, and 0 a "
+                    f"{type(modules[0]).__name__} with {_listed(first)}; all must be alike"
                 )
             if next(module.buffers(), None) is not None:
                 raise ValueError(
@@ -95,14 +95,14 @@ class StackedExperts(nn.Module):
     def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
         """Each local expert's module on its rows."""
 
-        def run(own: dict[str, Tensor], piece: Tensor) -> Tensor:
-            return torch.func.functional_call(self.each, own, (piece,))  # type: ignore[no-any-return]
+        def run(params: dict[str, Tensor], piece: Tensor) -> Tensor:
+            return torch.func.functional_call(self.each, params, (piece,))  # type: ignore[no-any-return]
 
         return each_expert(run, dict(self.each.named_parameters()))(rows, groups)
 
 
-def _listed(own: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {list(shape)} {dtype}" for name, (shape, dtype, _) in own.items())
+def _listed(params: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {list(shape)} {dtype}" for name, (shape, dtype, _) in params.items())
 
 
 def unstacked(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -115,13 +115,13 @@ def unstacked(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     >>> [(name, list(leaf.shape)) for name, leaf in found.items()]
     [('gate.weight', [2, 4]), ('experts.0.up.weight', [3, 4]), ('experts.1.up.weight', [3, 4])]
     """
-    found: dict[str, Tensor] = {}
+    leaves: dict[str, Tensor] = {}
     for path, leaf in params.items():
         parts = path.split(".")
         if _EACH not in parts:
-            found[path] = leaf
+            leaves[path] = leaf
             continue
         at = parts.index(_EACH)
-        for expert, own in enumerate(leaf):
-            found[".".join([*parts[:at], str(expert), *parts[at + 1 :]])] = own
-    return found
+        for expert, expert_leaf in enumerate(leaf):
+            leaves[".".join([*parts[:at], str(expert), *parts[at + 1 :]])] = expert_leaf
+    return leaves

@@ -147,29 +147,29 @@ def _ranks(group: comm.Group | None) -> comm.Group | None:
         if not isinstance(group, comm.Group):
             raise TypeError(f"group={group!r} is not a group: pass mesh['ep'], or None within a step that has T.experts")
         return group
-    found = axis("ep")
-    return found.group if isinstance(found, ExpertAxis) else None
+    ep_axis = axis("ep")
+    return ep_axis.group if isinstance(ep_axis, ExpertAxis) else None
 
 
 def _as_one_call(
     recorder: CallRecorder, f: ExpertFunction, rows: Tensor, routing: Routing, group: comm.Group | None, way: Way
 ) -> Tensor:
     """The exchange in a traced step: its sizes depend on values, so the graph calls it as one operation."""
-    own, rebuilt = closed_over(f)
-    leaves, spec = tree.flatten((rows, tree.replace(routing, probabilities=None), own))
+    closure, rebuilt = closed_over(f)
+    leaves, spec = tree.flatten((rows, tree.replace(routing, probabilities=None), closure))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def run(*given: Tensor) -> Tensor:
         now = [*leaves]
         for place, x in zip(places, given, strict=True):
             now[place] = x
-        rows, routing, own = tree.unflatten(spec, now)
-        return exchange(rebuilt(own), rows, routing=routing, group=group, way=way)
+        rows, routing, closure = tree.unflatten(spec, now)
+        return exchange(rebuilt(closure), rows, routing=routing, group=group, way=way)
 
-    found = [leaves[place] for place in places]
+    tensors = [leaves[place] for place in places]
     for place in places:  # tensors of the trace would stay as long as the graph
         leaves[place] = None
-    return recorder.eager(run, found)
+    return recorder.eager(run, tensors)
 
 
 def _check(rows: Tensor, x: Tensor, routing: Routing, ranks: int) -> None:
@@ -223,7 +223,7 @@ class _ExchangeByAllToAll:
         order = TokenOrder.of(self.routing.experts, self.routing.kept, self.routing.count)
         sent, counts, table = self._counts(rows)
         order = order.cut(sum(sent))
-        received = [sum(each) for each in counts]  # by source
+        received = [sum(source_counts) for source_counts in counts]  # by source
         rows = spread(rows, order)
         request = comm.table.prepare(comm.all_to_all, rows, self.group, input_splits=sent, output_splits=received)
         wait = request.start().wait if beside else Ready(request.run()).wait
@@ -231,7 +231,7 @@ class _ExchangeByAllToAll:
         def rest(f: ExpertFunction) -> Tensor:
             arrived = wait()  # sorted by source, then by expert
             by_expert = _by_expert(counts, table)
-            groups = _groups([sum(each) for each in zip(*counts, strict=True)], table)
+            groups = _groups([sum(expert_counts) for expert_counts in zip(*counts, strict=True)], table)
             done = f(arrived, groups) if by_expert is None else combine(f(spread(arrived, by_expert), groups), None, by_expert)
             back = comm.all_to_all(done, self.group, input_splits=received, output_splits=sent)
             return combine(back, self.routing.weights, order)
@@ -250,8 +250,8 @@ class _ExchangeByAllToAll:
             sent = [sum(even[r * local : (r + 1) * local]) for r in range(size)]
             return sent, [here] * size, heard[:, :local]
         numbers = torch.cat([load.sum(1), heard.flatten()]).tolist()  # the host waits here
-        sent, each = numbers[:size], heard.shape[1]
-        counts = [numbers[start : start + each] for start in range(size, len(numbers), each)]
+        sent, width = numbers[:size], heard.shape[1]
+        counts = [numbers[start : start + width] for start in range(size, len(numbers), width)]
         if routing.overflow is not None:
             overflow_error(routing, [by_rank[-3:] for by_rank in counts])
             counts = [by_rank[:-3] for by_rank in counts]
@@ -308,8 +308,8 @@ class _ExchangeByGather:
     def _counts(self, rows: Tensor) -> tuple[list[int], list[int], Tensor]:
         """Every rank's tokens, the rows of each local expert, and these by source on the device."""
         size, routing = self.group.size, self.routing
-        each = routing.count // size
-        local = slice(self.group.rank * each, (self.group.rank + 1) * each)
+        per_rank = routing.count // size
+        local = slice(self.group.rank * per_rank, (self.group.rank + 1) * per_rank)
         told = [routing.load(), routing.experts.new_full((1,), len(rows))]
         told += [] if routing.overflow is None else [routing.overflow]
         heard = comm.all_gather(torch.cat(told), self.group, tiled=False)
@@ -333,8 +333,8 @@ class _ExchangeByRank:
     def start(self, rows: Tensor, *, beside: bool) -> Callable[[ExpertFunction], Tensor]:
         """Sends the tokens; the result completes the exchange. ``beside``: whether there is work to overlap with it."""
         routing, group = self.routing, self.group
-        each = routing.count // group.size
-        ranks = routing.experts // each
+        per_rank = routing.count // group.size
+        ranks = routing.experts // per_rank
         first = _first_choices(ranks, routing.kept)
         sent, received, counts, table = self._counts(rows, torch.where(first, ranks, group.size))
         order = TokenOrder.of(ranks, first, group.size).cut(sum(sent))
@@ -345,9 +345,9 @@ class _ExchangeByRank:
 
         def rest(f: ExpertFunction) -> Tensor:
             arrived = wait()
-            local = arrived["ids"] - group.rank * each
-            kept = (local >= 0) & (local < each)
-            by_expert = TokenOrder.of(local.masked_fill(~kept, 0), kept, each).cut(sum(counts))
+            local = arrived["ids"] - group.rank * per_rank
+            kept = (local >= 0) & (local < per_rank)
+            by_expert = TokenOrder.of(local.masked_fill(~kept, 0), kept, per_rank).cut(sum(counts))
             part = combine(f(spread(arrived["rows"], by_expert), _groups(counts, table)), arrived["weights"], by_expert)
             return combine(comm.all_to_all(part, group, input_splits=received, output_splits=sent), None, order)
 
@@ -361,18 +361,18 @@ class _ExchangeByRank:
         tokens = torch.zeros(size + 1, dtype=flat.dtype, device=flat.device).index_add_(0, flat, torch.ones_like(flat))[:size]
         told = [load, tokens[:, None]] + ([] if routing.overflow is None else [routing.overflow.expand(size, 3)])
         heard = comm.all_to_all(torch.cat(told, 1), self.group)
-        each = load.shape[1]
+        per_rank = load.shape[1]
         if not _known(rows):
-            here = _even(routing.experts.numel(), routing.count)[self.group.rank * each : (self.group.rank + 1) * each]
+            here = _even(routing.experts.numel(), routing.count)[self.group.rank * per_rank : (self.group.rank + 1) * per_rank]
             even = _even(len(rows) * routing.reach(size), size)
-            return even, [even[self.group.rank]] * size, [size * count for count in here], heard[:, :each]
+            return even, [even[self.group.rank]] * size, [size * count for count in here], heard[:, :per_rank]
         numbers = torch.cat([tokens, heard.flatten()]).tolist()  # the host waits here
         wide = heard.shape[1]
         by_rank = [numbers[start : start + wide] for start in range(size, len(numbers), wide)]
         if routing.overflow is not None:
-            overflow_error(routing, [found[-3:] for found in by_rank])
-        counts = [sum(found[expert] for found in by_rank) for expert in range(each)]
-        return numbers[:size], [found[each] for found in by_rank], counts, heard[:, :each]
+            overflow_error(routing, [row[-3:] for row in by_rank])
+        counts = [sum(row[expert] for row in by_rank) for expert in range(per_rank)]
+        return numbers[:size], [row[per_rank] for row in by_rank], counts, heard[:, :per_rank]
 
 
 def _first_choices(ranks: Tensor, kept: Tensor | None) -> Tensor:

@@ -48,8 +48,8 @@ class TokenOrder:
 
 def spread(x: Tensor, order: TokenOrder) -> Tensor:
     """The token of each row: [T, M] to [R, M]. Its transpose sums a token's rows, without sorting again."""
-    found: Tensor = _SpreadTokens.apply(x, order)
-    return found
+    rows: Tensor = _SpreadTokens.apply(x, order)
+    return rows
 
 
 def combine(rows: Tensor, weights: Tensor | None, order: TokenOrder) -> Tensor:
@@ -57,8 +57,8 @@ def combine(rows: Tensor, weights: Tensor | None, order: TokenOrder) -> Tensor:
 
     Law 46: ``combine(spread(x), weights) = (Σ kept weights) x``.
     """
-    found: Tensor = _CombineRows.apply(rows, weights, order)
-    return found
+    tokens: Tensor = _CombineRows.apply(rows, weights, order)
+    return tokens
 
 
 class _SpreadTokens(torch.autograd.Function):
@@ -105,6 +105,6 @@ class _CombineRows(torch.autograd.Function):
         if not len(rows):
             return by_rows, torch.zeros_like(weights), None
         wide = torch.promote_types(torch.promote_types(rows.dtype, weights.dtype), torch.float32)
-        each = (rows.to(wide) * by_row).sum(1).to(weights.dtype)  # [R]
-        by_weights = each.index_select(0, order.places.flatten()).view(order.places.shape)
+        products = (rows.to(wide) * by_row).sum(1).to(weights.dtype)  # [R]
+        by_weights = products.index_select(0, order.places.flatten()).view(order.places.shape)
         return by_rows, by_weights if order.kept is None else by_weights.masked_fill(~order.kept, 0), None

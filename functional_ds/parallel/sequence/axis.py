@@ -118,13 +118,13 @@ def documents_of(attention_mask: Tensor | None = None, *, position_ids: Tensor |
     >>> documents_of(torch.tensor([[1, 1, 1, 0]]), position_ids=torch.tensor([[0, 1, 0, 0]])).tolist()
     [[0, 0, 1, -1]]
     """
-    found = None
+    documents = None
     if position_ids is not None:
-        found = torch.nn.functional.pad((position_ids.diff(dim=1) != 1).cumsum(1), (1, 0))
+        documents = torch.nn.functional.pad((position_ids.diff(dim=1) != 1).cumsum(1), (1, 0))
     if attention_mask is not None:
-        found = torch.zeros_like(attention_mask, dtype=torch.int64) if found is None else found
-        found = found.masked_fill(attention_mask == 0, -1)
-    return found
+        documents = torch.zeros_like(attention_mask, dtype=torch.int64) if documents is None else documents
+        documents = documents.masked_fill(attention_mask == 0, -1)
+    return documents
 
 
 def resolve_axis(
@@ -164,14 +164,14 @@ def resolve_axis(
         raise ValueError(
             f"{what}: layout={layout!r} without a group: pass both, or none to take those of the step's T.sequence"
         )
-    found, pass_ = sequence_axis(what), current_pass()
+    axis, pass_ = sequence_axis(what), current_pass()
     if pass_ is not None and pass_.slots.get(INSIDE_ULYSSES):
         raise ValueError(
             f"{what}: Ulysses splits this attention's heads over the ranks of the step's T.sequence already, so it cannot "
             "take the same ranks: pass the two axes, fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']), "
             "and T.sequence(mesh['ring', 'heads'], layout=SequenceLayout(kind, inner=2)), where inner is the size of 'heads'"
         )
-    return found.group, found.layout, found.documents
+    return axis.group, axis.layout, axis.documents
 
 
 def check_pieces(what: str, length: int, group: Group, window: int | None) -> None:

@@ -36,12 +36,12 @@ def attend(
         causal: whether the i-th query sees the keys up to the i-th; then there are as many.
         mask: [rows or 1, 1, S, K], True where a query sees a key.
     """
-    kind = takes(q, v, mask is not None)
+    kernel = takes(q, v, mask is not None)
     q, k, v = _dense(q), _dense(k), _dense(v)
-    if kind == "cuda":
+    if kernel == "cuda":
         o, lse, *_ = CUDA_ATTENTION(q, k, v, 0.0, causal, False, scale=scale)
         return o, lse
-    if kind == "cpu":
+    if kernel == "cpu":
         o, lse = CPU_ATTENTION(q, k, v, 0.0, causal, attn_mask=_bias(mask, q), scale=scale)
         if mask is not None:
             none = ~mask.any(-1)
@@ -79,22 +79,22 @@ def attend_backward(
         causal: as in ``attend``.
         mask: as in ``attend``.
     """
-    kind = takes(q, v, mask is not None)
-    grad, q, k, v, o = (_dense(each) for each in (grad, q, k, v, o))
-    if kind == "cuda":
+    kernel = takes(q, v, mask is not None)
+    grad, q, k, v, o = (_dense(x) for x in (grad, q, k, v, o))
+    if kernel == "cuda":
         nothing = torch.empty(0, dtype=torch.uint64, device=q.device)
         s, t = q.shape[2], k.shape[2]
-        found = CUDA_ATTENTION_BACKWARD(
+        grads = CUDA_ATTENTION_BACKWARD(
             grad, q, k, v, o, lse.contiguous(), None, None, s, t, 0.0, causal, nothing, nothing, scale=scale
         )
-        return found[0], found[1], found[2]
-    if kind == "cpu":
-        found = CPU_ATTENTION_BACKWARD(grad, q, k, v, o, lse, 0.0, causal, attn_mask=_bias(mask, q), scale=scale)
-        return found[0], found[1], found[2]
+        return grads[0], grads[1], grads[2]
+    if kernel == "cpu":
+        grads = CPU_ATTENTION_BACKWARD(grad, q, k, v, o, lse, 0.0, causal, attn_mask=_bias(mask, q), scale=scale)
+        return grads[0], grads[1], grads[2]
     weights = torch.exp(_scores(q, k, scale, causal, mask) - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1))
     wide = weights.dtype
     heads = (k.shape[1], q.shape[1] // max(k.shape[1], 1))
-    up, out, rows = (each.to(wide).unflatten(1, heads) for each in (grad, o, q))
+    up, out, rows = (x.to(wide).unflatten(1, heads) for x in (grad, o, q))
     inner = up @ v.to(wide).mT.unsqueeze(2) - (up * out).sum(-1, keepdim=True)
     d_scores = weights * inner * scale
     d_q: Tensor = (d_scores @ k.to(wide).unsqueeze(2)).flatten(1, 2)

@@ -85,17 +85,17 @@ def products(
     >>> products((range(4, 8),), (range(0, 8),), causal=True)
     (BlockProduct(rows=(0, 4), cols=(0, 4), kind='full'), BlockProduct(rows=(0, 4), cols=(4, 8), kind='causal'))
     """
-    found: list[BlockProduct] = []
+    blocks: list[BlockProduct] = []
     left, right = _by_document(rows, documents), _by_document(cols, documents)
     for document, queries in left.items():
         keys = right.get(document, [])
         ordered = all(a.positions[-1] < b.positions[0] for a, b in itertools.pairwise(queries))
         if causal and window is None and [q.positions for q in queries] == [k.positions for k in keys] and ordered:
-            found.append(BlockProduct(_span(queries), _span(keys), "causal"))
+            blocks.append(BlockProduct(_span(queries), _span(keys), "causal"))
             continue
         for query, key in itertools.product(queries, keys):
-            found += _pair(query, key, causal, window)
-    return tuple(_merged(found))
+            blocks += _pair(query, key, causal, window)
+    return tuple(_merged(blocks))
 
 
 def ring_pairs(layout: SequenceLayout | str, length: int, *, ranks: int, causal: bool = True) -> list[list[int]]:
@@ -116,7 +116,7 @@ def ring_pairs(layout: SequenceLayout | str, length: int, *, ranks: int, causal:
     runs = [layout.runs(length, ranks, rank) for rank in range(ranks)]
     return [
         [
-            sum(each.pairs for each in products(runs[rank], runs[rank - step], causal=causal, documents=layout.documents))
+            sum(product.pairs for product in products(runs[rank], runs[rank - step], causal=causal, documents=layout.documents))
             for rank in range(ranks)
         ]
         for step in range(ranks)
@@ -124,14 +124,14 @@ def ring_pairs(layout: SequenceLayout | str, length: int, *, ranks: int, causal:
 
 
 def _by_document(runs: Sequence[range], documents: tuple[int, ...] | None) -> dict[int, list[_Run]]:
-    found: dict[int, list[_Run]] = {}
+    by_document: dict[int, list[_Run]] = {}
     ends = [] if documents is None else list(itertools.accumulate(documents))
     start = 0
     for run in runs:
         for document, part in _parts(run, ends):
-            found.setdefault(document, []).append(_Run(start, part, document))
+            by_document.setdefault(document, []).append(_Run(start, part, document))
             start += len(part)
-    return found
+    return by_document
 
 
 def _parts(run: range, ends: Sequence[int]) -> Iterator[tuple[int, range]]:
@@ -172,41 +172,41 @@ def _pair(query: _Run, key: _Run, causal: bool, window: int | None) -> list[Bloc
     low, high = max(ahead, 0), min(ahead + len(q), len(k))
     (row, last_row), (col, _) = query.extent, key.extent
     square_rows = row + low - ahead, row + high - ahead
-    found = [
+    blocks = [
         BlockProduct(query.extent, (col, col + min(low, len(k))), "full"),
         BlockProduct(square_rows, (col + low, col + high), "causal"),
         BlockProduct((square_rows[1], last_row), (col + low, col + high), "full"),
     ]
-    return [each for each in found if each.rows[0] < each.rows[1] and each.cols[0] < each.cols[1]]
+    return [block for block in blocks if block.rows[0] < block.rows[1] and block.cols[0] < block.cols[1]]
 
 
 def _windowed(query: _Run, key: _Run, window: int) -> list[BlockProduct]:
-    found = []
+    blocks = []
     for row in range(0, len(query.positions), _WINDOW_ROWS):
         part = query.positions[row : row + _WINDOW_ROWS]
         first, last = _count_below(key.positions, part[0] - window + 1), _count_below(key.positions, part[-1] + 1)
         if first < last:
             rows = query.start + row, query.start + row + len(part)
-            found.append(BlockProduct(rows, (key.start + first, key.start + last), "masked"))
-    return found
+            blocks.append(BlockProduct(rows, (key.start + first, key.start + last), "masked"))
+    return blocks
 
 
-def _merged(found: Sequence[BlockProduct]) -> list[BlockProduct]:
+def _merged(blocks: Sequence[BlockProduct]) -> list[BlockProduct]:
     """Joins adjacent full products, first side by side, then one above the other."""
     merged: list[BlockProduct] = []
-    for each in found:
+    for block in blocks:
         before = merged[-1] if merged else None
-        if before and before.kind == each.kind == "full" and before.rows == each.rows and before.cols[1] == each.cols[0]:
-            merged[-1] = BlockProduct(each.rows, (before.cols[0], each.cols[1]), "full")
+        if before and before.kind == block.kind == "full" and before.rows == block.rows and before.cols[1] == block.cols[0]:
+            merged[-1] = BlockProduct(block.rows, (before.cols[0], block.cols[1]), "full")
         else:
-            merged.append(each)
+            merged.append(block)
     above: list[BlockProduct] = []
-    for each in merged:
+    for block in merged:
         match = next(
-            (b for b in above if b.kind == each.kind == "full" and b.cols == each.cols and b.rows[1] == each.rows[0]), None
+            (b for b in above if b.kind == block.kind == "full" and b.cols == block.cols and b.rows[1] == block.rows[0]), None
         )
         if match:
-            above[above.index(match)] = BlockProduct((match.rows[0], each.rows[1]), each.cols, "full")
+            above[above.index(match)] = BlockProduct((match.rows[0], block.rows[1]), block.cols, "full")
         else:
-            above.append(each)
+            above.append(block)
     return above

@@ -67,14 +67,14 @@ class AttentionMask:
     def allowed(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Which of these positions attend to which: bool [rows or 1, 1, S, K]."""
         q, k = rows.unsqueeze(-1), cols.unsqueeze(-2)
-        found = q >= k if self.causal else torch.ones_like(q + k, dtype=torch.bool)
+        allowed = q >= k if self.causal else torch.ones_like(q + k, dtype=torch.bool)
         if self.window is not None:
-            found = found & (q - k < self.window)
+            allowed = allowed & (q - k < self.window)
         if self.documents is None:
-            return found[None, None]
+            return allowed[None, None]
         numbers, others = self.documents.index_select(1, rows), self.documents.index_select(1, cols)
         same = (numbers.unsqueeze(2) == others.unsqueeze(1)) & (others >= 0).unsqueeze(1)
-        return (found & same).unsqueeze(1)
+        return (allowed & same).unsqueeze(1)
 
 
 @attrs.frozen(eq=False)
@@ -165,7 +165,7 @@ class Queries:
             into: three sums.
         """
         for part, rows, cols, mask in self._parts(keys):
-            found = attend_backward(
+            grads = attend_backward(
                 grad[:, :, rows],
                 self.q[:, :, rows],
                 keys.k[:, :, cols],
@@ -176,8 +176,8 @@ class Queries:
                 causal=part.kind == "causal",
                 mask=mask,
             )
-            for total, where, each in zip(into, (rows, cols, cols), found, strict=True):
-                total.add(where, each)
+            for total, where, gradient in zip(into, (rows, cols, cols), grads, strict=True):
+                total.add(where, gradient)
 
     def _parts(self, keys: Keys) -> "Iterator[tuple[BlockProduct, slice, slice, Tensor | None]]":
         if self.q.numel() == 0 or keys.k.numel() == 0:
@@ -221,7 +221,7 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         rows, cols, mask, scale = ctx.rest
-        into = [Total(torch.empty_like(each, dtype=lse.dtype)) for each in (q, k, v)]
+        into = [Total(torch.empty_like(x, dtype=lse.dtype)) for x in (q, k, v)]
         Queries(q, rows, mask, scale).add_gradients(Keys(k, v, cols), grad, o, empty_to_infinite(lse), into=into)
         return (*(total.sum().to(q.dtype) for total in into), None, None, None, None)
 
@@ -255,9 +255,9 @@ def checked_qkv(what: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
             f"{what}: {q.shape[2]} queries and {k.shape[2]} keys: a sequence attends to itself, so a rank holds the same "
             "positions of both"
         )
-    kind, wide = q.device.type, torch.float64 in (q.dtype, k.dtype, v.dtype)
-    if not wide and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    device_type, wide = q.device.type, torch.float64 in (q.dtype, k.dtype, v.dtype)
+    if not wide and torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if not (q.dtype == k.dtype == v.dtype):
         raise ValueError(f"{what}: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; cast them to one dtype")
@@ -266,8 +266,8 @@ def checked_qkv(what: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 def without_autocast(q: Tensor) -> AbstractContextManager[None]:
     """A context in which products use the dtypes of their inputs, as in the backward pass."""
-    kind = q.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    device_type = q.device.type
+    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
 
 
 def attention(
@@ -331,7 +331,7 @@ def mask_of(
         ValueError: it does not match the sequence or the layout.
     """
     numbers = documents if isinstance(documents, Tensor) else None
-    lengths = None if documents is None or numbers is not None else tuple(int(each) for each in documents)
+    lengths = None if documents is None or numbers is not None else tuple(int(size) for size in documents)
     if lengths is not None and (sum(lengths) != length or min(lengths, default=1) < 1):
         raise ValueError(f"documents={list(lengths)}: lengths of at least 1 that add up to {sum(lengths)}, not to {length}")
     of_layout = None if layout is None else layout.documents

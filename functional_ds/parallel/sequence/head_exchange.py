@@ -46,8 +46,8 @@ def head_shares(queries: int, keys: int, *, ranks: int) -> HeadShares:
     """
     if keys < 1 or queries % keys:
         raise ValueError(f"{queries} query heads do not divide among {keys} key-value heads")
-    each, more = divmod(queries, ranks)
-    shares = [range(*cut) for cut in pairwise(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))]
+    per_rank, more = divmod(queries, ranks)
+    shares = [range(*cut) for cut in pairwise(accumulate((per_rank + (rank < more) for rank in range(ranks)), initial=0))]
     shared = queries // keys
     used = [range(share.start // shared, -(-share.stop // shared)) if share else range(0) for share in shares]
     return HeadShares(tuple(shares), tuple(used))
@@ -72,13 +72,13 @@ class HeadExchange:
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """From positions to heads."""
-        found: tuple[Tensor, ...] = _Exchanged.apply(self, True, *tensors)
-        return found
+        exchanged: tuple[Tensor, ...] = _Exchanged.apply(self, True, *tensors)
+        return exchanged
 
     def to_positions(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """From heads to positions."""
-        found: tuple[Tensor, ...] = _Exchanged.apply(self, False, *tensors)
-        return found
+        exchanged: tuple[Tensor, ...] = _Exchanged.apply(self, False, *tensors)
+        return exchanged
 
     def run(self, tensors: tuple[Tensor, ...], *, to_heads: bool) -> tuple[Tensor, ...]:
         """Either of the two, without gradients."""
@@ -89,41 +89,41 @@ class HeadExchange:
             for local, view in self._views(tensors[place], place, rank, by_heads=not to_heads):
                 part[:, :, local].copy_(view)
         arrived = comm.all_to_all(message, self.group, input_splits=splits[0], output_splits=splits[1])
-        found, own = self._results(tensors, to_heads=to_heads), self.group.rank
-        for place, (x, result) in enumerate(zip(tensors, found, strict=True)):  # what stays here takes no message
+        results, this_rank = self._results(tensors, to_heads=to_heads), self.group.rank
+        for place, (x, result) in enumerate(zip(tensors, results, strict=True)):  # what stays here takes no message
             by_heads, by_positions = (result, x) if to_heads else (x, result)
-            ((_, mine),) = self._views(by_positions, place, own, by_heads=False)
-            for local, view in self._views(by_heads, place, own, by_heads=True):
+            ((_, mine),) = self._views(by_positions, place, this_rank, by_heads=False)
+            for local, view in self._views(by_heads, place, this_rank, by_heads=True):
                 into, value = (view, mine[:, :, local]) if to_heads else (mine[:, :, local], view)
                 into.copy_(value)
         for rank, place, part in _parts(arrived, taken):
             sums = not to_heads and _shared(self.shares[place])
-            for local, view in self._views(found[place], place, rank, by_heads=to_heads):
+            for local, view in self._views(results[place], place, rank, by_heads=to_heads):
                 (view.add_ if sums else view.copy_)(part[:, :, local])
-        return tuple(each.to(message.dtype) for each in found)
+        return tuple(result.to(message.dtype) for result in results)
 
     def _shapes(self, tensors: tuple[Tensor, ...], *, by_heads: bool) -> list[list[torch.Size]]:
         """The parts of each other rank's message, where this rank has tensors by heads or by positions."""
-        positions, own = sum(map(len, self.runs[0])), self.group.rank
-        heads = [[each[own if by_heads else rank] for each in self.shares] for rank in range(self.group.size)]
+        positions, this_rank = sum(map(len, self.runs[0])), self.group.rank
+        heads = [[share[this_rank if by_heads else rank] for share in self.shares] for rank in range(self.group.size)]
         return [
-            [torch.Size((x.shape[0], len(each), positions, x.shape[3])) for x, each in zip(tensors, found, strict=True)]
-            if rank != own
+            [torch.Size((x.shape[0], len(part), positions, x.shape[3])) for x, part in zip(tensors, rank_heads, strict=True)]
+            if rank != this_rank
             else []
-            for rank, found in enumerate(heads)
+            for rank, rank_heads in enumerate(heads)
         ]
 
     def _results(self, tensors: tuple[Tensor, ...], *, to_heads: bool) -> list[Tensor]:
         """The output tensors; zeros in a wide dtype if several ranks' values are summed."""
-        length, positions, found = sum(map(len, itertools.chain(*self.runs))), sum(map(len, self.runs[0])), []
+        length, positions, outputs = sum(map(len, itertools.chain(*self.runs))), sum(map(len, self.runs[0])), []
         for x, heads in zip(tensors, self.shares, strict=True):
             if to_heads:
-                found.append(x.new_empty(x.shape[0], len(heads[self.group.rank]), length, x.shape[3]))
+                outputs.append(x.new_empty(x.shape[0], len(heads[self.group.rank]), length, x.shape[3]))
                 continue
-            shape = x.shape[0], max(each.stop for each in heads), positions, x.shape[3]
+            shape = x.shape[0], max(share.stop for share in heads), positions, x.shape[3]
             wide = torch.promote_types(x.dtype, torch.float32)
-            found.append(x.new_zeros(shape, dtype=wide) if _shared(heads) else x.new_empty(shape))
-        return found
+            outputs.append(x.new_zeros(shape, dtype=wide) if _shared(heads) else x.new_empty(shape))
+        return outputs
 
     def _views(self, x: Tensor, place: int, rank: int, *, by_heads: bool) -> Iterator[tuple[slice, Tensor]]:
         """A tensor's part of a message with a rank: places in the message's positions, and the view."""
@@ -139,15 +139,15 @@ class HeadExchange:
 
 def _parts(message: Tensor, shapes: list[list[torch.Size]]) -> Iterator[tuple[int, int, Tensor]]:
     """A message's parts as views, with the rank and the number of the tensor."""
-    names = [(rank, place) for rank, each in enumerate(shapes) for place in range(len(each))]
-    views = message.split([shape.numel() for each in shapes for shape in each])
+    names = [(rank, place) for rank, rank_shapes in enumerate(shapes) for place in range(len(rank_shapes))]
+    views = message.split([shape.numel() for rank_shapes in shapes for shape in rank_shapes])
     for (rank, place), view in zip(names, views, strict=True):
         yield rank, place, view.view(shapes[rank][place])
 
 
 def _shared(heads: _Heads) -> bool:
     """Whether several ranks have the same head."""
-    return sum(map(len, heads)) > max(each.stop for each in heads)
+    return sum(map(len, heads)) > max(share.stop for share in heads)
 
 
 class _Exchanged(torch.autograd.Function):

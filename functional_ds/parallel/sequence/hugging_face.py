@@ -118,8 +118,8 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
         first = getattr(module, "layer_idx", 0) == 0
         given = mask.position_ids if position_ids is None else position_ids
         if axis is None:
-            for each in (given, mask.padding) if first else ():
-                _ = None if each is None else each.clone()  # a trace leaves out the values of what nothing reads
+            for tensor in (given, mask.padding) if first else ():
+                _ = None if tensor is None else tensor.clone()  # a trace leaves out the values of what nothing reads
             return shape_of_attention(query, key, value).transpose(1, 2), None
         if first:
             _check_positions(name, given, axis)
@@ -132,10 +132,10 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
 
 def _arguments(mask: SequenceMask, axis: SequenceAxis) -> dict[str, Any]:
     """The arguments of attention over the step's ranks, except the documents, which the step has."""
-    found: dict[str, Any] = {"causal": mask.causal}
+    arguments: dict[str, Any] = {"causal": mask.causal}
     if mask.window is not None and mask.window < axis.length:
-        found["window"] = mask.window
-    return found
+        arguments["window"] = mask.window
+    return arguments
 
 
 def _check_positions(name: str, given: Tensor | None, axis: SequenceAxis) -> None:
@@ -162,8 +162,8 @@ def _mask(name: str) -> Callable[..., SequenceMask]:
         **others: Any,
     ) -> SequenceMask:
         axis = None if is_for_shapes() else sequence_axis(name)
-        own = q_length if axis is None else axis.length // axis.group.size
-        if (q_length, kv_length, q_offset, kv_offset) != (own, own, 0, 0):
+        local_length = q_length if axis is None else axis.length // axis.group.size
+        if (q_length, kv_length, q_offset, kv_offset) != (local_length, local_length, 0, 0):
             raise ValueError(
                 f"{name}: {q_length} queries from {q_offset} and {kv_length} keys from {kv_offset}: a rank has {own} of both; "
                 "it takes the batch that T.sequence split, and no cache"
@@ -238,8 +238,8 @@ def _parts(name: str, function: Any) -> Iterator[Any]:
         raise ValueError(f"{name}: the model's mask has {what}, which attention over a split sequence does not have")
     free = inspect.getclosurevars(function).nonlocals
     if code is known.both:
-        for each in free["mask_functions"]:
-            yield from _parts(name, each)
+        for part in free["mask_functions"]:
+            yield from _parts(name, part)
         return
     yield function
     if code is known.remap:

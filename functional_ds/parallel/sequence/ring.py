@@ -56,46 +56,46 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, here: _Ring, save: bool) -> Tensor:
-        own = k.new_empty(k.numel() + v.numel())
-        for view, x in zip(here.split(own), (k, v), strict=True):
+        local_block = k.new_empty(k.numel() + v.numel())
+        for view, x in zip(here.split(local_block), (k, v), strict=True):
             view.copy_(x)
-        queries, blocks = here.queries(q), [own]
-        found: Partial | None = None
+        queries, blocks = here.queries(q), [local_block]
+        so_far: Partial | None = None
 
         def step(number: int) -> None:
-            nonlocal found
+            nonlocal so_far
             coming = here.pass_on(blocks[-1], 1)
-            found = queries.add(here.keys(blocks[-1], number), found)
+            so_far = queries.add(here.keys(blocks[-1], number), so_far)
             blocks.append(coming.wait())
             if not save:
                 del blocks[0]
 
         comm.repeat(here.group.size - 1, step, here.group)
-        wide, lse = queries.add(here.keys(blocks[-1], here.group.size - 1), found)
+        wide, lse = queries.add(here.keys(blocks[-1], here.group.size - 1), so_far)
         o = wide.to(q.dtype)
         ctx.here = here
-        ctx.save_for_backward(q, o, lse, *(blocks if save else [own]))
+        ctx.save_for_backward(q, o, lse, *(blocks if save else [local_block]))
         return o
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         here: _Ring = ctx.here
-        q, o, lse, own, *saved = ctx.saved_tensors
+        q, o, lse, local_block, *saved = ctx.saved_tensors
         n, queries, lse = here.group.size, here.queries(q), empty_to_infinite(lse)
         d_q = Total(torch.empty_like(q, dtype=lse.dtype))
 
         def gradients(flat: Tensor, number: int) -> Tensor:
-            found = torch.empty_like(flat, dtype=lse.dtype)
-            d_keys = [Total(each) for each in here.split(found)]
+            d_flat = torch.empty_like(flat, dtype=lse.dtype)
+            d_keys = [Total(view) for view in here.split(d_flat)]
             queries.add_gradients(here.keys(flat, number), grad, o, lse, into=[d_q, *d_keys])
             for total in d_keys:
                 total.sum()
-            return found
+            return d_flat
 
         # In reverse: the last block is the first here and goes back; its gradient goes with it and ends at its own rank.
-        coming = [] if saved or n == 1 else [here.pass_on(own, -1)]
-        d_own = gradients(own, 0)
+        coming = [] if saved or n == 1 else [here.pass_on(local_block, -1)]
+        d_own = gradients(local_block, 0)
         d_coming: list[Pending[Tensor]] = []
 
         def step(number: int, *, last: bool = False) -> None:
@@ -103,16 +103,16 @@ class _RingAttention(torch.autograd.Function):
             flat = coming.pop().wait() if coming else saved[min(place, len(saved)) - 1]  # one alone where shapes are counted
             if not (last or saved):
                 coming.append(here.pass_on(flat, -1))
-            found = gradients(flat, place)
+            d_flat = gradients(flat, place)
             if d_coming:
-                found += d_coming.pop().wait()
-            d_coming.append(here.pass_on(found, -1))
+                d_flat += d_coming.pop().wait()
+            d_coming.append(here.pass_on(d_flat, -1))
 
         if n > 1:
             comm.repeat(n - 2, step, here.group)
             step(n - 2, last=True)
             d_own += d_coming.pop().wait()
-        d_k, d_v = here.split(d_own.to(own.dtype))
+        d_k, d_v = here.split(d_own.to(local_block.dtype))
         return d_q.sum().to(q.dtype), d_k, d_v, None, None
 
 

@@ -168,16 +168,16 @@ def _outer_runs(layout: SequenceLayout, length: int, n: int, rank: int) -> list[
         return [range(rank, length, n)]
     if layout.kind == "zigzag":
         return _zigzag(0, length // (2 * n), n, rank)
-    found: list[range] = []
-    left: list[range] = []
+    runs: list[range] = []
+    rest: list[range] = []
     start = 0
     for size in layout.documents or ():
         chunk = size // (2 * n)
-        found += _zigzag(start, chunk, n, rank)
-        left.append(range(start + 2 * n * chunk, start + size))
+        runs += _zigzag(start, chunk, n, rank)
+        rest.append(range(start + 2 * n * chunk, start + size))
         start += size
-    share = sum(map(len, left)) // n
-    return sorted(found + _cut(left, rank * share, (rank + 1) * share), key=lambda run: run.start)
+    share = sum(map(len, rest)) // n
+    return sorted(runs + _cut(rest, rank * share, (rank + 1) * share), key=lambda run: run.start)
 
 
 def _zigzag(start: int, chunk: int, n: int, rank: int) -> list[range]:
@@ -186,8 +186,8 @@ def _zigzag(start: int, chunk: int, n: int, rank: int) -> list[range]:
 
 def _cut(pieces: Sequence[range], start: int, stop: int) -> list[range]:
     """The elements from the start-th to the stop-th of the ranges one after the other."""
-    found = []
+    parts = []
     for run in pieces:
-        found.append(run[max(start, 0) : max(stop, 0)])
+        parts.append(run[max(start, 0) : max(stop, 0)])
         start, stop = start - len(run), stop - len(run)
-    return found
+    return parts

@@ -78,7 +78,7 @@ def ulysses(
         with alike("ulysses", ranks, heads=(q.shape[1], k.shape[1]), **same, layout=how):
             q, k, v = HeadExchange(ranks, runs, (shares.queries, shares.keys, shares.keys)).to_heads(q, k, v)
         if q.shape[1]:
-            k, v = (_expanded(each, shares, ranks.rank) for each in (k, v))
+            k, v = (_expanded(x, shares, ranks.rank) for x in (k, v))
             with _inside(group is None):
                 o = (attention or on_one_device)(q, k, v, *args, **kwargs)
             if o.shape != (*q.shape[:3], v.shape[3]):
@@ -107,7 +107,7 @@ def _expanded(x: Tensor, shares: HeadShares, rank: int) -> Tensor:
     queries, keys = shares.queries[rank], shares.keys[rank]
     group = max(share.stop for share in shares.queries) // max(share.stop for share in shares.keys)
     used = [head // group - keys.start for head in queries]
-    each, rest = divmod(len(queries), len(keys))
-    if rest == 0 and used == [place // each for place in range(len(queries))]:
+    repeats, rest = divmod(len(queries), len(keys))
+    if rest == 0 and used == [place // repeats for place in range(len(queries))]:
         return x
     return torch.cat([x[:, head : head + 1] for head in used], dim=1)

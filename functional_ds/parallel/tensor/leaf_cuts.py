@@ -60,10 +60,10 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
     summed, by_word, worded, used = set(), set(), set(), set()
     places = {path: _places(path, leaf) for path, leaf in tree.named(params)}
     for path, leaf in tree.named(params):
-        found: dict[str, LeafSlice] = {}
+        cuts: dict[str, LeafSlice] = {}
         for key, at in _dims(plan, path):
             used.add(key)
-            found[key] = _even(path, leaf, at, [_size(path, leaf, at)], group)
+            cuts[key] = _even(path, leaf, at, [_size(path, leaf, at)], group)
         for place in places[path]:
             used.update(key for key, _ in _claims(plan, place))
             value = _ruling(plan, place)
@@ -75,13 +75,13 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
             if _is_layer(_owner(place)) and dim != _dim(value_at(plan, place.owner), leaf, place):
                 raise ValueError(_other_word(plan, place))
             if value is not None and dim is not None:
-                found[place.path] = _slice(place, leaf, dim, value, group)
+                cuts[place.path] = _slice(place, leaf, dim, value, group)
                 worded.add(path)
-        if len({(cut.dim, cut.ranges_by_rank) for cut in found.values()}) > 1 or _twice(plan, path, places[path]):
+        if len({(cut.dim, cut.ranges_by_rank) for cut in cuts.values()}) > 1 or _twice(plan, path, places[path]):
             raise ValueError(_conflict(plan, path, places[path]))
-        if found:
-            slices[path] = next(iter(found.values()))
-    everywhere = [place for each in places.values() for place in each]
+        if cuts:
+            slices[path] = next(iter(cuts.values()))
+    everywhere = [place for leaf_places in places.values() for place in leaf_places]
     _check_used(plan, used, everywhere, group.size)
     _check_groups(plan, [place for path in slices for place in places[path]], group)
     _check_tokenwise(plan, everywhere, {path: leaf.dim() for path, leaf in tree.named(params)}, places, slices)
@@ -97,7 +97,7 @@ def _places(path: str, leaf: Tensor) -> list[_LeafPlace]:
     apply, name = known
     module: nn.Module = apply.module
     every = dict(module.named_parameters(remove_duplicate=False))
-    return [_LeafPlace(module, each, *_parted(each)) for each, parameter in every.items() if parameter is every[name]]
+    return [_LeafPlace(module, alias, *_parted(alias)) for alias, parameter in every.items() if parameter is every[name]]
 
 
 def _parted(path: str) -> tuple[str, str]:
@@ -132,14 +132,14 @@ def _own_word(plan: Plan, place: _LeafPlace) -> str | Packed | None:
 
 
 def _in_cut_sequences(plan: Plan, place: _LeafPlace) -> bool:
-    return any(value_at(plan, each) == "sequence_parallel" for each in (*_above(place.owner), place.owner))
+    return any(value_at(plan, owner) == "sequence_parallel" for owner in (*_above(place.owner), place.owner))
 
 
 def _is_summed(plan: Plan, place: _LeafPlace, value: str | Packed | None) -> bool:
     """Whether the nearest word makes gradients of a whole leaf partial."""
-    above = [value_at(plan, each) for each in (*_above(place.owner), place.owner)]
+    above = [value_at(plan, owner) for owner in (*_above(place.owner), place.owner)]
     nearest = value if value is not None and (word_of(value).cuts or value in STAYS) else None
-    nearest = nearest or next((each for each in reversed(above) if each in STAYS), None)
+    nearest = nearest or next((word for word in reversed(above) if word in STAYS), None)
     return nearest is not None and word_of(nearest).summed
 
 
@@ -157,10 +157,10 @@ def _twice(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> bool:
 
 
 def _conflict(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> str:
-    claims = [f"{path!r} by {key!r}: {dim}" for key, dim in _dims(plan, path)]
+    expressions = [f"{path!r} by {key!r}: {dim}" for key, dim in _dims(plan, path)]
     for place in places:
-        own = [(key, value) for key, value in _claims(plan, place) if word_of(value).cuts or value in STAYS]
-        claims += [f"{place.path!r} by {key!r}: {value!r}" for key, value in own]
+        words = [(key, value) for key, value in _claims(plan, place) if word_of(value).cuts or value in STAYS]
+        expressions += [f"{place.path!r} by {key!r}: {value!r}" for key, value in words]
     tied = (
         f"; one leaf, tied, is in {len(places)} places, and the plan's words for them must split it alike"
         if len(places) > 1
@@ -170,7 +170,7 @@ def _conflict(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> str:
 
 
 def _other_word(plan: Plan, place: _LeafPlace) -> str:
-    layer, own = type(_owner(place)).__name__, value_at(plan, place.owner)
+    layer, layer_word = type(_owner(place)).__name__, value_at(plan, place.owner)
     return (
         f"plan: {place.path!r} is {_own_word(plan, place)!r}, and its {layer} {place.owner!r} "
         f"{'has no word' if own is None else f'is {own!r}'}: a layer runs as its word says, which splits its params too; give "
@@ -251,8 +251,8 @@ def _attention(place: _LeafPlace) -> nn.Module | None:
     above = _parted(place.owner)[0]
     if place.module is None or not place.owner:
         return None
-    found = [place.module.get_submodule(each) for each in (above, _parted(above)[0])]
-    return next((each for each in found if size_of_heads(each)), found[0])
+    modules = [place.module.get_submodule(path) for path in (above, _parted(above)[0])]
+    return next((module for module in modules if size_of_heads(module)), modules[0])
 
 
 def size_of_heads(attention: nn.Module | None) -> int | None:
@@ -282,7 +282,7 @@ def heads_of(attention: nn.Module) -> int:
     if isinstance(known, int):
         return known
     size, groups = size_of_heads(attention) or 1, kv_groups(attention) or 1
-    linears = [each for each in attention.modules() if isinstance(each, nn.Linear)]
+    linears = [module for module in attention.modules() if isinstance(module, nn.Linear)]
     pairs = [(q, k) for q, k in itertools.permutations(linears, 2) if q.in_features == k.in_features]
     return max((q.out_features // size for q, k in pairs if q.out_features == k.out_features * groups), default=0)
 
@@ -293,7 +293,7 @@ def heads_of(attention: nn.Module) -> int:
 def _check_used(plan: Plan, used: Iterable[str], places: Sequence[_LeafPlace], n: int) -> None:
     known = {name: None for place in places for name in (place.path, place.owner)}
     modules = {id(place.module): place.module for place in places if place.module is not None}
-    inside = {path: module for each in modules.values() for path, module in each.named_modules()}
+    inside = {path: module for root in modules.values() for path, module in root.named_modules()}
     for key, value in plan.items():
         if value == "sequence_parallel":
             _check_lists(key, inside)
@@ -305,7 +305,7 @@ def _check_used(plan: Plan, used: Iterable[str], places: Sequence[_LeafPlace], n
             empty = next((path for path in inside if fits(key, path)), None)
             if empty:
                 below = [
-                    f"{key}.{name}" for name, each in inside[empty].named_children() if any(True for _ in each.parameters())
+                    f"{key}.{name}" for name, child in inside[empty].named_children() if any(True for _ in child.parameters())
                 ]
                 raise ValueError(
                     f"plan: {key!r} means {empty!r}, a {type(inside[empty]).__name__} without params of its own: name what is "
@@ -331,7 +331,7 @@ def _check_tokenwise(
     for path, several in places.items():
         for place in several if dims[path] > 1 and path not in slices else ():
             above = [*_above(place.owner), place.owner]
-            if not words[place.owner] and not blocks & {*above} and any(fits(key, each) for key in lists for each in above):
+            if not words[place.owner] and not blocks & {*above} and any(fits(key, owner) for key in lists for owner in above):
                 raise ValueError(
                     f"plan: {place.path!r} is in a sequence_parallel list and is not split, so it would see a part of the "
                     f"sequence: split the module that contains it, or add {{{place.owner!r}: 'replicated'}} if it acts on each "
@@ -341,8 +341,8 @@ def _check_tokenwise(
 
 def _check_local(key: str, inside: Mapping[str, nn.Module], n: int) -> None:
     owner, name = _parted(key)
-    found = [(path, getattr(module, name, None)) for path, module in inside.items() if not owner or fits(owner, path)]
-    numbers = [(path, value) for path, value in found if isinstance(value, int)]
+    values = [(path, getattr(module, name, None)) for path, module in inside.items() if not owner or fits(owner, path)]
+    numbers = [(path, value) for path, value in values if isinstance(value, int)]
     if not numbers:
         raise ValueError(f"plan: {key!r} is 'local', and no module at such a path has a number {name!r}")
     for path, value in numbers:

@@ -89,8 +89,8 @@ def column(
     here = tensor_group(group, "tp.column")
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = _biases(bias, len(weights))
-    for each in weights:
-        _check_inputs("tp.column", x, each, "the input is whole in its features")
+    for matrix in weights:
+        _check_inputs("tp.column", x, matrix, "the input is whole in its features")
     dim = _sequence_dim("tp.column", x, sequence_dim, regather=regather, chunks=chunks)
     if dim is None:
         one = shared(x, here)
@@ -150,24 +150,24 @@ def row(
     True
     """
     here = tensor_group(group, "tp.row")
-    own = comm.scatter_to(x, here, dim=x.dim() - 1) if split_input else x
-    _check_inputs("tp.row", own, weight, f"each of the {here.size} ranks has a part of the features")
+    local_x = comm.scatter_to(x, here, dim=x.dim() - 1) if split_input else x
+    _check_inputs("tp.row", local_x, weight, f"each of the {here.size} ranks has a part of the features")
     dim = _sequence_dim("tp.row", x, sequence_dim, chunks=chunks)
     if dim is None:
-        y = summed(F.linear(own, weight), here)
+        y = summed(F.linear(local_x, weight), here)
     elif chunks == 1:
-        y = comm.reduce_scatter(F.linear(own, weight), here, dim=dim)
+        y = comm.reduce_scatter(F.linear(local_x, weight), here, dim=dim)
     else:
-        y = scattered_product(own, weight, group=here, dim=dim, chunks=chunks)
+        y = scattered_product(local_x, weight, group=here, dim=dim, chunks=chunks)
     return y if bias is None else y + bias
 
 
 def _biases(bias: Tensor | Biases | None, count: int) -> Biases:
-    found = [bias] * count if bias is None or isinstance(bias, Tensor) else list(bias)
-    if len(found) != count or (isinstance(bias, Tensor) and count > 1):
-        given = 1 if isinstance(bias, Tensor) else len(found)
+    biases = [bias] * count if bias is None or isinstance(bias, Tensor) else list(bias)
+    if len(biases) != count or (isinstance(bias, Tensor) and count > 1):
+        given = 1 if isinstance(bias, Tensor) else len(biases)
         raise ValueError(f"tp.column: bias: {given} for {count} weights; pass one for each, or None")
-    return found
+    return biases
 
 
 def _check_inputs(what: str, x: Tensor, weight: Tensor, why: str) -> None:

@@ -74,15 +74,15 @@ class TensorCalls:
 
     def chosen(self, module: nn.Module) -> list[str]:
         """The paths of the modules that do not run as usual."""
-        found = []
+        paths = []
         named = dict(module.named_modules())
-        held = {path: set(map(id, parameters_of(each).values())) - {id(None)} for path, each in named.items()}
+        held = {path: set(map(id, parameters_of(child).values())) - {id(None)} for path, child in named.items()}
         cut = {key for path in named if (value := value_at(self.plan, path)) and word_of(value).cuts for key in held[path]}
         lists = [path for path in named if value_at(self.plan, path) == "sequence_parallel"]
         words = {path: word_of(value) for path in named if (value := value_at(self.plan, path)) is not None}
         blocks = {path.rpartition(".")[0] for path, word in words.items() if word.cuts == "outputs"}
-        for path, each in named.items():
-            way = self._way(module, path, each, lists)
+        for path, child in named.items():
+            way = self._way(module, path, child, lists)
             way = attrs.evolve(way, block=way.sequence and path in blocks)
             if way.block and path.rpartition(".")[0] in lists:
                 raise ValueError(
@@ -97,7 +97,7 @@ class TensorCalls:
                     "them: the gradients of what is whole there would be summed over ranks that have all of them; leave "
                     "'sequence_parallel' out of this plan"
                 )
-            if way.name == "moe_tp_experts" and self.group.size > 1 and not self._cuts_within(path, each):
+            if way.name == "moe_tp_experts" and self.group.size > 1 and not self._cuts_within(path, child):
                 raise ValueError(
                     f"plan: {path!r} is 'moe_tp_experts', and nothing in it is split: the sum over the {self.group.size} ranks "
                     "would count whole experts as often; split them, or leave this entry out"
@@ -106,27 +106,29 @@ class TensorCalls:
                 way = attrs.evolve(way, name="tied")
             gathers = any(other.rpartition(".")[0] == path and word.after == "gather" for other, word in words.items())
             way = attrs.evolve(way, gathers=gathers)
-            if way != _Way(sequence=way.sequence, gathers=gathers) or kv_groups(each) is not None:
-                self._ways[each] = way
-                found.append(path)
+            if way != _Way(sequence=way.sequence, gathers=gathers) or kv_groups(child) is not None:
+                self._ways[child] = way
+                paths.append(path)
                 self.seen |= bool(way.word.cuts)
-        return found
+        return paths
 
     def _cuts_within(self, path: str, module: nn.Module) -> bool:
         """Whether the plan slices a leaf of the module."""
-        owners = {f"{path}.{name}".rstrip("."): parameters_of(each) for name, each in module.named_modules()}
-        paths = [each for owner, leaves in owners.items() for each in (*(f"{owner}.{leaf}" for leaf in leaves), owner)]
+        owners = {f"{path}.{name}".rstrip("."): parameters_of(child) for name, child in module.named_modules()}
+        paths = [
+            leaf_path for owner, leaves in owners.items() for leaf_path in (*(f"{owner}.{leaf}" for leaf in leaves), owner)
+        ]
         dims = [key for key, value in self.plan.items() if isinstance(value, int)]
-        values = [value_at(self.plan, each) for each in paths]
+        values = [value_at(self.plan, leaf_path) for leaf_path in paths]
         return any(value is not None and word_of(value).cuts for value in values) or any(
-            re.search(key, each) for key in dims for each in paths
+            re.search(key, leaf_path) for key in dims for leaf_path in paths
         )
 
     def _way(self, root: nn.Module, path: str, module: nn.Module, lists: Sequence[str]) -> _Way:
         value = value_at(self.plan, path)
         word = WHOLE if value is None else word_of(value)
         name = "" if value is None else value.word if isinstance(value, Packed) else value
-        inside = [each for each in lists if path.startswith(f"{each}.")]
+        inside = [listed for listed in lists if path.startswith(f"{listed}.")]
         above = root.get_submodule(path.rpartition(".")[0])
         rope = getattr(above, "qk_rope_head_dim", 0) if name == "mla_kv_a_proj" else 0
         if name == "mla_kv_a_proj" and not rope:
@@ -136,8 +138,8 @@ class TensorCalls:
         here = path.rpartition(".")[2]
         local = tuple(
             key.rpartition(".")[2]
-            for key, each in self.plan.items()
-            if each == "local"
+            for key, entry in self.plan.items()
+            if entry == "local"
             and (not (owner := key.rpartition(".")[0]) or fits(owner, path))
             and key.rpartition(".")[2] in vars(module)
         )
@@ -162,8 +164,8 @@ class TensorCalls:
         if way.block:
             args, kwargs = _with_input(path, args, kwargs, lambda x: comm.all_gather(x, group, dim=self._dim(x)))
         with _attributes(module, _local(module, way, group.size)):
-            found = self._call(path, module, way, group, forward, args, kwargs)
-        return _with_output(found, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if way.last else found
+            output = self._call(path, module, way, group, forward, args, kwargs)
+        return _with_output(output, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if way.last else output
 
     def _call(self, path: str, module: nn.Module, way: _Way, group: comm.Group, forward: Any, args: Any, kwargs: Any) -> Any:
         if way.word.cuts == "rows" and isinstance(module, nn.Embedding):
@@ -176,13 +178,13 @@ class TensorCalls:
             return self._experts(path, module, way, group, forward, *args, **kwargs)
         if way.name == "moe_identity_expert":
             args, kwargs = _with_input(path, args, kwargs, lambda x: x / group.size)
-        found = forward(*args, **kwargs)
+        output = forward(*args, **kwargs)
         if way.name == "all_reduce":
-            return _with_output(found, lambda y: self._reduced(y, way, group))
+            return _with_output(output, lambda y: self._reduced(y, way, group))
         if way.rope:
-            kept, rope = found.split([found.shape[-1] - way.rope, way.rope], -1)
+            kept, rope = output.split([output.shape[-1] - way.rope, way.rope], -1)
             return torch.cat([kept, shared(rope, group)], -1)
-        return found
+        return output
 
     # -- the layers ------------------------------------------------------------------------------------------------------
 
@@ -233,7 +235,7 @@ class TensorCalls:
         *routing: Tensor,
     ) -> Tensor:
         """Routing is (index, weights); none if the rows are weighted before, as in Llama 4."""
-        after = [each for each in ("has_bias", "has_post_expert_norm") if getattr(module, each, False)]
+        after = [attribute for attribute in ("has_bias", "has_post_expert_norm") if getattr(module, attribute, False)]
         if after and group.size > 1:
             raise ValueError(
                 f"plan: {path!r} is 'moe_tp_experts' and has what is added or normed after the product ({after[0]}), which the "
@@ -246,15 +248,15 @@ class TensorCalls:
                 "cannot be gathered: leave 'sequence_parallel' out of this plan"
             )
         if way.sequence:
-            given = tuple(comm.all_gather(each, group, dim=0) for each in (x, *routing))
+            given = tuple(comm.all_gather(tensor, group, dim=0) for tensor in (x, *routing))
         else:
             x, *weights = comm.copy_to((x, *routing[1:]), group)
             given = (x, *routing[:1], *weights)
         pass_ = current_pass()
         # A registered experts function need not sum over the same ranks again.
         with nullcontext() if pass_ is None else pass_.holding(SUMS_EXPERTS, True):
-            found = forward(*given)
-        return self._reduced(found, way, group)
+            output = forward(*given)
+        return self._reduced(output, way, group)
 
     # -- what they share --------------------------------------------------------------------------------------------------
 
@@ -298,12 +300,14 @@ def _tied(module: nn.Module) -> Word:
 
 
 def _owner_of(forward: Callable[..., Any]) -> nn.Module:
-    own: Any = forward
-    while isinstance(own, functools.partial):
-        own = own.args[-1]
-    owner = getattr(own, "__self__", None)
+    method: Any = forward
+    while isinstance(method, functools.partial):
+        method = method.args[-1]
+    owner = getattr(method, "__self__", None)
     if not isinstance(owner, nn.Module):
-        raise TypeError(f"tensor_parallel: a module's forward is {own!r}, not a method of it, so its params cannot be slices")
+        raise TypeError(
+            f"tensor_parallel: a module's forward is {method!r}, not a method of it, so its params cannot be slices"
+        )
     return owner
 
 
@@ -329,20 +333,20 @@ def _product(module: nn.Module, forward: Any, x: Tensor, *, biased: bool = True)
 
 def _local(module: nn.Module, way: _Way, n: int) -> dict[str, int]:
     """The attributes of a module that count sliced features, with this rank's values."""
-    found = {name: vars(module)[name] // n for name in way.local}
+    attributes = {name: vars(module)[name] // n for name in way.local}
     groups = kv_groups(module)
     if groups is not None and n > 1 and not way.gathers:
         heads = heads_of(module)
         kv = heads // groups
         if heads % n == 0 and kv % n and _cut(module):  # fewer key-value heads than ranks
-            found["num_key_value_groups"] = heads // n
-    return found
+            attributes["num_key_value_groups"] = heads // n
+    return attributes
 
 
 def _cut(attention: nn.Module) -> bool:
     """Whether an attention's queries are a slice."""
-    linears = [each for each in attention.modules() if isinstance(each, nn.Linear)]
-    return any(_own(each).shape[0] != each.out_features for each in linears)
+    linears = [linear for linear in attention.modules() if isinstance(linear, nn.Linear)]
+    return any(_own(linear).shape[0] != linear.out_features for linear in linears)
 
 
 @contextmanager
@@ -367,5 +371,5 @@ def _with_input(path: str, args: Any, kwargs: Any, change: Callable[[Tensor], Te
     return args, {**kwargs, name: change(kwargs[name])}
 
 
-def _with_output(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    return (change(found[0]), *found[1:]) if isinstance(found, tuple) else change(found)
+def _with_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

@@ -18,10 +18,10 @@ def tensor_group(group: comm.Group | None, what: str) -> comm.Group:
         ValueError: there is neither; ``what`` names the function.
         TypeError: it is not a group.
     """
-    found = axis("tp") if group is None else group
+    ranks = axis("tp") if group is None else group
     if group is None and what != "tp.places":
         note_asked(SLICES)
-    if found is None:
+    if ranks is None:
         raise ValueError(
             f"{what}: group=None, and no T.tensor_parallel is in the running step: pass the tensor-parallel group, mesh['tp'], "
             "or compose T.tensor_parallel(plan, mesh['tp'])"
@@ -33,14 +33,14 @@ def tensor_group(group: comm.Group | None, what: str) -> comm.Group:
 
 def shared(x: Tensor, group: comm.Group) -> Tensor:
     """A replicated value for computations that differ between ranks, as ``comm.copy_to``; it shares memory with ``x``."""
-    found: Tensor = _Shared.apply(x, group)
-    return found
+    replica: Tensor = _Shared.apply(x, group)
+    return replica
 
 
 def summed(x: Tensor, group: comm.Group) -> Tensor:
     """The sum of the ranks' values, replicated, as ``comm.reduce_from``; its gradient passes through without a copy."""
-    found: Tensor = _Summed.apply(x, group)
-    return found
+    total: Tensor = _Summed.apply(x, group)
+    return total
 
 
 class _Shared(torch.autograd.Function):

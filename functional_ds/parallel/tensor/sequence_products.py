@@ -28,8 +28,8 @@ def gathered_products(
     """
     _check_chunks(x.shape, dim, x.shape[dim], chunks)
     views = (weight.view_as(weight) for weight in weights)  # a parameter's gradient may not come out of a custom function
-    found: tuple[Tensor, ...] = _GatheredProducts.apply(x, group, dim, chunks, regather, *views)
-    return list(found)
+    products: tuple[Tensor, ...] = _GatheredProducts.apply(x, group, dim, chunks, regather, *views)
+    return list(products)
 
 
 def scattered_product(x: Tensor, weight: Tensor, *, group: comm.Group, dim: int, chunks: int) -> Tensor:
@@ -46,8 +46,8 @@ def scattered_product(x: Tensor, weight: Tensor, *, group: comm.Group, dim: int,
         ValueError: the dim does not divide by the ranks and ``chunks``.
     """
     _check_chunks(x.shape, dim, x.shape[dim], group.size * chunks)
-    found: Tensor = _ScatteredProduct.apply(x, weight.view_as(weight), group, dim, chunks)
-    return found
+    product: Tensor = _ScatteredProduct.apply(x, weight.view_as(weight), group, dim, chunks)
+    return product
 
 
 def _check_chunks(shape: Sequence[int], dim: int, size: int, parts: int) -> None:
@@ -110,12 +110,12 @@ class _GatheredProducts(torch.autograd.Function):
         again = _gather(kept[0], group, dim, chunks) if ctx.regather and any(wants_weights) else []
 
         def product(j: int) -> Tensor:
-            total: Tensor = functools.reduce(torch.add, [each[j] @ w for each, w in zip(pieces, weights, strict=True)])
+            total: Tensor = functools.reduce(torch.add, [parts[j] @ w for parts, w in zip(pieces, weights, strict=True)])
             return total
 
         reduced = _scatter(product, group, dim, chunks) if wants_x else []
         inputs = [pending.wait() for pending in again] if ctx.regather else kept
-        of_weights = [_weight_gradient(each, inputs) if w else None for each, w in zip(pieces, wants_weights, strict=True)]
+        of_weights = [_weight_gradient(parts, inputs) if w else None for parts, w in zip(pieces, wants_weights, strict=True)]
         of_x = torch.cat([pending.wait() for pending in reduced], dim) if wants_x else None
         return (of_x, None, None, None, None, *of_weights)
 

@@ -54,13 +54,13 @@ def embed(
     if sequence_dim is not None and not -ids.dim() <= sequence_dim < ids.dim():
         raise ValueError(f"tp.embed: sequence_dim={sequence_dim} is not a dim of ids, of shape {list(ids.shape)}")
     index, inside = local_rows(ids, weight.shape[0], here)
-    own = None if padding is None else padding - here.rank * weight.shape[0]
-    found = F.embedding(index, weight, own if own is not None and 0 <= own < weight.shape[0] else None)
-    found = found.masked_fill(~inside[..., None], 0)
+    padding_row = None if padding is None else padding - here.rank * weight.shape[0]
+    rows = F.embedding(index, weight, padding_row if padding_row is not None and 0 <= padding_row < weight.shape[0] else None)
+    rows = rows.masked_fill(~inside[..., None], 0)
     with alike("tp.embed", here, ids=ids, padding=padding):
         if sequence_dim is None:
-            return summed(found, here)
-        return comm.reduce_scatter(found, here, dim=sequence_dim % ids.dim())
+            return summed(rows, here)
+        return comm.reduce_scatter(rows, here, dim=sequence_dim % ids.dim())
 
 
 def local_rows(ids: Tensor, rows: int, group: comm.Group) -> tuple[Tensor, Tensor]:
@@ -68,10 +68,10 @@ def local_rows(ids: Tensor, rows: int, group: comm.Group) -> tuple[Tensor, Tenso
 
     An id out of range becomes a row out of range, so that a lookup fails.
     """
-    own = ids - group.rank * rows
-    inside = (own >= 0) & (own < rows)
+    local = ids - group.rank * rows
+    inside = (local >= 0) & (local < rows)
     valid = (ids >= 0) & (ids < rows * group.size)
-    return torch.where(inside, own, torch.where(valid, 0, rows)), inside
+    return torch.where(inside, local, torch.where(valid, 0, rows)), inside
 
 
 def cross_entropy(
@@ -162,8 +162,8 @@ class _TokenLosses(torch.autograd.Function):
         logits, index, inside, partition, labels = ctx.saved_tensors
         smoothing, z_loss, size = ctx.shares
         grad = grad.masked_fill(labels < 0, 0.0)
-        found = (logits - partition[..., None]).exp_()
-        found *= (1 + 2 * z_loss * partition)[..., None]
-        found -= smoothing / size
-        found.scatter_add_(-1, index[..., None], -(1 - smoothing) * inside[..., None].to(found.dtype))
-        return (found * grad[..., None]).to(logits.dtype), None, None, None, None
+        d_logits = (logits - partition[..., None]).exp_()
+        d_logits *= (1 + 2 * z_loss * partition)[..., None]
+        d_logits -= smoothing / size
+        d_logits.scatter_add_(-1, index[..., None], -(1 - smoothing) * inside[..., None].to(d_logits.dtype))
+        return (d_logits * grad[..., None]).to(logits.dtype), None, None, None, None

@@ -85,8 +85,8 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
         Bug(
             "gradients go on with the keys",
             "parallel.sequence.ring:_RingAttention.backward.step",
-            "here.pass_on(found, -1)",
-            "here.pass_on(found, 1)",
+            "here.pass_on(d_flat, -1)",
+            "here.pass_on(d_flat, 1)",
             shows=Exception,
         ),
         Bug(
@@ -98,7 +98,7 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
         Bug(
             "what comes is not added",
             "parallel.sequence.ring:_RingAttention.backward.step",
-            "found += d_coming.pop().wait()",
+            "d_flat += d_coming.pop().wait()",
             "d_coming.pop().wait()",
         ),
         Bug(
@@ -189,7 +189,7 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
         Bug(
             "uneven heads meet other keys",
             "parallel.sequence.ulysses:_expanded",
-            "used == [place // each for place in range(len(queries))]",
+            "used == [place // repeats for place in range(len(queries))]",
             "True",
         ),
     ],

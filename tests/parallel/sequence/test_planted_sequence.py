@@ -180,13 +180,13 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "all tiles draw alike",
             f"{TILED}:_Tiles._key",
-            "return tree.replace(key, places={**key.places, self.dim: (own, size)})",
+            "return tree.replace(key, places={**key.places, self.dim: (part_positions, size)})",
             "return key.at(places={1: None})",
         ),
         Bug(
             "a tile draws at its own positions",
             "parallel.sequence.tiling.tiled:_Tiles._key",
-            "(own, size)",
+            "(part_positions, size)",
             "(range(len(part)), size)",
         ),
     ],
@@ -210,7 +210,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "the backward pass has no autocast",
             "parallel.sequence.tiling.tiled:_again",
-            "torch.is_autocast_enabled(kind)",
+            "torch.is_autocast_enabled(device_type)",
             "False",
         ),
     ],

@@ -176,8 +176,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "slices of a read lie at its beginning",
             "sharding.sources:piece",
-            "there.view(found, low)",
-            "there.view(found, there.place)",
+            "there.view(values, low)",
+            "there.view(values, there.place)",
             shows=Exception,
         ),
     ],

@@ -57,8 +57,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "every rank adds the bias",
             "parallel.tensor.linear:row",
-            "summed(F.linear(own, weight), here)",
-            "summed(F.linear(own, weight, bias), here)",
+            "summed(F.linear(local_x, weight), here)",
+            "summed(F.linear(local_x, weight, bias), here)",
         ),
     ],
     (agrees, pieces): [
@@ -126,8 +126,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "other ranks' ids are looked up, too",
             "parallel.tensor.vocabulary:embed",
-            "found.masked_fill(~inside[..., None], 0)",
-            "found",
+            "rows.masked_fill(~inside[..., None], 0)",
+            "rows",
         ),
     ],
     (model, Run("qwen3 kv2")): [
@@ -171,8 +171,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "the list's last layer does not gather",
             "parallel.tensor.module_calls:TensorCalls.run",
-            "_with_output(found, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if way.last else found",
-            "_with_output(found, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if False else found",
+            "_with_output(output, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if way.last else output",
+            "_with_output(output, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if False else output",
         ),
         Bug(
             "norms on a part of the sequence are replicated",

@@ -60,8 +60,8 @@ def tiled(function: Callable[..., Any], tiles: int, *, dim: int = 1, sums: bool 
         given: Any = (params, *args)
         leaves, spec = optree.tree_flatten(given, is_leaf=_is_key, namespace=tree.NAMESPACE)
         shared = len(optree.tree_leaves(params, is_leaf=_is_key, namespace=tree.NAMESPACE))
-        found = _Tiles(function, tiles, dim, sums, leaves, spec, shared)
-        return found.with_gradients() if found.differentiable else found.whole()
+        tiled_call = _Tiles(function, tiles, dim, sums, leaves, spec, shared)
+        return tiled_call.with_gradients() if tiled_call.differentiable else tiled_call.whole()
 
     return run
 
@@ -139,18 +139,18 @@ class _Tiles:
         leaves = [self._key(leaf, part) if _is_key(leaf) else leaf for leaf in self.leaves]
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
-        found = self.function(*tree.unflatten(self.spec, leaves))
+        results = self.function(*tree.unflatten(self.spec, leaves))
         if self.sums:  # a weight may be a number
-            found = tree.map(lambda leaf: torch.as_tensor(leaf) if isinstance(leaf, int | float) else leaf, found)
+            results = tree.map(lambda leaf: torch.as_tensor(leaf) if isinstance(leaf, int | float) else leaf, results)
         wanted = "scalars" if self.sums else f"tensors with the {len(part)} tokens that it got along dim {self.dim}"
-        for leaf in tree.leaves(found):
+        for leaf in tree.leaves(results):
             shape = leaf.shape if isinstance(leaf, Tensor) else None
             fits = shape is not None and (shape == () if self.sums else shape[self.dim : self.dim + 1] == (len(part),))
             if not fits:
                 raise ValueError(
                     f"tiled: the function returned {tree.summary(leaf)}, and must return {wanted} (sums={self.sums})"
                 )
-        return found
+        return results
 
     def _key(self, key: Key, part: range) -> Key:
         """The key that draws for a tile what this one draws for the whole."""
@@ -158,19 +158,21 @@ class _Tiles:
             return key.at(rows=part.start)
         tokens = self.parts[-1].stop
         positions, size = key.places.get(self.dim) or (range(tokens), tokens)
-        own = positions[part.start : part.stop] if isinstance(positions, range) else positions[..., part.start : part.stop]
-        return tree.replace(key, places={**key.places, self.dim: (own, size)})
+        part_positions = (
+            positions[part.start : part.stop] if isinstance(positions, range) else positions[..., part.start : part.stop]
+        )
+        return tree.replace(key, places={**key.places, self.dim: (part_positions, size)})
 
     def whole(self) -> Any:
         """The function's results, tile after tile."""
         given = self.tensors
         results: list[Tensor] = []
         for part in self.parts:
-            found, spec = tree.flatten(self.run(part, self.cut(given, part)))
-            _refuse_foreign(found, {id(tensor) for tensor in given})
+            tile_results, spec = tree.flatten(self.run(part, self.cut(given, part)))
+            _refuse_foreign(tile_results, {id(tensor) for tensor in given})
             if not results:
-                results = [self._room(leaf) for leaf in found]
-            for result, leaf in zip(results, found, strict=True):
+                results = [self._room(leaf) for leaf in tile_results]
+            for result, leaf in zip(results, tile_results, strict=True):
                 if self.sums:
                     result.add_(leaf)
                 else:
@@ -191,8 +193,8 @@ class _Tiles:
         given = [tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.view_as(tensor) for tensor in self.tensors]
         for place, tensor in zip(self.places, given, strict=True):
             self.leaves[place] = tensor
-        found = _TileByTile.apply(self, specs, *given)
-        return tree.unflatten(specs[0], found)
+        results = _TileByTile.apply(self, specs, *given)
+        return tree.unflatten(specs[0], results)
 
 
 class _TileByTile(torch.autograd.Function):
@@ -201,15 +203,15 @@ class _TileByTile(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tiles: _Tiles, specs: list[optree.PyTreeSpec], *given: Tensor) -> tuple[Tensor, ...]:
         ctx.again = _again()
-        found, spec = tree.flatten(tiles.whole())
+        results, spec = tree.flatten(tiles.whole())
         specs.append(spec)
         ctx.save_for_backward(*given)
         for place in tiles.places:  # drops the references, except autograd's: ZeRO-3 may free params
             tiles.leaves[place] = None
         ctx.tiles = tiles
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(leaf for leaf in found if not (leaf.is_floating_point() or leaf.is_complex())))
-        return tuple(found)
+        ctx.mark_non_differentiable(*(leaf for leaf in results if not (leaf.is_floating_point() or leaf.is_complex())))
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
@@ -218,13 +220,15 @@ class _TileByTile(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         given = [tensor.detach() for tensor in ctx.saved_tensors]
         shared = [place < tiles.shared for place in tiles.places]
-        whole = [t.requires_grad_() if own and need else t for t, own, need in zip(given, shared, needed, strict=True)]
+        whole = [
+            t.requires_grad_() if is_shared and need else t for t, is_shared, need in zip(given, shared, needed, strict=True)
+        ]
         totals: dict[int, Tensor] = {}
         with ctx.again():
             for part in tiles.parts:
                 cut = [
-                    t if own else t.detach().requires_grad_(need)
-                    for t, own, need in zip(tiles.cut(whole, part), shared, needed, strict=True)
+                    t if is_shared else t.detach().requires_grad_(need)
+                    for t, is_shared, need in zip(tiles.cut(whole, part), shared, needed, strict=True)
                 ]
                 for i, grad in _gradients(tiles, part, cut, seeds):
                     if not shared[i]:
@@ -241,10 +245,10 @@ def _gradients(
 ) -> Iterator[tuple[int, Tensor]]:
     """The gradients of a tile by its tensors that have one, with their places."""
     with torch.enable_grad():
-        found = tree.leaves(tiles.run(part, cut))
-    _refuse_foreign(found, {id(tensor) for tensor in cut})
+        results = tree.leaves(tiles.run(part, cut))
+    _refuse_foreign(results, {id(tensor) for tensor in cut})
     outputs, grads = [], []
-    for leaf, seed in zip(found, seeds, strict=True):
+    for leaf, seed in zip(results, seeds, strict=True):
         if leaf.requires_grad and seed is not None:
             outputs.append(leaf)
             grads.append((seed if tiles.sums else tiles.of(seed, part)).to(leaf.dtype))
@@ -256,9 +260,9 @@ def _gradients(
                 yield i, grad
 
 
-def _refuse_foreign(found: Sequence[Tensor], known: set[int]) -> None:
+def _refuse_foreign(results: Sequence[Tensor], known: set[int]) -> None:
     """Raises an error for results that depend on a tensor that requires grad and is not an argument."""
-    todo = [leaf.grad_fn for leaf in found if leaf.grad_fn is not None]
+    todo = [leaf.grad_fn for leaf in results if leaf.grad_fn is not None]
     seen = set(todo)
     while todo:
         node = todo.pop()
@@ -268,7 +272,7 @@ def _refuse_foreign(found: Sequence[Tensor], known: set[int]) -> None:
                 f"tiled: the function uses a tensor of shape {list(variable.shape)} that requires grad and is not one of its "
                 "arguments, so it would get no gradient; pass it in the first argument, the params"
             )
-        following = {each for each, _ in node.next_functions if each is not None} - seen
+        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
         seen |= following
         todo.extend(following)
 
@@ -277,7 +281,9 @@ def _again() -> Callable[[], Any]:
     """Captures the pass, the generators' states and the autocast, and returns a context that restores them."""
     device = in_use()
     kinds = {"cpu"} if device is None else {"cpu", device.type}
-    autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+    autocast = [
+        (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)) for device_type in kinds
+    ]
     drawn, host, moment = None if device is None else rng_state(device), torch.get_rng_state(), Moment.now()
 
     @contextmanager
@@ -287,8 +293,8 @@ def _again() -> Callable[[], Any]:
             if device is not None and drawn is not None:
                 set_rng_state(device, drawn)
             with ExitStack() as contexts:
-                for kind, dtype, enabled in autocast:
-                    contexts.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+                for device_type, dtype, enabled in autocast:
+                    contexts.enter_context(torch.autocast(device_type, dtype, enabled=enabled))
                 yield
 
     return restored

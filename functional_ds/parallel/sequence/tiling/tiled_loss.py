@@ -67,8 +67,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, tiles: int, bias: Ten
     fits = weight.dim() == 2 and hidden.dim() > 1 and hidden.shape[-1] == weight.shape[1] and labels.shape == hidden.shape[:-1]
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         shapes = {"hidden": hidden, "weight": weight, "labels": labels, **({} if bias is None else {"bias": bias})}
-        found = ", ".join(f"{name} {list(value.shape)}" for name, value in shapes.items())
-        raise ValueError(f"tiled_loss: {found}; they must be hidden [..., M], weight [V, M], labels [...] and bias [V]")
+        listed = ", ".join(f"{name} {list(value.shape)}" for name, value in shapes.items())
+        raise ValueError(f"tiled_loss: {listed}; they must be hidden [..., M], weight [V, M], labels [...] and bias [V]")
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
@@ -117,8 +117,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        found = [None if grad is None else (grad * seed.to(grad.dtype)).to(dtype) for grad, dtype in pairs]
-        return (*found, None, None, None, None, None)
+        grads = [None if grad is None else (grad * seed.to(grad.dtype)).to(dtype) for grad, dtype in pairs]
+        return (*grads, None, None, None, None, None)
 
 
 def _with_gradient(
