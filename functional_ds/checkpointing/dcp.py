@@ -93,30 +93,33 @@ class CheckpointReader(StorageReader):
         """The parts that fill shards of a tensor; shared scalars' values are read into separate memory."""
         stored = self.manifest.tensors[name]
         dims = sorted({dim for region in (*stored.slices, *(shard.region for shard in shards)) for dim in region.dims})
-        own = [
+        boxes = [
             (box, box.view(fresh.get((name, shard.view.data_ptr()), shard.view), shard.offset))
             for shard in shards
             for box in shard.region.boxes(shard.offset, shard.offset + shard.view.numel(), dims)
         ]
         near = [
-            (min((box.start[i] for box, _ in own), default=0), max((box.start[i] + box.shape[i] for box, _ in own), default=0))
+            (
+                min((box.start[i] for box, _ in boxes), default=0),
+                max((box.start[i] + box.shape[i] for box, _ in boxes), default=0),
+            )
             for i in range(len(grouped(stored.shape, dims)))
         ]
-        found, needed = 0, sum(shard.view.numel() for shard in shards)
+        count, needed = 0, sum(shard.view.numel() for shard in shards)
         for chunk, box in self._boxes(name, dims, near):
-            for mine, view in own:
+            for mine, view in boxes:
                 both = [
                     (max(a, b), min(a + n, b + m))
                     for a, n, b, m in zip(box.start, box.shape, mine.start, mine.shape, strict=True)
                 ]
                 size = [high - low for low, high in both]
                 if min(size, default=1) > 0:
-                    found += math.prod(size)
+                    count += math.prod(size)
                     part = box.part([low - a for (low, _), a in zip(both, box.start, strict=True)], size)
                     place = tuple(slice(low - a, high - a) for (low, high), a in zip(both, mine.start, strict=True))
                     yield _Read(chunk, stored.dtype, part, view[place])
-        if found != needed:
-            raise DamagedError(f"the checkpoint holds {found} of {needed} elements of {name} that this rank needs")
+        if count != needed:
+            raise DamagedError(f"the checkpoint holds {count} of {needed} elements of {name} that this rank needs")
 
     def _boxes(
         self, name: str, dims: Sequence[int], near: Sequence[tuple[int, int]] | None = None

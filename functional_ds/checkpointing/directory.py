@@ -143,16 +143,16 @@ def open_manifest(folder: Path, tag: str) -> tuple[Path, Manifest]:
         data = read_regular(place / MANIFEST, limit=LONGEST)
     except OSError as error:
         raise DamagedError(f"{place / MANIFEST} cannot be read: {error.strerror}") from error
-    found = Manifest.decode(data, str(place / MANIFEST))
-    if found.summary.tag != tag:
-        raise DamagedError(f"{place} holds the checkpoint {found.summary.tag!r}; it was moved here from elsewhere")
-    return place, found
+    manifest = Manifest.decode(data, str(place / MANIFEST))
+    if manifest.summary.tag != tag:
+        raise DamagedError(f"{place} holds the checkpoint {manifest.summary.tag!r}; it was moved here from elsewhere")
+    return place, manifest
 
 
 def summaries(folder: Path) -> list[Summary]:
     """The summaries of all checkpoints, oldest first."""
-    found = [(tag, read_summary(place_of(folder, tag))) for tag in _names(folder)]
-    ours = [summary for tag, summary in found if summary is not None and summary.tag == tag]
+    by_tag = [(tag, read_summary(place_of(folder, tag))) for tag in _names(folder)]
+    ours = [summary for tag, summary in by_tag if summary is not None and summary.tag == tag]
     return sorted(ours, key=lambda summary: summary.sequence)
 
 

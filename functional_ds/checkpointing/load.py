@@ -53,11 +53,11 @@ def verify(path: str | Path, tag: str | None = None) -> None:
     folder = checked_path(path)
     if tag is None:
         pointed = read_pointer(folder)
-        found = written(folder)
-        if not found and pointed is None:
+        written_tags = written(folder)
+        if not written_tags and pointed is None:
             raise NoCheckpointError(f"{folder} has no checkpoint")
-        for each in dict.fromkeys([*found, *([] if pointed is None else [pointed])]):
-            verify(folder, each)
+        for name in dict.fromkeys([*written_tags, *([] if pointed is None else [pointed])]):
+            verify(folder, name)
         return
     place, manifest = open_manifest(folder, tag)
     for file in manifest.files:
@@ -148,23 +148,23 @@ class _Loading:
 
     def begin(self, work: Callable[[], T]) -> T:
         """Checks the patterns against the names that all ranks have, and returns rank 0's result of ``work``."""
-        own = {shard.name: shard.shape for shard in self.shards}
-        _, everyone = gather_or_none(self.group, lambda: (own, work()), share=lambda found: found)
+        shapes = {shard.name: shard.shape for shard in self.shards}
+        _, everyone = gather_or_none(self.group, lambda: (shapes, work()), share=lambda shared: shared)
         self.choice.check(_union([names for names, _ in everyone]))
         return everyone[0][1]
 
     def newest(self) -> tuple[State, Any]:
         """The state of the newest complete checkpoint."""
-        found, warned = self.begin(self.candidates)
-        for each in warned:
-            self.warn(f"{each}; the newest checkpoint that is whole is taken")
-        for tag in found:
+        candidates, warned = self.begin(self.candidates)
+        for warning in warned:
+            self.warn(f"{warning}; the newest checkpoint that is whole is taken")
+        for tag in candidates:
             try:
                 return self.attempt(tag)
             except (DamagedError, NoCheckpointError) as error:
                 self.warn(f"the checkpoint {tag!r} is passed over: {error}")
-        kind = DamagedError if found or warned else NoCheckpointError
-        raise kind(f"{self.folder} has no checkpoint{' that is whole' if found or warned else ''}")
+        error_class = DamagedError if candidates or warned else NoCheckpointError
+        raise error_class(f"{self.folder} has no checkpoint{' that is whole' if candidates or warned else ''}")
 
     def candidates(self) -> tuple[list[str], list[str]]:
         """The tags to try, and warnings about the folder."""
@@ -179,14 +179,14 @@ class _Loading:
     def attempt(self, tag: str) -> tuple[State, Any]:
         """The state of this checkpoint, and its ``extra``."""
         group, rank = self.group, self.group.rank
-        (reader, _), everyone = gather_or_none(group, lambda: self.opened(tag), share=lambda found: found[1])
+        (reader, _), everyone = gather_or_none(group, lambda: self.opened(tag), share=lambda opened: opened[1])
         known = _union(everyone)
         manifest = reader.manifest
         whose = rank if group.size == manifest.summary.ranks else None
-        sources, found = match(self.shards, known, stored=manifest.tensors, choice=self.choice, rank=whose)
+        sources, differences = match(self.shards, known, stored=manifest.tensors, choice=self.choice, rank=whose)
         total = Differences()
-        for each in comm.all_gather_object(found, group):
-            total.add(each)
+        for theirs in comm.all_gather_object(differences, group):
+            total.add(theirs)
         total.refuse(f"the checkpoint {tag!r} in {self.folder}")
         state = all_or_none(group, lambda: self.filled(reader, sources))
         return tree.map(as_before, self.room, state), manifest.extra
@@ -198,10 +198,10 @@ class _Loading:
         reader = CheckpointReader(self.folder, tag)
         whose = self.group.rank if reader.manifest.summary.ranks == self.group.size else 0
         there = {}
-        for name, each in reader.manifest.tensors.items():
+        for name, stored in reader.manifest.tensors.items():
             base, apart = without_rank(name)
             if self.choice.wants(base) and (not apart or name == per_rank_name(base, whose)):
-                there[base] = each.shape, each.dtype
+                there[base] = stored.shape, stored.dtype
         return reader, self._describe(with_room(self.like, there))
 
     def filled(self, reader: Any, sources: Sequence[str | None]) -> State:
@@ -221,7 +221,7 @@ class _Loading:
 
 
 def _union(ranks: Sequence[dict[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-    return {name: shape for each in ranks for name, shape in each.items()}
+    return {name: shape for shapes in ranks for name, shape in shapes.items()}
 
 
 def _empty_like(state: State) -> State:

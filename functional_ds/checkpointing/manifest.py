@@ -175,11 +175,11 @@ def read_summary(folder: Path) -> Summary | None:
             header, line = file.readline(1 << 12), file.readline(1 << 16)
         if _version(header.rstrip(b"\n"), str(folder)) > _VERSION:
             return None
-        found = Summary(**json.loads(line))
+        summary = Summary(**json.loads(line))
     except (OSError, ValueError, TypeError, RecursionError, DamagedError):
         return None
     kinds = {"tag": str, "sequence": int, "step": int, "expires": bool, "ranks": int}
-    return found if all(type(getattr(found, name)) is kind for name, kind in kinds.items()) else None
+    return summary if all(type(getattr(summary, name)) is cls for name, cls in kinds.items()) else None
 
 
 def _line(value: Any) -> bytes:
@@ -193,8 +193,8 @@ def _header(rest: bytes, version: int) -> bytes:
 
 def _version(header: bytes, where: str) -> int:
     try:
-        found = json.loads(header)
-        form, version = found["format"], found["version"]
+        fields = json.loads(header)
+        form, version = fields["format"], fields["version"]
     except (ValueError, TypeError, KeyError, RecursionError):
         form, version = None, None
     if form != _FORMAT or type(version) is not int:
@@ -211,10 +211,10 @@ def _whole(value: Any, what: str) -> int:
 def _file(name: Any, size: Any, checks: Any) -> DataFile:
     if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
         raise ValueError(f"a data file is called {name!r}")
-    found = tuple(int(checks[i : i + 8], 16) for i in range(0, len(checks), 8))
-    if len(found) != -(-_whole(size, "a size") // BLOCK):
-        raise ValueError(f"{name} has {len(found)} checksums for {size} bytes")
-    return DataFile(name, size, found)
+    checksums = tuple(int(checks[i : i + 8], 16) for i in range(0, len(checks), 8))
+    if len(checksums) != -(-_whole(size, "a size") // BLOCK):
+        raise ValueError(f"{name} has {len(checksums)} checksums for {size} bytes")
+    return DataFile(name, size, checksums)
 
 
 def _row(tensor: StoredTensor) -> list[Any]:
@@ -234,19 +234,19 @@ def _tensor(
     whole: Any = True,
 ) -> StoredTensor:
     sides = tuple(_whole(side, "a side") for side in shape)
-    found = StoredTensor(
+    tensor = StoredTensor(
         sides,
         DTYPES[dtype],
         tuple(Chunk(*(_whole(number, "a place") for number in chunk)) for chunk in chunks),
         tuple(_region(sides, ranges) for ranges in slices),
         whole is True,
     )
-    stops = [0] * len(found.slices)
-    for chunk in sorted(found.chunks, key=lambda chunk: (chunk.slice, chunk.offset, chunk.numel)):
+    stops = [0] * len(tensor.slices)
+    for chunk in sorted(tensor.chunks, key=lambda chunk: (chunk.slice, chunk.offset, chunk.numel)):
         if chunk.slice >= len(stops):
             raise ValueError(f"{chunk} is of a slice that is not there")
         stop = stops[chunk.slice]
-        if chunk.offset < stop or (chunk.offset > stop and found.whole):
+        if chunk.offset < stop or (chunk.offset > stop and tensor.whole):
             what = "no chunk" if chunk.offset > stop else "two chunks"
             raise ValueError(f"a tensor has {what} for its elements {min(stop, chunk.offset)} to {max(stop, chunk.offset)}")
         stops[chunk.slice] = stop = chunk.offset + chunk.numel
@@ -257,19 +257,19 @@ def _tensor(
     for region, stop in zip(found.slices, stops, strict=True):
         if found.whole and stop != region.numel:
             raise ValueError(f"a tensor has no chunk for its elements {stop} to {region.numel}")
-    damage = wrong(sides, found.slices) if found.whole else None
+    damage = wrong(sides, tensor.slices) if tensor.whole else None
     if damage is not None:
         raise ValueError(f"a tensor has {damage}")
-    return found
+    return tensor
 
 
 def _region(shape: tuple[int, ...], ranges: Any) -> LeafRegion:
     pairs = [
-        (_whole(dim, "a dim"), tuple((_whole(a, "a place"), _whole(b, "a place")) for a, b in each)) for dim, each in ranges
+        (_whole(dim, "a dim"), tuple((_whole(a, "a place"), _whole(b, "a place")) for a, b in bounds)) for dim, bounds in ranges
     ]
-    found = LeafRegion(shape, tuple(pairs))
-    found.check()
-    return found
+    region = LeafRegion(shape, tuple(pairs))
+    region.check()
+    return region
 
 
 def _check_files(files: tuple[DataFile, ...], tensors: Mapping[str, StoredTensor]) -> None:

@@ -139,7 +139,9 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if error is None:
                 self.wait()
@@ -175,7 +177,7 @@ class Saver:
         group = self._group
         with ExitStack() as undo:
             (_, shards), requests = gather_or_none(
-                group, lambda: self._request(state, tag, extra, undo), share=lambda found: found[0]
+                group, lambda: self._request(state, tag, extra, undo), share=lambda requested: requested[0]
             )
             ranks = self._fingerprinted([request.shards for request in requests], shards)
             request: SaveRequest = attrs.evolve(requests[0], shards=())
@@ -213,8 +215,11 @@ class Saver:
         if not any(indices):
             return ranks
         views = [shards[i].view for i in indices[self._group.rank]]
-        _, found = gather_or_none(self._group, lambda: fingerprints(views), share=lambda own: own)
-        return [with_fingerprints(own, which, found=new) for own, which, new in zip(ranks, indices, found, strict=True)]
+        _, numbers = gather_or_none(self._group, lambda: fingerprints(views), share=lambda values: values)
+        return [
+            with_fingerprints(metadata, which, numbers=new)
+            for metadata, which, new in zip(ranks, indices, numbers, strict=True)
+        ]
 
     def _data(
         self, request: SaveRequest, shards: Sequence[TensorShard], tasks: Sequence[WriteTask], snapshot: bool

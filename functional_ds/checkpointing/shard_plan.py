@@ -113,26 +113,28 @@ def metadata_of(shards: Sequence[TensorShard]) -> list[ShardMetadata]:
 def replicated(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[int]]:
     """For each rank the indices of its shards that have no fingerprint yet and that another rank has as well."""
     having: dict[tuple[str, LeafRegion, int, int], list[tuple[int, int]]] = {}
-    for rank, own in enumerate(ranks):
-        for index, shard in enumerate(own):
+    for rank, shards in enumerate(ranks):
+        for index, shard in enumerate(shards):
             if shard.numel > SHORT and not shard.per_rank:
                 having.setdefault((shard.name, shard.region, shard.offset, shard.numel), []).append((rank, index))
-    found: list[list[int]] = [[] for _ in ranks]
+    indices: list[list[int]] = [[] for _ in ranks]
     for rank, index in (pair for pairs in having.values() if len(pairs) > 1 for pair in pairs):
-        found[rank].append(index)
-    return found
+        indices[rank].append(index)
+    return indices
 
 
-def with_fingerprints(own: Sequence[ShardMetadata], indices: Sequence[int], *, found: Sequence[int]) -> list[ShardMetadata]:
+def with_fingerprints(
+    shards: Sequence[ShardMetadata], indices: Sequence[int], *, numbers: Sequence[int]
+) -> list[ShardMetadata]:
     """A rank's shards, with the fingerprints that were computed for some of them.
 
     Args:
-        own: the rank's shards.
+        shards: the rank's shards.
         indices: those of them that have new fingerprints.
-        found: these fingerprints.
+        numbers: these fingerprints.
     """
-    new = dict(zip(indices, found, strict=True))
-    return [attrs.evolve(shard, fingerprint=new[i]) if i in new else shard for i, shard in enumerate(own)]
+    new = dict(zip(indices, numbers, strict=True))
+    return [attrs.evolve(shard, fingerprint=new[i]) if i in new else shard for i, shard in enumerate(shards)]
 
 
 def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTask]]:
@@ -152,8 +154,8 @@ def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTa
     [['b'], ['a']]
     """
     tensors: dict[str, list[_Holder]] = {}
-    for rank, own in enumerate(ranks):
-        for index, shard in enumerate(own):
+    for rank, shards in enumerate(ranks):
+        for index, shard in enumerate(shards):
             tensors.setdefault(shard.name, []).append(_Holder(rank, index, shard))
     writes = _Writes([[] for _ in ranks], [0] * len(ranks))
     copied: list[_Range] = []
@@ -167,18 +169,18 @@ def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTa
         slices: dict[LeafRegion, list[_Holder]] = {}
         for holder in holders:
             slices.setdefault(holder.shard.region, []).append(holder)
-        found = wrong(holders[0].shard.region.shape, tuple(slices))
-        if found is not None:
-            raise CheckpointError(f"the ranks have {found} of {name}; call save on all ranks of the state")
+        damage = wrong(holders[0].shard.region.shape, tuple(slices))
+        if damage is not None:
+            raise CheckpointError(f"the ranks have {damage} of {name}; call save on all ranks of the state")
         for region, sharers in slices.items():
-            for each in _ranges(name, region, sharers):
-                if len(each.holders) == 1:
-                    writes.add(each.holders[0], each.low, each.high)
+            for run in _ranges(name, region, sharers):
+                if len(run.holders) == 1:
+                    writes.add(run.holders[0], run.low, run.high)
                 else:
-                    copied.append(each)
-    for each in sorted(copied, key=lambda each: -each.nbytes):
-        writes.share(each)
-    return [sorted(own, key=lambda task: (task.index, task.offset)) for own in writes.tasks]
+                    copied.append(run)
+    for run in sorted(copied, key=lambda run: -run.nbytes):
+        writes.share(run)
+    return [sorted(written, key=lambda task: (task.index, task.offset)) for written in writes.tasks]
 
 
 @attrs.frozen
@@ -193,14 +195,14 @@ class _Writes:
         self.tasks[holder.rank].append(WriteTask(name or holder.shard.name, holder.index, low, high - low))
         self.nbytes[holder.rank] += (high - low) * holder.shard.itemsize
 
-    def share(self, each: _Range) -> None:
+    def share(self, run: _Range) -> None:
         """Assigns copies: large ones in equal parts to all that have them, else to the rank with the fewest bytes."""
-        if each.nbytes < _SPLIT:
-            self.add(min(each.holders, key=lambda holder: (self.nbytes[holder.rank], holder.rank)), each.low, each.high)
+        if run.nbytes < _SPLIT:
+            self.add(min(run.holders, key=lambda holder: (self.nbytes[holder.rank], holder.rank)), run.low, run.high)
             return
-        part = -(-(each.high - each.low) // len(each.holders))
-        for i, holder in enumerate(each.holders):
-            low, high = each.low + i * part, min(each.high, each.low + (i + 1) * part)
+        part = -(-(run.high - run.low) // len(run.holders))
+        for i, holder in enumerate(run.holders):
+            low, high = run.low + i * part, min(run.high, run.low + (i + 1) * part)
             if low < high:
                 self.add(holder, low, high)
 
@@ -218,9 +220,9 @@ def _check_agreement(name: str, holders: Sequence[_Holder]) -> None:
 
 def _differ(holders: Sequence[_Holder]) -> bool:
     """Whether ranks have different values for the same elements."""
-    found: dict[tuple[LeafRegion, int, int], int] = {}
+    seen: dict[tuple[LeafRegion, int, int], int] = {}
     return any(
-        shard.per_rank or found.setdefault((shard.region, shard.offset, shard.numel), shard.fingerprint) != shard.fingerprint
+        shard.per_rank or seen.setdefault((shard.region, shard.offset, shard.numel), shard.fingerprint) != shard.fingerprint
         for shard in (holder.shard for holder in holders)
     )
 
@@ -232,7 +234,7 @@ def _ranges(name: str, region: LeafRegion, holders: Sequence[_Holder]) -> list[_
         return [_Range(0, 0, tuple(holders))]
     waiting = sorted((holder for holder in holders if holder.shard.numel), key=lambda holder: holder.shard.offset)
     edges = sorted({edge for holder in waiting for edge in (holder.shard.offset, holder.shard.stop)} | {0, total})
-    found, active, next_ = [], list[_Holder](), 0
+    ranges, active, next_ = [], list[_Holder](), 0
     for low, high in pairwise(edges):
         while next_ < len(waiting) and waiting[next_].shard.offset <= low:
             active.append(waiting[next_])
@@ -241,5 +243,5 @@ def _ranges(name: str, region: LeafRegion, holders: Sequence[_Holder]) -> list[_
         if not active:
             where = f"the slice {region} of {name}" if region.ranges else name
             raise CheckpointError(f"no rank has the elements {low} to {high} of {where}; call save on all ranks of the state")
-        found.append(_Range(low, high, tuple(active)))
-    return found
+        ranges.append(_Range(low, high, tuple(active)))
+    return ranges

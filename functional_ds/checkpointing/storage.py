@@ -161,7 +161,7 @@ def _read_ranges(path: Path, file: DataFile, ranges: list[_BlockRange]) -> None:
     for _ in range(readers):
         buffers.put(memoryview(bytearray(min(_READ_SIZE, file.size))))
     with _opened(path, file) as source, ThreadPoolExecutor(max(1, readers)) as pool:
-        for done in [pool.submit(_read_range, source, path, file, each, buffers) for each in ranges]:
+        for done in [pool.submit(_read_range, source, path, file, blocks, buffers) for blocks in ranges]:
             done.result()
 
 
@@ -194,7 +194,7 @@ def _ranges(file: DataFile, requests: list[ReadRequest]) -> list[_BlockRange]:
         while index < len(parts) and starts[index] < request.stop:
             touching[index].append(request)
             index += 1
-    return [_BlockRange(low, high, tuple(own)) for (low, high), own in zip(parts, touching, strict=True)]
+    return [_BlockRange(low, high, tuple(touched)) for (low, high), touched in zip(parts, touching, strict=True)]
 
 
 def _read_range(
@@ -244,9 +244,9 @@ def _fill(source: DirectFile, path: Path, file: DataFile, parts: Sequence[memory
 
 def _check(path: Path, file: DataFile, parts: Iterable[memoryview], low: int) -> None:
     """Compares the checksum of each block with the manifest's; the parts are whole blocks, or the file's end."""
-    found = _BlockChecksums()
+    checksums = _BlockChecksums()
     for part in parts:
-        found.update(part)
-    for start, check in zip(range(low, file.size, BLOCK), found.finish(), strict=False):
+        checksums.update(part)
+    for start, check in zip(range(low, file.size, BLOCK), checksums.finish(), strict=False):
         if check != file.checks[start // BLOCK]:
             raise DamagedError(f"{path} is damaged in the block of {BLOCK} bytes at {start}")

@@ -35,14 +35,14 @@ _CHUNK = 16 << 20  # bytes that are copied from a device at once
 
 def stored_tensors(ranks: Sequence[Sequence[ShardMetadata]], tasks: Sequence[Sequence[WriteTask]]) -> dict[str, StoredTensor]:
     """The manifest's entries. A rank's file holds the elements of its tasks, one task after the other."""
-    found: dict[str, list[tuple[ShardMetadata, Chunk]]] = {}
-    for rank, (shards, own) in enumerate(zip(ranks, tasks, strict=True)):
+    pieces: dict[str, list[tuple[ShardMetadata, Chunk]]] = {}
+    for rank, (shards, written) in enumerate(zip(ranks, tasks, strict=True)):
         position = 0
-        for task in own:
+        for task in written:
             shard = shards[task.index]
-            found.setdefault(task.name, []).append((shard, Chunk(task.offset, task.numel, rank, position)))
+            pieces.setdefault(task.name, []).append((shard, Chunk(task.offset, task.numel, rank, position)))
             position += task.numel * shard.itemsize
-    return {name: _stored(pieces) for name, pieces in found.items()}
+    return {name: _stored(pieces) for name, pieces in pieces.items()}
 
 
 def _stored(pieces: Sequence[tuple[ShardMetadata, Chunk]]) -> StoredTensor:
@@ -218,9 +218,9 @@ class CheckpointWriter:
             write_atomically(_receipt(self.pending.staged, self.rank), json.dumps(receipt).encode())
         return file
 
-    def _publish(self, own: DataFile) -> None:
+    def _publish(self, file: DataFile) -> None:
         pending = self.pending
-        files = [own, *(self._received(rank) for rank in range(1, len(pending.ranks)))]
+        files = [file, *(self._received(rank) for rank in range(1, len(pending.ranks)))]
         sequence = 1 + max((summary.sequence for summary in summaries(pending.folder)), default=0)
         manifest = pending.manifest(files, sequence).encode()
         if len(manifest) > LONGEST:  # no load would read it

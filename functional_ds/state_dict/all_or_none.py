@@ -33,8 +33,8 @@ def gather_or_none(group: comm.Group, work: Callable[[], T], *, share: Callable[
     try:
         result = work()
         results.append((result, share(result)))
-    except Exception as found:
-        error = found
+    except Exception as caught:
+        error = caught
     everyone = comm.all_gather_object(([shared for _, shared in results], _portable(error)), group)
     for rank, (_, failure) in enumerate(everyone):
         if failure is not None:

@@ -81,9 +81,9 @@ def describe(state: State) -> list[TensorShard]:
     for name, slot in sorted(state.slots.items()):
         walk.slot(name, slot, frames, places.parts)
     return (
-        [_of_model(state, shard) for shard in walk.found]
+        [_of_model(state, shard) for shard in walk.shards]
         if any(isinstance(x, Apart) for x in state.slots.values())
-        else walk.found
+        else walk.shards
     )
 
 
@@ -158,8 +158,8 @@ def _as_tensor(leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf
     if _is_elsewhere(leaf):
-        found: Tensor = leaf.read()
-        return found.view(leaf.shape)
+        values: Tensor = leaf.read()
+        return values.view(leaf.shape)
     return torch.tensor(leaf, dtype=_NUMBERS[type(leaf)])
 
 
@@ -171,13 +171,13 @@ def _is_elsewhere(leaf: Any) -> bool:
 @attrs.define(eq=False)
 class _Walk:
     places: StateLayout
-    found: list[TensorShard] = attrs.field(factory=list)
+    shards: list[TensorShard] = attrs.field(factory=list)
     seen: Counter[str] = attrs.field(factory=Counter)
 
     def visit(self, path: tuple[str, ...], node: Any, frames: Sequence[Frame], parts: LeafMap) -> None:
         """Describes a node of the state and all below it."""
         if isinstance(node, Tensor):
-            self.found.append(TensorShard.whole(".".join(path), node))
+            self.shards.append(TensorShard.whole(".".join(path), node))
         elif isinstance(node, comm.codecs.Residual):
             self.residual(path, node)
         elif isinstance(node, GroupStates):
@@ -197,11 +197,11 @@ class _Walk:
         apart = getattr(slot, "per_rank", ())
         for field, role in fields.items():
             path = (role.value, name, field) if role is Role.SETTING else (role.value,)
-            before = len(self.found)
+            before = len(self.shards)
             apart_from_params = role in (Role.BUFFER, Role.ATTRIBUTE)  # a module's list may look like the params by chance
             self.visit(path, getattr(slot, field), () if apart_from_params else frames, parts)
             if field in apart:
-                self.found[before:] = [attrs.evolve(shard, per_rank=True) for shard in self.found[before:]]
+                self.shards[before:] = [attrs.evolve(shard, per_rank=True) for shard in self.shards[before:]]
         rest = ("slots", name)
         if not fields:
             self.visit(rest, slot, frames, parts)
@@ -232,7 +232,7 @@ class _Walk:
             found = place.form_of(child)
             if found is None:
                 count = child.detach().view(1)
-                self.found += [TensorShard(names[leaf], LeafRegion(()), 0, count, shared=True) for leaf in place.members]
+                self.shards += [TensorShard(names[leaf], LeafRegion(()), 0, count, shared=True) for leaf in place.members]
                 continue
             form, lanes = found
             flat = child.detach().reshape(-1)
@@ -240,7 +240,7 @@ class _Walk:
                 region = frame.leaves[cut.leaf][1]
                 view = flat[cut.start * lanes : (cut.start + cut.numel) * lanes]
                 region = region.with_pairs() if lanes == 2 else region
-                self.found.append(TensorShard(names[cut.leaf], region, cut.offset * lanes, view))
+                self.shards.append(TensorShard(names[cut.leaf], region, cut.offset * lanes, view))
 
     def unique(self, role: str, leaf: str) -> str:
         """A name that this rank has not used yet, the same on all ranks that have the leaf."""
@@ -262,9 +262,9 @@ class _Walk:
         for leaf, state in node.whole.items():
             for inside, value in tree.named(state):
                 role = ".".join(part for part in (*path, *inside.split(".")) if part and not part.isdecimal())
-                self.found.append(TensorShard.whole(self.unique(role, leaf), value))
+                self.shards.append(TensorShard.whole(self.unique(role, leaf), value))
 
     def residual(self, path: tuple[str, ...], node: comm.codecs.Residual) -> None:
         """Describes error feedback, which differs between ranks."""
         for where, leaf in tree.named(node):
-            self.found.append(TensorShard.whole(f"{'.'.join(path)}.{where}", leaf, per_rank=True))
+            self.shards.append(TensorShard.whole(f"{'.'.join(path)}.{where}", leaf, per_rank=True))

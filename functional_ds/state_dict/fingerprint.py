@@ -20,10 +20,10 @@ def fingerprints(tensors: Sequence[Tensor | StoredView]) -> list[int]:
 
 
 def _of_pieces(view: StoredView) -> int:
-    found = 0
+    checksum = 0
     for piece in view.pieces():
-        found = zlib.crc32(piece.view(torch.uint8).numpy().data, found)
-    return found
+        checksum = zlib.crc32(piece.view(torch.uint8).numpy().data, checksum)
+    return checksum
 
 
 def _of_tensors(tensors: Sequence[Tensor]) -> list[int]:

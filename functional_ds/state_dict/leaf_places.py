@@ -124,8 +124,8 @@ class StateLayout:
             return StateLayout(*_alone(state.params), LeafMap.of(state.params), spec)
         parts = stored_as.leaf_map
         if stored_as.layout is None:
-            own, (whole, _) = _of_leaf_map(parts), _alone(state.params)
-            return StateLayout(own if own.fits(tree.leaves(state.params)) else whole, own, parts, spec)
+            local, (whole, _) = _of_leaf_map(parts), _alone(state.params)
+            return StateLayout(local if local.fits(tree.leaves(state.params)) else whole, local, parts, spec)
         stored, trained = _of_layout(stored_as.layout, parts.rank if len(parts.shards_by_rank) > 1 else None)
         return StateLayout(stored, trained, parts, spec)
 
@@ -182,11 +182,11 @@ def _of_layout(layout: Layout, rank: int | None) -> tuple[Frame, Frame]:
 
 def _cuts(segment: Segment, low: int, high: int) -> list[Cut]:
     """The elements of the segment's leaves between two of its elements; empty leaves are in every range."""
-    found = []
+    cuts = []
     for slot in segment.slots:
         first, last = max(slot.offset, low), min(slot.offset + slot.numel, high)
         if last > first:
-            found.append(Cut(slot.leaf, first - slot.offset, first - low, last - first))
+            cuts.append(Cut(slot.leaf, first - slot.offset, first - low, last - first))
         elif not math.prod(slot.shape):
-            found.append(Cut(slot.leaf, 0, 0, 0))
-    return found
+            cuts.append(Cut(slot.leaf, 0, 0, 0))
+    return cuts

@@ -23,7 +23,7 @@ def fits(name: str, patterns: Sequence[str]) -> bool:
     """Whether a name, or the part before its slash or first dot, matches. Masters are named params."""
     role, _, leaf = name.partition("/")
     names = {name, role, role.partition(".")[0]} | ({"params", f"params/{leaf}"} if role in _FORMS else set())
-    return any(fnmatchcase(each, pattern) for each in names for pattern in patterns)
+    return any(fnmatchcase(candidate, pattern) for candidate in names for pattern in patterns)
 
 
 @attrs.frozen
@@ -63,11 +63,11 @@ class Differences:
     extra: set[str] = attrs.field(factory=set)
     other: set[str] = attrs.field(factory=set)
 
-    def add(self, found: "Differences") -> None:
+    def add(self, theirs: "Differences") -> None:
         """Adds another rank's differences."""
-        self.missing |= found.missing
-        self.extra |= found.extra
-        self.other |= found.other
+        self.missing |= theirs.missing
+        self.extra |= theirs.extra
+        self.other |= theirs.other
 
     def refuse(self, what: str) -> None:
         """Raises StructureError, which lists the differences, if there are any."""
@@ -132,7 +132,7 @@ def match(
     matcher = _Matcher(known, stored, choice, rank)
     sources = [matcher.source(shard) for shard in shards]
     matcher.find_extra()
-    return sources, matcher.found
+    return sources, matcher.differences
 
 
 @attrs.frozen(eq=False)
@@ -141,12 +141,12 @@ class _Matcher:
     stored: Mapping[str, StoredShape]
     choice: Choice
     rank: int | None
-    found: Differences = attrs.field(factory=Differences)
+    differences: Differences = attrs.field(factory=Differences)
     per_rank: set[str] = attrs.field(init=False)  # names of which each rank saved its own value
 
     @per_rank.default
     def _per_rank(self) -> set[str]:
-        return {base for base, own in map(without_rank, self.stored) if own}
+        return {base for base, is_per_rank in map(without_rank, self.stored) if is_per_rank}
 
     def source(self, shard: TensorShard) -> str | None:
         """The name of the tensor that fills a shard; None to leave it. Records differences."""
@@ -162,23 +162,23 @@ class _Matcher:
         if there is None:
             optional = fits(shard.name, (*self.choice.allow_missing, *_POLICY)) or self.counts_empty(shard)
             if shard.view.numel() and not optional:
-                self.found.missing.add(shard.name)
+                self.differences.missing.add(shard.name)
             return None
         if there.shape != shard.shape:
-            self.found.other.add(f"{shard.name} ({list(there.shape)} there, {list(shard.shape)} here)")
+            self.differences.other.add(f"{shard.name} ({list(there.shape)} there, {list(shard.shape)} here)")
             return None
         if not there.holds(shard.region, shard.offset, shard.offset + shard.view.numel()):
             self.leave(shard, "this rank had another slice")
             return None
         if not _converts(there.dtype, shard.view.dtype):
-            self.found.other.add(f"{shard.name} ({there.dtype} there, {shard.view.dtype} here)")
+            self.differences.other.add(f"{shard.name} ({there.dtype} there, {shard.view.dtype} here)")
             return None
         return name
 
     def leave(self, shard: TensorShard, why: str) -> None:
         """Keeps like's value of a per-rank tensor; records a difference, unless it may be missing."""
         if not fits(shard.name, self.choice.allow_missing):
-            self.found.other.add(f"{shard.name} (each rank had its own, and {why}; allow_missing=... keeps like's)")
+            self.differences.other.add(f"{shard.name} (each rank had its own, and {why}; allow_missing=... keeps like's)")
 
     def best_form(self, shard: TensorShard) -> str:
         """The form of a leaf to read: its own if state and checkpoint have the same forms and dtype, else the most precise."""
@@ -205,7 +205,7 @@ class _Matcher:
             wanted = base in self.known or (role in _FORMS and f"params/{leaf}" in self.known)
             empty = not (tensor.numel and model.numel)
             if not wanted and not empty and self.choice.wants(base) and not fits(base, allowed):
-                self.found.extra.add(base)
+                self.differences.extra.add(base)
 
 
 def without_rank(name: str) -> tuple[str, bool]:

@@ -96,8 +96,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "each rank that shares a slice writes it",
             "checkpointing.shard_plan:assign_writes",
-            "if len(each.holders) == 1:\n    ...",
-            "for each.holders in [(h,) for h in each.holders]:\n    ...",
+            "if len(run.holders) == 1:\n    ...",
+            "for run.holders in [(h,) for h in run.holders]:\n    ...",
             shows=Exception,
         ),
         Bug(
