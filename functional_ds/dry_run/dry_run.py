@@ -64,14 +64,14 @@ def loss_of_all(params: Any) -> Callable[[Any, Any], Weighted]:
     order = tree.as_written(params)
 
     def loss(params: Any, batch: Any) -> Weighted:
-        leaves, found = dict(tree.named(params)), torch.ones((), device="meta")
+        leaves, total = dict(tree.named(params)), torch.ones((), device="meta")
         for path in order:
             leaf = leaves[path]
             if leaf.is_floating_point() or leaf.is_complex():
-                found = (leaf * (leaf * found)).abs().sum().float()  # its derivative needs the leaf
+                total = (leaf * (leaf * total)).abs().sum().float()  # its derivative needs the leaf
             else:
-                found = found + leaf.sum()
-        return weigh(found, "the loss")
+                total = total + leaf.sum()
+        return weigh(total, "the loss")
 
     return loss
 
@@ -91,9 +91,9 @@ class _KernelsOf(TorchFunctionMode):
         if self._whole and function is Tensor.__bool__ and args[0].is_meta:
             return True
         if function is F.scaled_dot_product_attention and args[0].is_meta:
-            found = self._attention(*args, **kwargs)
-            if found is not None:
-                return found
+            output = self._attention(*args, **kwargs)
+            if output is not None:
+                return output
         return function(*args, **kwargs)
 
     def _attention(
@@ -112,8 +112,8 @@ class _KernelsOf(TorchFunctionMode):
         if enable_gqa and k.shape[1] != q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         if self._device == "cpu":
-            found: Tensor = CPU_ATTENTION(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-            return found
+            output: Tensor = CPU_ATTENTION(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+            return output
         half = q.dtype in (torch.float16, torch.bfloat16)
         if attn_mask is None and half:
             flash: Tensor = CUDA_ATTENTION(q, k, v, 0.0, is_causal, False, scale=scale)[0]

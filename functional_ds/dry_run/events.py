@@ -159,8 +159,8 @@ class EventRecorder(OperationCounter):
         """The bytes of all existing storages, or of those of a tree, by their numbers."""
         with self._lock:
             places = self._known.keys() if held is None else {storage_id(x) for x in tensors_in(held)} & self._known.keys()
-            found = [self._known[place][1] for place in places]
-        return {made.storage: made.bytes for made in found}
+            allocations = [self._known[place][1] for place in places]
+        return {made.storage: made.bytes for made in allocations}
 
     def _freed(self, place: int) -> None:
         with self._lock:

@@ -57,16 +57,16 @@ class Memory:
 
     def plus(self, **kinds: int) -> "Memory":
         """With more bytes of some categories: ``memory.plus(activations=found.kept)``."""
-        return attrs.evolve(self, **{kind: getattr(self, kind) + more for kind, more in kinds.items()})
+        return attrs.evolve(self, **{category: getattr(self, category) + more for category, more in kinds.items()})
 
     def of_all_ranks(self, group: comm.Group | None = None) -> list["Memory"]:
         """All ranks' memory, in rank order; without the places. Collective."""
-        row = torch.tensor([getattr(self, kind) for kind in (*KINDS, "peak")])
-        return [Memory(*found) for found in comm.all_gather(row, group, tiled=False).tolist()]
+        row = torch.tensor([getattr(self, category) for category in (*KINDS, "peak")])
+        return [Memory(*values) for values in comm.all_gather(row, group, tiled=False).tolist()]
 
     def __str__(self) -> str:
-        rows = [(kind, getattr(self, kind)) for kind in KINDS if getattr(self, kind)]
-        return "\n".join(f"{kind:<12}{size:>16,}" for kind, size in [*rows, ("total", self.total)])
+        rows = [(category, getattr(self, category)) for category in KINDS if getattr(self, category)]
+        return "\n".join(f"{category:<12}{size:>16,}" for category, size in [*rows, ("total", self.total)])
 
 
 def measured(state: State, *, gradients: int = 0) -> Memory:
@@ -96,9 +96,9 @@ def measured(state: State, *, gradients: int = 0) -> Memory:
     }
     seen: dict[Hashable, tuple[str, int]] = {}
     sizes: dict[str, int] = {}
-    for kind, held in groups.items():
+    for category, held in groups.items():
         fresh = {key: value for key, value in holdings(held).items() if key not in seen}
-        sizes[kind] = sum(size for _, size in fresh.values())
+        sizes[category] = sum(size for _, size in fresh.values())
         seen |= fresh
     where: dict[str, int] = {}
     for place, size in seen.values():

@@ -64,8 +64,8 @@ def activations(
         with FakeTensorMode(allow_non_fake_inputs=True):
             params, batch = (tree.map(lambda x: _standing_for(x, device), held) for held in (params, batch))
             return _run(loss_fn, params, batch, torch.device(device), autocast)
-    found = [leaf.device for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
-    return _run(loss_fn, params, batch, found[0] if found else torch.device(device), autocast)
+    devices = [leaf.device for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
+    return _run(loss_fn, params, batch, devices[0] if devices else torch.device(device), autocast)
 
 
 def _standing_for(leaf: Any, device: str | torch.device) -> Any:
@@ -78,11 +78,11 @@ def _run(
     view = stored_view(params, trains=True)
     with Pass(view=view) as pass_, FakeRecorder((params, batch)) as run:
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            found = loss_fn(view.params, batch)
-        loss = found[0] if isinstance(found, tuple) else found
+            result = loss_fn(view.params, batch)
+        loss = result[0] if isinstance(result, tuple) else result
         loss = weigh(loss, "the loss").sum
-        outputs = run.allocated(found)
-        del found
+        outputs = run.allocated(result)
+        del result
         pass_.end_forward()
         held = {number: size for number, size in run.allocated().items() if number not in outputs}
         middle = len(run.events)

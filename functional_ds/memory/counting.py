@@ -19,14 +19,14 @@ def holdings(held: Any) -> dict[Hashable, tuple[str, int]]:
     >>> list(holdings([x, x[:10], x.view(10, 100)]).values())  # one storage
     [('cpu', 4000)]
     """
-    found: dict[Hashable, tuple[str, int]] = {}
+    by_storage: dict[Hashable, tuple[str, int]] = {}
     for leaf in tree.leaves(held):
         if isinstance(leaf, Tensor):
             storage = leaf.untyped_storage()
-            found[StorageWeakRef(storage)] = (storage.device.type, storage.nbytes())
+            by_storage[StorageWeakRef(storage)] = (storage.device.type, storage.nbytes())
         elif hasattr(leaf, "nbytes"):
-            found["no tensor", id(leaf)] = (str(getattr(leaf, "place", "disk")), int(leaf.nbytes))
-    return found
+            by_storage["no tensor", id(leaf)] = (str(getattr(leaf, "place", "disk")), int(leaf.nbytes))
+    return by_storage
 
 
 def stored(held: Any) -> int:
@@ -48,5 +48,5 @@ def places(held: Any) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for where, size in holdings(held).values():
-        found[where] = found.get(where, 0) + size
-    return found
+        sizes[where] = sizes.get(where, 0) + size
+    return sizes

@@ -87,8 +87,11 @@ def by_stage(stage: int, convention: Convention = SIXTEEN) -> dict[str, Formula]
     """
     if stage not in range(4):
         raise ValueError(f"stage={stage!r}: ZeRO has the stages 0, 1, 2 and 3")
-    sizes: Mapping[str, int] = {kind: getattr(convention, kind) for kind in _FIRST}
-    return {kind: Formula(0, sizes[kind]) if stage >= first else Formula(sizes[kind], 0) for kind, first in _FIRST.items()}
+    sizes: Mapping[str, int] = {category: getattr(convention, category) for category in _FIRST}
+    return {
+        category: Formula(0, sizes[category]) if stage >= first else Formula(sizes[category], 0)
+        for category, first in _FIRST.items()
+    }
 
 
 def elements_sent(stage: int, *, micro_batches: int = 1) -> int:

@@ -66,8 +66,8 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
         state = step.init(bare)
         return measured(state).plus(**_within_a_step(step, state, bare))
 
-    found: Memory = comm.symmetric(program, world_size=world_size, rank=rank)
-    return found
+    memory: Memory = comm.symmetric(program, world_size=world_size, rank=rank)
+    return memory
 
 
 def _within_a_step(step: Step, state: State, params: Any) -> dict[str, int]:

@@ -30,7 +30,7 @@ def zero_table(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXT
         ValueError: no parameters or no ranks.
     """
     kinds = tuple(by_stage(0))
-    head = f"{'stage':<6}" + "".join(f"{kind:>10}" for kind in (*kinds, "total")) + "  formula"
+    head = f"{'stage':<6}" + "".join(f"{category:>10}" for category in (*kinds, "total")) + "  formula"
     lines = [f"Ψ = {psi:g} parameters on n = {n} ranks; GB on each rank", convention.name, head]
     for stage in range(4):
         formulas = by_stage(stage, convention)
@@ -64,16 +64,16 @@ def compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: Seque
     state and gradients             16Ψ           1,600           1,600
     """
     n = len(ranks)
-    rows: list[tuple[str, tuple[str, ...]]] = [(kind, (kind,)) for kind in _STATE]
+    rows: list[tuple[str, tuple[str, ...]]] = [(category, (category,)) for category in _STATE]
     rows += [("state, these three", _STATE), ("gradients", ("gradients",)), ("state and gradients", (*_STATE, "gradients"))]
     lines = [
         f"{title}\nΨ = {psi:,} parameters on n = {n} ranks; bytes on each rank\n",
         f"{'':<22}{'formula':>13}{'bytes':>16}" + "".join(f"{f'rank {i}':>16}" for i in range(n)),
     ]
     for label, kinds in rows:
-        formula = sum((expected[kind] for kind in kinds), Formula())
-        found = "".join(f"{sum(getattr(rank, kind) for kind in kinds):>16,}" for rank in ranks)
-        lines.append(f"{label:<22}{formula!s:>13}{formula.bytes(psi, n):>16,.0f}{found}")
+        formula = sum((expected[category] for category in kinds), Formula())
+        cells = "".join(f"{sum(getattr(rank, category) for category in kinds):>16,}" for rank in ranks)
+        lines.append(f"{label:<22}{formula!s:>13}{formula.bytes(psi, n):>16,.0f}{cells}")
     if any(rank.peak for rank in ranks):
         lines.append(f"{'peak of the process':<51}" + "".join(f"{rank.peak:>16,}" for rank in ranks))
     return "\n".join(lines)
@@ -98,8 +98,8 @@ def draw_zero(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXTE
     axes = figure.subplots()
     table = [by_stage(stage, convention) for stage in range(4)]
     names = [f"stage {stage}" for stage in range(4)]
-    heights = {kind: [row[kind].bytes(psi, n) / 1e9 for row in table] for kind in _COLOURS}
-    tops = _stack(axes, names, heights, {kind: kind for kind in _COLOURS})
+    heights = {category: [row[category].bytes(psi, n) / 1e9 for row in table] for category in _COLOURS}
+    tops = _stack(axes, names, heights, {category: category for category in _COLOURS})
     for place, (top, row) in enumerate(zip(tops, table, strict=True)):
         axes.annotate(f"{top:.1f}\n{sum(row.values(), Formula())}", (place, top), ha="center", va="bottom")
     axes.set_ylim(0, 1.2 * max(tops))
@@ -122,9 +122,10 @@ def draw_compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: 
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     names = ["formula", *(f"rank {i}" for i in range(len(ranks)))]
     heights = {
-        kind: [expected[kind].bytes(psi, len(ranks)) / 1e6, *(getattr(rank, kind) / 1e6 for rank in ranks)] for kind in _COLOURS
+        category: [expected[category].bytes(psi, len(ranks)) / 1e6, *(getattr(rank, category) / 1e6 for rank in ranks)]
+        for category in _COLOURS
     }
-    tops = _stack(left, names, heights, {kind: f"{kind} ({expected[kind]})" for kind in _COLOURS})
+    tops = _stack(left, names, heights, {category: f"{category} ({expected[category]})" for category in _COLOURS})
     left.set_title(f"state and gradients, Ψ = {psi:,}")
     left.set_ylim(0, 1.45 * max(tops))  # room for the legend
     left.legend(loc="upper right", ncols=2, frameon=False)
@@ -148,8 +149,8 @@ def _figure(width: float, height: float) -> "Figure":
 def _stack(axes: Any, names: Sequence[str], heights: Mapping[str, Sequence[float]], labels: Mapping[str, str]) -> list[float]:
     """Draws stacked bars and returns their total heights."""
     floors = [0.0] * len(names)
-    for kind, row in heights.items():
+    for category, row in heights.items():
         if any(row):
-            axes.bar(names, row, 0.6, bottom=floors, color=_COLOURS[kind], label=labels[kind])
+            axes.bar(names, row, 0.6, bottom=floors, color=_COLOURS[category], label=labels[category])
         floors = [floor + height for floor, height in zip(floors, row, strict=True)]
     return floors

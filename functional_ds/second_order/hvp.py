@@ -63,11 +63,11 @@ def hvp(
         curved = [_inner(g, whole[p]) for p, g in zip(paths, grads, strict=True) if g is not None and g.requires_grad]
         return Weighted(sum(curved) if curved else 0 * loss.sum, loss.weight), {}
 
-    after, found, _ = inner(step.wrapped("hvp", loss=product), state, batch, None, True)
-    _, found = step.reduce(after, found)
-    weight = step.sum_over_ranks(state, found.weight)
+    after, grads, _ = inner(step.wrapped("hvp", loss=product), state, batch, None, True)
+    _, grads = step.reduce(after, grads)
+    weight = step.sum_over_ranks(state, grads.weight)
     weight = torch.where(weight == 0, torch.inf, weight)
-    return [(total / weight).view_as(leaf).to(leaf.dtype) for total, leaf in zip(found.sum, held, strict=True)]
+    return [(total / weight).view_as(leaf).to(leaf.dtype) for total, leaf in zip(grads.sum, held, strict=True)]
 
 
 def _inner(grad: Tensor, v: Tensor) -> Tensor:

@@ -68,13 +68,13 @@ def difference(a: Any, b: Any) -> Difference:
     left, right = dict(tree.named(a)), dict(tree.named(b))
     absent = object()
     pairs = [(path, left.get(path, absent), right.get(path, absent)) for path in dict.fromkeys([*left, *right])]
-    found = [
+    differences = [
         LeafDifference(path, f"only in the {'second' if x is absent else 'first'}")
         if absent in (x, y)
         else _compared(path, x, y)
         for path, x, y in pairs
     ]
-    return Difference(tuple(leaf for leaf in found if leaf is not None), sum(leaf is None for leaf in found))
+    return Difference(tuple(leaf for leaf in differences if leaf is not None), sum(leaf is None for leaf in differences))
 
 
 def _compared(path: str, x: Any, y: Any) -> LeafDifference | None:

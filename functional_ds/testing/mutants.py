@@ -114,13 +114,13 @@ def mutants(transform: Callable[..., Any], *, most: int = 20, seed: int = 0, **o
     planted = list(_planted(module))
     if len(planted) > most:
         planted = [planted[place] for place in sorted(random.Random(seed).sample(range(len(planted)), most))]
-    found = []
+    tested = []
     for mutant, tree in planted:
         changed = _compiled(inner, tree)
         method = partial(changed, *make.args, **make.keywords) if isinstance(make, partial) else changed
         caught = _caught(laws(method, **chosen))
-        found.append(attrs.evolve(mutant, line=mutant.line + begin - 1, caught=caught))
-    return MutantTable(name_of(make), sorted(found, key=lambda bug: bug.line))
+        tested.append(attrs.evolve(mutant, line=mutant.line + begin - 1, caught=caught))
+    return MutantTable(name_of(make), sorted(tested, key=lambda bug: bug.line))
 
 
 def _caught(bound: Sequence[BoundLaw]) -> str:
@@ -144,7 +144,12 @@ def _planted(module: ast.Module) -> Iterator[tuple[Mutant, ast.Module]]:
             if not _fits(old, node, bound):
                 continue
             tree = copy.deepcopy(module)
-            spot = [each for statement in _body(tree) for each in ast.walk(statement) if isinstance(each, ast.expr)][index]
+            spot = [
+                expression
+                for statement in _body(tree)
+                for expression in ast.walk(statement)
+                if isinstance(expression, ast.expr)
+            ][index]
             bug = ast.copy_location(_Filled(bound).visit(copy.deepcopy(new)), spot)
             yield Mutant(node.lineno, ast.unparse(node), ast.unparse(bug), words), _Replaced(spot, bug).visit(tree)
 

@@ -77,11 +77,11 @@ def assert_like_one_rank(
     ...
     """
     (expected,) = comm.simulate(program, *args, world_size=1)
-    for rank, found in enumerate(comm.simulate(program, *args, world_size=world_size, seed=seed, variance=True)):
+    for rank, result in enumerate(comm.simulate(program, *args, world_size=world_size, seed=seed, variance=True)):
         where = f"rank {rank} of {world_size}"
-        if tree.structure(found) != tree.structure(expected):
-            raise AssertionError(f"{where}: the result's structure {tree.structure(found)} is not {tree.structure(expected)}")
-        for (path, x), (_, y) in zip(tree.named(found), tree.named(expected), strict=True):
+        if tree.structure(result) != tree.structure(expected):
+            raise AssertionError(f"{where}: the result's structure {tree.structure(result)} is not {tree.structure(expected)}")
+        for (path, x), (_, y) in zip(tree.named(result), tree.named(expected), strict=True):
             leaf = f"{where}, {f'[{path}]' if path else 'the result itself'}"
             close = partial(torch.testing.assert_close, rtol=rtol, atol=atol, equal_nan=True)
             close(x, y, msg=partial("{}: {}".format, leaf))

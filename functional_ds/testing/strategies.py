@@ -97,9 +97,9 @@ class Inputs:
 
     def of(self, rank: int, *, name: str = "x", bound: int = 3) -> Any:
         """The rank's pytree; different names give different values."""
-        found, spec = tree.flatten(self.leaves)
-        seeds = [zlib.crc32(f"{self.seed} {name} {rank} {place}".encode()) for place in range(len(found))]
-        return tree.unflatten(spec, [leaf.fill(seed, bound=bound) for leaf, seed in zip(found, seeds, strict=True)])
+        drawn, spec = tree.flatten(self.leaves)
+        seeds = [zlib.crc32(f"{self.seed} {name} {rank} {place}".encode()) for place in range(len(drawn))]
+        return tree.unflatten(spec, [leaf.fill(seed, bound=bound) for leaf, seed in zip(drawn, seeds, strict=True)])
 
     def all(self, *, name: str = "x", bound: int = 3) -> list[Any]:
         """The pytrees of all ranks."""
@@ -161,8 +161,8 @@ def inputs(
     shape = shapes(min_dims=dim + 1, max_dims=3, max_side=3) if cut else shapes()
     if cut:
         shape = shape.map(lambda sides: (*sides[:dim], sides[dim] * size, *sides[dim + 1 :]))
-    found = draw(trees(leaves(dtypes, shape=shape), max_leaves=max_leaves))
-    return Inputs(size, found, draw(seeds()), dim)
+    pytree = draw(trees(leaves(dtypes, shape=shape), max_leaves=max_leaves))
+    return Inputs(size, pytree, draw(seeds()), dim)
 
 
 @st.composite

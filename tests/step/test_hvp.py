@@ -199,8 +199,8 @@ def test_gradients_of_one_ranks_rows_are_refused() -> None:
 
 BUGS = [
     Bug("shards are not summed by leaf", "sharding.leaf_map:LeafMap.total", "comm.all_reduce(rows, self.group)", "rows"),
-    Bug("a product is of its own gradient", "second_order.hvp:hvp", "step.sum_over_ranks(state, found.weight)", "found.weight"),
-    Bug("a product is not reduced", "second_order.hvp:hvp", "_, found = step.reduce(after, found)", "..."),
+    Bug("a product is of its own gradient", "second_order.hvp:hvp", "step.sum_over_ranks(state, grads.weight)", "grads.weight"),
+    Bug("a product is not reduced", "second_order.hvp:hvp", "_, grads = step.reduce(after, grads)", "..."),
     Bug("a vector is the params", "second_order.hvp:hvp", "step.with_trained(state, vector)", "state"),
     Bug(
         "a place is not published",
