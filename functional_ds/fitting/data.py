@@ -248,9 +248,9 @@ class _EpochReader:
     def _next(self) -> Any:
         first = not self.drawn  # many loaders draw their shuffle with the first batch
         with self.aside.drawing() if first or self.replayed else nullcontext():
-            found = next(self.reader)
+            batch = next(self.reader)
         self.drawn += 1
-        return found
+        return batch
 
     @property
     def position(self) -> Any:
@@ -304,7 +304,7 @@ class Epochs:
         batch_sampler = getattr(self.batches, "batch_sampler", None)
         parts = [getattr(self.batches, name, None) for name in ("dataset", "sampler")]
         holders = (self.batches, *parts, batch_sampler, getattr(batch_sampler, "sampler", None))
-        for holder in {id(each): each for each in holders}.values():
+        for holder in {id(holder): holder for holder in holders}.values():
             set_epoch = getattr(holder, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)

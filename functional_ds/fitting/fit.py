@@ -104,12 +104,12 @@ def fit(
             run.resume()
         manager.open()
         try:
-            found = run.go()
+            trained = run.go()
         except Interrupted:
             _finish(measured)
             raise
         _finish(measured)
-        return found
+        return trained
 
 
 def _finish(measured: MeasuredStep | None) -> None:
@@ -125,7 +125,7 @@ def _check(steps: Any, **given: Any) -> None:
         "logging": (Logging, "fds.Logging(loggers)"),
         "timeout": (timedelta, "timedelta(seconds=...), or None for no watchdog"),
     }
-    for name, (kind, instead) in kinds.items():
+    for name, (cls, instead) in kinds.items():
         value = given[name]
-        if not isinstance(value, kind) and not (value is None and name != "logging"):
+        if not isinstance(value, cls) and not (value is None and name != "logging"):
             raise TypeError(f"{name}={value!r}: pass {instead}")

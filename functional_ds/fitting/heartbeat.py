@@ -32,17 +32,17 @@ def activity(thread: int) -> dict[str, str]:
     True
     """
     frame = sys._current_frames().get(thread)
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_COMM) and "site" not in found:
-            _note_call(frame, found)
+        if module.startswith(_COMM) and "site" not in entries:
+            _note_call(frame, entries)
         elif module == _STEP and not frame.f_code.co_name.startswith("_"):
-            found.setdefault("phase", frame.f_code.co_name)
+            entries.setdefault("phase", frame.f_code.co_name)
         elif module.partition(".")[0] not in _LIBRARIES and not _is_pythons(frame.f_code.co_filename):
-            found.setdefault("site", f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}")
+            entries.setdefault("site", f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}")
         frame = frame.f_back
-    return found
+    return entries
 
 
 def _is_pythons(file: str) -> bool:
@@ -50,13 +50,13 @@ def _is_pythons(file: str) -> bool:
     return file.startswith(("<frozen", _PYTHON)) and "site-packages" not in file
 
 
-def _note_call(frame: FrameType, found: dict[str, str]) -> None:
+def _note_call(frame: FrameType, entries: dict[str, str]) -> None:
     """Records the call with its shapes, if the world's frame is on the stack; else the name of comm's outermost function."""
-    if "[" in found.get("call", ""):
+    if "[" in entries.get("call", ""):
         return
     local = frame.f_locals
     known = _signature(local) or _signature({name: getattr(local.get("self"), name, None) for name in _PARTS})
-    found["call"] = known or frame.f_code.co_name
+    entries["call"] = known or frame.f_code.co_name
 
 
 _PARTS = ("call", "tensors", "group", "here")

@@ -244,14 +244,14 @@ def checked(loggers: Iterable[Any]) -> tuple[Logger, ...]:
     Raises:
         TypeError: one lacks a method.
     """
-    found = tuple(loggers)
-    for logger in found:
+    valid = tuple(loggers)
+    for logger in valid:
         missing = [name for name in ("begin", "log", "close") if not callable(getattr(logger, name, None))]
         if missing:
             raise TypeError(
                 f"loggers: {logger!r} has no {', '.join(missing)}; pass CsvLog(path), TensorBoard(folder), or alike"
             )
-    return found
+    return valid
 
 
 @attrs.frozen
@@ -353,10 +353,10 @@ class MetricLogger:
         done, then = self._last
         self._last = done, then + time.perf_counter() - began
 
-    def evaluated(self, done: int, found: Mapping[str, Any]) -> None:
+    def evaluated(self, done: int, numbers: Mapping[str, Any]) -> None:
         """Logs an evaluation's numbers."""
         if self.loggers:
-            self._pass_on(done, {name: float(value) for name, value in found.items()})
+            self._pass_on(done, {name: float(value) for name, value in numbers.items()})
 
     def close(self) -> None:
         """Closes the loggers and the bar."""

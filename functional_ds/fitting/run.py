@@ -138,19 +138,19 @@ class TrainingRun:
     def _draw(self, reader: BatchReader) -> tuple[Any] | None:
         """The next batch; None if a rank has none left and the number of steps is open."""
         self.watch.at(self.done + 1, "drawing a batch")
-        found: tuple[Any] | None
+        batch: tuple[Any] | None
         try:
-            found = (next(reader),)
+            batch = (next(reader),)
         except StopIteration:
-            found = None
+            batch = None
         if self.steps is None:
-            return None if _agreed(found is None)[0] else found
-        if found is None:
+            return None if _agreed(batch is None)[0] else batch
+        if batch is None:
             raise ValueError(
                 f"batches: rank {comm.world().rank} has none for step {self.done + 1} of steps={self.steps}; "
                 "pass fewer steps, steps=None to end where the batches do, or fitting.Epochs(batches) to go over them again"
             )
-        return found
+        return batch
 
     def _move(self, batch: Any) -> Metrics:
         self.watch.at(self.done + 1, "in the step")
@@ -238,10 +238,10 @@ class TrainingRun:
     def _roll_back(self) -> None:
         self.watch.at(self.done, "rolling back")
         self.checkpoints.wait()
-        found = self.checkpoints.newest(self.state, donate=True)
-        if found is None:
+        checkpoint = self.checkpoints.newest(self.state, donate=True)
+        if checkpoint is None:
             raise NonFiniteLossError(f"the checkpoint to roll back to is gone from {self.checkpoints.policy}")
-        self.state, before = found
+        self.state, before = checkpoint
         self.progress = attrs.evolve(before, rollbacks=self.progress.rollbacks + 1)
         self.health = Health()
         self.metrics.begin(self.done)
@@ -268,7 +268,7 @@ def _number(flag: Flag) -> int:
 
 def _agreed(*mine: int) -> list[int]:
     """The elementwise maximum of all ranks' numbers."""
-    found: list[int] = comm.all_reduce(
+    maxima: list[int] = comm.all_reduce(
         torch.tensor([int(x) for x in mine], device=comm.world().world.device), op="max"
     ).tolist()
-    return found
+    return maxima

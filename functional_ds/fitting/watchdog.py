@@ -33,7 +33,7 @@ class Failure:
     ranks: tuple[int, ...]
 
     @staticmethod
-    def found(seen: Mapping[int, PeerStatus], timeout: float, *, silent: float, grace: float) -> "Failure | None":
+    def detect(seen: Mapping[int, PeerStatus], timeout: float, *, silent: float, grace: float) -> "Failure | None":
         """The failure of a rank that is silent, that raised while others run, or that makes no progress; None if there is none.
 
         Args:
@@ -207,7 +207,7 @@ class _Guard:
         """A report, if one of the ranks has died or raised, or makes no progress."""
         self.beats.read(ranks)
         seen = {rank: self.beats.peers[rank] for rank in ranks}
-        failure = Failure.found(
+        failure = Failure.detect(
             seen, self.timeout if hangs else math.inf, silent=self.timeout, grace=min(self.timeout, 5 * self.pause)
         )
         if failure is None:

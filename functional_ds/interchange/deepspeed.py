@@ -94,10 +94,10 @@ def from_deepspeed(
 
 @attrs.frozen
 class _ShardSource:
-    """The source of a shard: a parameter's values of some ``kind``, or, without one, its number of updates."""
+    """The source of a shard: a parameter's values of some ``state_name``, or, without one, its number of updates."""
 
     param: Param
-    kind: str | None
+    state_name: str | None
 
 
 @attrs.frozen(eq=False)
@@ -110,10 +110,10 @@ class _Reading:
 
     def check(self, shards: Sequence[TensorShard], ranks: comm.Group) -> None:
         """Raises the same StructureError on all ranks if state and checkpoint differ. Collective."""
-        found = Differences()
+        differences = Differences()
         for shard in shards:
-            self.compare(shard, found)
-        everyone = comm.all_gather_object(({shard.name for shard in shards}, found), ranks)
+            self.compare(shard, differences)
+        everyone = comm.all_gather_object(({shard.name for shard in shards}, differences), ranks)
         known, total = set[str]().union(*(names for names, _ in everyone)), Differences()
         self.choice.check(known)
         for _, theirs in everyone:
@@ -121,23 +121,23 @@ class _Reading:
         total.extra |= self.extra(known)
         total.refuse(f"DeepSpeed's checkpoint {self.files.path}")
 
-    def compare(self, shard: TensorShard, found: Differences) -> None:
+    def compare(self, shard: TensorShard, differences: Differences) -> None:
         """Records a shard's mismatches."""
         role, slash, _ = shard.name.partition("/")
         buffer = self.buffer(shard)
         if buffer is not None and self.choice.wants(shard.name) and tuple(buffer.shape) != shard.shape:
-            found.other.add(f"{shard.name} ({list(buffer.shape)} there, {list(shard.shape)} here)")
+            differences.other.add(f"{shard.name} ({list(buffer.shape)} there, {list(shard.shape)} here)")
         if not slash or not shard.view.numel() or not self.choice.wants(shard.name):
             known = role in ("step", "skip") or fits(role, _OURS)
             if not slash and not known and self.choice.wants(role) and not fits(role, self.choice.allow_missing):
-                found.missing.add(shard.name)
+                differences.missing.add(shard.name)
             return
         source = self.source(shard)
         if source is None:
             if not fits(shard.name, self.choice.allow_missing):
-                found.missing.add(shard.name)
+                differences.missing.add(shard.name)
         elif not shard.shared and source.param.shape != shard.shape:
-            found.other.add(f"{shard.name} ({list(source.param.shape)} there, {list(shard.shape)} here)")
+            differences.other.add(f"{shard.name} ({list(source.param.shape)} there, {list(shard.shape)} here)")
 
     def extra(self, known: Collection[str]) -> set[str]:
         """What the checkpoint has and no rank needs."""
@@ -146,7 +146,7 @@ class _Reading:
         lost = {f"params/{name}" for name, param in self.files.params.items() if id(param) not in there and param.shape != (0,)}
         roles = {role.rpartition(".")[2] for role in (name.partition("/")[0] for name in known) if role.startswith("optimizer")}
         kinds = {_OPTIMIZER.get(role, role) for role in roles}
-        lost |= {f"optimizer.{kind}" for kind in self.files.kinds() - kinds - {MASTER}}
+        lost |= {f"optimizer.{state_name}" for state_name in self.files.kinds() - kinds - {MASTER}}
         return {name for name in lost if self.choice.wants(name) and not fits(name, self.choice.allow_extra)}
 
     def source(self, shard: TensorShard) -> _ShardSource | None:
@@ -162,8 +162,8 @@ class _Reading:
             return None
         if last == _COUNTS:
             return _ShardSource(param, None) if self.files.kinds() > {MASTER} else None
-        kind = _OPTIMIZER.get(last)
-        return _ShardSource(param, kind) if kind in self.files.kinds() and not shard.shared else None
+        state_name = _OPTIMIZER.get(last)
+        return _ShardSource(param, state_name) if state_name in self.files.kinds() and not shard.shared else None
 
     def buffer(self, shard: TensorShard) -> Tensor | None:
         """The module buffer for a shard; None if it is not one, or the checkpoint does not have it."""
@@ -195,18 +195,20 @@ class _Reading:
         source = self.source(shard) if "/" in shard.name and shard.view.numel() else None
         if source is None:
             return
-        if source.kind is None:
+        if source.state_name is None:
             shard.view.fill_(self.files.updates[source.param.group])
             return
         region, shape = shard.region, grouped(shard.shape, shard.region.dims)
         for box in region.boxes(shard.offset, shard.offset + shard.view.numel(), region.dims):
-            there, own = box.in_whole(shape), box.view(shard.view, shard.offset)
-            direct = there.dense and own.is_contiguous()
-            room = own.view(-1) if direct else torch.empty(there.extent, dtype=own.dtype, device=own.device)
-            for at, values in self.files.read(source.param, source.kind, start=there.place, stop=there.place + there.extent):
+            there, target = box.in_whole(shape), box.view(shard.view, shard.offset)
+            direct = there.dense and target.is_contiguous()
+            room = target.view(-1) if direct else torch.empty(there.extent, dtype=target.dtype, device=target.device)
+            for at, values in self.files.read(
+                source.param, source.state_name, start=there.place, stop=there.place + there.extent
+            ):
                 room[at - there.place : at - there.place + values.numel()].copy_(values)
             if not direct:
-                own.copy_(there.view(room, there.place))
+                target.copy_(there.view(room, there.place))
 
 
 def _fill_scale(scale: Any, scaler: Any) -> None:

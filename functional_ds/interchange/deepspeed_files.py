@@ -163,7 +163,7 @@ class ZeroFiles:
         expected = max(count) if isinstance(count, list) else count
         if expected != len(optim):
             raise DamagedError(f"path: {folder} was written by {expected} ranks, and has the files of {len(optim)}")
-        flats = [_flats(each, stage) for each in optim]
+        flats = [_flats(section, stage) for section in optim]
         shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
         if any(side < 0 for group in shapes for shape in group.values() for side in shape):
             raise ValueError("a parameter has a negative size")
@@ -193,12 +193,12 @@ class ZeroFiles:
         """A parameter under any of its names."""
         return self.params.get(name) or self.params.get(self.aliases.get(name, ""))
 
-    def read(self, param: Param, kind: str, *, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def read(self, param: Param, state_name: str, *, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Elements of a flattened parameter, in pieces.
 
         Args:
             param: the parameter.
-            kind: ``MASTER``, or a key of the optimizer's state.
+            state_name: ``MASTER``, or a key of the optimizer's state.
             start: the first element.
             stop: the element after the last.
 
@@ -212,11 +212,11 @@ class ZeroFiles:
                 if low < high:
                     yield low, piece.reshape(-1)[low - at : high - at]
                 at += piece.numel()
-        for each in param.ranges:
-            low, high = max(start, each.offset), min(stop, each.offset + each.numel)
+        for flat_range in param.ranges:
+            low, high = max(start, flat_range.offset), min(stop, flat_range.offset + flat_range.numel)
             if low < high:
-                flat = self.flats[each.rank][each.which][kind]
-                begin = each.start + low - each.offset
+                flat = self.flats[flat_range.rank][flat_range.which][state_name]
+                begin = flat_range.start + low - flat_range.offset
                 yield low, flat[begin : begin + high - low]
 
 
@@ -257,7 +257,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 
 
 def _by_rank(folder: Path, suffix: str) -> list[Path]:
-    found: dict[int, Path] = {}
+    files: dict[int, Path] = {}
     for file in folder.glob(f"*zero_pp_rank_*{suffix}"):
         place = _RANK.search(file.name)
         if place is None or int(place[2]):
@@ -279,21 +279,21 @@ def _model_files(folder: Path, stage: int) -> list[Path]:
 
 
 def _section(content: Any, file: Path) -> dict[str, Any]:
-    found = content.get("optimizer_state_dict") if isinstance(content, dict) else None
-    if not isinstance(found, dict) or not {"single_partition_of_fp32_groups", "fp32_flat_groups"} & found.keys():
+    section = content.get("optimizer_state_dict") if isinstance(content, dict) else None
+    if not isinstance(section, dict) or not {"single_partition_of_fp32_groups", "fp32_flat_groups"} & section.keys():
         raise DamagedError(f"path: {file} holds no states of ZeRO")
-    return found
+    return section
 
 
 def _flats(section: Mapping[str, Any], stage: int) -> list[dict[str, Tensor]]:
     """A rank's flat tensors, each with the optimizer's states of its length."""
-    found = []
+    flats = []
     for master, state in zip(_masters(section, stage), _states(section, stage), strict=True):
         if master.dim() != 1 or not master.is_floating_point():
             raise ValueError(f"a flat tensor is {master.dtype}{list(master.shape)}")
         kinds = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() == 1}
-        found.append({MASTER: master, **{key: value for key, value in kinds.items() if value.numel() >= master.numel()}})
-    return found
+        flats.append({MASTER: master, **{key: value for key, value in kinds.items() if value.numel() >= master.numel()}})
+    return flats
 
 
 def _base(section: Mapping[str, Any], stage: int) -> Any:
@@ -318,10 +318,10 @@ def _updates(section: Mapping[str, Any], stage: int) -> list[int]:
     base, states = _base(section, stage), _states(section, stage)
     groups = [] if isinstance(base, list) else base["param_groups"]
     common = max([section.get("base_optimizer_state_step", 0), *(group.get("step", 0) for group in groups)])
-    found = [int(state.get("step", common)) for state in states]
-    if min(found, default=0) < 0:
-        raise ValueError(f"the numbers of updates are {found}")
-    return found
+    updates = [int(state.get("step", common)) for state in states]
+    if min(updates, default=0) < 0:
+        raise ValueError(f"the numbers of updates are {updates}")
+    return updates
 
 
 def _numbers(section: Mapping[str, Any], stage: int) -> list[dict[str, Any]]:

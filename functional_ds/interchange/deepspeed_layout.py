@@ -56,7 +56,7 @@ def in_groups(
     shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Sequence[Sequence[Mapping[str, Tensor]]], section: Mapping[str, Any]
 ) -> dict[str, Param]:
     """Stages 1 and 2."""
-    found = {}
+    params = {}
     paddings = section.get("param_alignment_paddings")
     for group, names in enumerate(shapes):
         ends = [0]
@@ -72,9 +72,9 @@ def in_groups(
                 for rank, (low, high) in enumerate(pairwise(ends))
                 if max(at, low) < min(end, high)
             )
-            found[name] = Param(shape, group, ranges)
+            params[name] = Param(shape, group, ranges)
             at = end + (paddings[group][place] if paddings else 0)
-    return found
+    return params
 
 
 def in_pieces(
@@ -83,7 +83,7 @@ def in_pieces(
     """Stage 3. The flat tensors are concatenated, and a piece may span several."""
     sizes = [values[MASTER].numel() for values in flats[0]]
     begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    found, at = {}, 0
+    params, at = {}, 0
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
         numel = prod(shape)
         piece = -(-numel // len(flats))
@@ -97,9 +97,9 @@ def in_pieces(
                 if low < high:
                     ranges.append(FlatRange(first + low - at, high - low, rank, which, low - begin))
         group = next((found_in.which for found_in in ranges), 0)
-        found[name] = Param(shape, group, tuple(ranges))
+        params[name] = Param(shape, group, tuple(ranges))
         at += piece
-    return found
+    return params
 
 
 def frozen_params(models: Sequence[Mapping[str, Any]], trained: Mapping[str, Param]) -> dict[str, Param]:
@@ -107,17 +107,17 @@ def frozen_params(models: Sequence[Mapping[str, Any]], trained: Mapping[str, Par
     first = models[0]
     shapes = first.get("frozen_param_shapes") or {}
     pieces = [model.get("frozen_param_fragments") or {} for model in models]
-    found = {}
+    params = {}
     for name, shape in shapes.items():
-        numel, parts = prod(shape), [each[name].reshape(-1) for each in pieces if name in each]
+        numel, parts = prod(shape), [fragments[name].reshape(-1) for fragments in pieces if name in fragments]
         if sum(part.numel() for part in parts) >= numel:
-            found[name] = Param(tuple(shape), whole=tuple(parts))
+            params[name] = Param(tuple(shape), whole=tuple(parts))
     tied = first.get("shared_params", {})
     for name, value in (first.get("module") or {}).items():
-        kept = isinstance(value, Tensor) and name not in trained and name not in found and name not in tied
+        kept = isinstance(value, Tensor) and name not in trained and name not in params and name not in tied
         if kept and name not in first.get("buffer_names", []) and len(models) == 1:
-            found[name] = Param(tuple(value.shape), whole=(value,))
-    return found
+            params[name] = Param(tuple(value.shape), whole=(value,))
+    return params
 
 
 # -- stage 0 -------------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def whole_params(model: Mapping[str, Any], order: Sequence[Sequence[str]] | None
     section = model["optimizer"] or {}
     base = section.get("optimizer_state_dict", section) or {"state": {}, "param_groups": []}
     groups, fused, masters = base["param_groups"], section.get("fp32_groups_flat"), section.get("fp32_groups")
-    given = [[owners.get(name, name) for name in own] for own in ([[*first.values()]] if order is None else order)]
+    given = [[owners.get(name, name) for name in names] for names in ([[*first.values()]] if order is None else order)]
     _check_order(given if groups else [], [None if fused else len(group["params"]) for group in groups], held, where)
     params: dict[str, Param] = {}
     flats: list[dict[str, Tensor]] = []
@@ -170,9 +170,9 @@ def whole_params(model: Mapping[str, Any], order: Sequence[Sequence[str]] | None
             for name, size, begin in zip(inside, sizes, accumulate(sizes, initial=0), strict=False):
                 place = FlatRange(0, size, 0, len(flats) - 1, begin)
                 params[name] = Param(tuple(held[name].shape), place.which, (place,))
-    kinds = {kind for flat in flats for kind in flat}
+    kinds = {state_name for flat in flats for state_name in flat}
     for flat in flats:  # a parameter that no update has reached has no state yet
-        flat.update({kind: torch.zeros(1).expand(flat[MASTER].numel()) for kind in kinds - flat.keys()})
+        flat.update({state_name: torch.zeros(1).expand(flat[MASTER].numel()) for state_name in kinds - flat.keys()})
     frozen = {name: Param(tuple(held[name].shape), whole=(held[name],)) for name in first.values() if name not in params}
     aliases = {name: owner for name, owner in owners.items() if name != owner}
     return StageZeroParams({**params, **frozen}, aliases, [flats], updates, numbers_of(groups))
@@ -182,8 +182,8 @@ def _check_order(order: Sequence[Sequence[str]], counts: Sequence[int | None], h
     unknown = sorted({name for names in order for name in names} - held.keys())
     if unknown:
         raise _misfit(where, f"it has no {unknown[0]!r}")
-    if len(order) != len(counts) or any(count not in (None, len(own)) for count, own in zip(counts, order, strict=True)):
-        raise _misfit(where, f"its groups have {[*counts]} parameters, and order= has {[len(own) for own in order]}")
+    if len(order) != len(counts) or any(count not in (None, len(names)) for count, names in zip(counts, order, strict=True)):
+        raise _misfit(where, f"its groups have {[*counts]} parameters, and order= has {[len(names) for names in order]}")
 
 
 def _misfit(where: str, what: str) -> StructureError:

@@ -103,9 +103,9 @@ class _Sink:
     def __call__(self, send: LeafSend, values: Tensor) -> None:
         if self.failure is None:
             try:
-                for offset, found in self._ready(send, values.reshape(-1)):
+                for offset, chunk in self._ready(send, values.reshape(-1)):
                     for spec in self.named[send.leaf].specs:
-                        self.writer.write(spec.name, found, offset=offset)
+                        self.writer.write(spec.name, chunk, offset=offset)
             except Exception as error:
                 self.failure = error
 
@@ -260,15 +260,15 @@ def _of_state(state: State, averaged: bool) -> list[LocalShard]:
             f"export: the ranks have {apart.size} models, of which this rank has number {apart.place}; export "
             "step.params(state), a tree, on the ranks of one of them"
         )
-    found = []
+    shards = []
     for shard in describe(as_tensors(tree.replace(state, optimizer=()))):
         role, _, path = shard.name.partition("/")
         if role.partition("#")[0] in roles and "#" in role:
             _refuse_twice(path)
         if role in roles and not shard.shared:
-            found.append((shard, LeafInfo(path, shard.shape, shard.view.dtype, roles.index(role))))
+            shards.append((shard, LeafInfo(path, shard.shape, shard.view.dtype, roles.index(role))))
     if averaged and not any(True for _ in fields_of_role(state, Role.AVERAGE)):
         raise ValueError("averaged=True: this state keeps no mean of its params; its step needs T.ema(decay)")
-    numbers = fingerprints([shard.view for shard, _ in found])
-    pairs = zip(found, numbers, strict=True)
+    numbers = fingerprints([shard.view for shard, _ in shards])
+    pairs = zip(shards, numbers, strict=True)
     return [LocalShard(leaf, shard.region, shard.offset, shard.view, number) for (shard, leaf), number in pairs]

@@ -82,18 +82,18 @@ def plan_sends(shards: Sequence[LocalShard], group: comm.Group) -> tuple[tuple[L
     everyones = comm.all_gather_object(mine, group) if group.size > 1 else [mine]
     leaves: dict[str, LeafInfo] = {}
     pieces: dict[LeafInfo, dict[LeafRegion, list[LeafSend]]] = {}
-    found: dict[tuple[LeafInfo, LeafRegion, int, int], int] = {}
+    fingerprints: dict[tuple[LeafInfo, LeafRegion, int, int], int] = {}
     for rank, theirs in enumerate(everyones):
         for leaf, region, offset, numel, fingerprint in theirs:
             first = leaves.setdefault(leaf.path, leaf)
             if first.shape != leaf.shape or (first.preference == leaf.preference and first.dtype != leaf.dtype):
                 raise ValueError(f"rank {rank} of {group.name!r} has {_described(leaf)}, another rank {_described(first)}")
-            if found.setdefault((leaf, region, offset, numel), fingerprint) != fingerprint:
+            if fingerprints.setdefault((leaf, region, offset, numel), fingerprint) != fingerprint:
                 raise ValueError(
                     f"rank {rank} of {group.name!r} has other values of {leaf.path!r} than another rank: ranks that step by "
                     "themselves are not combined; export step.params(state) on one rank"
                 )
-            leaves[leaf.path] = min(first, leaf, key=lambda each: each.preference)
+            leaves[leaf.path] = min(first, leaf, key=lambda info: info.preference)
             sends = pieces.setdefault(leaf, {}).setdefault(region, [])
             sends.append(LeafSend(leaf, region, offset, numel, rank))
     ordered = sorted(leaves.values(), key=lambda leaf: _natural(leaf.path))
@@ -105,7 +105,7 @@ def plan_sends(shards: Sequence[LocalShard], group: comm.Group) -> tuple[tuple[L
                 f"the ranks have {what} of {_described(leaf)}: is the group the one that the state is spread over?"
             )
     return tuple(ordered), tuple(
-        send for leaf in ordered for region, own in pieces[leaf].items() for send in _cover(leaf, region, own)
+        send for leaf in ordered for region, candidates in pieces[leaf].items() for send in _cover(leaf, region, candidates)
     )
 
 
@@ -161,14 +161,14 @@ def stream(
 
     Cost: ranks other than 0 send what rank 0 lacks, once. Memory: about eight chunks on rank 0, two on others.
     """
-    own: dict[tuple[LeafInfo, LeafRegion], list[LocalShard]] = {}
+    local: dict[tuple[LeafInfo, LeafRegion], list[LocalShard]] = {}
     for shard in shards:
-        own.setdefault((shard.leaf, shard.region), []).append(shard)
+        local.setdefault((shard.leaf, shard.region), []).append(shard)
     parts = [part for send in sends for part in _chunks(send, chunk // cast(send.leaf).itemsize)]
     if group.rank:
         for part in parts:
             if part.src == group.rank:
-                values = _mine(part, own).to(cast(part.leaf)).contiguous()
+                values = _mine(part, local).to(cast(part.leaf)).contiguous()
                 comm.send(values.to(group.world.device), 0, group)
         return
 
@@ -183,7 +183,7 @@ def stream(
     following = receive(0)
     for index, part in enumerate(parts):
         pending, following = following, receive(index + 1)
-        take(part, _mine(part, own) if pending is None else pending.wait())
+        take(part, _mine(part, local) if pending is None else pending.wait())
 
 
 def _chunks(send: LeafSend, numel: int) -> Iterator[LeafSend]:
@@ -193,8 +193,8 @@ def _chunks(send: LeafSend, numel: int) -> Iterator[LeafSend]:
         yield attrs.evolve(send, offset=send.offset + start, numel=min(size, send.numel - start))
 
 
-def _mine(send: LeafSend, own: dict[tuple[LeafInfo, LeafRegion], list[LocalShard]]) -> Tensor:
-    for shard in own[send.leaf, send.region]:
+def _mine(send: LeafSend, local: dict[tuple[LeafInfo, LeafRegion], list[LocalShard]]) -> Tensor:
+    for shard in local[send.leaf, send.region]:
         start = send.offset - shard.offset
         if start >= 0 and start + send.numel <= shard.values.numel():
             return shard.values.reshape(-1)[start : start + send.numel]

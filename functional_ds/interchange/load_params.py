@@ -126,8 +126,8 @@ def _indexed(folder: Path, index: str = INDEX) -> SafetensorsFiles:
                 raise ValueError(f"path: {path} was replaced while the files that it names were opened; load it again")
     absent = [name for name, file in where.items() if name not in files[file].tensors]
     if absent:
-        found = [name for file in files.values() for name in file.tensors]
-        raise ValueError(f"path: {folder / index} names tensors that its files do not have{listed('missing', absent, found)}")
+        names = [name for file in files.values() for name in file.tensors]
+        raise ValueError(f"path: {folder / index} names tensors that its files do not have{listed('missing', absent, names)}")
     tensors = {name: files[file].tensors[name] for name, file in where.items()}
     aliases = {alias: name for file in files.values() for alias, name in file.aliases.items() if alias not in tensors}
     return SafetensorsFiles(tensors, aliases)
@@ -218,17 +218,17 @@ def load_params(
     tree.check_paths(like, "like")
     named = dict(tree.named(like))
     files = open_files(checked_path(path))
-    found = _found(files, named, Naming.of(module), rename)
-    absent = [leaf for leaf in named if leaf not in found]
+    by_leaf = _found(files, named, Naming.of(module), rename)
+    absent = [leaf for leaf in named if leaf not in by_leaf]
     allowed = patterns_of(allow_missing), patterns_of(allow_extra)
-    _check_names(files, found, absent=absent, naming=Naming.of(module), rename=rename, allowed=allowed)
-    _check_kinds(named, found)
-    deferred = from_source(like, _FileSource(found), device=device)
-    leaves = [new if leaf in found else named[leaf] for leaf, new in tree.named(deferred)]
+    _check_names(files, by_leaf, absent=absent, naming=Naming.of(module), rename=rename, allowed=allowed)
+    _check_kinds(named, by_leaf)
+    deferred = from_source(like, _FileSource(by_leaf), device=device)
+    leaves = [new if leaf in by_leaf else named[leaf] for leaf, new in tree.named(deferred)]
     if isinstance(module, Apply):
-        ref, own = ModuleRef(module), Naming.of(module).ties
+        ref, ties = ModuleRef(module), Naming.of(module).ties
         pairs = zip(named, leaves, strict=True)
-        leaves = [mark_module(x, ref, name) if name in own and name in found else x for name, x in pairs]
+        leaves = [mark_module(x, ref, name) if name in ties and name in by_leaf else x for name, x in pairs]
     return tree.unflatten(tree.structure(like), leaves)
 
 
@@ -236,31 +236,31 @@ def load_params(
 class _FileSource:
     """A source for ``from_source``: leaves by their paths, as views of memory-mapped files."""
 
-    found: Mapping[str, FileTensor]
+    by_leaf: Mapping[str, FileTensor]
 
     at_once = True
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened leaf ``path``."""
-        return self.found[path].read(start, stop)
+        return self.by_leaf[path].read(start, stop)
 
 
 def _found(files: SafetensorsFiles, named: Mapping[str, Any], naming: Naming, rename: Rename | None) -> dict[str, FileTensor]:
     """The leaves that are in the files under any of their names."""
-    found = {}
+    by_leaf = {}
     for leaf in named:
         name = leaf if rename is None else rename(leaf) or ""
-        for each in naming.ties.get(name, (name,)):
-            stored = files.tensors.get(each) or files.tensors.get(files.aliases.get(each, ""))
+        for alias in naming.ties.get(name, (name,)):
+            stored = files.tensors.get(alias) or files.tensors.get(files.aliases.get(alias, ""))
             if stored is not None:
-                found[leaf] = stored
+                by_leaf[leaf] = stored
                 break
-    return found
+    return by_leaf
 
 
 def _check_names(
     files: SafetensorsFiles,
-    found: Mapping[str, FileTensor],
+    by_leaf: Mapping[str, FileTensor],
     *,
     absent: Sequence[str],
     naming: Naming,
@@ -268,9 +268,9 @@ def _check_names(
     allowed: tuple[Sequence[str], Sequence[str]],
 ) -> None:
     """Raises ValueError unless the leaves and the files have the same names, except those that are allowed to differ."""
-    wanted = [leaf if rename is None else rename(leaf) or leaf for leaf in (*found, *absent)]
+    wanted = [leaf if rename is None else rename(leaf) or leaf for leaf in (*by_leaf, *absent)]
     known = {*wanted, *naming.buffers, *(alias for names in naming.ties.values() for alias in names)}
-    used = {stored.name for stored in found.values()}
+    used = {stored.name for stored in by_leaf.values()}
     missing = [leaf for leaf in absent if not _matches(leaf, allowed[0])]
     extra = [name for name in files.tensors if name not in known | used and not _matches(name, allowed[1])]
     if missing or extra:
@@ -284,9 +284,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_kinds(named: Mapping[str, Tensor], found: Mapping[str, FileTensor]) -> None:
+def _check_kinds(named: Mapping[str, Tensor], by_leaf: Mapping[str, FileTensor]) -> None:
     wrong = []
-    for leaf, stored in found.items():
+    for leaf, stored in by_leaf.items():
         like = named[leaf]
         castable = like.dtype.is_floating_point and stored.dtype.is_floating_point
         shape = whole_shape(like.shape, slices_of(like))

@@ -74,11 +74,11 @@ class Naming:
         held = state.slots.get(BUFFERS) if isinstance(state, State) else None
         values = held.of(module) if isinstance(held, Buffers) and isinstance(module, Apply) else {}
         names: dict[int, list[str]] = {}
-        found = {name: x for name, x in skeleton.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
-        for name, x in found.items():
+        tensors = {name: x for name, x in skeleton.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+        for name, x in tensors.items():
             names.setdefault(id(x), []).append(name)
-        params = {names[id(x)][0]: x for x in found.values() if isinstance(x, nn.Parameter)}
-        buffers = {name: values.get(names[id(x)][0], x) for name, x in found.items() if not isinstance(x, nn.Parameter)}
+        params = {names[id(x)][0]: x for x in tensors.values() if isinstance(x, nn.Parameter)}
+        buffers = {name: values.get(names[id(x)][0], x) for name, x in tensors.items() if not isinstance(x, nn.Parameter)}
         ties = {name: tuple(names[id(x)]) for name, x in params.items()}
         return Naming(ties, {name: x.dtype for name, x in params.items()}, buffers)
 
@@ -110,7 +110,7 @@ class Naming:
         kept = self.dtypes.get(name, leaf.dtype)
         cast = dtype if dtype is not None and leaf.dtype.is_floating_point else kept
         names = self.ties.get(name, (name,)) if every else (name,)
-        return tuple(TensorSpec(each, leaf.shape, cast) for each in names)
+        return tuple(TensorSpec(alias, leaf.shape, cast) for alias in names)
 
     @property
     def buffer_specs(self) -> list[TensorSpec]:
@@ -156,8 +156,8 @@ def listed(word: str, names: Collection[str], others: Collection[str]) -> str:
 
 def nearest(name: str, others: Collection[str]) -> str:
     """The most similar of the others, in brackets, for a message."""
-    found = difflib.get_close_matches(name, list(others), 1, 0.6)
-    return f" (nearest: {found[0]!r})" if found else ""
+    matches = difflib.get_close_matches(name, list(others), 1, 0.6)
+    return f" (nearest: {matches[0]!r})" if matches else ""
 
 
 def _check_names(specs: Collection[TensorSpec]) -> None:

@@ -80,7 +80,9 @@ class SafetensorsWriter:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._discard()
 
     def write(self, name: str, values: Tensor, *, offset: int = 0) -> None:

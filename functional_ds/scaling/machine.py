@@ -101,13 +101,13 @@ class Machine:
         >>> found["products"], found["copies"]
         (2.0, 0.1)
         """
-        found = dict.fromkeys(WORK_KINDS, 0.0)
+        seconds = dict.fromkeys(WORK_KINDS, 0.0)
         for operation, count in work.items():
             rate = self.flops if operation.half else self.flops_fp32
-            found[operation.kind] += count * max(operation.flops / rate, operation.bytes / self.memory_bandwidth)
-            found["pages"] += count * operation.pages / self.page_bandwidth if self.page_bandwidth else 0.0
+            seconds[operation.kind] += count * max(operation.flops / rate, operation.bytes / self.memory_bandwidth)
+            seconds["pages"] += count * operation.pages / self.page_bandwidth if self.page_bandwidth else 0.0
         starts = sum(count * (_AGAIN if operation.again else 1) for operation, count in work.items())
-        return found | {
+        return seconds | {
             "starts": starts * self.operation_latency,
             "communicate": sum(self.sends(row) for row in sent if row.size > 1),
         }
@@ -117,15 +117,15 @@ class Machine:
 
         If a device computes concurrently with the host, ``"starts"`` is how much longer the host takes than the device.
         """
-        found = {name: self.factors[name] * perfect[name] for name in FACTORS}
+        seconds = {name: self.factors[name] * perfect[name] for name in FACTORS}
         if self.device != "cpu":
-            found["starts"] = max(0.0, found["starts"] - sum(found[kind] for kind in WORK_KINDS))
-        return found
+            seconds["starts"] = max(0.0, seconds["starts"] - sum(seconds[kind] for kind in WORK_KINDS))
+        return seconds
 
     def operation_seconds(self, operation: SizedOperation) -> float:
         """Of an operation on the device, without its start."""
-        found = self.perfect_seconds({operation: 1}, ())
-        return sum(self.factors[kind] * found[kind] for kind in WORK_KINDS)
+        seconds = self.perfect_seconds({operation: 1}, ())
+        return sum(self.factors[kind] * seconds[kind] for kind in WORK_KINDS)
 
     @property
     def start_seconds(self) -> float:

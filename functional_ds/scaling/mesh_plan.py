@@ -206,5 +206,5 @@ def rank_share(model: Transformer, plan: MeshPlan, place: int = 0) -> RankShare:
         "pp": float(micro_batches * passed * tokens * model.width * (plan.pp > 1)),
         "dp": elements_sent(plan.stage, micro_batches=micro_batches) * parameters * (plan.dp - 1) / plan.dp,
     }
-    flops = micro_batches * sum(each.flops * count for work in passes for each, count in work.operations.items())
+    flops = micro_batches * sum(operation.flops * count for work in passes for operation, count in work.operations.items())
     return RankShare(parameters, tuple(sorted([layer] * layers + [outside] * (first or last), reverse=True)), sent, flops)

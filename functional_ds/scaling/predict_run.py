@@ -49,7 +49,7 @@ class PredictedRun:
     @property
     def memory(self) -> Memory:
         """Of the rank with the most."""
-        return max(self.memories, key=lambda each: each.total)
+        return max(self.memories, key=lambda memory: memory.total)
 
     @property
     def fits(self) -> bool:
@@ -143,14 +143,14 @@ def predict_run(model: Transformer, plan: MeshPlan, machine: Machine) -> Predict
 
 def _seconds(work: PassWork, plan: MeshPlan, machine: Machine) -> dict[str, float]:
     """Of a pass, by component."""
-    found = dict.fromkeys(_SPENT, 0.0)
+    seconds = dict.fromkeys(_SPENT, 0.0)
     for operation, count in work.operations.items():
-        found["products" if operation.flops else "kernels"] += count * machine.operation_seconds(operation)
-    return found | {"tensor": machine.factors["communicate"] * machine.reduces(2 * work.elements, plan.tp, calls=work.calls)}
+        seconds["products" if operation.flops else "kernels"] += count * machine.operation_seconds(operation)
+    return seconds | {"tensor": machine.factors["communicate"] * machine.reduces(2 * work.elements, plan.tp, calls=work.calls)}
 
 
 def _memory(share: RankShare, plan: MeshPlan, activations: int) -> Memory:
     formulas = by_stage(plan.stage, SIXTEEN if plan.gradient_bytes == 2 else EIGHTEEN)
-    held = {kind: round(each.bytes(share.parameters, plan.dp)) for kind, each in formulas.items()}
+    held = {category: round(formula.bytes(share.parameters, plan.dp)) for category, formula in formulas.items()}
     gathered = 2 * sum(share.units[:_LIVE]) if plan.stage == 3 and plan.dp > 1 else 0
     return Memory().plus(**held, gathered=gathered, activations=activations)

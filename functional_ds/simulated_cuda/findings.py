@@ -58,13 +58,13 @@ def is_programs(frame: FrameType) -> bool:
 def here() -> Site:
     """The innermost line outside of torch and of the simulation, and the nearest calling line in another file."""
     frame: FrameType | None = sys._getframe(1)
-    found: list[tuple[str, int]] = []
-    while frame is not None and len(found) < 2:
+    lines: list[tuple[str, int]] = []
+    while frame is not None and len(lines) < 2:
         file = frame.f_code.co_filename
-        if is_programs(frame) and not file.startswith(_STANDARD) and (not found or found[0][0] != file):
-            found.append((file, frame.f_lineno))
+        if is_programs(frame) and not file.startswith(_STANDARD) and (not lines or lines[0][0] != file):
+            lines.append((file, frame.f_lineno))
         frame = frame.f_back
-    sites = [Site(file, line) for file, line in found] or [Site("unknown", 0)]
+    sites = [Site(file, line) for file, line in lines] or [Site("unknown", 0)]
     return attrs.evolve(sites[0], caller=sites[1]) if len(sites) > 1 else sites[0]
 
 
@@ -102,15 +102,15 @@ class Findings:
 
     def check(self, *, host_syncs: bool = False) -> None:
         """Raises AssertionError with all races and early frees, and with ``host_syncs`` also those."""
-        found = [each for each in self.findings if host_syncs or each.kind != "host sync"]
-        if found:
-            raise AssertionError(f"{len(found)} findings on the simulated device\n" + "\n".join(map(str, found)))
+        errors = [finding for finding in self.findings if host_syncs or finding.kind != "host sync"]
+        if errors:
+            raise AssertionError(f"{len(errors)} findings on the simulated device\n" + "\n".join(map(str, errors)))
 
     def _of(self, kind: Kind) -> list[Finding]:
-        return [each for each in self.findings if each.kind == kind]
+        return [finding for finding in self.findings if finding.kind == kind]
 
     def report(self, kind: Kind, text: str, first: Site | None, second: Site | None = None) -> None:
         """Adds a finding, once."""
-        found = Finding(kind, text, first, second or here())
-        if found not in self.findings:
-            self.findings.append(found)
+        finding = Finding(kind, text, first, second or here())
+        if finding not in self.findings:
+            self.findings.append(finding)

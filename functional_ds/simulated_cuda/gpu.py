@@ -81,16 +81,16 @@ class SimulatedMemory:
     def touch(self, touch: Touch) -> list[Touch]:
         """Records an access; returns the earlier ones that it must follow and does not."""
         clock = touch.access.stream.clock
-        found = [each for each in self.touches if touch.conflicts(each) and not each.access.over(clock)]
-        self.touches = [each for each in self.touches if not touch.covers(each)]
+        conflicts = [earlier for earlier in self.touches if touch.conflicts(earlier) and not earlier.access.over(clock)]
+        self.touches = [earlier for earlier in self.touches if not touch.covers(earlier)]
         self.touches.append(touch)
         self.uses[touch.access.stream.id] = touch.access
-        return found
+        return conflicts
 
     @property
     def written(self) -> Access | None:
         """The last write."""
-        return next((each.access for each in reversed(self.touches) if each.write), None)
+        return next((touch.access for touch in reversed(self.touches) if touch.write), None)
 
 
 @attrs.define(eq=False, repr=False)
@@ -162,10 +162,10 @@ class SimulatedGpu(Findings):
         memory = self._memory[key] = SimulatedMemory(text, nbytes, device, home)
         self.allocated += nbytes
         self.peak = max(self.peak, self.allocated)
-        own = weakref.ref(self)
+        gpu_ref = weakref.ref(self)
 
         def freed(_: Any) -> None:
-            if (gpu := own()) is not None and gpu._memory.get(key) is memory:
+            if (gpu := gpu_ref()) is not None and gpu._memory.get(key) is memory:
                 gpu._freed(gpu._memory.pop(key))
 
         memory.ref = weakref.ref(storage, freed)
@@ -210,12 +210,12 @@ class SimulatedGpu(Findings):
     def note(self, memory: SimulatedMemory, touch: Touch) -> None:
         """An access by work that has begun; reports a race with any earlier one."""
         access = touch.access
-        for each in memory.touch(touch):
-            one = each.access
+        for earlier in memory.touch(touch):
+            one = earlier.access
             self.report(
                 "race",
                 f"{access.what} on {access.stream.name} {'writes' if touch.write else 'reads'} {memory.text}, which {one.what} "
-                f"on {one.stream.name} may still {'write' if each.write else 'read'}: {access.stream.name} must wait for an "
+                f"on {one.stream.name} may still {'write' if earlier.write else 'read'}: {access.stream.name} must wait for an "
                 "event after it, or for its stream",
                 one.site,
                 access.site,
@@ -321,8 +321,8 @@ class SimulatedGpu(Findings):
 
 def has_own_dispatch(tensor: Tensor) -> bool:
     """Whether a tensor's type executes operators itself, and may have no memory."""
-    kind = type(tensor)
-    return kind is not Tensor and kind is not nn.Parameter and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    cls = type(tensor)
+    return cls is not Tensor and cls is not nn.Parameter and cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -340,5 +340,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)

@@ -77,9 +77,9 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.gpu.active:
             return func(*args, **kwargs)
-        kind = next((each for each in types if _has_own_functions(each)), None)
-        if kind is not None and func != self._given_on:  # not ``is``: getters are made at each access
-            return self._give_on(kind, func, types, args, kwargs)
+        subclass = next((cls for cls in types if _has_own_functions(cls)), None)
+        if subclass is not None and func != self._given_on:  # not ``is``: getters are made at each access
+            return self._give_on(subclass, func, types, args, kwargs)
         device = kwargs.get("device")
         if device is None:
             intent = any(map(self.gpu.holds, tensors_in((*args, *kwargs.values()))))
@@ -88,20 +88,20 @@ class Functions(TorchFunctionMode):
         with self.gpu.intending(intent, assigns=func is Tensor.__setitem__):
             return func(*args, **kwargs)
 
-    def _give_on(self, kind: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _give_on(self, subclass: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Passes the function to a tensor subclass, and intercepts the functions that it calls."""
         before, self._given_on = self._given_on, func
         try:
             with self:
-                found = kind.__torch_function__(func, types, args, kwargs)
+                result = subclass.__torch_function__(func, types, args, kwargs)
         finally:
             self._given_on = before
-        return func(*args, **kwargs) if found is NotImplemented else found
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
-def _has_own_functions(kind: Any) -> bool:
+def _has_own_functions(cls: Any) -> bool:
     plain: Any = Tensor.__torch_function__
-    return getattr(kind.__torch_function__, "__func__", None) not in (None, plain.__func__)
+    return getattr(cls.__torch_function__, "__func__", None) not in (None, plain.__func__)
 
 
 def is_device(device: Any) -> bool:

@@ -212,12 +212,12 @@ def _make_wrapper(original: Callable[..., Tensor], *args: Any, **kwargs: Any) ->
     return made
 
 
-def _grouped(found: dict[Any, Any]) -> dict[Any, Any]:
+def _grouped(groups: dict[Any, Any]) -> dict[Any, Any]:
     """torch's optimizers group tensors by device, below Python; each group's first list holds its params."""
     gpu = current_gpu()
     if gpu is None:
-        return found
-    return {(DEVICE if gpu.holds(group[0][0][0]) else device, dtype): group for (device, dtype), group in found.items()}
+        return groups
+    return {(DEVICE if gpu.holds(group[0][0][0]) else device, dtype): group for (device, dtype), group in groups.items()}
 
 
 def _backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
