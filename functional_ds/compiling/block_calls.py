@@ -61,14 +61,14 @@ class BlockCalls:
     leaf: Callable[[Any], Any]
     eager: str | None = None
     paths: set[str] = attrs.field(factory=set)
-    found: bool = False  # whether one of them is a block
+    matched: bool = False  # whether one of them is a block
 
     def chosen(self, module: nn.Module) -> list[str]:
         """The paths of the blocks."""
         self.paths.update(path for path, _ in module.named_modules())
-        found = find_blocks(module, self.blocks)
-        self.found |= bool(found)
-        return found
+        paths = find_blocks(module, self.blocks)
+        self.matched |= bool(paths)
+        return paths
 
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a block."""
@@ -90,22 +90,22 @@ class BlockCalls:
                 "compiled: the loss function runs no fds.functional module, which has blocks to find; give torch.compile what "
                 "the loss computes without params, or build the model as a module"
             )
-        if not self.found:
+        if not self.matched:
             raise no_such_block("compiled", self.blocks, self.paths)
 
-    def _call(self, path: str, own: types.MethodType, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, path: str, innermost: types.MethodType, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if detect_fake_mode() is not None:  # shapes alone are asked for
-            return own(*args, **kwargs)
+            return innermost(*args, **kwargs)
         row = self.log.of(type(module), path)
         refuse_exceptions()
         why = _watched()
         if why:
             row.eager[why] = row.eager.get(why, 0) + 1
-            return own(*args, **kwargs)
+            return innermost(*args, **kwargs)
         with _fetched(path, module, self.leaf, self.eager) as (owners, buffers, whole):
             params = [x for owner in owners for x in parameters_of(owner).values()]
             known = [x for x in (*params, *buffers, *tree.leaves((args, kwargs))) if isinstance(x, Tensor)]
-            call = _BlockCall(self.log, row, path, owners, _shared(own.__func__, self.options, whole))
+            call = _BlockCall(self.log, row, path, owners, _shared(innermost.__func__, self.options, whole))
             with one_operation(known):
                 return call.run(module, args, kwargs)
 
@@ -219,7 +219,7 @@ class _BlockCall:
         self.row.calls += 1
         try:
             with refuse_graph_breaks(True):
-                found = self.shared.compiled(module, *args, **kwargs)
+                output = self.shared.compiled(module, *args, **kwargs)
         except Exception as error:
             refusal = self.refusal or Refusal.of(self.path, module, error)
             if refusal is None:
@@ -229,12 +229,12 @@ class _BlockCall:
             _HERE.calls.pop()
         if self.graphs:
             self._note(type(module), recompile_reasons(code)[failed:])
-        return found
+        return output
 
-    def _note(self, kind: type, reasons: Sequence[str]) -> None:
-        why = _nearest([each.partition(": ")[2].strip() for each in reasons]) or (_PART if self.shared.compilations else "")
+    def _note(self, block_class: type, reasons: Sequence[str]) -> None:
+        why = _nearest([reason.partition(": ")[2].strip() for reason in reasons]) or (_PART if self.shared.compilations else "")
         self.shared.compilations.append(Compilation(self.path, self.graphs, why))
-        self._refuse_counters(kind)
+        self._refuse_counters(block_class)
         self.row.own += 1
         if self.row.own > self.log.limit:
             raise Refusal(
@@ -244,12 +244,12 @@ class _BlockCall:
                 "dynamic=True for code that takes any size, or a larger recompile_limit where so many are meant",
             )
 
-    def _refuse_counters(self, kind: type) -> None:
+    def _refuse_counters(self, block_class: type) -> None:
         for owner, before in zip(self.owners, self._before or (), strict=False):
             for name, value in _plain(owner).items():
                 if name in before and before[name] != value:
-                    self.log.changes[kind, name] += 1
-                    if self.log.changes[kind, name] > 1:
+                    self.log.changes[block_class, name] += 1
+                    if self.log.changes[block_class, name] > 1:
                         raise Refusal(
                             self.path,
                             owner,
@@ -261,7 +261,7 @@ class _BlockCall:
 def _nearest(reasons: Sequence[str]) -> str:
     """The most informative of the reasons, one for each code that did not match: that of the best match."""
     broad = ("GLOBAL_STATE", "requires_grad")
-    return min(reasons, key=lambda each: sum(word in each for word in broad), default="")
+    return min(reasons, key=lambda reason: sum(word in reason for word in broad), default="")
 
 
 def _plain(owner: nn.Module) -> dict[str, Any]:
@@ -278,9 +278,9 @@ def _innermost(forward: Any) -> Any:
     return forward
 
 
-def _around(forward: Any, own: Any) -> Any:
+def _around(forward: Any, innermost: Any) -> Any:
     """A module's wrappers, around another forward of it."""
-    return forward.around(_around(forward.forward, own)) if isinstance(forward, RunBy) else own
+    return forward.around(_around(forward.forward, innermost)) if isinstance(forward, RunBy) else innermost
 
 
 def _runs_otherwise(forward: Any) -> bool:
@@ -327,8 +327,12 @@ def _fetched(
                 put(child.__dict__, "forward", types.MethodType(_by_python, child))
                 continue
             if isinstance(forward, RunBy):
-                own = _innermost(forward)
-                put(child.__dict__, "forward", ABSENT if getattr(own, "__func__", None) is type(child).forward else own)
+                innermost = _innermost(forward)
+                put(
+                    child.__dict__,
+                    "forward",
+                    ABSENT if getattr(innermost, "__func__", None) is type(child).forward else innermost,
+                )
             _refuse_hooks(path, module, child)
             enter(child, f"{at}.{key}")
 

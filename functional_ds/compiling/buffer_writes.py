@@ -39,8 +39,8 @@ def written_and_used(graph: fx.Graph) -> str | None:
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        used = [tainted.get(each) or written.get(_memory(each)) for each in node.all_input_nodes]
-        name = next((each for each in used if each), None)
+        used = [tainted.get(operand) or written.get(_memory(operand)) for operand in node.all_input_nodes]
+        name = next((input_name for input_name in used if input_name), None)
         if name is not None:
             if _differentiated(node):
                 return name
@@ -63,22 +63,22 @@ def _memory(node: fx.Node) -> Any:
 def _differentiated(node: fx.Node) -> bool:
     value = _value(node)
     values = value if isinstance(value, (tuple, list)) else [value]
-    return any(isinstance(each, Tensor) and each.requires_grad for each in values)
+    return any(isinstance(item, Tensor) and item.requires_grad for item in values)
 
 
 def _targets(node: fx.Node) -> list[fx.Node]:
     """What it writes into: its first argument, by its name or with ``inplace=True``, and ``out=``."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    own = node.target in _OPERATORS or name in _METHODS or (name.endswith("_") and not name.endswith("__"))
+    in_place = node.target in _OPERATORS or name in _METHODS or (name.endswith("_") and not name.endswith("__"))
     given = _arguments(node)
-    first = next(iter(given.values()), None) if own or given.get("inplace") is True else None
-    found = [each for value in (first, given.get("out")) for each in (value if isinstance(value, (list, tuple)) else [value])]
-    return [each for each in found if isinstance(each, fx.Node)]
+    first = next(iter(given.values()), None) if in_place or given.get("inplace") is True else None
+    targets = [item for value in (first, given.get("out")) for item in (value if isinstance(value, (list, tuple)) else [value])]
+    return [item for item in targets if isinstance(item, fx.Node)]
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments, by name if the function has names."""
-    unnamed = {str(place): each for place, each in enumerate(node.args)} | node.kwargs
+    unnamed = {str(place): argument for place, argument in enumerate(node.args)} | node.kwargs
     if not node.kwargs.keys() & {"inplace", "out"} and isinstance(node.target, types.FunctionType):
         with suppress(TypeError):
             return dict(inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments)

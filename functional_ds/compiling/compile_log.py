@@ -52,18 +52,18 @@ class BlockClass:
 
     def follow(self, compilations: list[Compilation]) -> None:
         """Uses these compilations, now and later, as those of the blocks' function."""
-        if not any(compilations is each for each in self._shared):
+        if not any(compilations is shared for shared in self._shared):
             self._shared.append(compilations)
 
     @property
     def compilations(self) -> tuple[Compilation, ...]:
         """Those of the functions that blocks of this class share in this process."""
-        return tuple(one for each in self._shared for one in each)
+        return tuple(one for shared in self._shared for one in shared)
 
     @property
     def graphs(self) -> int:
         """The graphs of all compilations."""
-        return sum(each.graphs for each in self.compilations)
+        return sum(compilation.graphs for compilation in self.compilations)
 
     def copy(self) -> "BlockClass":
         """As it is now."""
@@ -84,9 +84,9 @@ class CompileLog:
     classes: dict[type, BlockClass] = attrs.field(factory=dict)
     changes: Counter[tuple[type, str]] = attrs.field(factory=Counter)
 
-    def of(self, kind: type, path: str) -> BlockClass:
+    def of(self, block_class: type, path: str) -> BlockClass:
         """The row of a block."""
-        row = self.classes.setdefault(kind, BlockClass(kind.__qualname__))
+        row = self.classes.setdefault(block_class, BlockClass(block_class.__qualname__))
         if path not in row.paths:
             row.paths = (*row.paths, path)
         return row
@@ -139,14 +139,14 @@ class CompileReport:
     @property
     def seconds(self) -> float:
         """How long regions of a jitted step took to compile."""
-        return sum(each.seconds or 0.0 for row in self.rows for each in row.compilations)
+        return sum(compilation.seconds or 0.0 for row in self.rows for compilation in row.compilations)
 
     def __str__(self) -> str:
         lines = [f"{'class':<28} {'blocks':>6} {'calls':>8} {'eager':>8} {'compiled':>8} {'graphs':>8}"]
         for row in self.rows:
             numbers = (len(row.paths), row.calls, sum(row.eager.values()), len(row.compilations), row.graphs)
             lines.append(f"{row.name:<28} {numbers[0]:>6,} " + " ".join(f"{number:>8,}" for number in numbers[1:]))
-            lines += [f"  compiled at {each}" for each in row.compilations]
+            lines += [f"  compiled at {compilation}" for compilation in row.compilations]
             lines += [f"  eager {times:,} times: {why}" for why, times in row.eager.items()]
         return "\n".join(lines)
 
@@ -169,10 +169,10 @@ def compile_report(step: Step) -> CompileReport:
     2
     """
     owners = [*(getattr(layer.phases.get("forward"), "__self__", None) for layer in step.layers), step]
-    found = [owner.compiled_rows(step) for owner in owners if isinstance(owner, Compiles)]
-    if all(rows is None for rows in found):
+    tables = [owner.compiled_rows(step) for owner in owners if isinstance(owner, Compiles)]
+    if all(rows is None for rows in tables):
         raise ValueError(
             f"compile_report: nothing of the step is compiled ({step}); add T.compiled('blocks'), or fds.jit(..., "
             "backend='inductor'), which compiles in a state's second step"
         )
-    return CompileReport([row.copy() for rows in found for row in rows or ()])
+    return CompileReport([row.copy() for rows in tables for row in rows or ()])

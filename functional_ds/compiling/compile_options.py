@@ -56,10 +56,10 @@ class CompileOptions:
         found = CompileOptions(backend, mode, tuple(sorted((options or {}).items())), dynamic, recompile_limit)
         if mode is not None or options:
             try:
-                found.made()
+                parsed.made()
             except RuntimeError as error:  # which lists all options, hundreds of them
                 raise ValueError(f"compiled: {str(error)[:300]}") from error
-        return found
+        return parsed
 
     def made(self) -> Any:
         """The back end."""

@@ -43,7 +43,7 @@ def backward_refusal(blocks: str, error: Exception) -> RuntimeError | None:
     """The refusal for an error of the compiler in a backward pass, which is compiled when it first runs; else None."""
     if isinstance(error, Refusal) or not type(error).__module__.startswith(_OF_COMPILER):
         return None
-    places = [found for found in _FORWARD.findall(str(error)) if "torch" not in found]
+    places = [place for place in _FORWARD.findall(str(error)) if "torch" not in place]
     where = f" ({places[-1]})" if places else ""
     return RuntimeError(
         f"compiled: the backward pass of a block of {blocks!r} cannot be compiled: {_first(str(error))}{where} {_ADVICE}"

@@ -55,12 +55,12 @@ class ModuleFlops(OperationCounter):
     runs a module, it is recomputation.
 
     Attributes:
-        own: by path, without submodules.
+        flops: by path, without submodules.
     """
 
     def __init__(self, stage: Callable[[], str]) -> None:
         super().__init__()
-        self.own: dict[str, Flops] = {}
+        self.flops: dict[str, Flops] = {}
         self._stage = stage
         self._inside: list[tuple[str, bool]] = []  # the modules under way, and whether a backward pass runs them
         self._numbers: list[int] = [-1]  # of nodes, at which another module began or went on
@@ -72,13 +72,13 @@ class ModuleFlops(OperationCounter):
             return
         node, path = node_number(), self._inside[-1][0] if self._inside else ""
         if node is None:
-            kind = "forward" if self._stage() in ("forward", "backward", "passes") else "others"
+            category = "forward" if self._stage() in ("forward", "backward", "passes") else "others"
         elif torch.is_grad_enabled() or (self._inside and self._inside[-1][1]):
-            kind = "recomputed"
+            category = "recomputed"
         else:
-            kind, path = "backward", self._paths[bisect_right(self._numbers, node) - 1]
-        before = self.own.get(path, Flops())
-        self.own[path] = attrs.evolve(before, **{kind: getattr(before, kind) + operation.flops})
+            category, path = "backward", self._paths[bisect_right(self._numbers, node) - 1]
+        before = self.flops.get(path, Flops())
+        self.flops[path] = attrs.evolve(before, **{category: getattr(before, category) + operation.flops})
 
     # -- as ``Pass.calls`` ---------------------------------------------------------------------------------------------
 

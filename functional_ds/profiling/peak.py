@@ -34,12 +34,12 @@ def peak_flops(
     n = size if size is not None else 8192 if overlaps(place) else 1024
     if n < 1 or seconds <= 0:
         raise ValueError(f"size={size}, seconds={seconds}: pass positive numbers")
-    x, found = torch.ones(n, n, dtype=dtype, device=place), list[float]()
+    x, times = torch.ones(n, n, dtype=dtype, device=place), list[float]()
     began = perf_counter()
-    while len(found) < 3 or perf_counter() - began < seconds:
+    while len(times) < 3 or perf_counter() - began < seconds:
         synchronize([place])
         start = perf_counter()
         _ = x @ x
         synchronize([place])
-        found.append(perf_counter() - start)
-    return float(2 * n**3 / min(found))
+        times.append(perf_counter() - start)
+    return float(2 * n**3 / min(times))

@@ -28,22 +28,22 @@ def text(step: str, ranks: Sequence[RankProfile], numbers: Mapping[str, float]) 
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _head(ranks: Sequence[RankProfile], found: Mapping[str, float]) -> Iterator[str]:
+def _head(ranks: Sequence[RankProfile], numbers: Mapping[str, float]) -> Iterator[str]:
     rank = ranks[0]
     yield f"{len(ranks)} ranks; {rank.plain} plain steps, {rank.detailed} timed in detail"
-    yield _line("seconds a step", f"{found['seconds_per_step']:.6f}")
+    yield _line("seconds a step", f"{numbers['seconds_per_step']:.6f}")
     if rank.plain:
-        yield _line("  of these, between two steps", f"{max(each.outside_seconds for each in ranks):.6f}")
+        yield _line("  of these, between two steps", f"{max(profile.outside_seconds for profile in ranks):.6f}")
     names = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
     for name, shown in names.items():
-        if name in found:
-            yield _line(shown, f"{found[name]:,.1f}")
-    if "tflops" in found:
-        yield _line("TFLOPS of the model", f"{found['tflops']:.6g}")
-    if "mfu" in found:
-        yield _line("MFU, and HFU", f"{found['mfu']:.1%}, {found['hfu']:.1%}")
-    if "cost" in found:
-        yield _line("a detailed step takes longer by", f"{found['cost']:+.1%}")
+        if name in numbers:
+            yield _line(shown, f"{numbers[name]:,.1f}")
+    if "tflops" in numbers:
+        yield _line("TFLOPS of the model", f"{numbers['tflops']:.6g}")
+    if "mfu" in numbers:
+        yield _line("MFU, and HFU", f"{numbers['mfu']:.1%}, {numbers['hfu']:.1%}")
+    if "cost" in numbers:
+        yield _line("a detailed step takes longer by", f"{numbers['cost']:+.1%}")
 
 
 def _line(name: str, value: str) -> str:
@@ -66,41 +66,41 @@ def _times(rank: RankProfile) -> Iterator[str]:
 
 def _shown(places: Mapping[SpanKey, float], base: str) -> Iterator[tuple[str, float]]:
     """Waits by what is waited for, and the rest by phase, and transform if it is not the base step; the longest first."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for place, seconds in places.items():
         of = "" if place.by == base else f" of {place.by if len(place.by) <= 30 else place.by[:27] + '...'}"
         name = f"  in {place.waits_for}" if place.waits_for else f"  {place.phase}{of}"
-        found[name] = found.get(name, 0.0) + seconds
-    yield from sorted(found.items(), key=lambda pair: -pair[1])
+        sums[name] = sums.get(name, 0.0) + seconds
+    yield from sorted(sums.items(), key=lambda pair: -pair[1])
 
 
 def _ranks(ranks: Sequence[RankProfile]) -> Iterator[str]:
     """The ranks that wait least, for which others wait, first; of many ranks, both ends."""
     yield f"{'ms of a detailed step':<{_WIDTH}}{'all':>10}{'computing':>14}{'in collectives':>16}"
-    found = sorted(ranks, key=lambda each: each.waiting)
-    for each in found if len(found) <= _MANY else [*found[: _MANY // 2], *found[-_MANY // 2 :]]:
-        times = (each.detailed_seconds, each.detailed_seconds - each.waiting, each.waiting)
-        yield f"{f'  rank {each.rank}':<{_WIDTH}}{times[0] * 1e3:>10.3f}{times[1] * 1e3:>14.3f}{times[2] * 1e3:>16.3f}"
+    ordered = sorted(ranks, key=lambda profile: profile.waiting)
+    for profile in ordered if len(ordered) <= _MANY else [*ordered[: _MANY // 2], *ordered[-_MANY // 2 :]]:
+        times = (profile.detailed_seconds, profile.detailed_seconds - profile.waiting, profile.waiting)
+        yield f"{f'  rank {profile.rank}':<{_WIDTH}}{times[0] * 1e3:>10.3f}{times[1] * 1e3:>14.3f}{times[2] * 1e3:>16.3f}"
 
 
 def _share(name: str, seconds: float, rank: RankProfile) -> str:
     return f"{name:<{_WIDTH}}{seconds * 1e3:>10.3f}{seconds / max(rank.detailed_seconds, 1e-12):>8.1%}"
 
 
-def _flops(own: Mapping[str, Flops]) -> Iterator[str]:
+def _flops(by_module: Mapping[str, Flops]) -> Iterator[str]:
     """Modules with their submodules, as many levels deep as fit."""
     yield f"{'MFLOP a step, by module':<{_WIDTH}}{'forward':>14}{'backward':>14}{'recomputed':>14}{'others':>14}"
     below: dict[str, Flops] = {}
-    for path, flops in own.items():
+    for path, flops in by_module.items():
         parts = path.split(".") if path else []
         for depth in range(len(parts) + 1):
             name = ".".join(parts[:depth])
             below[name] = below.get(name, Flops()) + flops
     depths = sorted(_depth(name) for name in below)
     deepest = max(depth for depth in depths if depth <= 1 or bisect_right(depths, depth) <= _ROWS)
-    for name, found in below.items():
+    for name, total in below.items():
         if _depth(name) <= deepest:
-            figures = (found.forward, found.backward, found.recomputed, found.others)
+            figures = (total.forward, total.backward, total.recomputed, total.others)
             label = "  " * _depth(name) + (name or "all")
             yield f"{label:<{_WIDTH}}" + "".join(f"{figure / 1e6:>14,.6g}" for figure in figures)
 

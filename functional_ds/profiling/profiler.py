@@ -192,8 +192,8 @@ class Profiled:
             peak=self.settings.peak,
             calls=[attrs.evolve(row) for row in self._rows.values()],
             memory=MemoryStatus.now(),
-            slices=[each for slices, _ in self._kept for each in slices],
-            events=[each for _, events in self._kept for each in events],
+            slices=[span for slices, _ in self._kept for span in slices],
+            events=[event for _, events in self._kept for event in events],
         )
 
     def numbers(self) -> dict[str, float]:
@@ -211,9 +211,9 @@ class Profiled:
     def finish(self) -> None:
         """Ends a run: rank 0 writes the figures of all ranks to the settings' folder, if there is one. Collective."""
         if self.settings.folder is not None:
-            found = self.result()
+            profile = self.result()
             if comm.world().rank == 0:
-                found.save(self.settings.folder)
+                profile.save(self.settings.folder)
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Profiled:
         step = timed(self.step, lambda: self._spans, around=counter.around)
         with self._measured_by(spans), counter:
             yield step
-        self._flops, self._flops_seconds = counter.own, spans.seconds
+        self._flops, self._flops_seconds = counter.flops, spans.seconds
 
     @contextmanager
     def _detailing(self) -> Iterator[Step]:

@@ -111,7 +111,7 @@ class RankProfile:
 
     def flops_below(self, path: str) -> Flops:
         """Those of a module and of the modules inside; of everything for ""."""
-        return sum((found for name, found in self.flops.items() if not path or (name + ".").startswith(path + ".")), Flops())
+        return sum((flops for name, flops in self.flops.items() if not path or (name + ".").startswith(path + ".")), Flops())
 
     @property
     def mfu(self) -> float | None:
@@ -129,7 +129,7 @@ class RankProfile:
     def numbers(self) -> dict[str, float]:
         """For loggers: by name, per step; throughput as if all ranks had batches of this size."""
         parts = self.shard[1]
-        found: dict[str, float | None] = {
+        figures: dict[str, float | None] = {
             "seconds_per_step": self.seconds,
             "samples_per_second": self.samples * parts / self.seconds if self.seconds else None,
             "tokens_per_second": self.tokens * parts / self.seconds if self.tokens is not None and self.seconds else None,
@@ -138,16 +138,16 @@ class RankProfile:
             "hfu": self.hfu,
         }
         if self.detailed:
-            found |= {f"{stage}_seconds": self.stage(stage) for stage in STAGES}
-            found |= {"waiting_seconds": self.waiting, "bytes_sent": sum(row.bytes for row in self.calls) / self.detailed}
-        return {f"profile/{name}": value for name, value in found.items() if value is not None}
+            figures |= {f"{stage}_seconds": self.stage(stage) for stage in STAGES}
+            figures |= {"waiting_seconds": self.waiting, "bytes_sent": sum(row.bytes for row in self.calls) / self.detailed}
+        return {f"profile/{name}": value for name, value in figures.items() if value is not None}
 
     def as_dict(self) -> dict[str, Any]:
         """All figures except those of the trace, as lists, dicts, strings and numbers."""
-        found = attrs.asdict(self, filter=lambda field, _: field.name not in ("slices", "events", "places", "flops", "calls"))
-        found["places"] = [{**place._asdict(), "seconds": seconds} for place, seconds in self.places.items()]
-        found["flops"] = {name: attrs.asdict(each) for name, each in self.flops.items()}
-        found["calls"] = [
+        figures = attrs.asdict(self, filter=lambda field, _: field.name not in ("slices", "events", "places", "flops", "calls"))
+        figures["places"] = [{**place._asdict(), "seconds": seconds} for place, seconds in self.places.items()]
+        figures["flops"] = {name: attrs.asdict(flops) for name, flops in self.flops.items()}
+        figures["calls"] = [
             {
                 "collective": row.collective,
                 "group": row.group,
@@ -161,4 +161,4 @@ class RankProfile:
             }
             for row in self.calls
         ]
-        return {**found, **{name: getattr(self, name) for name in ("seconds", "cost", "waiting", "mfu", "hfu")}}
+        return {**figures, **{name: getattr(self, name) for name in ("seconds", "cost", "waiting", "mfu", "hfu")}}

@@ -100,16 +100,16 @@ def record(step: Step, state: State, batches: Iterable[Any]) -> Recording:
     >>> run.columns["loss"]
     [1.0, 0.25, 0.0625]
     """
-    found: list[dict[str, Tensor]] = []
+    history: list[dict[str, Tensor]] = []
     for batch in batches:
         state, metrics = step(state, batch)
-        found.append(metrics)
-    if not found:
+        history.append(metrics)
+    if not history:
         raise ValueError("batches: there is none, so nothing was recorded")
-    for index, metrics in enumerate(found):
-        if metrics.keys() != found[0].keys():
-            raise ValueError(f"step {index + 1} has the metrics {sorted(metrics)}, and step 1 {sorted(found[0])}")
+    for index, metrics in enumerate(history):
+        if metrics.keys() != history[0].keys():
+            raise ValueError(f"step {index + 1} has the metrics {sorted(metrics)}, and step 1 {sorted(history[0])}")
         for name, value in metrics.items():
             if value.numel() != 1:
                 raise ValueError(f"metric {name!r} has the shape {list(value.shape)}: a column takes one number a step")
-    return Recording(state, {name: [metrics[name].item() for metrics in found] for name in found[0]})
+    return Recording(state, {name: [metrics[name].item() for metrics in history] for name in history[0]})

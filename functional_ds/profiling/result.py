@@ -34,36 +34,38 @@ class Profile:
     @property
     def seconds(self) -> float:
         """Of a step, on the slowest rank."""
-        return max(each.seconds for each in self.ranks)
+        return max(profile.seconds for profile in self.ranks)
 
     @property
     def samples(self) -> float:
         """Rows of a step's global batch; rows shared by several ranks are counted once."""
-        return self._once(lambda each: each.samples)
+        return self._once(lambda profile: profile.samples)
 
     @property
     def tokens(self) -> float | None:
         """Tokens of a step's global batch, each once."""
-        return None if any(each.tokens is None for each in self.ranks) else self._once(lambda each: each.tokens or 0)
+        return (
+            None if any(profile.tokens is None for profile in self.ranks) else self._once(lambda profile: profile.tokens or 0)
+        )
 
     @property
     def all_flops(self) -> Flops:
         """Of a step, over all ranks."""
-        return sum((each.all_flops for each in self.ranks), Flops())
+        return sum((profile.all_flops for profile in self.ranks), Flops())
 
     def numbers(self) -> dict[str, float]:
         """The totals by name; times of a step are those of the slowest rank."""
-        found: dict[str, float | None] = {
+        figures: dict[str, float | None] = {
             "ranks": len(self.ranks),
             "seconds_per_step": self.seconds,
             "samples_per_second": self._rate(self.samples),
             "tokens_per_second": self._rate(self.tokens),
             "tflops": self._rate(self.all_flops.model / 1e12) if self.all_flops.model else None,
-            "mfu": _mean(each.mfu for each in self.ranks),
-            "hfu": _mean(each.hfu for each in self.ranks),
-            "cost": _mean(each.cost for each in self.ranks),
+            "mfu": _mean(profile.mfu for profile in self.ranks),
+            "hfu": _mean(profile.hfu for profile in self.ranks),
+            "cost": _mean(profile.cost for profile in self.ranks),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in figures.items() if value is not None}
 
     def to_json(self, path: str | Path) -> None:
         """Writes all figures except the slices of the trace."""
@@ -71,7 +73,7 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         """All figures except the slices of the trace, as lists, dicts, strings and numbers."""
-        return {"step": self.step, "all_ranks": self.numbers(), "ranks": [each.as_dict() for each in self.ranks]}
+        return {"step": self.step, "all_ranks": self.numbers(), "ranks": [profile.as_dict() for profile in self.ranks]}
 
     def to_trace(self, path: str | Path) -> None:
         """Writes the last detailed steps as a Chrome trace, for ui.perfetto.dev: one process per rank, all on one clock.
@@ -79,7 +81,7 @@ class Profile:
         Raises:
             ValueError: no step was timed in detail.
         """
-        slices = {each.rank: [*each.slices, *slices_of(each.events)] for each in self.ranks}
+        slices = {profile.rank: [*profile.slices, *slices_of(profile.events)] for profile in self.ranks}
         if not any(slices.values()):
             raise ValueError("profile: no step was timed in detail yet; make more steps, or a smaller skip= and every=")
         write_slices(slices, path, offsets=self._ahead())
@@ -87,16 +89,16 @@ class Profile:
     def charts(self) -> list[Chart]:
         """The last detailed steps: phases and waits of each rank, and its collectives, all on one clock."""
         lanes: dict[str, list[Slice]] = {}
-        for each in self.ranks:
-            ahead = self._ahead()[each.rank]
-            for span in each.slices:
+        for profile in self.ranks:
+            ahead = self._ahead()[profile.rank]
+            for span in profile.slices:
                 moved = attrs.evolve(span, began=span.began + ahead, ended=span.ended + ahead)
-                lanes.setdefault(f"rank {each.rank}, {span.lane}", []).append(moved)
-        timed = any(each.events for each in self.ranks)
+                lanes.setdefault(f"rank {profile.rank}, {span.lane}", []).append(moved)
+        timed = any(profile.events for profile in self.ranks)
         return [Chart("Phases", lanes), *([calls_chart(self.ranks, offsets=self._ahead())] if timed else [])]
 
     def _ahead(self) -> dict[int, float]:
-        return {each.rank: offset for each, offset in zip(self.ranks, self.offsets, strict=True)}
+        return {profile.rank: offset for profile, offset in zip(self.ranks, self.offsets, strict=True)}
 
     def save(self, folder: str | Path) -> None:
         """Writes ``profile.txt``, ``profile.json``, and ``trace.json`` and ``trace.html`` if a step was timed in detail."""
@@ -104,7 +106,7 @@ class Profile:
         place.mkdir(parents=True, exist_ok=True)
         (place / "profile.txt").write_text(f"{self}\n", encoding="utf-8")
         self.to_json(place / "profile.json")
-        if any(each.slices for each in self.ranks):
+        if any(profile.slices for profile in self.ranks):
             self.to_trace(place / "trace.json")
             write_page(self.charts(), place / "trace.html", title=self.step)
 
@@ -113,13 +115,13 @@ class Profile:
 
     def _once(self, count: Callable[[RankProfile], float]) -> float:
         """A sum over the parts of the batch, of which several ranks may have one."""
-        return sum({each.shard[0]: count(each) for each in self.ranks}.values())
+        return sum({profile.shard[0]: count(profile) for profile in self.ranks}.values())
 
     def _rate(self, count: float | None) -> float | None:
         return None if count is None or not self.seconds else count / self.seconds
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    found = list(values)
-    known = [value for value in found if value is not None]
-    return sum(known) / len(known) if found and len(known) == len(found) else None
+    given = list(values)
+    known = [value for value in given if value is not None]
+    return sum(known) / len(known) if given and len(known) == len(given) else None

@@ -106,8 +106,8 @@ class SpanClock:
         """A phase; without a stage it belongs to the one of its name, or to the enclosing one."""
         outer = self._open[-1][0]
         fresh = outer.phase == "gradients" or outer.stage in ("other", "passes")
-        found = _STAGE_OF.get(phase, outer.stage) if fresh else outer.stage
-        self._begin(SpanKey(stage or found, phase, by))
+        inherited = _STAGE_OF.get(phase, outer.stage) if fresh else outer.stage
+        self._begin(SpanKey(stage or inherited, phase, by))
         try:
             yield
         finally:

@@ -75,7 +75,7 @@ BUGS: dict[Callable[[], Any], list[Bug]] = {
         ),
     ],
     fresh(test_profiler.shared_batches_count_once, {"dp": 2, "tp": 2}): [
-        Bug("each rank's tokens count", "profiling.result:Profile._once", "each.shard[0]", "each.rank"),
+        Bug("each rank's tokens count", "profiling.result:Profile._once", "profile.shard[0]", "profile.rank"),
     ],
 }
 CASES = [pytest.param(law, bug, id=bug.name) for law, bugs in BUGS.items() for bug in bugs]

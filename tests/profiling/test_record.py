@@ -84,7 +84,7 @@ def test_no_batch() -> None:
 BUGS = [
     Bug("every step begins at the first state", "profiling.record:record", "state, metrics = step(state, batch)",
         "last, metrics = step(state, batch, donate=False)"),
-    Bug("a column has the last step's number", "profiling.record:record", "metrics[name].item()", "found[-1][name].item()"),
+    Bug("a column has the last step's number", "profiling.record:record", "metrics[name].item()", "history[-1][name].item()"),
 ]  # fmt: skip
 
 

@@ -70,12 +70,15 @@ class EagerSite:
 
     def inner(self, *, backward: bool) -> list[InnerCall]:
         """Its collectives."""
-        return [each for each in self.work[backward] if isinstance(each, InnerCall)]
+        return [call for call in self.work[backward] if isinstance(call, InnerCall)]
 
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The result, and a token with what the backward pass needs."""
         kept = _Kept.of(xs)
-        outer = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, *_ in self.autocasts]
+        outer = [
+            (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+            for device_type, *_ in self.autocasts
+        ]
         _set_autocasts(self.autocasts)
         try:
             out = kept.called(self.function, xs, self.asks)
@@ -88,14 +91,14 @@ class EagerSite:
     def run_backward(self, token: Tensor, xs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
         """The gradients by the tensors that have some."""
         kept: _Kept = token.kept  # type: ignore[attr-defined]
-        found = kept.gradients(xs, grad)
+        grads = kept.gradients(xs, grad)
         of = [x for x, asks in zip(xs, self.asks, strict=True) if asks]
         memory = grad.untyped_storage().data_ptr()
         return [
             x.new_zeros(x.shape)
             if g is None
             else (g.clone() if g.untyped_storage().data_ptr() == memory else g).reshape(x.shape).contiguous()
-            for x, g in zip(of, found, strict=True)
+            for x, g in zip(of, grads, strict=True)
         ]
 
 
@@ -105,13 +108,16 @@ def eager_site(node: fx.Node, sites: Sequence[Any]) -> EagerSite | None:
 
 
 def _autocasts() -> list[tuple[str, bool, torch.dtype]]:
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return [
+        (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        for device_type in ("cpu", "cuda")
+    ]
 
 
-def _set_autocasts(found: Sequence[tuple[str, bool, torch.dtype]]) -> None:
-    for kind, enabled, dtype in found:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
+def _set_autocasts(autocasts: Sequence[tuple[str, bool, torch.dtype]]) -> None:
+    for device_type, enabled, dtype in autocasts:
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
 
 
 @attrs.define(eq=False)
@@ -134,11 +140,11 @@ class _Kept:
     @staticmethod
     def of(xs: Sequence[Tensor]) -> "_Kept":
         """Before a call with these."""
-        found: dict[int, list[tuple[int, Tensor]]] = {}
+        by_storage: dict[int, list[tuple[int, Tensor]]] = {}
         for place, x in enumerate(xs):
             if x.numel() and x.is_contiguous():
-                found.setdefault(storage_id(x.untyped_storage()), []).append((place, x.detach()))
-        return _Kept(found)
+                by_storage.setdefault(storage_id(x.untyped_storage()), []).append((place, x.detach()))
+        return _Kept(by_storage)
 
     def called(self, function: Callable[..., Tensor], xs: Sequence[Tensor], asks: Sequence[bool]) -> Tensor:
         """The result; keeps its graph."""
@@ -161,9 +167,9 @@ class _Kept:
         out, self.now = self._out.pop(), xs
         if out is None:
             return [None] * len(self.edges)
-        found = torch.autograd.grad([out], self.edges, [grad], allow_unused=True)
+        grads = torch.autograd.grad([out], self.edges, [grad], allow_unused=True)
         self.now = ()
-        return found
+        return grads
 
     def _pack(self, x: Tensor) -> Any:
         storage = x.untyped_storage()
@@ -276,9 +282,9 @@ class StepRecorder(GraphRecorder):
             output = torch.empty_like(out.detach(), memory_format=torch.contiguous_format)
         site = EagerSite(function, asks, output, (forward, backward), sum(kept.beside.values()), _autocasts())
         self.sites.append(site)  # type: ignore[arg-type]
-        group = next((each.group for each in site.inner(backward=False)), None)
-        found: Tensor = _EagerCall.apply(len(self.sites) - 1, asks, group, *xs)
-        return found
+        group = next((call.group for call in site.inner(backward=False)), None)
+        result: Tensor = _EagerCall.apply(len(self.sites) - 1, asks, group, *xs)
+        return result
 
 
 class _EagerCall(torch.autograd.Function):
@@ -292,8 +298,8 @@ class _EagerCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         token, *xs = ctx.saved_tensors
-        found = iter(torch.ops.functional_ds.run_backward(token, [x.detach() for x in xs], grad, ctx.site))
-        return (None, None, None, *(next(found) if ask else None for ask in ctx.asks))
+        grads = iter(torch.ops.functional_ds.run_backward(token, [x.detach() for x in xs], grad, ctx.site))
+        return (None, None, None, *(next(grads) if ask else None for ask in ctx.asks))
 
 
 def _run_fake(xs: list[Tensor], site: int) -> list[Tensor]:

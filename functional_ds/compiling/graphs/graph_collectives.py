@@ -163,9 +163,9 @@ def _apart(result: Tensor, xs: list[Tensor]) -> Tensor:
 
 
 def _wait_fake(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
-    found: CallSite = _HERE.run[0][site]
-    here = CallContext(found.call.options, found.group.rank, found.group.size)
-    shapes = [outline(found.call, x, here) for x in xs]
+    call_site: CallSite = _HERE.run[0][site]
+    here = CallContext(call_site.call.options, call_site.group.rank, call_site.group.size)
+    shapes = [outline(call_site.call, x, here) for x in xs]
     return [x.new_empty(shape.shape, dtype=shape.dtype) for x, shape in zip(xs, shapes, strict=True)]
 
 

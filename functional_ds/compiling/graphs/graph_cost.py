@@ -115,22 +115,22 @@ class GraphCost:
     @cached_property
     def phases(self) -> Mapping[str, float]:
         """Seconds until the last operator of a phase, since that of the phase before, waits included; by phase, in order."""
-        found, last = dict[str, float](), 0.0
+        seconds, last = dict[str, float](), 0.0
         for span in self.spans:
             if span.lane == COMPUTE:
-                found[span.phase] = found.get(span.phase, 0.0) + span.end - last
+                seconds[span.phase] = seconds.get(span.phase, 0.0) + span.end - last
                 last = span.end
-        return found
+        return seconds
 
     @cached_property
     def critical_path(self) -> tuple[NodeSpan, ...]:
         """The chain of spans that takes the whole step: each begins where the one before it ends."""
         place = max(range(len(self.spans)), key=lambda i: self.spans[i].end, default=None)
-        found: list[NodeSpan] = []
+        spans: list[NodeSpan] = []
         while place is not None:
-            found.append(self.spans[place])
+            spans.append(self.spans[place])
             place = self.spans[place].before
-        return tuple(reversed(found))
+        return tuple(reversed(spans))
 
     def chart(self) -> Chart:
         """The spans by lane, the critical path where it goes from one to another, and the bytes in memory below."""
@@ -161,10 +161,10 @@ class GraphCost:
 
 
 def _summed(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for name, seconds in pairs:
-        found[name] = found.get(name, 0.0) + seconds
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+        sums[name] = sums.get(name, 0.0) + seconds
+    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
 
 @attrs.define(eq=False)
@@ -290,11 +290,11 @@ def graph_cost(
         memory.append((clock.device, held[node]))
         eager = eager_site(node, sites)
         if eager is not None:
-            for each in eager.work[node.target is RUN_BACKWARD]:
-                if isinstance(each, InnerCall):
-                    clock.start(node, each, each.xs)
+            for item in eager.work[node.target is RUN_BACKWARD]:
+                if isinstance(item, InnerCall):
+                    clock.start(node, item, item.xs)
                 else:
-                    clock.compute(node, each, each.kind)
+                    clock.compute(node, item, item.kind)
         elif node.target is START:
             site = sites[site_of(node)]
             xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
@@ -309,8 +309,8 @@ def graph_cost(
 
 
 def _operation(node: fx.Node) -> SizedOperation:
-    args = fx.map_arg(node.args, lambda each: each.meta.get("val"))
-    kwargs = fx.map_arg(node.kwargs, lambda each: each.meta.get("val"))
+    args = fx.map_arg(node.args, lambda arg: arg.meta.get("val"))
+    kwargs = fx.map_arg(node.kwargs, lambda arg: arg.meta.get("val"))
     return operation_of(node.target, args, kwargs, node.meta.get("val"))
 
 

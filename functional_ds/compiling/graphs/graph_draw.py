@@ -72,13 +72,18 @@ def _lanes(axes: Any, cost: GraphCost, lanes: Sequence[str], scale: float) -> li
     colours: dict[str, str] = {}
 
     def bars(
-        row: int, found: Iterable[tuple[float, float]], colour: str, height: float = 0.8, edge: str = "white", wide: float = 0.5
+        row: int,
+        intervals: Iterable[tuple[float, float]],
+        colour: str,
+        height: float = 0.8,
+        edge: str = "white",
+        wide: float = 0.5,
     ) -> None:
-        spans = [(begin * scale, (end - begin) * scale) for begin, end in found]
+        spans = [(begin * scale, (end - begin) * scale) for begin, end in intervals]
         axes.broken_barh(spans, (row - height / 2, height), facecolor=colour, edgecolor=edge, linewidth=wide)
 
-    own = [span for span in cost.spans if span.lane == COMPUTE]
-    for phase, spans in groupby(own, key=lambda span: span.phase):
+    computing = [span for span in cost.spans if span.lane == COMPUTE]
+    for phase, spans in groupby(computing, key=lambda span: span.phase):
         run = list(spans)
         colour = _PHASES.get(phase, _OTHER)
         colours.setdefault(colour, phase if phase in _PHASES else "other phases")
@@ -102,26 +107,26 @@ def _lanes(axes: Any, cost: GraphCost, lanes: Sequence[str], scale: float) -> li
     axes.tick_params(left=False, bottom=False)
     for side in axes.spines.values():
         side.set_visible(False)
-    _phase_names(axes, own, scale, inches)
+    _phase_names(axes, computing, scale, inches)
     order = [*_PHASES.values(), _OTHER, _GATHER, _REDUCE, _WAITING]
-    found = [Patch(color=colour, label=colours[colour]) for colour in sorted(colours, key=order.index)]
-    return [*found, Patch(facecolor="white", edgecolor=_INK, linewidth=0.8, label="on the critical path")]
+    patches = [Patch(color=colour, label=colours[colour]) for colour in sorted(colours, key=order.index)]
+    return [*patches, Patch(facecolor="white", edgecolor=_INK, linewidth=0.8, label="on the critical path")]
 
 
 def _joined(spans: Sequence[NodeSpan]) -> list[tuple[float, float]]:
     """Joins adjacent spans into one bar."""
-    found: list[tuple[float, float]] = []
+    bars: list[tuple[float, float]] = []
     for span in spans:
-        if found and span.begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(span.end, found[-1][1])
+        if bars and span.begin <= bars[-1][1]:
+            bars[-1] = bars[-1][0], max(span.end, bars[-1][1])
         else:
-            found.append((span.begin, span.end))
-    return found
+            bars.append((span.begin, span.end))
+    return bars
 
 
-def _phase_names(axes: Any, own: Sequence[NodeSpan], scale: float, inches: float) -> None:
+def _phase_names(axes: Any, computing: Sequence[NodeSpan], scale: float, inches: float) -> None:
     """Labels above the compute lane, if they fit."""
-    for phase, spans in groupby(own, key=lambda span: span.phase):
+    for phase, spans in groupby(computing, key=lambda span: span.phase):
         run = list(spans)
         begin, end = run[0].begin * scale, run[-1].end * scale
         if phase and (end - begin) * inches > len(phase) * _LETTER * 1.2:

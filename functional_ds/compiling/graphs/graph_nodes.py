@@ -77,32 +77,32 @@ def base_of(node: fx.Node) -> fx.Node:
 
 def views_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The nodes and all that return their memory, in order."""
-    found = [*nodes]
-    for each in found:
-        found += [user for user in each.users if is_view(user) and user not in found]
-    return found
+    views = [*nodes]
+    for view in views:
+        views += [user for user in view.users if is_view(user) and user not in views]
+    return views
 
 
 def inputs_of(node: fx.Node) -> list[fx.Node]:
     """All nodes except placeholders that a node is computed from, in order, itself the last."""
-    found: dict[fx.Node, None] = {}
+    order: dict[fx.Node, None] = {}
 
-    def add(each: fx.Node) -> None:
-        if each.op not in ("placeholder", "get_attr") and each not in found:
-            for before in each.all_input_nodes:
+    def add(node: fx.Node) -> None:
+        if node.op not in ("placeholder", "get_attr") and node not in order:
+            for before in node.all_input_nodes:
                 add(before)
-            found[each] = None
+            order[node] = None
 
     add(node)
-    return list(found)
+    return list(order)
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The inputs that a node writes into."""
-    found: list[fx.Node] = []
+    inputs: list[fx.Node] = []
     if isinstance(node.target, OPERATOR):
-        fx.map_arg(written(node.target, node.args, node.kwargs), found.append)
-    return found
+        fx.map_arg(written(node.target, node.args, node.kwargs), inputs.append)
+    return inputs
 
 
 @attrs.define(eq=False)
@@ -119,16 +119,16 @@ class GraphWrites:
     @staticmethod
     def of(graph: fx.Graph) -> "GraphWrites":
         """The writes of a graph."""
-        found = GraphWrites({}, {})
+        writes = GraphWrites({}, {})
         for place, node in enumerate(graph.nodes):
-            found.order[node] = place
-            for each in written_by(node):
-                found._by_root.setdefault(root_of(each), []).append((place, node))
-        return found
+            writes.order[node] = place
+            for target in written_by(node):
+                writes._by_root.setdefault(root_of(target), []).append((place, node))
+        return writes
 
     def any(self, reading: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> bool:
         """Whether a kernel between two nodes, other than these, writes into memory that they read."""
-        own, places = {*reading}, (self.order[start], self.order[end])
-        roots = {root_of(each) for node in reading for each in node.all_input_nodes}
-        found = (one for root in roots & self._by_root.keys() for one in self._by_root[root])
-        return any(places[0] <= place < places[1] and node not in own for place, node in found)
+        excluded, places = {*reading}, (self.order[start], self.order[end])
+        roots = {root_of(operand) for node in reading for operand in node.all_input_nodes}
+        writes = (one for root in roots & self._by_root.keys() for one in self._by_root[root])
+        return any(places[0] <= place < places[1] and node not in excluded for place, node in writes)

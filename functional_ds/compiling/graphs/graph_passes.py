@@ -58,9 +58,9 @@ def regather(*, live: int = 2, reshard: bool = False) -> Callable[[StepGraph], S
         new = copied(graph)
         gathers, writes = new.gathers(), GraphWrites.of(new.module.graph)
         views = [views_of([node for node in gather.outputs if root_of(node) in gather.nodes]) for gather in gathers]
-        unit_of = {view: unit for unit, found in enumerate(views) for view in found}
+        unit_of = {view: unit for unit, unit_views in enumerate(views) for view in unit_views}
         now = [0] * len(gathers)  # the newest copy of each
-        copies = [_Copy(new, writes, gather, own) for gather, own in zip(gathers, views, strict=True)]
+        copies = [_Copy(new, writes, gather, unit_views) for gather, unit_views in zip(gathers, views, strict=True)]
         whole: tuple[int, ...] = ()
         for backward, uses in _uses_by_pass(new, unit_of):
             whole = whole if backward and not reshard else ()
@@ -79,17 +79,17 @@ def regather(*, live: int = 2, reshard: bool = False) -> Callable[[StepGraph], S
 
 def _uses_by_pass(graph: StepGraph, unit_of: dict[fx.Node, int]) -> list[tuple[bool, list[tuple[fx.Node, int]]]]:
     """The users of each unit, in order, in each forward and each backward pass (True); micro-batches have several."""
-    found = [(False, list[tuple[fx.Node, int]]())]
+    passes = [(False, list[tuple[fx.Node, int]]())]
     phase, making = None, {node for gather in graph.gathers() for node in gather.nodes}
     for node in graph.module.graph.nodes:
         now = node.meta.get(PHASE)
         if now in ("forward", "backward") and now != phase:
             phase = now
-            found.append((phase == "backward", []))
+            passes.append((phase == "backward", []))
         if node.op == "call_function" and node not in unit_of and node not in making:
-            units = dict.fromkeys(unit_of[each] for each in node.all_input_nodes if each in unit_of)
-            found[-1][1].extend((node, unit) for unit in units)
-    return found
+            units = dict.fromkeys(unit_of[operand] for operand in node.all_input_nodes if operand in unit_of)
+            passes[-1][1].extend((node, unit) for unit in units)
+    return passes
 
 
 @attrs.define(eq=False)
@@ -115,17 +115,17 @@ class _Copy:
         if number:
             with self.graph.module.graph.inserting_before(user):
                 sites: dict[int, int] = {}
-                for view in [each for each in user.all_input_nodes if each in self.views]:
+                for view in [operand for operand in user.all_input_nodes if operand in self.views]:
                     user.replace_input_with(view, self._copied(view, number, sites, user))
 
     @cached_property
     def _anew(self) -> set[fx.Node]:
         """The nodes to copy: with hpZ without the first level, whose result is kept."""
-        found = {*self.gather.nodes, *self.views}
+        nodes = {*self.gather.nodes, *self.views}
         gathering = self.graph.notes.gathering
         if gathering is not None and gathering.keeps_first_level:
-            found -= {*inputs_of(next(node for node in self.gather.nodes if node.target is WAIT))}
-        return found
+            nodes -= {*inputs_of(next(node for node in self.gather.nodes if node.target is WAIT))}
+        return nodes
 
     def _copied(self, node: fx.Node, number: int, sites: dict[int, int], user: fx.Node) -> fx.Node:
         made, anew = self._made[number], self._anew

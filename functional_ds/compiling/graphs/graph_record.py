@@ -57,8 +57,8 @@ class UnitGather:
     @property
     def outputs(self) -> list[fx.Node]:
         """The nodes whose values are used elsewhere; if there are none, the wait."""
-        own = {*self.nodes}
-        used = [node for node in self.nodes if any(user not in own for user in node.users) and node.target is not START]
+        inside = {*self.nodes}
+        used = [node for node in self.nodes if any(user not in inside for user in node.users) and node.target is not START]
         return used or [self.wait]
 
 
@@ -133,9 +133,9 @@ class StepGraph:
         """The graph's inputs: the leaves of a state and of a batch, and the modules' present buffers."""
         return [*leaves, *(store.get(key) for store, key in self.buffers)]
 
-    def given(self, found: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
+    def given(self, leaves: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
         """A result's leaves as the result, with their marks."""
-        marked = [like_marked(x, model) if isinstance(x, Tensor) else x for x, model in zip(found, self.outputs, strict=True)]
+        marked = [like_marked(x, model) if isinstance(x, Tensor) else x for x, model in zip(leaves, self.outputs, strict=True)]
         result: tuple[State, dict[str, Tensor]] = tree.unflatten(self.gives, marked)
         return result
 
@@ -154,9 +154,9 @@ class StepGraph:
         for node in self.module.graph.nodes:
             if UNIT in node.meta:
                 nodes.setdefault(node.meta[UNIT], []).append(node)
-        found = [UnitGather(each) for each in nodes.values() if any(self._gathers(node) for node in each)]
+        gathers = [UnitGather(members) for members in nodes.values() if any(self._gathers(node) for node in members)]
         order = {node: place for place, node in enumerate(self.module.graph.nodes)}
-        return sorted(found, key=lambda each: order[each.wait])
+        return sorted(gathers, key=lambda gather: order[gather.wait])
 
     def _gathers(self, node: fx.Node) -> bool:
         return node.target is WAIT and self.sites[site_of(node)].call.collective.traffic.role == "gather"
@@ -180,13 +180,13 @@ class StepGraph:
         for gather in self.gathers():
             counts[places[gather.start]] += gather.units
             last = places[gather.wait]
-            whole = [each for each in gather.outputs if places[each] >= last]  # an earlier level's may stay
-            counts[1 + max(ends[_root(each)] for each in (gather.wait, *whole))] -= gather.units
-        found, size, count = {}, 0, 0
+            whole = [output for output in gather.outputs if places[output] >= last]  # an earlier level's may stay
+            counts[1 + max(ends[_root(kept)] for kept in (gather.wait, *whole))] -= gather.units
+        by_node, size, count = {}, 0, 0
         for place, node in enumerate(nodes):
             size, count = size + changes[place], count + counts[place]
-            found[node] = InMemory(size, count)
-        return found
+            by_node[node] = InMemory(size, count)
+        return by_node
 
     def cost(self, machine: "Machine", *, links: Mapping[str, Link] | None = None) -> GraphCost:
         """The predicted time of this rank's step, node by node, if all ranks start together and are equally fast.
@@ -257,20 +257,20 @@ class StepGraph:
 
 def _root(node: fx.Node) -> fx.Node:
     """The node whose memory a node returns, where each of several results is a node."""
-    found = node
-    while not _is_item(found) and found is not root_of(found):
-        before = next(each for each in found.all_input_nodes if root_of(each) is root_of(found))
-        found = before
-    return found
+    current = node
+    while not _is_item(current) and current is not root_of(current):
+        before = next(operand for operand in current.all_input_nodes if root_of(operand) is root_of(current))
+        current = before
+    return current
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """By node that makes memory, or item of one that makes several: the place of the last use of it, or of a view of it."""
-    found: dict[fx.Node, int] = {}
+    last_uses: dict[fx.Node, int] = {}
     for place, node in enumerate(nodes):
         for used in (node, *node.all_input_nodes):
-            found[_root(used)] = place
-    return found
+            last_uses[_root(used)] = place
+    return last_uses
 
 
 def _sizes(node: fx.Node, ends: Mapping[fx.Node, int], sites: Sequence[Any]) -> Iterator[tuple[int, int]]:
@@ -280,7 +280,7 @@ def _sizes(node: fx.Node, ends: Mapping[fx.Node, int], sites: Sequence[Any]) -> 
     for place, x in enumerate(value if isinstance(value, (list, tuple)) else [value]):
         if isinstance(x, Tensor):
             items = [user for user in node.users if _is_item(user) and user.args[1] == place]
-            yield x.numel() * x.element_size() + (kept if place else 0), max(ends[each] for each in (node, *items))
+            yield x.numel() * x.element_size() + (kept if place else 0), max(ends[used] for used in (node, *items))
 
 
 def _is_item(node: fx.Node) -> bool:
@@ -302,7 +302,7 @@ def _lines(graph: StepGraph) -> Iterator[str]:
 
 
 def _shown(graph: StepGraph, node: fx.Node) -> str:
-    inputs = ", ".join(each.name for each in node.all_input_nodes)
+    inputs = ", ".join(operand.name for operand in node.all_input_nodes)
     if node.target not in (START, WAIT):
         value = node.meta.get("val")
         shape = f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else ""

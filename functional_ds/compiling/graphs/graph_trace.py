@@ -77,11 +77,13 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     def function(*inputs: Any) -> list[Any]:
         given = inputs[: len(leaves)]
         recorder.notes.buffers = dict(zip(passing, inputs[len(leaves) :], strict=True))
-        own = [like_marked(x, leaf) if isinstance(leaf, Tensor) else leaf for x, leaf in zip(given, leaves, strict=True)]
-        found, spec = tree.flatten(Step.__call__(marked, *tree.unflatten(takes, own)))
+        marked_leaves = [
+            like_marked(x, leaf) if isinstance(leaf, Tensor) else leaf for x, leaf in zip(given, leaves, strict=True)
+        ]
+        results, spec = tree.flatten(Step.__call__(marked, *tree.unflatten(takes, marked_leaves)))
         gives.append(spec)
-        outputs.append(found)
-        return [x.detach() if isinstance(x, Tensor) else x for x in found]
+        outputs.append(results)
+        return [x.detach() if isinstance(x, Tensor) else x for x in results]
 
     mode = FakeTensorMode()  # knows no symbols, so a value that is read on the host is an error
     held = [store[key] for store, key in passing.values()]
@@ -112,14 +114,14 @@ def _at_places(leaves: Sequence[Any]) -> list[Any]:
 
 def _passing_buffers(state: State) -> dict[tuple[Any, str], tuple[dict[str, Any], str]]:
     """The places of buffers that ``state_dict`` omits and no pass has written, by module and name."""
-    slot, found = state.slots.get(BUFFERS), dict[tuple[Any, str], tuple[Any, str]]()
+    slot, places = state.slots.get(BUFFERS), dict[tuple[Any, str], tuple[Any, str]]()
     if isinstance(slot, Buffers):
         for module, key in slot.known.keys.items():
             for name, _ in module.module.named_buffers():
                 if name not in slot.values[key]:
                     path, _, last = name.rpartition(".")
-                    found[module, name] = buffers_of(module.module.get_submodule(path)), last
-    return found
+                    places[module, name] = buffers_of(module.module.get_submodule(path)), last
+    return places
 
 
 def _refuse_attributes(state: State) -> None:
@@ -194,33 +196,33 @@ def _caches_as_before(state: State) -> Iterator[None]:
 
     Ranks update these together, in eager steps: changes from one rank's trace would desynchronise them.
     """
-    found: dict[int, tuple[Any, dict[str, Any]]] = {}
-    _look(state, found, set())
+    caches: dict[int, tuple[Any, dict[str, Any]]] = {}
+    _look(state, caches, set())
     try:
         yield
     finally:
-        for cache, fields in found.values():
+        for cache, fields in caches.values():
             for name, value in fields.items():
                 setattr(cache, name, value)
 
 
-def _look(value: Any, found: dict[int, tuple[Any, dict[str, Any]]], seen: set[int]) -> None:
+def _look(value: Any, caches: dict[int, tuple[Any, dict[str, Any]]], seen: set[int]) -> None:
     if id(value) in seen or isinstance(value, (Tensor, nn.Module, Group)):
         return
     seen.add(id(value))
     if attrs.has(type(value)):
         fields = {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
         if not _is_frozen(type(value)):
-            found[id(value)] = (
+            caches[id(value)] = (
                 value,
                 {name: held.copy() if type(held) in (dict, list, set) else held for name, held in fields.items()},
             )
         for held in fields.values():
-            _look(held, found, seen)
+            _look(held, caches, seen)
     elif type(value) in (dict, list, tuple):
         for held in value.values() if isinstance(value, dict) else value:
-            _look(held, found, seen)
+            _look(held, caches, seen)
 
 
-def _is_frozen(kind: type) -> bool:
-    return getattr(kind.__setattr__, "__name__", "") == "_frozen_setattrs"
+def _is_frozen(cls: type) -> bool:
+    return getattr(cls.__setattr__, "__name__", "") == "_frozen_setattrs"

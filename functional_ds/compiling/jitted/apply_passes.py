@@ -31,37 +31,37 @@ def apply_passes(graph: StepGraph, passes: Sequence[GraphPass]) -> StepGraph:
             or does not wait for it.
     """
     for change in passes:
-        found = change(graph)
-        if not isinstance(found, StepGraph):
+        changed = change(graph)
+        if not isinstance(changed, StepGraph):
             raise TypeError(
-                f"passes: {pass_name(change)} returned {type(found).__name__}, and a pass returns the StepGraph that runs: "
+                f"passes: {pass_name(change)} returned {type(changed).__name__}, and a pass returns the StepGraph that runs: "
                 "the one that it is given, or compiling.copied(graph) with other nodes"
             )
         try:
-            found.module.graph.lint()
+            changed.module.graph.lint()
         except RuntimeError as error:
             raise ValueError(f"passes: {pass_name(change)} returned a graph that cannot run: {error}") from error
-        _refuse_other_function(found, graph, pass_name(change))
-        _refuse_loose_collectives(found, pass_name(change))
-        _revalue(found)
-        _refuse_other_results(found, pass_name(change))
-        found.module.recompile()
-        graph = found
+        _refuse_other_function(changed, graph, pass_name(change))
+        _refuse_loose_collectives(changed, pass_name(change))
+        _revalue(changed)
+        _refuse_other_results(changed, pass_name(change))
+        changed.module.recompile()
+        graph = changed
     return graph
 
 
-def _refuse_other_function(found: StepGraph, graph: StepGraph, name: str) -> None:
-    if found.takes != graph.takes or found.gives != graph.gives:
+def _refuse_other_function(changed: StepGraph, graph: StepGraph, name: str) -> None:
+    if changed.takes != graph.takes or changed.gives != graph.gives:
         raise ValueError(f"passes: {name} returned the graph of another step: it takes or gives another structure")
-    counts = [sum(node.op == "placeholder" for node in each.module.graph.nodes) for each in (found, graph)]
+    counts = [sum(node.op == "placeholder" for node in version.module.graph.nodes) for version in (changed, graph)]
     if counts[0] != counts[1]:
         raise ValueError(f"passes: {name} returned a graph of {counts[0]} inputs, and the step has {counts[1]}")
 
 
-def _refuse_loose_collectives(found: StepGraph, name: str) -> None:
+def _refuse_loose_collectives(changed: StepGraph, name: str) -> None:
     """Raises an error unless each collective is started once, and waited for once with its start's token."""
     starts, waits = Counter[int](), Counter[int]()
-    for node in found.module.graph.nodes:
+    for node in changed.module.graph.nodes:
         if node.target is START:
             starts[site_of(node)] += 1
         if node.target is WAIT:
@@ -70,10 +70,10 @@ def _refuse_loose_collectives(found: StepGraph, name: str) -> None:
             if not (isinstance(token, fx.Node) and token.target is START and site_of(token) == site_of(node)):
                 raise ValueError(f"passes: {name}: {node} waits with {token}, which is not a start of its collective")
     for site in {*starts, *waits}:
-        if not 0 <= site < len(found.sites):
-            raise ValueError(f"passes: {name}: a node names collective {site}, and graph.sites has {len(found.sites)}")
+        if not 0 <= site < len(changed.sites):
+            raise ValueError(f"passes: {name}: a node names collective {site}, and graph.sites has {len(changed.sites)}")
         if (starts[site], waits[site]) != (1, 1):
-            does = found.sites[site]
+            does = changed.sites[site]
             raise ValueError(
                 f"passes: {name}: the {does.name} of {does.label or 'no label'!r} (site {site}) is started {starts[site]} "
                 f"times and waited for {waits[site]} times; a copy of its nodes needs a number of its own in graph.sites"
@@ -104,13 +104,13 @@ def _tensors(value: Any) -> list[Tensor]:
     return [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor)]
 
 
-def _refuse_other_results(found: StepGraph, name: str) -> None:
-    output = next(node for node in reversed(found.module.graph.nodes) if node.op == "output")
+def _refuse_other_results(changed: StepGraph, name: str) -> None:
+    output = next(node for node in reversed(changed.module.graph.nodes) if node.op == "output")
     given = output.args[0]
-    paths = [path for path, _ in tree.named(tree.unflatten(found.gives, found.outputs))]
+    paths = [path for path, _ in tree.named(tree.unflatten(changed.gives, changed.outputs))]
     if not isinstance(given, (list, tuple)) or len(given) != len(paths):
         raise ValueError(f"passes: {name} returned a graph of other results than the step's {len(paths)}")
-    for node, model, path in zip(given, found.outputs, paths, strict=True):
+    for node, model, path in zip(given, changed.outputs, paths, strict=True):
         value = node.meta.get("val") if isinstance(node, fx.Node) else node
         if not isinstance(model, Tensor) or not isinstance(value, Tensor):
             continue

@@ -119,16 +119,16 @@ class _Checked:
         if (str(self.before.module.graph), len(self.before.sites)) != text and after is not self.before:
             raise AssertionError(f"{self.name} has changed the graph that it was given: change compiling.copied(graph)")
         self._collectives(after)
-        found, rows = [], []
+        results, rows = [], []
         for graph in (self.before, after):
             with comm.ledger() as book:
-                found.append(self._results(graph, graph.module))
+                results.append(self._results(graph, graph.module))
             rows.append(book.rows)
-        difference = self._first_difference(*found)
+        difference = self._first_difference(*results)
         told: list[str] = comm.all_gather_object(difference)
         if any(told):  # on all ranks, as the nodes send
             nodes = comm.all_gather_object(self._first_node(after))
-            rank = next(rank for rank, each in enumerate(told) if each)
+            rank = next(rank for rank, message in enumerate(told) if message)
             raise AssertionError(f"{self.name} changes a value on rank {rank}: {told[rank]}{nodes[rank]}")
         if self.same_ledger and (lacking := _other_rows(*rows)):
             raise AssertionError(
@@ -145,10 +145,10 @@ class _Checked:
         old, new = (_started(graph) for graph in (self.before, after))
         if self.same_ledger and old != new:
             lacking, more = old - new, new - old
-            shown = [*(f"drops {each}" for each in lacking), *(f"adds {each}" for each in more)]
+            shown = [*(f"drops {name}" for name in lacking), *(f"adds {name}" for name in more)]
             raise AssertionError(f"{self.name} {', '.join(shown)} on rank {self.rank}; {_ASKED}")
-        own = rank_collectives(list(after.module.graph.nodes), after.sites, self.rank)
-        reason = disagreement(comm.all_gather_object(own))
+        mine = rank_collectives(list(after.module.graph.nodes), after.sites, self.rank)
+        reason = disagreement(comm.all_gather_object(mine))
         if reason:
             raise AssertionError(f"after {self.name}, {reason}")
 
@@ -175,7 +175,7 @@ class _Checked:
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 return f"is {y.dtype}{list(y.shape)}, not {x.dtype}{list(x.shape)}"
             return f"differs by up to {(y.double() - x.double()).abs().max().item():.3g}"
-        rtol, atol = (0.0 if each is None else each for each in self.tolerance)
+        rtol, atol = (0.0 if bound is None else bound for bound in self.tolerance)
         if torch.allclose(y, x, rtol=rtol, atol=atol, equal_nan=True):
             return ""
         return f"differs by up to {(y.double() - x.double()).abs().max().item():.3g}, more than rtol={rtol:g} and atol={atol:g}"
@@ -183,9 +183,9 @@ class _Checked:
     def _first_node(self, after: StepGraph) -> str:
         """The first node of both graphs with different values, as text."""
         noted = [_Noting(graph.module) for graph in (self.before, after)]
-        for graph, each in zip((self.before, after), noted, strict=True):
-            self._results(graph, each.run)
-        old, new = (each.values for each in noted)
+        for graph, noting in zip((self.before, after), noted, strict=True):
+            self._results(graph, noting.run)
+        old, new = (noting.values for noting in noted)
         for node in after.module.graph.nodes:
             before, now = old.get(node.name), new.get(node.name)
             if before is None or now is None or len(before) != len(now):
@@ -203,9 +203,9 @@ class _Checked:
             (a, b)
             for a, b in (
                 [len(graph.module.graph.nodes) for graph in graphs],
-                [max(now.bytes for now in each) for each in held],
-                [max(now.units for now in each) for each in held],
-                [sum(row.bytes for row in each) for each in rows],
+                [max(now.bytes for now in moments) for moments in held],
+                [max(now.units for now in moments) for moments in held],
+                [sum(row.bytes for row in sent_rows) for sent_rows in rows],
             )
         )
         return PassReport(pass_name(self.change), nodes, memory, units, sent)
@@ -219,23 +219,23 @@ class _Noting(fx.Interpreter):
         self.values: dict[str, list[Tensor]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        found = super().run_node(n)
-        several = found if isinstance(found, (list, tuple)) else [found]
+        output = super().run_node(n)
+        several = output if isinstance(output, (list, tuple)) else [output]
         if n.op == "call_function" and n.target is not START:
             self.values[n.name] = [x.clone() for x in several if isinstance(x, Tensor)]
-        return found
+        return output
 
 
 def _started(graph: StepGraph) -> Counter[str]:
     """The collectives, by what they carry."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for node in graph.module.graph.nodes:
         if node.target is START:
             site = graph.sites[site_of(node)]
             shapes = [f"{x.meta['val'].dtype}{list(x.meta['val'].shape)}" for x in node.args[0]]
             label = f" of {site.label!r}" if site.label else ""
-            found[f"{site.name}{label} ({', '.join(shapes)}) on {site.group.name!r}"] += 1
-    return found
+            counts[f"{site.name}{label} ({', '.join(shapes)}) on {site.group.name!r}"] += 1
+    return counts
 
 
 def _other_rows(before: Sequence[Row], after: Sequence[Row]) -> str:

@@ -50,11 +50,11 @@ class RankCollectives:
 
     def started(self) -> dict[GroupKey, list[CollectiveEvent]]:
         """The starts, by group."""
-        found: dict[GroupKey, list[CollectiveEvent]] = {group: [] for group in self.groups}
+        by_group: dict[GroupKey, list[CollectiveEvent]] = {group: [] for group in self.groups}
         for event in self.events:
             if event.digest is not None:
-                found[self.groups[event.group]].append(event)
-        return found
+                by_group[self.groups[event.group]].append(event)
+        return by_group
 
 
 def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: int) -> RankCollectives:
@@ -65,23 +65,23 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         sites: the collectives that they name by number.
         rank: of the world.
     """
-    found = RankCollectives(rank, [], [])
+    collectives = RankCollectives(rank, [], [])
     counts: dict[GroupKey, int] = {}
     under_way: dict[int, CollectiveEvent] = {}
 
     def begin(group: Group, agreement: Any, does: str, *, holds: bool) -> CollectiveEvent:
         key = (group.name, group.ranks)
         if key not in counts:
-            found.groups.append(key)
+            collectives.groups.append(key)
         number = counts[key] = counts.get(key, -1) + 1
         digest = zlib.crc32(repr(agreement).encode())
-        found.events.append(CollectiveEvent(found.groups.index(key), digest, does, number, holds))
-        return found.events[-1]
+        collectives.events.append(CollectiveEvent(collectives.groups.index(key), digest, does, number, holds))
+        return collectives.events[-1]
 
     for node in nodes:
         if node.target is WAIT and site_of(node) in under_way:
             event = under_way[site_of(node)]
-            found.events.append(attrs.evolve(event, digest=None, holds=True))
+            collectives.events.append(attrs.evolve(event, digest=None, holds=True))
         eager = eager_site(node, sites)
         for inner in [] if eager is None else eager.inner(backward=node.target is RUN_BACKWARD):
             if inner.group.size > 1:
@@ -96,12 +96,12 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         agreement = site.call.agreement(xs, here), site.label, site.turn
         does = f"{site.call.signature(xs, here)}{f' for {site.label!r}' if site.label else ''}"
         under_way[site_of(node)] = begin(group, agreement, does, holds=not site.beside)
-    return found
+    return collectives
 
 
 def disagreement(told: Sequence[RankCollectives]) -> str:
     """Why the ranks cannot run their graphs together; empty if they can."""
-    starts = [own.started() for own in told]
+    starts = [report.started() for report in told]
     for i, mine in enumerate(starts):
         for group, events in mine.items():
             for j, theirs in enumerate(starts):
@@ -116,7 +116,7 @@ def _different(group: str, mine: tuple[int, Sequence[CollectiveEvent]], theirs: 
     (rank, events), (other_rank, other) = mine, theirs
     most = max(len(events), len(other))
     place = next((n for n in range(min(len(events), len(other))) if events[n].digest != other[n].digest), most - 1)
-    shown = [each[place].does if place < len(each) else "nothing" for each in (events, other)]
+    shown = [starts[place].does if place < len(starts) else "nothing" for starts in (events, other)]
     return (
         f"the graphs of ranks {rank} and {other_rank} start other collectives on the group {group!r}, so each would wait for "
         f"the other: number {place + 1} is {shown[0]} on rank {rank} and {shown[1]} on rank {other_rank}; let the loss touch "
@@ -126,23 +126,25 @@ def _different(group: str, mine: tuple[int, Sequence[CollectiveEvent]], theirs: 
 
 def _deadlock(told: Sequence[RankCollectives]) -> str:
     """Runs the events of all ranks, each as far as it can."""
-    there = {own.rank for own in told}
+    there = {report.rank for report in told}
     arrived: dict[tuple[GroupKey, int], set[int]] = {}
     places, going = [0] * len(told), True
     while going:
         going = False
-        for i, own in enumerate(told):
-            while places[i] < len(own.events):
-                event = own.events[places[i]]
-                group = own.groups[event.group]
+        for i, report in enumerate(told):
+            while places[i] < len(report.events):
+                event = report.events[places[i]]
+                group = report.groups[event.group]
                 here = arrived.setdefault((group, event.number), set())
-                here.add(own.rank)
+                here.add(report.rank)
                 if event.holds and here < there & {*group[1]}:
                     break
                 places[i] += 1
                 going = True
-    stuck = [(own, own.events[place]) for own, place in zip(told, places, strict=True) if place < len(own.events)]
+    stuck = [(report, report.events[place]) for report, place in zip(told, places, strict=True) if place < len(report.events)]
     if not stuck:
         return ""
-    shown = " and ".join(f"rank {own.rank} in {event.does} on {own.groups[event.group][0]!r}" for own, event in stuck[:2])
+    shown = " and ".join(
+        f"rank {report.rank} in {event.does} on {report.groups[event.group][0]!r}" for report, event in stuck[:2]
+    )
     return f"the graphs would wait for each other forever, {shown}: let passes move collectives alike on all ranks"

@@ -57,19 +57,19 @@ class GraphCode:
                 return self._run(*leaves)
             graph = _carried_out(self.graph, self.sites)
             first = _FirstRun(self.owner, graph)
-            found: Sequence[Any] = first.run(*leaves)
+            outputs: Sequence[Any] = first.run(*leaves)
             self._run = functools.partial(_DirectViews(first.plain).function(graph), self.owner)
-            return found
+            return outputs
 
 
 def without_autocast() -> AbstractContextManager[Any]:
     """A context in which operators compute in the dtypes of their inputs: casts are nodes."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    kinds = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
     if not kinds:
         return nullcontext()
     stack = ExitStack()
-    for kind in kinds:
-        stack.enter_context(torch.autocast(kind, enabled=False))
+    for device_type in kinds:
+        stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
 
 
@@ -202,4 +202,4 @@ def _quick(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def _takes_tensors(node: fx.Node) -> bool:
-    return all(isinstance(each, fx.Node) and isinstance(each.meta.get("val"), Tensor) for each in node.args)
+    return all(isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), Tensor) for argument in node.args)

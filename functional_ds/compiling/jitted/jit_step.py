@@ -163,7 +163,7 @@ class JitStep(Step, Compiles):
 
     def compiled_rows(self, step: Step) -> list[BlockClass] | None:
         """What the backend has compiled, for ``fds.compile_report``."""
-        codes = [entry.code for each in (self, *self._variants()) for entry in each._cache.entries.values()]
+        codes = [entry.code for variant in (self, *self._variants()) for entry in variant._cache.entries.values()]
         return [row for code in codes if isinstance(code, RegionCode) for row in code.rows] or None
 
     def forget(self) -> None:
@@ -191,22 +191,22 @@ class JitStep(Step, Compiles):
                 _warn(f"the step runs eagerly: {refused}")
             return cache.later
         mine = 0 if state.batch is None else self._number(state, batch)
-        found = (mine,)
+        numbers = (mine,)
         if group is not None:
-            found = tuple(comm.all_gather(torch.tensor([mine], device=group.world.device), group).tolist())
-        if 0 in found:
+            numbers = tuple(comm.all_gather(torch.tensor([mine], device=group.world.device), group).tolist())
+        if 0 in numbers:
             return None
-        if found not in cache.entries:
-            if max(found) > self.max_graphs or len(cache.entries) >= self.max_graphs:
+        if numbers not in cache.entries:
+            if max(numbers) > self.max_graphs or len(cache.entries) >= self.max_graphs:
                 return self._one_too_many()
-            cache.entries[found] = self._new_entry(state, batch, group, cache.kinds[mine - 1])
-        return cache.entries[found]
+            cache.entries[numbers] = self._new_entry(state, batch, group, cache.kinds[mine - 1])
+        return cache.entries[numbers]
 
     @property
     def _refused(self) -> str:
         """Why no state of this step can be traced; empty if that depends on more."""
-        found = ((self.has(trait), words) for trait, words in _NOT_TRACED.items())
-        return next((f"{name} {words}, which no graph holds" for name, words in found if name is not None), "")
+        checks = ((self.has(trait), words) for trait, words in _NOT_TRACED.items())
+        return next((f"{name} {words}, which no graph holds" for name, words in checks if name is not None), "")
 
     def _number(self, state: State, batch: Any) -> int:
         """The number of a specialisation on this rank, from 1 on; ``max_graphs + 1`` beyond the limit.
@@ -215,9 +215,9 @@ class JitStep(Step, Compiles):
         """
         kind, kinds = kind_of(state, batch), self._cache.kinds
         like = [number for number, known in enumerate(kinds, 1) if known.leaves == kind]
-        found = next((number for number in like if kinds[number - 1].is_now()), None)
-        if found is not None:
-            return found
+        number = next((number for number in like if kinds[number - 1].is_now()), None)
+        if number is not None:
+            return number
         if len(kinds) == self.max_graphs:
             return self.max_graphs + 1
         if like:
@@ -260,7 +260,7 @@ class JitStep(Step, Compiles):
             rank = comm.world().rank
             nodes, sites = ([], []) if graph is None else (list(graph.module.graph.nodes), graph.sites)
             told = comm.all_gather_object((reason, failed is not None, failure, rank_collectives(nodes, sites, rank)), group)
-            reason = _first_reason([one for one, *_ in told]) or disagreement([own for *_, own in told])
+            reason = _first_reason([one for one, *_ in told]) or disagreement([collectives for *_, collectives in told])
             failure = _first_reason([one for _, _, one, _ in told])
             if failed is None and any(fails for _, fails, *_ in told):
                 raise RuntimeError(f"fds.jit: {reason}")
@@ -281,13 +281,13 @@ class JitStep(Step, Compiles):
             raise UntraceableError(refused)
         if comm.world().world.watch is not None:
             raise UntraceableError("the simulation follows values (variance=True), which graphs do not show it")
-        found = trace(self, state, batch)
+        graph = trace(self, state, batch)
         if self.passes is not None:
-            return apply_passes(found, self.passes)
-        eager = found.notes.gathering
+            return apply_passes(graph, self.passes)
+        eager = graph.notes.gathering
         if eager is None:
-            return found
-        return schedule(ahead=eager.ahead)(regather(live=eager.live, reshard=eager.reshard)(found))
+            return graph
+        return schedule(ahead=eager.ahead)(regather(live=eager.live, reshard=eager.reshard)(graph))
 
 
 def _plain_code(graph: StepGraph) -> GraphCode:

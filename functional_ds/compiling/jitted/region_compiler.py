@@ -58,7 +58,7 @@ class GraphRegion:
         numbers: dict[fx.Node, int] = {}
         lines = []
         for node in self.module.graph.nodes:
-            args, kwargs = (fx.map_arg(each, lambda used: f"%{numbers[used]}") for each in (node.args, node.kwargs))
+            args, kwargs = (fx.map_arg(operands, lambda used: f"%{numbers[used]}") for operands in (node.args, node.kwargs))
             numbers[node] = len(numbers)
             lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {args} {kwargs}")
         return "\n".join([*lines, *map(_shown, (*self.inputs, *self.outputs))])
@@ -115,7 +115,7 @@ class _Builder:
     _written: set[fx.Node] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._written = {root_of(each) for node in self.old.nodes for each in written_by(node)}
+        self._written = {root_of(target) for node in self.old.nodes for target in written_by(node)}
 
     def add(self, node: fx.Node) -> None:
         """The next node of the old graph."""
@@ -133,18 +133,18 @@ class _Builder:
     def _get(self, node: fx.Node) -> fx.Node:
         """The node in the new graph."""
         if node not in self._now:
-            for each in node.all_input_nodes:
-                self._get(each)
+            for operand in node.all_input_nodes:
+                self._get(operand)
             self._now[node] = self.graph.node_copy(node, self._now.__getitem__)
         return self._now[node]
 
     def _end_segment(self) -> None:
-        own, self._segment = self._segment, {}
-        inside = {node: None for node in own if _is_kernel(node) and not _is_constant(node)}
+        segment, self._segment = self._segment, {}
+        inside = {node: None for node in segment if _is_kernel(node) and not _is_constant(node)}
         if len(inside) >= _FEWEST:
             self._call(inside)
-        for node in own:
-            if node not in inside and any(user not in own for user in node.users):
+        for node in segment:
+            if node not in inside and any(user not in segment for user in node.users):
                 self._get(node)
         for node in inside:
             if len(inside) < _FEWEST:
@@ -154,18 +154,18 @@ class _Builder:
         """Replaces kernels by one node, and items for those of their results that others use."""
         phase = next(iter(inside)).meta.get(PHASE)
         order, bases = self._needed(inside)
-        part, own = fx.Graph(), dict[fx.Node, fx.Node]()
+        part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for place, base in enumerate(bases):
-            own[base] = part.placeholder(f"x{place}")
+            copies[base] = part.placeholder(f"x{place}")
         for node in order:
-            own[node] = part.node_copy(node, own.__getitem__)
+            copies[node] = part.node_copy(node, copies.__getitem__)
         results = [node for node in _values(inside) if _is_used(node, inside)]
         for node in results:
-            if node not in own:  # one of several results, which no kernel inside reads
-                own[node] = part.node_copy(node, own.__getitem__)
-        part.output([own[node] for node in results])
+            if node not in copies:  # one of several results, which no kernel inside reads
+                copies[node] = part.node_copy(node, copies.__getitem__)
+        part.output([copies[node] for node in results])
         module = fx.GraphModule(torch.nn.Module(), part)
-        inputs, outputs = ([node.meta["val"] for node in each] for each in (bases, results))
+        inputs, outputs = ([node.meta["val"] for node in nodes] for nodes in (bases, results))
         self.regions.append(GraphRegion(module, inputs, outputs, phase or "step", f"{phase or 'step'} {len(self.regions)}"))
         function, given = self.function_of(self.regions[-1]), tuple(self._get(base) for base in bases)
         call = self.graph.create_node("call_function", function, given, name=f"region_{len(self.regions)}")
@@ -180,7 +180,7 @@ class _Builder:
         while todo:
             node = todo[-1]
             waiting = [] if node in order or node in bases or not self._is_part(node, inside) else node.all_input_nodes
-            waiting = [each for each in waiting if each not in order and each not in bases]
+            waiting = [operand for operand in waiting if operand not in order and operand not in bases]
             todo.extend(reversed(waiting))
             if not waiting:
                 todo.pop()
@@ -266,15 +266,15 @@ class _RegionFunction:
     _mended: list[int] | None = None
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        found = self.run(*inputs)
+        outputs = self.run(*inputs)
         if self._mended is None:
-            self._mended = self._looked_at(inputs, found)
-        return found if not self._mended else [self._as_traced(place, x) for place, x in enumerate(found)]
+            self._mended = self._looked_at(inputs, outputs)
+        return outputs if not self._mended else [self._as_traced(place, x) for place, x in enumerate(outputs)]
 
-    def _looked_at(self, inputs: Sequence[Tensor], found: Sequence[Tensor]) -> list[int]:
+    def _looked_at(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[int]:
         """The results that are views of others or of inputs, or laid out otherwise."""
         places, seen = list[int](), {x.untyped_storage().data_ptr() for x in inputs}
-        for place, (x, model) in enumerate(zip(found, self.outputs, strict=True)):
+        for place, (x, model) in enumerate(zip(outputs, self.outputs, strict=True)):
             if (x.dtype, x.shape, x.device) != (model.dtype, model.shape, model.device):
                 raise RegionError(
                     f"a result is a {x.dtype}{list(x.shape)} on {x.device}, and not {model.dtype}{list(model.shape)}"
@@ -337,10 +337,10 @@ class RegionCode(GraphCode):
     @property
     def rows(self) -> list[BlockClass]:
         """The regions by the phase that they begin in, and what was compiled for them."""
-        found: dict[str, BlockClass] = {}
+        by_phase: dict[str, BlockClass] = {}
         for region, function in zip(self.regions, self.functions, strict=True):
-            row = found.setdefault(region.phase, BlockClass(f"regions of {region.phase}"))
+            row = by_phase.setdefault(region.phase, BlockClass(f"regions of {region.phase}"))
             row.paths = (*row.paths, region.name)
             row.calls += self.runs
             row.follow(function.compilations)
-        return list(found.values())
+        return list(by_phase.values())
