@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     """
     command = typer.main.get_command(application())
     try:
-        found = command.main(args=list(argv), prog_name="functional-ds", standalone_mode=False)
+        code = command.main(args=list(argv), prog_name="functional-ds", standalone_mode=False)
     except Exception as error:
         message = getattr(error, "format_message", None)  # a usage error, of click or of typer's own copy of it
         if message is None:
@@ -66,4 +66,4 @@ def run(argv: Sequence[str]) -> int:
         if not words:  # no arguments: the help was printed
             return 2
         raise CommandError(words) from None
-    return found if isinstance(found, int) else 0
+    return code if isinstance(code, int) else 0

@@ -39,11 +39,11 @@ def inspect(
       functional-ds inspect out/checkpoints --tag 1000 --tensors --verify
       functional-ds inspect model.safetensors --json
     """
-    found = open_checkpoint(path, tag=tag)
-    damage = _damage(found) if verify else None
+    checkpoint = open_checkpoint(path, tag=tag)
+    damage = _damage(checkpoint) if verify else None
     groups: dict[str, list[Tensor]] = {}
-    for name, tensor in found.tensors.items():
-        groups.setdefault(_group(name, found.kind), []).append(tensor)
+    for name, tensor in checkpoint.tensors.items():
+        groups.setdefault(_group(name, checkpoint.kind), []).append(tensor)
     sizes = {name: {"tensors": len(group), **_size(group)} for name, group in groups.items()}
     rows = [
         (
@@ -57,26 +57,26 @@ def inspect(
     ]
     data: dict[str, Any] = {
         "path": path,
-        "kind": found.kind,
-        **{key: found.notes.get(key) for key in ("tag", "tags", "step", "ranks", "stage", "extra")},
-        **_size(found.tensors.values()),
+        "kind": checkpoint.kind,
+        **{key: checkpoint.notes.get(key) for key in ("tag", "tags", "step", "ranks", "stage", "extra")},
+        **_size(checkpoint.tensors.values()),
         "groups": sizes,
-        "params": len(found.params),
-        "tensors": [{"name": name, "shape": list(x.shape), "dtype": _dtype(x)} for name, x in found.tensors.items()],
-        "left_out": list(found.left_out),
+        "params": len(checkpoint.params),
+        "tensors": [{"name": name, "shape": list(x.shape), "dtype": _dtype(x)} for name, x in checkpoint.tensors.items()],
+        "left_out": list(checkpoint.left_out),
         "verified": None if not verify else damage == "",
         "damage": damage or None,
     }
     known = ", ".join(f"{key} {data[key]}" for key in ("tag", "step", "ranks", "stage") if data[key] is not None)
-    page: list[OutputTable | str] = [f"{path}: {found.kind}" + (f", {known}" if known else "")]
+    page: list[OutputTable | str] = [f"{path}: {checkpoint.kind}" + (f", {known}" if known else "")]
     if len(data["tags"] or ()) > 1:
         page.append(f"tags: {', '.join(data['tags'])}")
     page.append(OutputTable("", ("", "tensors", "elements", "bytes", "dtypes"), rows))
     if tensors:
-        listed = [(each["name"], str(each["shape"]), each["dtype"]) for each in data["tensors"]]
+        listed = [(entry["name"], str(entry["shape"]), entry["dtype"]) for entry in data["tensors"]]
         page.append(OutputTable("tensors", ("name", "shape", "dtype"), listed))
-    if found.left_out:
-        page.append(f"no whole tensors: {', '.join(found.left_out)}")
+    if checkpoint.left_out:
+        page.append(f"no whole tensors: {', '.join(checkpoint.left_out)}")
     if verify:
         page.append(
             "this kind has no checksums; sizes and headers were read"
@@ -113,38 +113,48 @@ def convert(
       functional-ds convert deepspeed_run hf_model --to safetensors --shard-bytes 5GB
       functional-ds convert deepspeed_run out/checkpoints --to functional-ds
     """
-    found = open_checkpoint(source, tag=tag)
-    kind = to or {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}.get(Path(target).suffix, "")
-    if kind not in WRITTEN:
+    checkpoint = open_checkpoint(source, tag=tag)
+    target_format = to or {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}.get(
+        Path(target).suffix, ""
+    )
+    if target_format not in WRITTEN:
         raise CommandError(
             f"--to: {kind!r} is not one of {', '.join(WRITTEN)}" if to else "--to: DST has no known suffix; pass --to"
         )
     limit = size(shard_bytes, option="--shard-bytes") if shard_bytes else None
-    if limit is not None and (kind != "safetensors" or Path(target).suffix == ".safetensors"):
+    if limit is not None and (target_format != "safetensors" or Path(target).suffix == ".safetensors"):
         raise CommandError("--shard-bytes: it is for a folder of safetensors files")
-    if kind == "functional-ds":
-        wanted = state_names(found)
+    if target_format == "functional-ds":
+        wanted = state_names(checkpoint)
     else:
-        wanted = {name: name for name in found.tensors} if everything else dict(found.params)
+        wanted = {name: name for name in checkpoint.tensors} if everything else dict(checkpoint.params)
     chosen = {name: place for name, place in wanted.items() if only is None or _is_like(name, only)}
     if not chosen:
         raise CommandError(f"--only: no name of {source} is like {only!r}" if only else f"{source} has no params")
-    values = _values(found, chosen, _DTYPES.get(dtype or ""))
-    if kind == "functional-ds":
+    values = _values(checkpoint, chosen, _DTYPES.get(dtype or ""))
+    if target_format == "functional-ds":
         values |= _counted(values)
     updates = int(values["step"]) if "step" in values else 0
-    written_as(kind, values, Path(target), shard_bytes=limit, overwrite=overwrite, step=updates, extra=found.notes.get("extra"))
-    left_out = [*_unused(found.tensors, set(chosen.values())), *found.left_out, *found.notes.get("beside", ())]
+    written_as(
+        target_format,
+        values,
+        Path(target),
+        shard_bytes=limit,
+        overwrite=overwrite,
+        step=updates,
+        extra=checkpoint.notes.get("extra"),
+    )
+    left_out = [*_unused(checkpoint.tensors, set(chosen.values())), *checkpoint.left_out, *checkpoint.notes.get("beside", ())]
     data: dict[str, Any] = {
         "source": source,
-        "from": found.kind,
+        "from": checkpoint.kind,
         "target": target,
-        "to": kind,
+        "to": target_format,
         "tensors": len(values),
         **_size(values.values()),
         "left_out": left_out,
     }
-    page = [f"{source} ({found.kind}) -> {target} ({kind}): {len(values)} tensors, {bytes_of(data['bytes'])}"]
+    page = [f"{source} ({checkpoint.kind}) -> {target} ({target_format}): {len(values)} tensors, {bytes_of(data['bytes'])}"]
     if left_out:
         page.append(f"left out: {_roles(left_out)}")
     emit(page, data, as_json=as_json)
@@ -176,9 +186,9 @@ def _roles(names: Iterable[str]) -> str:
     return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
 
 
-def _values(found: NamedTensors, wanted: dict[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    with refused(f"{found.path} cannot be read", CheckpointError, ValueError, OSError, RuntimeError):
-        read = found.read(list(dict.fromkeys(wanted.values())))
+def _values(checkpoint: NamedTensors, wanted: dict[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    with refused(f"{checkpoint.path} cannot be read", CheckpointError, ValueError, OSError, RuntimeError):
+        read = checkpoint.read(list(dict.fromkeys(wanted.values())))
     return {name: _cast(name, read[place], dtype) for name, place in wanted.items()}
 
 
@@ -188,13 +198,13 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.to(dtype) if dtype is not None and floating else value
 
 
-def _damage(found: NamedTensors) -> str | None:
+def _damage(checkpoint: NamedTensors) -> str | None:
     """What is damaged; empty for nothing, None for a format without checksums."""
-    if found.kind != "functional-ds":
+    if checkpoint.kind != "functional-ds":
         return None
-    folder = found.path.parent if (found.path / "manifest.json").is_file() else found.path
+    folder = checkpoint.path.parent if (checkpoint.path / "manifest.json").is_file() else checkpoint.path
     try:
-        verified(folder, found.notes["tag"])
+        verified(folder, checkpoint.notes["tag"])
     except CheckpointError as error:
         return f"damaged: {error}"
     return ""

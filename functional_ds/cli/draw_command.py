@@ -78,7 +78,7 @@ Drawn = tuple[list[OutputTable | str], dict[str, Any], Callable[[], Any]]
 
 def _schedule(name: str, ranks: int, microbatches: int, costs: str, width: int) -> Drawn:
     with refused(f"schedule {name}", ValueError):
-        times = [float(each) for each in costs.split(",")]
+        times = [float(cost) for cost in costs.split(",")]
         if len(times) != 3:
             raise ValueError("three numbers")
         if Path(name).suffix == ".csv":
@@ -89,24 +89,24 @@ def _schedule(name: str, ranks: int, microbatches: int, costs: str, width: int) 
             raise CommandError(f"--ranks {ranks} --microbatches {microbatches}: a picture has room for {_MOST_CELLS:,} of both")
         else:
             schedule = published(name, ranks, microbatches)
-        found = timeline(schedule, Costs(forward=times[0], inputs=times[1], weights=times[2]))
+        timed = timeline(schedule, Costs(forward=times[0], inputs=times[1], weights=times[2]))
     data = {
         "what": "schedule",
         "name": name,
         "ranks": schedule.ranks,
         "microbatches": schedule.microbatches,
-        "makespan": found.makespan,
-        "bubble": found.bubble,
-        "peak": [float(each) for each in found.peak],
+        "makespan": timed.makespan,
+        "bubble": timed.bubble,
+        "peak": [float(peak) for peak in timed.peak],
         "rows": [[str(action) for action in schedule[rank]] for rank in range(schedule.ranks)],
     }
-    return [found.text(width=width)], data, lambda: draw_timeline(found, title=name)
+    return [timed.text(width=width)], data, lambda: draw_timeline(timed, title=name)
 
 
 def _memory(params: float, ranks: int, convention: str) -> Drawn:
     its = _CONVENTIONS[convention]
     stages = [
-        {**{kind: each.bytes(params, ranks) for kind, each in by_stage(stage, its).items()}}
+        {**{category: formula.bytes(params, ranks) for category, formula in by_stage(stage, its).items()}}
         | {"total": sum(by_stage(stage, its).values(), Formula()).bytes(params, ranks)}
         for stage in range(4)
     ]
@@ -124,13 +124,13 @@ def _traffic(model: str | None, config: str | None, mesh: str, zero: int | None)
     if count > _MOST:
         raise CommandError(f"--mesh: a picture has room for {_MOST} ranks; functional-ds plan takes any number")
     books: list[Ledger] = sent_by_all(planned(job), job)
-    found = traffic(books)
-    total = {axis: float(sent.sum()) for axis, sent in found.items()}
+    by_axis = traffic(books)
+    total = {axis: float(sent.sum()) for axis, sent in by_axis.items()}
     data = {
         "what": "traffic",
         "model": model,
         "candidate": name,
-        "bytes": {axis: sent.tolist() for axis, sent in found.items()},
+        "bytes": {axis: sent.tolist() for axis, sent in by_axis.items()},
     }
     rows = [(axis, f"{int(size / count):,}", f"{int(size):,}") for axis, size in total.items()]
     page: list[OutputTable | str] = [OutputTable(name, ("axis", "bytes a rank", "bytes of all"), rows)]
@@ -150,9 +150,9 @@ def _trace(name: str | None) -> Drawn:
         content = parse_json(read_text(Path(name), limit=_TRACE))
         events = content["traceEvents"] if isinstance(content, dict) else content
         slices = [
-            (int(each["pid"]), str(each.get("tid", "")), str(each["name"]), float(each["ts"]), float(each["dur"]))
-            for each in events
-            if each.get("ph") == "X"
+            (int(event["pid"]), str(event.get("tid", "")), str(event["name"]), float(event["ts"]), float(event["dur"]))
+            for event in events
+            if event.get("ph") == "X"
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CommandError(f"OF: {name} is not a Chrome trace: {type(error).__name__} {error}") from error
@@ -161,13 +161,13 @@ def _trace(name: str | None) -> Drawn:
     sums: dict[tuple[int, str], list[float]] = defaultdict(list)
     for process, _, label, _, length in slices:
         sums[process, label].append(length / 1e6)
-    found = sorted(sums.items(), key=lambda pair: (pair[0][0], -sum(pair[1])))
+    totals = sorted(sums.items(), key=lambda pair: (pair[0][0], -sum(pair[1])))
     data = {
         "what": "trace",
         "file": name,
-        "slices": [{"rank": rank, "name": label, "calls": len(t), "seconds": sum(t)} for (rank, label), t in found],
+        "slices": [{"rank": rank, "name": label, "calls": len(t), "seconds": sum(t)} for (rank, label), t in totals],
     }
-    rows = [(str(rank), label, str(len(times)), seconds_of(sum(times))) for (rank, label), times in found]
+    rows = [(str(rank), label, str(len(times)), seconds_of(sum(times))) for (rank, label), times in totals]
     return [OutputTable(name, ("rank", "name", "calls", "time"), rows)], data, lambda: _gantt(slices, name)
 
 

@@ -46,7 +46,7 @@ def read_hostfile(path: str) -> list[HostSlots]:
     file = Path(path)
     if not file.is_file():
         raise CommandError(f"HOSTFILE: there is no file {path}")
-    found: dict[str, HostSlots] = {}
+    hosts: dict[str, HostSlots] = {}
     with refused(f"HOSTFILE: {path} cannot be read", OSError, UnicodeDecodeError):
         lines = read_text(file).splitlines()
     for number, line in enumerate(lines, 1):
@@ -59,12 +59,12 @@ def read_hostfile(path: str) -> list[HostSlots]:
         if len(match[2]) > len(str(_MOST_SLOTS)) or int(match[2]) > _MOST_SLOTS:
             raise CommandError(f"HOSTFILE: {path}, line {number}: slots={match[2][:20]}: a host has at most {_MOST_SLOTS}")
         _check_host(match[1], f"HOSTFILE: {path}, line {number}")
-        if match[1] in found:
+        if match[1] in hosts:
             raise CommandError(f"HOSTFILE: {path}, line {number}: the host {match[1]!r} occurs twice")
-        found[match[1]] = HostSlots(match[1], tuple(range(int(match[2]))), int(match[2]))
-    if not found:
+        hosts[match[1]] = HostSlots(match[1], tuple(range(int(match[2]))), int(match[2]))
+    if not hosts:
         raise CommandError(f"HOSTFILE: {path} names no hosts")
-    return list(found.values())
+    return list(hosts.values())
 
 
 def _check_host(name: str, where: str) -> None:
@@ -98,32 +98,32 @@ def filtered(hosts: Sequence[HostSlots], *, include: str = "", exclude: str = ""
         raise CommandError("--include and --exclude: give one of them")
     named = _filter("--include" if include else "--exclude", include or exclude, hosts)
     if include:
-        found = [attrs.evolve(host, slots=named[host.name]) for host in hosts if host.name in named]
+        chosen = [attrs.evolve(host, slots=named[host.name]) for host in hosts if host.name in named]
     else:
-        left = ((host, tuple(s for s in host.slots if s not in named.get(host.name, ()))) for host in hosts)
-        found = [attrs.evolve(host, slots=slots) for host, slots in left if slots]
-    if not found:
+        remaining = ((host, tuple(s for s in host.slots if s not in named.get(host.name, ()))) for host in hosts)
+        chosen = [attrs.evolve(host, slots=slots) for host, slots in remaining if slots]
+    if not chosen:
         raise CommandError(f"--exclude {exclude}: no slots are left")
-    return found
+    return chosen
 
 
 def _filter(option: str, text: str, hosts: Sequence[HostSlots]) -> dict[str, tuple[int, ...]]:
     known = {host.name: host for host in hosts}
-    found: dict[str, tuple[int, ...]] = {}
+    slots: dict[str, tuple[int, ...]] = {}
     for part in filter(None, text.split("@")):
         name, colon, numbers = part.partition(":")
         if name not in known:
             raise CommandError(f"{option}: the hostfile has no host {name!r}; it has {', '.join(known)}")
-        if name in found:
+        if name in slots:
             raise CommandError(f"{option}: the host {name!r} occurs twice")
         if colon and not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", numbers):
             raise CommandError(f"{option}: {part!r} should be name:slot,slot")
-        chosen = tuple(sorted({int(each) for each in numbers.split(",")})) if colon else known[name].slots
-        absent = [each for each in chosen if each not in known[name].slots]
+        chosen = tuple(sorted({int(slot) for slot in numbers.split(",")})) if colon else known[name].slots
+        absent = [slot for slot in chosen if slot not in known[name].slots]
         if absent:
             raise CommandError(f"{option}: the host {name!r} has no slot {absent[0]}; it has {known[name].there}")
-        found[name] = chosen
-    return found
+        slots[name] = chosen
+    return slots
 
 
 def commands_of(
@@ -150,7 +150,7 @@ def commands_of(
         _check_host(master_addr, "--master-addr")
     if not 0 < master_port < 1 << 16:
         raise CommandError(f"--master-port {master_port}: ports are 1 to 65535")
-    found = []
+    commands = []
     for place, host in enumerate(hosts):
         words = ["torchrun"]
         if len(hosts) == 1 and master_addr is None:
@@ -160,8 +160,8 @@ def commands_of(
             words += [f"--master-addr={master_addr or hosts[0].name}", f"--master-port={master_port}"]
         words += [f"--nproc-per-node={len(host.slots)}", *(["-m"] if module else []), *script]
         some = host.slots != tuple(range(host.there))
-        found.append((f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.slots))} " if some else "") + shlex.join(words))
-    return found
+        commands.append((f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.slots))} " if some else "") + shlex.join(words))
+    return commands
 
 
 def ssh_commands(hosts: Sequence[HostSlots], commands: Sequence[str], *, folder: str) -> list[str]:
@@ -195,19 +195,19 @@ def hosts(
       functional-ds hosts hostfile --include worker-0@worker-1:0,2 -- train.py
       functional-ds hosts hostfile --ssh -- train.py | parallel
     """
-    found = filtered(read_hostfile(hostfile), include=include, exclude=exclude)
-    if num_nodes > len(found) or (num_gpus and num_gpus > min(len(host.slots) for host in found)):
+    chosen = filtered(read_hostfile(hostfile), include=include, exclude=exclude)
+    if num_nodes > len(chosen) or (num_gpus and num_gpus > min(len(host.slots) for host in chosen)):
         raise CommandError(f"--num-nodes {num_nodes}, --num-gpus {num_gpus}: there are not so many")
-    found = found[: num_nodes or None]
-    found = [attrs.evolve(host, slots=host.slots[: num_gpus or None]) for host in found]
-    lines = commands_of(found, script or ["SCRIPT"], master_addr=master_addr, master_port=master_port, module=module)
+    chosen = chosen[: num_nodes or None]
+    chosen = [attrs.evolve(host, slots=host.slots[: num_gpus or None]) for host in chosen]
+    lines = commands_of(chosen, script or ["SCRIPT"], master_addr=master_addr, master_port=master_port, module=module)
     if ssh:
-        lines = ssh_commands(found, lines, folder=str(Path.cwd()))
-    ranks = sum(len(host.slots) for host in found)
+        lines = ssh_commands(chosen, lines, folder=str(Path.cwd()))
+    ranks = sum(len(host.slots) for host in chosen)
     data: dict[str, Any] = {
         "world_size": ranks,
         "hosts": [
-            {"host": host.name, "slots": list(host.slots), "command": line} for host, line in zip(found, lines, strict=True)
+            {"host": host.name, "slots": list(host.slots), "command": line} for host, line in zip(chosen, lines, strict=True)
         ],
     }
     emit(["\n".join(lines)], data, as_json=as_json)

@@ -78,15 +78,19 @@ def plan(
     words = [None] if precision is None and known else choices(precision or "bf16", PRECISIONS, option="--precision")
     changes: dict[str, Any] = {"micro_batch": micro_batch, "accumulate": accumulate, "recompute": recompute}
     candidates = [candidate(base, sizes, stage=s, precision=w, schedule=schedule, **changes) for w in words for s in stages]
-    for each in candidates:
-        if each.deepspeed is not None:
-            deepspeed_plan(each)  # an unsupported key raises an error before anything is computed
-        schedule_of(each)
+    for job in candidates:
+        if job.deepspeed is not None:
+            deepspeed_plan(job)  # an unsupported key raises an error before anything is computed
+        schedule_of(job)
     most = size(limit, option="--limit") if limit else 0
     place = machine_of(machine, ranks=candidates[0].world_size) if machine else None
     subject = attrs.evolve(planned(candidates[0]), name=model)
-    found = [forecast(subject, each, machine=place, limit=most, device=device) for each in candidates]
-    best = min((each for each in found if each.fits), key=lambda each: each.step_seconds or 0.0, default=None)
+    forecasts = [forecast(subject, job, machine=place, limit=most, device=device) for job in candidates]
+    best = min(
+        (predicted for predicted in forecasts if predicted.fits),
+        key=lambda predicted: predicted.step_seconds or 0.0,
+        default=None,
+    )
     if best is not None and out is not None and subject.loss is None:
         raise CommandError(
             f"--out {out}: only shapes of {model} are known, and a job needs the model, its loss and its batches"
@@ -95,11 +99,11 @@ def plan(
         "model": {"name": model, "parameters": subject.numel, "complete": subject.loss is not None},
         "ranks": candidates[0].world_size,
         "machine": place.name if place else None,
-        "candidates": [each.as_dict() for each in found],
+        "candidates": [predicted.as_dict() for predicted in forecasts],
         "best": None if best is None else best.job.to_dict(),
-        "fits": [name_of(each.job) for each in found if each.fits],
+        "fits": [name_of(predicted.job) for predicted in forecasts if predicted.fits],
     }
-    page = plan_page(subject, found)
+    page = plan_page(subject, forecasts)
     if explain:
         keys = () if candidates[0].deepspeed is None else deepspeed_plan(candidates[0]).explain().rows
         rows = [(row.key, row.fate.value, row.reason) for row in keys]
@@ -111,60 +115,64 @@ def plan(
     return 0 if data["fits"] else 1
 
 
-def plan_page(subject: Subject, found: Sequence[Forecast]) -> list[OutputTable | str]:
+def plan_page(subject: Subject, forecasts: Sequence[Forecast]) -> list[OutputTable | str]:
     """The tables of a plan."""
-    first = found[0]
+    first = forecasts[0]
     where = f" on {first.machine.name}" if first.machine else ""
     page: list[OutputTable | str] = [
         f"{subject.name}: {count_of(subject.numel)} parameters, {first.job.world_size} ranks{where}"
     ]
-    kinds = [kind for kind in KINDS if kind in _SHOWN and any(getattr(each.shape.memory, kind) for each in found)]
+    kinds = [
+        category
+        for category in KINDS
+        if category in _SHOWN and any(getattr(predicted.shape.memory, category) for predicted in forecasts)
+    ]
     columns = ("candidate", *kinds, "others", "activations", "peak", "fits")
     rows = []
-    for each, name, shape in _ranks_of(found):
+    for predicted, name, shape in _ranks_of(forecasts):
         memory = shape.memory
-        cells = [bytes_of(getattr(memory, kind)) for kind in kinds]
+        cells = [bytes_of(getattr(memory, category)) for category in kinds]
         held = bytes_of(shape.activations) if shape.complete else "-"
-        fits = "-" if not each.limit else "yes" if shape.peak <= each.limit else "no"
+        fits = "-" if not predicted.limit else "yes" if shape.peak <= predicted.limit else "no"
         rows.append((name, *cells, bytes_of(memory.buffers), held, bytes_of(shape.peak), fits))
     limit = f", limit {bytes_of(first.limit)}" if first.limit else ""
     page.append(OutputTable(f"memory of a rank{limit}", columns, rows))
-    wide = [each for each in found if each.why_not]
+    wide = [predicted for predicted in forecasts if predicted.why_not]
     if wide:
         page.append(OutputTable("what does not fit", ("candidate", "why"), [(name_of(e.job), e.why_not) for e in wide]))
     sent = [
         (name, row.collective, row.group, str(row.size), str(row.calls), f"{row.bytes:,}")
-        for _, name, shape in _ranks_of(found)
+        for _, name, shape in _ranks_of(forecasts)
         for row in shape.sent
         if row.bytes
     ]
     columns = ("candidate", "collective", "group", "ranks", "calls", "bytes")
     page.append(OutputTable("sent by a rank in a step", columns, sent) if sent else "A rank sends nothing.")
-    timed = [(each, each.seconds) for each in found if each.seconds is not None]
+    timed = [(predicted, predicted.seconds) for predicted in forecasts if predicted.seconds is not None]
     if timed:
-        bubble = any(each.stages for each in found)
+        bubble = any(predicted.stages for predicted in forecasts)
         times = [
             (
-                name_of(each.job),
+                name_of(predicted.job),
                 *(seconds_of(time) for time in s.values()),
-                *([seconds_of(each.bubble_seconds)] if bubble else []),
-                seconds_of(each.step_seconds),
-                f"{each.samples_per_second or 0:.4g}",
+                *([seconds_of(predicted.bubble_seconds)] if bubble else []),
+                seconds_of(predicted.step_seconds),
+                f"{predicted.samples_per_second or 0:.4g}",
             )
-            for each, s in timed
+            for predicted, s in timed
         ]
         columns = ("candidate", *FACTORS, *["bubble"] * bubble, "together", "rows/s")
         page.append(OutputTable("time of a step at the machine's rates, if communication overlaps nothing", columns, times))
     if subject.loss is None:
         page.append("Only shapes are known: activations and times are not predicted. A function or a config has them.")
-    page.append("\n".join(f"{name_of(each.job)}\n  {each.line}" for each in found if each.fits))
+    page.append("\n".join(f"{name_of(predicted.job)}\n  {predicted.line}" for predicted in forecasts if predicted.fits))
     return [part for part in page if part]
 
 
-def _ranks_of(found: Sequence[Forecast]) -> Iterator[tuple[Forecast, str, StepShape]]:
+def _ranks_of(forecasts: Sequence[Forecast]) -> Iterator[tuple[Forecast, str, StepShape]]:
     """Each candidate with its name and its step; a pipeline's once for each of its ranks."""
-    for each in found:
-        if not each.stages:
-            yield each, name_of(each.job), each.shape
-        for place, shape in enumerate(each.stages):
-            yield each, f"{name_of(each.job)}: rank {place} of pp", shape
+    for predicted in forecasts:
+        if not predicted.stages:
+            yield predicted, name_of(predicted.job), predicted.shape
+        for place, shape in enumerate(predicted.stages):
+            yield predicted, f"{name_of(predicted.job)}: rank {place} of pp", shape

@@ -43,13 +43,13 @@ def environment(given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     return shown, sorted(name for name in given if name.startswith(_IGNORED) and name not in read)
 
 
-def warnings_of(found: Mapping[str, Any]) -> list[str]:
+def warnings_of(facts: Mapping[str, Any]) -> list[str]:
     """What in a report is likely to cost time or to fail."""
-    words, env = [], found["environment"]["set"]
-    shm = found["memory"]["shm_total"]
+    words, env = [], facts["environment"]["set"]
+    shm = facts["memory"]["shm_total"]
     if shm is not None and shm < _SHARED:
         words.append(f"/dev/shm has {bytes_of(shm)}: data loaders with workers and NCCL want 1 GB or more (--shm-size)")
-    files = found["limits"]["open files"]
+    files = facts["limits"]["open files"]
     if files != "unlimited" and files < _FILES:
         words.append(f"{files} open files are allowed: raise it with ulimit -n")
     if int(env.get("WORLD_SIZE", "1") if env.get("WORLD_SIZE", "1").isdigit() else 1) > 1 and "OMP_NUM_THREADS" not in env:
@@ -58,17 +58,17 @@ def warnings_of(found: Mapping[str, Any]) -> list[str]:
         words.append("CUDA_LAUNCH_BLOCKING=1: nothing overlaps")
     if "RANK" in env and "LOCAL_RANK" not in env:
         words.append("RANK is set and LOCAL_RANK is not: ranks of one host would share a device")
-    if not found["devices"] and found["versions"].get("cuda"):
+    if not facts["devices"] and facts["versions"].get("cuda"):
         words.append("torch was built for CUDA, and sees no device: driver, or CUDA_VISIBLE_DEVICES")
-    if found["memory"]["bf16"] is False and not found["devices"]:
+    if facts["memory"]["bf16"] is False and not facts["devices"]:
         words.append("this CPU has no bf16 arithmetic: use fp32 here")
-    if found["environment"]["ignored"]:
-        words.append(f"nothing here reads {', '.join(found['environment']['ignored'])}")
+    if facts["environment"]["ignored"]:
+        words.append(f"nothing here reads {', '.join(facts['environment']['ignored'])}")
     return words
 
 
 def _versions() -> dict[str, str | None]:
-    installed = {str(each.name).lower(): each.version for each in distributions()}
+    installed = {str(distribution.name).lower(): distribution.version for distribution in distributions()}
     where = platform.system(), platform.release().partition("-")[0], platform.machine(), *platform.libc_ver()
     nccl = torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()
     return {
@@ -82,14 +82,14 @@ def _versions() -> dict[str, str | None]:
 
 
 def _devices() -> list[dict[str, Any]]:
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         its = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        found.append(
+        devices.append(
             {"index": index, "name": its.name, "capability": f"{its.major}.{its.minor}", "memory": total, "free": free}
         )
-    return found
+    return devices
 
 
 def _memory() -> dict[str, Any]:
@@ -116,11 +116,11 @@ def _cpu_flags() -> set[str]:
 
 
 def _limits() -> dict[str, int | str]:
-    found: dict[str, int | str] = {}
+    limits: dict[str, int | str] = {}
     for name, constant in _LIMITS.items():
         soft = resource.getrlimit(getattr(resource, constant))[0]
-        found[name] = "unlimited" if soft == resource.RLIM_INFINITY else soft
-    return found
+        limits[name] = "unlimited" if soft == resource.RLIM_INFINITY else soft
+    return limits
 
 
 def report(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
@@ -133,7 +133,7 @@ def report(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     """
     shown, ignored = environment(os.environ)
     there = dist.is_available()
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "versions": _versions(),
         "devices": _devices(),
         "backends": {
@@ -146,27 +146,27 @@ def report(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         "environment": {"set": shown, "ignored": ignored},
         "executable": sys.executable,
     }
-    found["warnings"] = warnings_of(found)
-    memory = found["memory"]
+    facts["warnings"] = warnings_of(facts)
+    memory = facts["memory"]
     sizes = [
         (name, bytes_of(memory[name]) if memory[name] is not None else "-") for name in ("host_total", "shm_total", "shm_free")
     ]
     counts = [(name, str(memory[name])) for name in ("cores", "cores_usable", "threads", "bf16")]
     devices = [
-        (str(d["index"]), d["name"], d["capability"], bytes_of(d["memory"]), bytes_of(d["free"])) for d in found["devices"]
+        (str(d["index"]), d["name"], d["capability"], bytes_of(d["memory"]), bytes_of(d["free"])) for d in facts["devices"]
     ]
     emit(
         [
-            OutputTable("versions", ("", ""), [(name, value or "-") for name, value in found["versions"].items()]),
+            OutputTable("versions", ("", ""), [(name, value or "-") for name, value in facts["versions"].items()]),
             OutputTable("devices", ("", "name", "capability", "memory", "free"), devices)
             if devices
             else "devices: none but the CPU",
-            "backends: " + ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in found["backends"].items()),
-            OutputTable("host", ("", ""), [*sizes, *counts, *((name, str(value)) for name, value in found["limits"].items())]),
+            "backends: " + ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in facts["backends"].items()),
+            OutputTable("host", ("", ""), [*sizes, *counts, *((name, str(value)) for name, value in facts["limits"].items())]),
             OutputTable("environment", ("", ""), list(shown.items())) if shown else "environment: nothing is set",
-            "warnings\n" + "\n".join(f"  {word}" for word in found["warnings"]) if found["warnings"] else "warnings: none",
+            "warnings\n" + "\n".join(f"  {word}" for word in facts["warnings"]) if facts["warnings"] else "warnings: none",
         ],
-        found,
+        facts,
         as_json=as_json,
     )
     return 0

@@ -35,23 +35,23 @@ def train(
     if importlib.util.find_spec(_JOBS) is None:
         raise CommandError(f"train: this installation has no {_JOBS}, which reads and runs job files")
     jobs: Any = importlib.import_module(_JOBS)
-    found = jobs.run_job(
+    result = jobs.run_job(
         jobs.load_job(job, _changes(changes or []), allow_import=allow_import or []), say=None if as_json else print
     )
     if os.environ.get("RANK", "0") == "0":
-        emit([str(found)], {"job": job, **found.to_dict()}, as_json=as_json)
-    return 130 if found.interrupted else 0
+        emit([str(result)], {"job": job, **result.to_dict()}, as_json=as_json)
+    return 130 if result.interrupted else 0
 
 
 def _changes(words: list[str]) -> dict[str, Any]:
     """Values by path; what is not JSON is a string."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for word in words:
         path, equals, text = word.partition("=")
         if not path or not equals:
             raise CommandError(f"--set: {word!r} should be path=value, such as data.context=64")
         try:
-            found[path] = parse_json(text)
+            changes[path] = parse_json(text)
         except ValueError:
-            found[path] = text
-    return found
+            changes[path] = text
+    return changes

@@ -97,16 +97,18 @@ def tune(
     made = candidates_of(base, count, rows, SearchSpace(stages, words, micro, again, schedules, axes))
     most = size(limit, option="--limit") if limit else 0
     place = machine_of(machine, ranks=count)
-    found, wrong = _predicted(made, place, most)
+    forecasts, wrong = _predicted(made, place, most)
     refused += wrong
-    chosen = sorted((each for each in found if each.fits), key=lambda each: each.step_seconds or 0.0)[:best]
+    chosen = sorted((forecast for forecast in forecasts if forecast.fits), key=lambda forecast: forecast.step_seconds or 0.0)[
+        :best
+    ]
 
-    def run(each: Forecast, count_of_steps: int) -> Measurement:
-        sys.stderr.write(f"{name_of(each.job)}: {count_of_steps} steps\n")
-        return measure(each.job.changed({"steps": count_of_steps, "device": device}), timeout=timeout)
+    def run(forecast: Forecast, count_of_steps: int) -> Measurement:
+        sys.stderr.write(f"{name_of(forecast.job)}: {count_of_steps} steps\n")
+        return measure(forecast.job.changed({"steps": count_of_steps, "device": device}), timeout=timeout)
 
     runs = halve(chosen, run, steps=steps)
-    winner = next((each for each in runs if each.found.seconds is not None), None)
+    winner = next((trial for trial in runs if trial.measurement.seconds is not None), None)
     fit = None if save_machine is None else fitted(place, _timed(runs))
     data = {
         "model": model,
@@ -114,10 +116,10 @@ def tune(
         "rows": rows,
         "machine": attrs.asdict(place),
         "candidates": len(made),
-        "do_not_fit": [{"name": name_of(each.job), "why": each.why_not} for each in found if not each.fits],
+        "do_not_fit": [{"name": name_of(forecast.job), "why": forecast.why_not} for forecast in forecasts if not forecast.fits],
         "refused": refused,
         "fitted": None if fit is None else attrs.asdict(fit),
-        "runs": [_as_dict(each, fit) for each in runs],
+        "runs": [_as_dict(trial, fit) for trial in runs],
         "winner": None if winner is None else _as_dict(winner, fit),
     }
     if save_machine is not None and winner is not None:
@@ -163,7 +165,7 @@ def candidates_of(job: Job, ranks: int, rows: int, search: SearchSpace) -> list[
     Raises:
         CommandError: the rows do not divide on any mesh.
     """
-    found, wrong = list[Job](), list[CommandError]()
+    jobs, wrong = list[Job](), list[CommandError]()
     counts = {axis: tuple(search.axes.get(axis, (1,))) for axis in ("tp", "sp", "pp", "ep")}
     for tp, sp, pp, ep in product(*counts.values()):
         dp = ranks // (tp * sp * pp)
@@ -172,23 +174,23 @@ def candidates_of(job: Job, ranks: int, rows: int, search: SearchSpace) -> list[
         mesh = {"dp": dp, "pp": pp, "sp": sp, "tp": tp, "ep": ep}
         for schedule in search.schedules if pp > 1 else search.schedules[:1]:
             try:
-                found += _of_mesh(job, mesh, rows, schedule, search)
+                jobs += _of_mesh(job, mesh, rows, schedule, search)
             except CommandError as error:  # of another mesh they may divide
                 wrong.append(error)
-    if not found:
+    if not jobs:
         words = ", ".join(f"{axis}={list(sizes)}" for axis, sizes in counts.items())
         raise wrong[0] if wrong else CommandError(f"--ranks {ranks}: no mesh of {words} has so many")
-    return found
+    return jobs
 
 
 def _of_mesh(job: Job, mesh: Mapping[str, int], rows: int, schedule: str, search: SearchSpace) -> list[Job]:
     dp = mesh["dp"]
     if rows % dp:
         raise CommandError(f"--rows {rows} do not divide among {dp} ranks")
-    own = rows // dp
-    sizes = [each for each in (search.micro or range(1, own + 1)) if own % each == 0]
+    rows_per_rank = rows // dp
+    sizes = [micro for micro in (search.micro or range(1, rows_per_rank + 1)) if rows_per_rank % micro == 0]
     if not sizes:
-        raise CommandError(f"--micro-batch: none divides the {own} rows of a rank")
+        raise CommandError(f"--micro-batch: none divides the {rows_per_rank} rows of a rank")
     alone = dp * mesh["sp"] == 1 < dp * mesh["sp"] * mesh["pp"] * mesh["tp"]
     return [
         candidate(
@@ -196,14 +198,14 @@ def _of_mesh(job: Job, mesh: Mapping[str, int], rows: int, schedule: str, search
             mesh,
             stage=stage,
             precision=word,
-            micro_batch=each,
-            accumulate=own // each,
+            micro_batch=micro,
+            accumulate=rows_per_rank // micro,
             recompute=again,
             schedule=schedule,
         )
         for stage in (search.stages[:1] if alone else search.stages)
         for word in search.precisions
-        for each in sizes
+        for micro in sizes
         for again in search.recompute
     ]
 
@@ -214,7 +216,7 @@ def _axes_of(subject: Subject, ranks: int, words: Sequence[str]) -> tuple[dict[s
     Raises:
         CommandError: a given number does not divide the ranks, or is for an axis that the model does not support.
     """
-    divisors = [each for each in range(1, ranks + 1) if ranks % each == 0]
+    divisors = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]
     texts = dict.fromkeys(("tp", "sp", "pp", "ep"), "")
     for word in words:
         name, _, text = word.partition("=")
@@ -223,42 +225,42 @@ def _axes_of(subject: Subject, ranks: int, words: Sequence[str]) -> tuple[dict[s
                 f"--axis: {word!r} should be one of {', '.join(texts)} with its numbers of ranks, such as tp=1,2"
             )
         texts[name] = text
-    found, refused = dict[str, list[int]](), list[dict[str, str]]()
+    sizes, refused = dict[str, list[int]](), list[dict[str, str]]()
     for name, text in texts.items():
         given = numbers(text, option=f"--axis {name}", low=1) if text else divisors
-        wrong = [each for each in given if each not in divisors]
+        wrong = [count for count in given if count not in divisors]
         if wrong:
             raise CommandError(f"--axis {name}={wrong[0]} does not divide {ranks} ranks; use {', '.join(map(str, divisors))}")
-        reason = next((why for each in given if each > 1 and (why := not_admitted(subject, name, each))), None)
+        reason = next((why for count in given if count > 1 and (why := not_admitted(subject, name, count))), None)
         if reason is not None and text:
             raise CommandError(reason)
         if reason is not None:
             refused.append({"name": f"{name} of several ranks", "why": reason})
-        found[name] = given if reason is None else [1]
-    return found, refused
+        sizes[name] = given if reason is None else [1]
+    return sizes, refused
 
 
 def _predicted(made: Sequence[Job], place: Machine, limit: int) -> tuple[list[Forecast], list[dict[str, Any]]]:
     """The forecasts, and the candidates that this model or config does not support."""
     subjects: dict[str, Subject] = {}
-    found, refused = list[Forecast](), list[dict[str, Any]]()
-    for each in made:
+    forecasts, refused = list[Forecast](), list[dict[str, Any]]()
+    for job in made:
         try:
-            key = json.dumps(each.model.to_plain(), default=str)
+            key = json.dumps(job.model.to_plain(), default=str)
             if key not in subjects:
-                subjects[key] = planned(each)
-            found.append(forecast(subjects[key], each, machine=place, limit=limit))
+                subjects[key] = planned(job)
+            forecasts.append(forecast(subjects[key], job, machine=place, limit=limit))
         except CommandError as error:
-            refused.append({"name": name_of(each), "job": each.to_dict(), "why": str(error)})
-    if not found:
+            refused.append({"name": name_of(job), "job": job.to_dict(), "why": str(error)})
+    if not forecasts:
         raise CommandError(refused[0]["why"])
-    return found, refused
+    return forecasts, refused
 
 
 def _timed(runs: Sequence[TrialRun[Forecast]]) -> list[tuple[Mapping[str, float], float]]:
     """The input of a fit, from the runs that succeeded."""
     pairs = [
-        (run.candidate.perfect_seconds, run.found.seconds) for run in runs if not run.candidate.stages
+        (run.candidate.perfect_seconds, run.measurement.seconds) for run in runs if not run.candidate.stages
     ]  # a bubble is none's
     return [(perfect, seconds) for perfect, seconds in pairs if perfect is not None and seconds is not None]
 
@@ -274,14 +276,14 @@ def _as_dict(run: TrialRun[Forecast], fit: Machine | None) -> dict[str, Any]:
         "line": predicted.line,
         "round": run.round,
         "steps": run.steps,
-        "why": run.found.why or None,
+        "why": run.measurement.why or None,
         "predicted": {
             "step_seconds": predicted.step_seconds,
             "peak": predicted.peak,
             "state": predicted.shape.memory.state,
         },
         "fitted": {"step_seconds": _fitted_seconds(run, fit)},
-        "measured": {"step_seconds": run.found.seconds, "peak": run.found.peak, "state": run.found.state},
+        "measured": {"step_seconds": run.measurement.seconds, "peak": run.measurement.peak, "state": run.measurement.state},
     }
 
 
@@ -289,15 +291,15 @@ def _page(
     data: Mapping[str, Any], runs: Sequence[TrialRun[Forecast]], winner: TrialRun[Forecast] | None, fit: Machine | None
 ) -> list[OutputTable | str]:
     def cells(run: TrialRun[Forecast]) -> Iterator[str]:
-        found = run.found
+        measurement = run.measurement
         yield name_of(run.candidate.job)
         yield str(run.steps)
         yield seconds_of(run.candidate.step_seconds)
         if fit is not None:
             yield seconds_of(_fitted_seconds(run, fit))
-        yield seconds_of(found.seconds)
-        yield from (bytes_of(run.candidate.peak), bytes_of(found.peak) if found.peak is not None else "-")
-        yield found.why
+        yield seconds_of(measurement.seconds)
+        yield from (bytes_of(run.candidate.peak), bytes_of(measurement.peak) if measurement.peak is not None else "-")
+        yield measurement.why
 
     columns = (
         "candidate",

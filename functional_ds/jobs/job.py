@@ -232,7 +232,7 @@ class Job(Entries):
             raise JobError(f"the mesh has more than {MOST_RANKS} ranks", entry="mesh", value=self.mesh)
         if self.mesh and self.ranks not in (None, size):
             raise JobError(f"the mesh has {size} ranks; leave ranks out, or change the mesh", entry="ranks", value=self.ranks)
-        if self.deepspeed is not None and any(each.name not in BESIDE_DEEPSPEED for each in self.strategy):
+        if self.deepspeed is not None and any(call.name not in BESIDE_DEEPSPEED for call in self.strategy):
             raise JobError(
                 f"a DeepSpeed config is a strategy; keep one of the two, except {', '.join(BESIDE_DEEPSPEED)}",
                 entry="strategy",
@@ -252,7 +252,7 @@ class Job(Entries):
 
     def transform(self, name: str) -> CallEntry | None:
         """The first transform of this name in the strategy."""
-        return next((each for each in self.strategy if each.name == name), None)
+        return next((call for call in self.strategy if call.name == name), None)
 
     def to_toml(self, *, defaults: bool = False) -> str:
         """The job as the text of a file; entries at their defaults are omitted unless asked for."""

@@ -118,14 +118,14 @@ def read_files(names: Iterable[str | Path], *, pattern: str = "**/*", folder: st
         paths = sorted(_visible(path, pattern)) if path.is_dir() else [path]
         if not paths:
             raise JobError(f"{path} has no files that match {pattern!r}", entry=entry)
-        for each in paths:
+        for file in paths:
             try:
-                text = read_regular(each, limit=room)
+                text = read_regular(file, limit=room)
             except OSError as error:
-                raise JobError(f"{each} cannot be read ({error.strerror}); give a readable text file", entry=entry) from error
+                raise JobError(f"{file} cannot be read ({error.strerror}); give a readable text file", entry=entry) from error
             room -= len(text)
             if not text and not path.is_dir():
-                raise JobError(f"{each} is empty; give a file with text in it", entry=entry)
+                raise JobError(f"{file} is empty; give a file with text in it", entry=entry)
             yield text
 
 
@@ -196,12 +196,12 @@ def text_of(job: Job) -> Any:
 
 
 def _own(job: Job, call: CallEntry) -> Any:
-    found = made(call, "text", job, entry="text")
-    if not callable(getattr(found, "batch", None)):
+    text = made(call, "text", job, entry="text")
+    if not callable(getattr(text, "batch", None)):
         raise JobError(
             "it returned no text: an object with batch(split, step, rows=, context=, seed=, first_row=)", entry="text"
         )
-    return found
+    return text
 
 
 def _documents(job: Job) -> Iterator[bytes]:
@@ -229,12 +229,12 @@ def _rows_of_dataset(job: Job, name: str) -> Iterator[bytes]:
     datasets = imported("datasets", "dataset", name)
     local = Path(job.folder, name)
     try:
-        found = datasets.load_dataset(str(local) if local.exists() else name, data.dataset_config, split=data.dataset_split)
+        dataset = datasets.load_dataset(str(local) if local.exists() else name, data.dataset_config, split=data.dataset_split)
     except (OSError, ValueError, RuntimeError) as error:  # its own errors are of these kinds
         raise JobError(f"datasets cannot load it: {error}", entry="dataset", value=name) from error
-    if data.column not in found.column_names:
-        raise JobError(f"the data set has the columns {', '.join(found.column_names)}", entry="column", value=data.column)
-    for row in found:
+    if data.column not in dataset.column_names:
+        raise JobError(f"the data set has the columns {', '.join(dataset.column_names)}", entry="column", value=data.column)
+    for row in dataset:
         yield str(row[data.column]).encode()
 
 

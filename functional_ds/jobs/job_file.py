@@ -58,8 +58,8 @@ def load_job(
         _check(data, file)
         if isinstance(data, Mapping):
             data = {"folder": str(file.parent), **data}
-        own = data.allow_import if isinstance(data, Job) else ()
-        allowed = (*own, *module_names(allow_import))
+        declared = data.allow_import if isinstance(data, Job) else ()
+        allowed = (*declared, *module_names(allow_import))
         job = Job.read(data.to_dict() if isinstance(data, Job) else data, file=str(file), allow_import=allowed)
         return job.changed(changes) if changes else job
 
@@ -94,7 +94,7 @@ def _json(file: Path, text: str) -> Any:
 
 
 def _python(file: Path, text: str) -> Any:
-    found = runpy.run_path(str(file)).get("job")
-    if not isinstance(found, Job | Mapping):
-        raise JobError("it must set `job` to a Job, or to a table of entries", entry="job", value=found, file=str(file))
-    return found
+    job = runpy.run_path(str(file)).get("job")
+    if not isinstance(job, Job | Mapping):
+        raise JobError("it must set `job` to a Job, or to a table of entries", entry="job", value=job, file=str(file))
+    return job

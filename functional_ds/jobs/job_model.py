@@ -56,9 +56,11 @@ def huggingface(
         else:
             local = Path(folder, config)
             config = str(local) if local.exists() else config
-            found = transformers.AutoConfig.from_pretrained(config, use_cache=False, trust_remote_code=False)
+            model_config = transformers.AutoConfig.from_pretrained(config, use_cache=False, trust_remote_code=False)
         models = transformers.AutoModelForCausalLM
-        model = models.from_pretrained(config, config=found, **more) if weights else models.from_config(found, **more)
+        model = (
+            models.from_pretrained(config, config=model_config, **more) if weights else models.from_config(model_config, **more)
+        )
         if experts:
             model.set_experts_implementation(import_module("functional_ds.parallel.experts").register_experts())
     except (OSError, ValueError) as error:
@@ -106,10 +108,10 @@ def pipeline(
         stages: the model's; None before there is a model, to check the other arguments.
     """
     ranks = comm.world().size if group is None else group.size
-    found = pipeline_schedule(schedule, micro_batches, ranks=ranks, stages_per_rank=stages_per_rank)
+    resolved = pipeline_schedule(schedule, micro_batches, ranks=ranks, stages_per_rank=stages_per_rank)
     if stages is None:
         return compose()
-    made: Transform = import_module("functional_ds.transforms").pipeline(found, stages, group, resident=resident)
+    made: Transform = import_module("functional_ds.transforms").pipeline(resolved, stages, group, resident=resident)
     return made
 
 
@@ -127,7 +129,7 @@ def next_token(logits_BTV: Any, targets_BT: Tensor) -> Weighted:
 
 def vocab_parallel(logits_BTV: Tensor, targets_BT: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Weighted:
     """The same for logits whose vocabulary ``tensor_parallel`` splits: ``fds.tp.cross_entropy``."""
-    found: Weighted = import_module("functional_ds.parallel.tensor").cross_entropy(
+    loss: Weighted = import_module("functional_ds.parallel.tensor").cross_entropy(
         logits_BTV, targets_BT, label_smoothing=label_smoothing, z_loss=z_loss
     )
-    return found
+    return loss

@@ -50,7 +50,7 @@ class Subject:
         loss: ``loss(params, batch)``; None if only shapes are known.
         batch: ``batch(rows)``, an example batch of a step; None if only shapes are known.
         apply: the model as a function of its params; None if only shapes are known.
-        own: the model's batches; None if they come from the job's text.
+        batches: the model's batches; None if they come from the job's text.
         tokens: of a row; None if rows have none.
         tp_plan: how layers are split over the axis tp, as for ``T.tensor_parallel``; None for the plan of the model's config.
         sequence: how sequences are split over sp: arguments of ``T.sequence``; None if unknown.
@@ -63,7 +63,7 @@ class Subject:
     loss: LossFn | None = None
     batch: Callable[[int], Any] | None = None
     apply: Any = None
-    own: OwnBatches | None = None
+    batches: OwnBatches | None = None
     tokens: int | None = None
     tp_plan: Mapping[str, Any] | None = None
     sequence: Mapping[str, Any] | None = None
@@ -79,8 +79,8 @@ class Subject:
     @property
     def config(self) -> Any:
         """Hugging Face's config of the model, or None."""
-        found = getattr(getattr(self.apply, "module", None), "config", None)
-        return found if hasattr(found, "get_text_config") else None
+        config = getattr(getattr(self.apply, "module", None), "config", None)
+        return config if hasattr(config, "get_text_config") else None
 
     def layer_plan(self) -> Mapping[str, Any]:
         """How layers are split over tp.
@@ -108,15 +108,15 @@ class Subject:
         if job.deferred:
             problem = "a pipeline's stages are made from a whole model; leave one of the two out"
             raise JobError(problem, entry="deferred", value=True)
-        schedule, found = schedule_of(job), call.arguments
+        schedule, arguments = schedule_of(job), call.arguments
         with within("strategy.pipeline"):
-            options: dict[str, Any] = {name: found[name] for name in ("by", "blocks") if name in found}
+            options: dict[str, Any] = {name: arguments[name] for name in ("by", "blocks") if name in arguments}
             if self._cut is None:
-                raise JobError("only shapes are known, and a pipeline needs the model", value=found)
+                raise JobError("only shapes are known, and a pipeline needs the model", value=arguments)
             try:
                 stages, params = self._cut(schedule.stages, options, job)
             except (TypeError, ValueError) as error:
-                raise JobError(str(error), value=found) from error
+                raise JobError(str(error), value=arguments) from error
         return attrs.evolve(self, loss=stages, params=params, apply=stages.apply, stages=stages)
 
     def step(self, job: Job) -> Step:
@@ -149,41 +149,41 @@ def subject_of(job: Job, *, device: str) -> Subject:
             apply, params = functional(module.to(device))
     bare = import_module("functional_ds.memory.predict").without_values if shapes else lambda held: held
     params = bare(params)
-    name, own = job.model.name, None
+    name, batches = job.model.name, None
     if "loss" in parts:
-        loss, own = parts["loss"], OwnBatches(parts["batch"], job.data.rows)
+        loss, batches = parts["loss"], OwnBatches(parts["batch"], job.data.rows)
     else:
         loss = TokenLoss(apply.module, loss_function(job))
 
     def batch(rows: int) -> Any:
-        if own is None:
+        if batches is None:
             tokens = torch.randint(0, known_tokens(apply.module) or 2, (rows, job.data.context), device=device)
             return {"input_ids": tokens, "shift_labels": tokens}
         with torch.device("cpu"):
-            found = parts["batch"](rows)
-        return tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, found)
+            sample = parts["batch"](rows)
+        return tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, sample)
 
     def cut(count: int, options: Mapping[str, Any], job: Job) -> tuple[Any, dict[str, Tensor]]:
         module, whole = parts["module"], import_module("functional_ds.pipelining").cut
-        if own is not None:
-            found = whole(LossOfBatch(module, loss), count, example=batch(2), inputs=lambda x: {"batch": x}, **options)
+        if batches is not None:
+            pieces = whole(LossOfBatch(module, loss), count, example=batch(2), inputs=lambda x: {"batch": x}, **options)
         else:
             example = batch(2)
             if job.transform("sequence") is not None:
                 example |= {"position_ids": example["input_ids"]}
-            found = whole(module, count, example=example, inputs=loss.inputs, loss=loss.of_output, **options)
-        return found[0], bare(found[1])
+            pieces = whole(module, count, example=example, inputs=loss.inputs, loss=loss.of_output, **options)
+        return pieces[0], bare(pieces[1])
 
-    given = Subject(name, params, lambda held, rows: loss(functools.partial(apply, held), rows), batch, apply, own, cut=cut)
+    given = Subject(name, params, lambda held, rows: loss(functools.partial(apply, held), rows), batch, apply, batches, cut=cut)
     known: dict[str, Any] = {key: parts.get(key) for key in ("tp_plan", "sequence", "experts")}
     if given.config is not None:
         known = {"tp_plan": None, "sequence": {}, "experts": _experts_of(apply.module)}
-    return attrs.evolve(given, tokens=job.data.context if own is None else parts.get("tokens"), **known)
+    return attrs.evolve(given, tokens=job.data.context if batches is None else parts.get("tokens"), **known)
 
 
 def known_tokens(module: nn.Module) -> int:
     """The rows of the largest embedding."""
-    return max((each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)), default=0)
+    return max((layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding)), default=0)
 
 
 def _experts_of(module: nn.Module) -> str | None:
@@ -210,12 +210,12 @@ def _parts(job: Job, device: str) -> Mapping[str, Any]:
         call = CallEntry(call.name, {**call.arguments, "weights": False})
     if job.deferred and call.arguments.get("weights"):
         raise JobError("weights are loaded at once; leave one of the two out", entry="deferred", value=True)
-    found = made(call, "model", job, entry="model", seed=job.seed, folder=job.folder)
-    parts: Mapping[str, Any] = found if isinstance(found, Mapping) else {"module": found}
+    built = made(call, "model", job, entry="model", seed=job.seed, folder=job.folder)
+    parts: Mapping[str, Any] = built if isinstance(built, Mapping) else {"module": built}
     with within(f"model.{call.name}"):
         if not isinstance(parts.get("module"), nn.Module):
-            kind = type(parts.get("module", found)).__name__
-            raise JobError(f"it made a {kind}, and must make a torch.nn.Module, or a dict of {', '.join(_KINDS)}")
+            type_name = type(parts.get("module", built)).__name__
+            raise JobError(f"it made a {type_name}, and must make a torch.nn.Module, or a dict of {', '.join(_KINDS)}")
         for name, value in parts.items():
             if name not in _KINDS:
                 raise JobError(f"it made a dict with the unknown key {name!r}; it should have {', '.join(_KINDS)}")
@@ -253,8 +253,8 @@ class TokenLoss:
     def inputs(self, batch: dict[str, Tensor]) -> Any:
         """Keyword arguments for a model that has ``input_ids``, else the tokens alone."""
         names = parameters_of(self.module.forward)
-        found = {name: leaf for name, leaf in batch.items() if name in names and name != "shift_labels"}
-        return found if "input_ids" in names else batch["input_ids"]
+        arguments = {name: leaf for name, leaf in batch.items() if name in names and name != "shift_labels"}
+        return arguments if "input_ids" in names else batch["input_ids"]
 
     def of_output(self, output: Any, batch: dict[str, Tensor]) -> Any:
         """The loss; logits are the output, or an attribute of it."""

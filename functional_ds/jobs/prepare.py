@@ -74,10 +74,10 @@ class PreparedJob:
         """This rank's rows of a global batch, which is the same on any number of ranks."""
         place, count = self._shard[0]
         data, rows = self.job.data, self.job.data.rows // count
-        found = self.text.batch(split, index, rows=rows, context=data.context, seed=self.job.seed, first_row=place * rows)
+        drawn = self.text.batch(split, index, rows=rows, context=data.context, seed=self.job.seed, first_row=place * rows)
         if not isinstance(self.text, OwnBatches):
-            found = dict(zip(("input_ids", "shift_labels"), found, strict=True))
-        return tree.map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, found)
+            drawn = dict(zip(("input_ids", "shift_labels"), drawn, strict=True))
+        return tree.map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, drawn)
 
     @property
     def checkpoints(self) -> Checkpoints | None:
@@ -149,7 +149,7 @@ def _prepared(job: Job, after: Transform | None) -> PreparedJob:
         raise JobError(f"the mesh has {job.world_size} ranks, and there are {world.size}", entry="mesh", value=job.mesh)
     device = device_of(job, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     subject = subject_of(job, device=device)
-    text = subject.own or text_of(job)
+    text = subject.batches or text_of(job)
     module: nn.Module = subject.apply.module
     loss: Any = subject.loss
 
@@ -191,5 +191,5 @@ def _profiling(job: Job, device: str) -> StepMeasure | None:
     profiling, settings = import_module("functional_ds.profiling"), dict(job.profile)  # the entries are the record's fields
     if settings["peak"] == "measured":
         settings["peak"] = profiling.peak_flops(torch.float32, device)
-    found: StepMeasure = profiling.Profiling(tokens=lambda batch: batch["input_ids"].numel(), **settings)
-    return found
+    measure: StepMeasure = profiling.Profiling(tokens=lambda batch: batch["input_ids"].numel(), **settings)
+    return measure

@@ -83,21 +83,21 @@ def function_and_arguments(
     else:
         function = KINDS[kind].function(call.name)
     parameters = parameters_of(function)
-    found = {}
+    resolved = {}
     for name, value in call.arguments.items():
         annotation = parameters[name].annotation if name in parameters else Any
         try:
-            found[name] = _argument(name, value, annotation, job, around)
+            resolved[name] = _argument(name, value, annotation, job, around)
         except JobError as error:
             raise error.within(name) from None
         except ValueError as error:
             raise JobError(str(error), entry=name, value=value) from error
-    return function, found
+    return function, resolved
 
 
 def _argument(name: str, value: Any, annotation: Any, job: Job, around: Surroundings) -> Any:
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    record = next((kind for kind in kinds if isinstance(kind, type) and attrs.has(kind)), None)
+    record = next((cls for cls in kinds if isinstance(cls, type) and attrs.has(cls)), None)
     if comm.Group in kinds and isinstance(value, str | list):
         return _group(value, around)
     if torch.dtype in kinds and isinstance(value, str):
@@ -142,17 +142,17 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "fl
 
 
 def _dtype(value: str) -> torch.dtype:
-    found = getattr(torch, _DTYPES.get(value, value), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, _DTYPES.get(value, value), None)
+    if not isinstance(dtype, torch.dtype):
         raise JobError(f"there is no dtype {value!r}; use bfloat16, float16 or float32", value=value)
-    return found
+    return dtype
 
 
 def _optimizers(name: str, value: Any, job: Job) -> Any:
     """Optimizers within an optimizer: for the params that it leaves to others, or by rule."""
     if name == "others":
         return made(call_entry(value, "optimizer"), "optimizer", job, entry="")
-    return {rule: made(call_entry(each, "optimizer"), "optimizer", job, entry=str(rule)) for rule, each in value.items()}
+    return {rule: made(call_entry(call, "optimizer"), "optimizer", job, entry=str(rule)) for rule, call in value.items()}
 
 
 # -- what a job may name -----------------------------------------------------------------------------------------------------
@@ -190,18 +190,18 @@ def user_object(name: str, job: Job) -> Any:
     functional_ds.jobs.entries.job_errors.JobError: a job may not name 'os:system' unless its reader allows it: ...
     """
     module_name, _, attribute = name.partition(":")
-    found: Any = _module(module_name, name, job)
-    own = _is_own(found, job)
+    target: Any = _module(module_name, name, job)
+    is_own = _is_own(target, job)
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
+        if not hasattr(target, part):
+            public = [member for member in vars(target) if not member.startswith("_")] if hasattr(target, "__dict__") else []
             raise JobError(f"{module_name} has no {part!r}" + (f"; {nearest(part, public)}" if public else ""))
-        found = getattr(found, part)
-        if part.startswith("__") or (isinstance(found, ModuleType) and not _may_import(found.__name__, job)):
-            raise _refused(name, found.__name__ if isinstance(found, ModuleType) else module_name, job)
-    if not (own or _is_within(module_name, job.allow_import) or _is_of_library(found)):
+        target = getattr(target, part)
+        if part.startswith("__") or (isinstance(target, ModuleType) and not _may_import(target.__name__, job)):
+            raise _refused(name, target.__name__ if isinstance(target, ModuleType) else module_name, job)
+    if not (is_own or _is_within(module_name, job.allow_import) or _is_of_library(target)):
         raise _refused(name, module_name, job)
-    return found
+    return target
 
 
 def _module(module_name: str, name: str, job: Job) -> ModuleType:
@@ -245,17 +245,17 @@ def _is_own(module: ModuleType, job: Job) -> bool:
 
 
 def _is_within(module: str, packages: Sequence[str]) -> bool:
-    return any(module == each or module.startswith(f"{each}.") for each in packages)
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 def _may_import(module: str, job: Job) -> bool:
     return module in _INDICES or _is_within(module, (*LIBRARY, *job.allow_import)) or module == "functional_ds.comm"
 
 
-def _is_of_library(found: Any) -> bool:
+def _is_of_library(target: Any) -> bool:
     """Whether a function, class or record is defined in one of the library's modules."""
-    module = getattr(found, "__module__", None) or type(found).__module__
-    of_tensors = module == "torch" and isinstance(found, BuiltinFunctionType)  # others of torch.nn.functional
+    module = getattr(target, "__module__", None) or type(target).__module__
+    of_tensors = module == "torch" and isinstance(target, BuiltinFunctionType)  # others of torch.nn.functional
     return of_tensors or _is_within(module, LIBRARY)
 
 
@@ -268,7 +268,7 @@ def _is_free(parts: Sequence[str], file: Path) -> bool:
     """Whether importing the name runs this file: no other module has the name, nor its package's."""
     known = [sys.modules.get(".".join(parts[:count])) for count in (1, len(parts))]
     root = file.resolve().parents[len(parts) - (file.name != "__init__.py")]
-    return all(each is None or _is_under(each, root) for each in known)
+    return all(module is None or _is_under(module, root) for module in known)
 
 
 def _is_under(module: ModuleType, folder: Path) -> bool:

@@ -124,13 +124,13 @@ def run_job(job: Job, *, stop: Flag | None = None, say: Callable[[str], None] | 
 def _train(job: Job, say: Callable[[str], None] | None, stop: Flag) -> JobResult:
     """What each rank runs."""
     prepared = prepare(job)
-    found = _Losses(say)
+    losses = _Losses(say)
     try:
-        state = prepared.fit(prepared.init(), loggers=[found], stop=stop)
+        state = prepared.fit(prepared.init(), loggers=[losses], stop=stop)
     except Interrupted as end:
-        return JobResult(end.done, found.losses, found.validation, interrupted=True)
+        return JobResult(end.done, losses.losses, losses.validation, interrupted=True)
     del state
-    return JobResult(job.steps, found.losses, found.validation)
+    return JobResult(job.steps, losses.losses, losses.validation)
 
 
 def run_ranks(job: Job, program: Callable[..., Found], *args: Any, stop: Flag | None = None) -> Found:

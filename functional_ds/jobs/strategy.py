@@ -83,8 +83,8 @@ def strategy_of(job: Job, around: Surroundings) -> tuple[Transform, Any]:
     subject = around.subject
     given = {} if subject is None else {"pipeline": {"stages": subject.stages}, "sequence": subject.sequence or {}}
     calls = job.strategy
-    found: list[Transform] = [
-        made(each, "transform", job, entry="strategy", around=around, **given.get(each.name, {})) for each in calls
+    transforms: list[Transform] = [
+        made(call, "transform", job, entry="strategy", around=around, **given.get(call.name, {})) for call in calls
     ]
     if job.deepspeed is not None:
         plan = deepspeed_plan(job, around)
@@ -94,13 +94,13 @@ def strategy_of(job: Job, around: Surroundings) -> tuple[Transform, Any]:
             raise JobError("the DeepSpeed config names one, too; keep one of the two", entry="schedule")
         if plan.optimizer is None and optimizer is None:
             raise JobError("the DeepSpeed config names none, so the job must", entry="optimizer")
-        place = next((index for index, each in enumerate(calls) if each.name in _BESIDE), len(found))
-        found.insert(place, plan.transform)
+        place = next((index for index, call in enumerate(calls) if call.name in _BESIDE), len(transforms))
+        transforms.insert(place, plan.transform)
         optimizer = plan.optimizer or optimizer
     if job.schedule is not None:
         schedule = import_module("functional_ds.transforms").schedule
-        found.append(schedule(made(job.schedule, "schedule", job, entry="schedule")))
-    return compose(*found), optimizer
+        transforms.append(schedule(made(job.schedule, "schedule", job, entry="schedule")))
+    return compose(*transforms), optimizer
 
 
 def deepspeed_plan(job: Job, around: Surroundings | None = None) -> Any:

@@ -148,8 +148,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "rounds have equal lengths",
             "cli.tuning.trial:halve",
-            "TrialRun(each, round_, steps << round_, measure(each, steps << round_))",
-            "TrialRun(each, round_, steps, measure(each, steps << round_))",
+            "TrialRun(candidate, round_, steps << round_, measure(candidate, steps << round_))",
+            "TrialRun(candidate, round_, steps, measure(candidate, steps << round_))",
         ),
     ],
     test_hosts.test_whatever_ssh_gets_is_a_host_and_a_quoted_command: [
@@ -169,7 +169,9 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     conversion_of_states: [
-        Bug("params alone", "cli.stored.writing:state_names", "found.tensors", "found.params.values()", StructureError),
+        Bug(
+            "params alone", "cli.stored.writing:state_names", "checkpoint.tensors", "checkpoint.params.values()", StructureError
+        ),
     ],
     test_tune.test_a_trial_of_tensor_parallel_ranks_has_the_predicted_state: [
         Bug(
@@ -190,8 +192,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "once a step is once a micro-batch",
             "cli.planning.forecast:bubble_seconds",
-            "found.makespan + max(beside)",
-            "found.makespan",
+            "timed.makespan + max(beside)",
+            "timed.makespan",
         ),
     ],
     conversion: [

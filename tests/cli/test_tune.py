@@ -36,10 +36,10 @@ def test_the_fastest_wins_and_the_dead_are_last() -> None:
     found = halve(list(times), measured, steps=2)
     assert [run.candidate for run in found] == ["b", "e", "d", "a", "c"]
     assert [run.steps for run in found] == [8, 4, 2, 2, 2]
-    assert found[-1].found.why == "killed"
+    assert found[-1].measurement.why == "killed"
     assert calls == [*((name, 2) for name in "abcde"), ("b", 4), ("e", 4), ("b", 8)]
     assert halve([], measured) == []
-    assert halve(["c"], measured)[0].found.seconds is None
+    assert halve(["c"], measured)[0].measurement.seconds is None
 
 
 def test_every_candidate_trains_on_the_same_rows() -> None:

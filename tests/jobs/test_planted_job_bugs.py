@@ -21,15 +21,15 @@ FILE_BUGS = [
             Bug(
                 "unknown entries have no name",
                 "jobs.entries.job_reader:_refused",
-                "each['type'] == 'extra_forbidden'",
+                "detail['type'] == 'extra_forbidden'",
                 "False",
                 Exception,
             ),
             Bug(
                 "the header's line is taken",
                 "jobs.entries.job_text:line_of",
-                "head.count('\\n') + 1 if mark else found",
-                "found or head.count('\\n') + 1",
+                "head.count('\\n') + 1 if mark else line",
+                "line or head.count('\\n') + 1",
             ),
         ],
     ),

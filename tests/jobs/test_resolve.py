@@ -179,10 +179,10 @@ def test_a_run_is_what_it_was(tmp_path: Path) -> None:
 
 BUGS = [
     (
-        Bug("modules lead to others", "jobs.resolve:user_object", "not _may_import(found.__name__, job)", "False"),
+        Bug("modules lead to others", "jobs.resolve:user_object", "not _may_import(target.__name__, job)", "False"),
         "models:os.getcwd",
     ),
-    (Bug("all of torch is named", "jobs.resolve:user_object", "_is_of_library(found)", "True"), "functional_ds:load_job"),
+    (Bug("all of torch is named", "jobs.resolve:user_object", "_is_of_library(target)", "True"), "functional_ds:load_job"),
 ]
 
 

@@ -69,14 +69,14 @@ def _reasons(subject: Subject, job: Job) -> Iterator[str]:
 
 
 def _of_experts(subject: Subject, pattern: str, ep: int) -> Iterator[str]:
-    found = {path: leaf.shape for path, leaf in tree.named(subject.params) if re.search(pattern, path)}
-    if not found:
+    shapes = {path: leaf.shape for path, leaf in tree.named(subject.params) if re.search(pattern, path)}
+    if not shapes:
         yield f"ep={ep}: experts={pattern!r} matches none of the model's parameters"
-    for path, shape in found.items():
+    for path, shape in shapes.items():
         if not shape or shape[0] % ep:
             count = shape[0] if shape else 0
             yield f"ep={ep}: {path!r} has {count} experts, which do not divide by {ep}; use {_divisors(count)}"
 
 
 def _divisors(count: int) -> str:
-    return ", ".join(str(each) for each in range(1, min(count, 4096) + 1) if count % each == 0) or "1"
+    return ", ".join(str(divisor) for divisor in range(1, min(count, 4096) + 1) if count % divisor == 0) or "1"

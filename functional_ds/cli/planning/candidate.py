@@ -203,12 +203,12 @@ def several(job: Job) -> frozenset[str]:
 
 def first_ranks(job: Job) -> tuple[int, ...]:
     """For each place of the pipeline, its first rank along all other axes, whose ranks do the same."""
-    stride, found = 1, tuple[int, ...]((0,))
+    stride, ranks = 1, tuple[int, ...]((0,))
     for axis, count in reversed(job.mesh.items()):
         if axis == "pp":
-            found = tuple(place * stride for place in range(count))
+            ranks = tuple(place * stride for place in range(count))
         stride *= count
-    return found
+    return ranks
 
 
 def stage_of(job: Job) -> int:
@@ -308,8 +308,8 @@ def ds_config_of(job: Job) -> dict[str, Any]:
         CommandError: one of the transforms has no keys there.
     """
     if job.deepspeed is not None:
-        found: dict[str, Any] = deepspeed_plan(job).to_ds_config()
-        return found
+        ds_config: dict[str, Any] = deepspeed_plan(job).to_ds_config()
+        return ds_config
     times = 1 if job.transform("pipeline") is not None else micro_batches(job)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": rows_of_rank(job) // times,
@@ -342,14 +342,14 @@ def write_out(job: Job, out: str | None) -> str:
         path.write_text(json.dumps(ds_config_of(job), indent=1) + "\n", encoding="utf-8")
         more = ", ".join(call.name for call in job.strategy if call.name in BESIDE_DEEPSPEED)
         return f"{out} is written, a DeepSpeed config" + (f", which knows none of {more}" if more else "")
-    own = Path(job.folder).resolve() == path.parent.resolve()
-    data = job.to_dict() | ({} if own else {"folder": str(Path(job.folder).resolve())})
-    if own:
+    same_folder = Path(job.folder).resolve() == path.parent.resolve()
+    data = job.to_dict() | ({} if same_folder else {"folder": str(Path(job.folder).resolve())})
+    if same_folder:
         del data["folder"]  # a file's own
     with refused(f"--out {out}", TypeError):
         path.write_text(toml(data), encoding="utf-8")
     module = job.model.name.rpartition(":")[0]
-    allowed = f" --allow-import {module}" if module and (job.allow_import or not own) else ""
+    allowed = f" --allow-import {module}" if module and (job.allow_import or not same_folder) else ""
     return f"{out} is written; functional-ds train {out}{allowed} runs it"
 
 

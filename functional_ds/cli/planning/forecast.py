@@ -59,16 +59,16 @@ def bubble_seconds(
     2.0
     """
     of_rank = [sum(place == rank for place in schedule.placement) for rank in range(schedule.ranks)]
-    each = [busy[rank] / (of_rank[rank] * schedule.microbatches * _THIRDS) for rank in schedule.placement]
+    per_action = [busy[rank] / (of_rank[rank] * schedule.microbatches * _THIRDS) for rank in schedule.placement]
     calls = sum(row.calls for row in messages)
     factor = machine.factors["communicate"]
     near = all(len({rank // machine.ranks_per_node for rank in row.ranks}) < 2 for row in messages)
     wire = machine.network.inside if near else machine.network.across
     link = Link(latency=factor * wire.latency, bandwidth=wire.bandwidth / max(factor, 1e-9))
     mean = sum(row.bytes for row in messages) / calls if calls else 0.0
-    found = timeline(schedule, Costs(forward=each, inputs=each, weights=each, link=link, message=mean))
-    whole = found.makespan + max(beside)
-    return max(0.0, whole - max(own + extra for own, extra in zip(busy, beside, strict=True)))
+    timed = timeline(schedule, Costs(forward=per_action, inputs=per_action, weights=per_action, link=link, message=mean))
+    whole = timed.makespan + max(beside)
+    return max(0.0, whole - max(computing + extra for computing, extra in zip(busy, beside, strict=True)))
 
 
 @attrs.frozen
@@ -106,8 +106,8 @@ class Forecast:
         """What exceeds the limit, and by how much; empty if it fits."""
         if self.fits:
             return ""
-        kinds = {kind: getattr(self.shape.memory, kind) for kind in KINDS} | {"activations": self.shape.activations}
-        largest = max(kinds, key=lambda kind: kinds[kind])
+        kinds = {category: getattr(self.shape.memory, category) for category in KINDS} | {"activations": self.shape.activations}
+        largest = max(kinds, key=lambda category: kinds[category])
         state = self.shape.memory.state
         held = "the state alone does" if state > self.limit else f"{largest} are the largest part"
         return (
@@ -124,7 +124,7 @@ class Forecast:
     @property
     def busiest(self) -> StepShape:
         """The step of the rank that takes longest."""
-        return max(self.stages, key=lambda each: sum(self._seconds_of(each).values()), default=self.shape)
+        return max(self.stages, key=lambda stage: sum(self._seconds_of(stage).values()), default=self.shape)
 
     def _own_rows(self, shape: StepShape) -> list[Row]:
         """What a rank sends except messages between stages, which overlap computation."""
@@ -142,12 +142,12 @@ class Forecast:
             return 0.0
         busy, beside = [], []
         for shape in self.stages:
-            found = self._seconds_of(shape)
+            seconds = self._seconds_of(shape)
             sends = sum(
                 self.machine.collective_seconds(row) for row in shape.sent if row.size > 1 and once(row, data_axes(self.job))
             )
-            beside.append(found["update"] + sends)
-            busy.append(sum(found.values()) - beside[-1])
+            beside.append(seconds["update"] + sends)
+            busy.append(sum(seconds.values()) - beside[-1])
         messages = [row for shape in self.stages for row in shape.sent if crosses(row)]
         return bubble_seconds(schedule, self.machine, busy, beside, messages)
 
@@ -181,7 +181,7 @@ class Forecast:
             "bubble_seconds": self.bubble_seconds if self.stages and self.seconds else None,
             "step_seconds": self.step_seconds,
             "samples_per_second": self.samples_per_second,
-            "stages": [self._of_rank(each) for each in self.stages] or None,
+            "stages": [self._of_rank(stage) for stage in self.stages] or None,
             "line": self.line,
         }
 
@@ -189,7 +189,7 @@ class Forecast:
         memory = shape.memory
         return {
             "memory": {
-                **{kind: getattr(memory, kind) for kind in KINDS if kind != "activations"},
+                **{category: getattr(memory, category) for category in KINDS if category != "activations"},
                 "activations": shape.activations if shape.complete else None,
                 "state": memory.state,
                 "peak": shape.peak,
@@ -214,7 +214,7 @@ def forecast(subject: Subject, job: Job, *, machine: Machine | None, limit: int,
     Raises:
         CommandError: the strategy is unsupported, or the model's loss needs values.
     """
-    kind = machine.device if machine is not None else device
+    target_device = machine.device if machine is not None else device
     why = why_refused(subject, job)
     if why is not None:
         raise CommandError(why)

@@ -48,8 +48,8 @@ def machine_of(name: str, *, ranks: int = 1) -> Machine:
     if not path.is_file():
         raise CommandError(f"--machine: {name!r} is neither a file nor one of {', '.join(MACHINES)}")
     try:
-        found = parse_json(read_text(path))
-        return Machine(**found)
+        fields = parse_json(read_text(path))
+        return Machine(**fields)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
         names = ", ".join(field.name for field in attrs.fields(Machine))
         raise CommandError(f"--machine: {name} should be JSON with {names}: {error}") from error
@@ -76,7 +76,7 @@ def measured_here(ranks: int = 1, *, seconds: float = 0.2) -> Machine:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = None if device == "cuda" else "gloo"
-    found = (
+    machines = (
         [_on_a_rank(device, seconds)]
         if ranks == 1
         else comm.spawn(_on_a_rank, device, seconds, world_size=ranks, backend=backend)
@@ -84,9 +84,9 @@ def measured_here(ranks: int = 1, *, seconds: float = 0.2) -> Machine:
     name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
     name = name if ranks == 1 else f"{name} ({ranks} ranks at once)"
     memory = int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else 0
-    rates: dict[str, Any] = {rate: fmean(getattr(each, rate) for each in found) for rate in _RATES}
-    rates["factors"] = {kind: fmean(each.factors[kind] for each in found) for kind in FACTORS}
-    return attrs.evolve(found[0], name=name, memory=memory, **rates)
+    rates: dict[str, Any] = {rate: fmean(getattr(machine, rate) for machine in machines) for rate in _RATES}
+    rates["factors"] = {factor: fmean(machine.factors[factor] for machine in machines) for factor in FACTORS}
+    return attrs.evolve(machines[0], name=name, memory=memory, **rates)
 
 
 def _on_a_rank(device: str, seconds: float) -> Machine:
@@ -115,15 +115,15 @@ def _on_a_rank(device: str, seconds: float) -> Machine:
         longer = timed(large.clone) - 2 * large.nbytes / rates["memory_bandwidth"]
         rates["page_bandwidth"] = large.nbytes / longer if longer > 0 else 0.0
     machine, factors = Machine("", **rates, device=device), dict[str, float]()
-    for kind, runs in _kinds(fresh, device).items():
+    for category, runs in _kinds(fresh, device).items():
         perfect, spent = 0.0, 0.0
         for run in runs:
             with OperationCounter() as counter:
                 run()
             parts = machine.perfect_seconds(counter.operations, ())
-            perfect += sum(parts[each] for each in WORK_KINDS)
+            perfect += sum(parts[part] for part in WORK_KINDS)
             spent += timed(run) - (parts["starts"] if device == "cpu" else 0.0)
-        factors[kind] = max(spent, 0.0) / perfect
+        factors[category] = max(spent, 0.0) / perfect
     return attrs.evolve(machine, factors=factors)
 
 
@@ -151,8 +151,8 @@ def _kinds(fresh: Iterator[Tensor], device: str) -> Mapping[str, list[Callable[[
     optimizer = adam_optimizer("adamw", 0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True)
 
     def attention() -> None:
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        torch.autograd.grad(found, (q, k, v), found)
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(output, (q, k, v), output)
 
     return {
         "attention": [attention],
@@ -178,7 +178,7 @@ def _start(place: torch.device, timed: Callable[[Callable[[], Any]], float]) -> 
 
 def _node(place: torch.device) -> float:
     """How much longer a graph with more tiny nodes takes, divided by their number: what a step costs once cancels out."""
-    found = []
+    measured = []
     for layers in (_TINY, 4 * _TINY):
         step, state, x = _tiny_step(place, layers)
         jitted = jit(step)
@@ -187,8 +187,8 @@ def _node(place: torch.device) -> float:
         nodes = sum(isinstance(node.target, OPERATOR) for node in graph.module.graph.nodes)
         run = _repeated(jitted, state, x)
         run()
-        found.append((_of_calls(run, place), nodes))
-    (less, few), (more, many) = found
+        measured.append((_of_calls(run, place), nodes))
+    (less, few), (more, many) = measured
     return max(more - less, 0.0) / (many - few)
 
 

@@ -76,7 +76,7 @@ def _job(model: Any, *, data: Any = None, **more: Any) -> Job:
 
 def shapes_alone(job: Job, subject: Subject) -> bool:
     """Whether only the shapes of a job's model are known, so that it cannot be run."""
-    return job.model.name == _SHAPES or (job.file is None and subject.own is None and subject.config is None)
+    return job.model.name == _SHAPES or (job.file is None and subject.batches is None and subject.config is None)
 
 
 def planned(job: Job) -> Subject:
@@ -94,12 +94,12 @@ def planned(job: Job) -> Subject:
     if job.model.name == "huggingface" and importlib.util.find_spec("transformers") is None:
         raise CommandError("MODEL: a Hugging Face config needs transformers: pip install transformers")
     try:
-        found = subject_of(job, device="meta")
+        subject = subject_of(job, device="meta")
     except JobError as error:
         raise CommandError(f"MODEL: {error}") from error
     except Exception as error:
         raise CommandError(f"MODEL: {job.model.name} raised {type(error).__name__}: {error}") from error
-    return Subject(found.name, found.params) if shapes_alone(job, found) else found
+    return Subject(subject.name, subject.params) if shapes_alone(job, subject) else subject
 
 
 def _shapes(path: Path) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ def _written(path: Path) -> dict[str, Tensor]:
         raise CommandError(
             f'MODEL: {path} should be {{"name": [sizes]}}, or {{"name": {{"shape": [sizes], "dtype": "float32"}}}}'
         )
-    found = {}
+    params = {}
     for name, row in rows.items():
         shape, word = (row.get("shape"), row.get("dtype", "float32")) if isinstance(row, dict) else (row, "float32")
         dtype = getattr(torch, str(word), None)
@@ -128,5 +128,5 @@ def _written(path: Path) -> dict[str, Tensor]:
             raise CommandError(f"MODEL: {path}: {name!r} has the dtype {word!r}, which torch does not have")
         if math.prod(shape) * dtype.itemsize >= 2**63:
             raise CommandError(f"MODEL: {path}: {name!r} has the shape {shape!r}, which no memory holds")
-        found[name] = torch.empty(shape, dtype=dtype, device="meta")
-    return found
+        params[name] = torch.empty(shape, dtype=dtype, device="meta")
+    return params

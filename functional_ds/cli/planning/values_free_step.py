@@ -111,9 +111,9 @@ def _with_batch(subject: Subject, candidate: Job) -> tuple[Subject, Any, bool]:
         batch = subject.batch(rows)
     except Exception as error:
         raise CommandError(f"MODEL: {subject.name}: batch({rows}) raised {type(error).__name__}: {error}") from error
-    found = {leaf.shape[0] if leaf.dim() else None for leaf in tree.leaves(batch) if isinstance(leaf, Tensor)}
-    if found != {rows}:
-        there = ", ".join(sorted(map(str, found)))
+    row_counts = {leaf.shape[0] if leaf.dim() else None for leaf in tree.leaves(batch) if isinstance(leaf, Tensor)}
+    if row_counts != {rows}:
+        there = ", ".join(sorted(map(str, row_counts)))
         raise CommandError(f"MODEL: {subject.name}: batch({rows}) should have {rows} rows in each tensor, and has {there}")
     return subject, batch, True
 

@@ -115,7 +115,7 @@ def _opener(path: Path) -> Callable[[Path, str | None], NamedTensors]:
         return _safetensors if path.suffix == ".safetensors" or path.name.endswith(".index.json") else _torch
     if (path / ".metadata").is_file():
         return _dcp
-    if any((path / each).is_file() for each in ("model.safetensors", "model.safetensors.index.json")):
+    if any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
         return _safetensors
     if (path / "manifest.json").is_file() or tags(path) or _is_ours(path):
         return _ours
@@ -154,9 +154,9 @@ def _ours(path: Path, tag: str | None) -> NamedTensors:
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         reader = CheckpointReader(folder, which)
         there = reader.read_metadata().state_dict_metadata
-        found = {name: _empty(there[name]) for name in names}
-        _load(found, reader)
-        return {name: x.view(tensors[name].shape) for name, x in found.items()}
+        values = {name: _empty(there[name]) for name in names}
+        _load(values, reader)
+        return {name: x.view(tensors[name].shape) for name, x in values.items()}
 
     summary = manifest.summary
     notes = {"tag": which, "tags": tags(folder), "step": summary.step, "ranks": summary.ranks, "extra": manifest.extra}
@@ -170,18 +170,18 @@ def _load(values: dict[str, Tensor], reader: StorageReader) -> None:
         warnings.simplefilter("ignore", UserWarning)
         try:
             state_dict_loader.load(held, storage_reader=reader, no_dist=True)
-        except CheckpointException as found:  # not a subclass of Exception
-            error = next((each[0] for each in found.failures.values()), found)
-            raise (error if isinstance(error, Exception) else DamagedError(str(found))) from None
+        except CheckpointException as failed:  # not a subclass of Exception
+            error = next((raised[0] for raised in failed.failures.values()), failed)
+            raise (error if isinstance(error, Exception) else DamagedError(str(failed))) from None
 
 
-def _empty(found: Any) -> Tensor:
-    return torch.empty(found.size, dtype=found.properties.dtype)
+def _empty(metadata: Any) -> Tensor:
+    return torch.empty(metadata.size, dtype=metadata.properties.dtype)
 
 
 def _safetensors(path: Path, tag: str | None) -> NamedTensors:
     files = open_files(path)
-    tensors = {name: _meta(found.shape, found.dtype) for name, found in files.tensors.items()}
+    tensors = {name: _meta(stored.shape, stored.dtype) for name, stored in files.tensors.items()}
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         return {n: files.tensors[n].read(0, tensors[n].numel()).view(tensors[n].shape) for n in names}
@@ -194,7 +194,7 @@ def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
     files = ZeroFiles.open(path.parent, path.name) if direct else ZeroFiles.open(path, tag)
     kinds, trained = sorted(files.kinds() - {MASTER}), [name for name, param in files.params.items() if not param.frozen]
     stored = {f"masters/{name}": (name, MASTER) for name in files.params}
-    stored |= {f"optimizer.{kind}/{name}": (name, kind) for kind in kinds for name in trained}
+    stored |= {f"optimizer.{state_name}/{name}": (name, state_name) for state_name in kinds for name in trained}
     counts = {f"optimizer.steps/{name}": float(files.updates[files.params[name].group]) for name in trained if kinds}
     values = {name: torch.tensor(count) for name, count in counts.items()} | {"step": torch.tensor(files.made())}
     values |= {f"buffers.{name}": value for name, value in files.buffers.items()}
@@ -204,8 +204,8 @@ def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
     def value_of(name: str) -> Tensor:
         if name in values:
             return values[name].clone()
-        (leaf, kind), flat = stored[name], torch.empty(tensors[name].numel())
-        for offset, part in files.read(files.params[leaf], kind, start=0, stop=flat.numel()):
+        (leaf, state_name), flat = stored[name], torch.empty(tensors[name].numel())
+        for offset, part in files.read(files.params[leaf], state_name, start=0, stop=flat.numel()):
             flat[offset : offset + part.numel()] = part
         return flat.view(tensors[name].shape)
 
@@ -219,15 +219,15 @@ def _dcp(path: Path, tag: str | None) -> NamedTensors:
     check_metadata(path / ".metadata")
     reader = FileSystemReader(path)
     metadata: Metadata = reader.read_metadata()
-    found = {name: x for name, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
-    tensors = {name: _meta(x.size, x.properties.dtype) for name, x in found.items()}
+    stored = {name: x for name, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
+    tensors = {name: _meta(x.size, x.properties.dtype) for name, x in stored.items()}
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
-        values = {name: _empty(found[name]) for name in names}
+        values = {name: _empty(stored[name]) for name in names}
         _load(values, FileSystemReader(path))
         return values
 
-    rest = tuple(sorted(metadata.state_dict_metadata.keys() - found.keys()))
+    rest = tuple(sorted(metadata.state_dict_metadata.keys() - stored.keys()))
     return NamedTensors("dcp", path, tensors, {name: name for name in tensors}, {}, read, rest)
 
 

@@ -35,7 +35,7 @@ _KINDS = MappingProxyType(
 _MOMENT = re.compile(r"(?:\w+\.)?state\.(.+)\.(\w+)")  # torch's get_state_dict: optim.state.<param>.exp_avg
 
 
-def state_names(found: NamedTensors) -> dict[str, str]:
+def state_names(checkpoint: NamedTensors) -> dict[str, str]:
     """From the names of a state's tensors to the checkpoint's names of them; other tensors belong to no state.
 
     This library's checkpoints, and files with its names, keep them. DeepSpeed's masters are the params. In torch's distributed
@@ -49,29 +49,31 @@ def state_names(found: NamedTensors) -> dict[str, str]:
     >>> state_names(NamedTensors("dcp", Path("x"), headers, {name: name for name in names}, {}, read=lambda names: {}))
     {'params/w': 'model.w', 'optimizer.exp_avg/w': 'optim.state.w.exp_avg'}
     """
-    names = list(found.tensors)
-    if found.kind == "functional-ds" or _has_our_names(names):
+    names = list(checkpoint.tensors)
+    if checkpoint.kind == "functional-ds" or _has_our_names(names):
         return {name: name for name in names if not _PER_RANK.fullmatch(name)}  # of ranks that are no more
-    if found.kind == "deepspeed":
+    if checkpoint.kind == "deepspeed":
         return dict(_of_deepspeed(names))
-    return _of_torch(names) if found.kind == "dcp" else {f"params/{name}": place for name, place in found.params.items()}
+    return (
+        _of_torch(names) if checkpoint.kind == "dcp" else {f"params/{name}": place for name, place in checkpoint.params.items()}
+    )
 
 
 def _has_our_names(names: Iterable[str]) -> bool:
-    found = [_OURS.fullmatch(name) for name in names]
-    return all(found) and any(match and match[1] in ("params", "masters") for match in found)
+    matches = [_OURS.fullmatch(name) for name in names]
+    return all(matches) and any(match and match[1] in ("params", "masters") for match in matches)
 
 
 def _of_deepspeed(names: Iterable[str]) -> Iterable[tuple[str, str]]:
     for name in names:
         role, slash, leaf = name.partition("/")
-        kind = role.removeprefix("optimizer.")
+        state_name = role.removeprefix("optimizer.")
         if role == "masters":
             yield f"params/{leaf}", name
         elif not slash:
             yield name, name
-        elif kind in (*_KINDS, "steps"):
-            yield f"optimizer.{_KINDS.get(kind, kind)}/{leaf}", name
+        elif state_name in (*_KINDS, "steps"):
+            yield f"optimizer.{_KINDS.get(state_name, state_name)}/{leaf}", name
 
 
 def _of_torch(names: Iterable[str]) -> dict[str, str]:
@@ -81,7 +83,7 @@ def _of_torch(names: Iterable[str]) -> dict[str, str]:
     prefixes = ["", *dict.fromkeys(f"{name.partition('.')[0]}." for name in rest)]
     params = max(
         ({name.removeprefix(p): name for name in rest if name.startswith(p)} for p in prefixes),
-        key=lambda found: len(leaves & found.keys()),
+        key=lambda by_name: len(leaves & by_name.keys()),
     )
     wanted = {f"params/{leaf}": name for leaf, name in params.items()}
     for name, match in moments.items():
@@ -94,7 +96,7 @@ WRITTEN = ("safetensors", "functional-ds", "dcp", "torch")
 
 
 def written_as(
-    kind: str,
+    target_format: str,
     tensors: Mapping[str, Tensor],
     path: Path,
     *,
@@ -106,7 +108,7 @@ def written_as(
     """Writes tensors by name.
 
     Args:
-        kind: one of ``WRITTEN``. A checkpoint of this library takes names of states: ``params/<name>`` and others.
+        target_format: one of ``WRITTEN``. A checkpoint of this library takes names of states: ``params/<name>`` and others.
         tensors: by name.
         path: of a file or folder.
         shard_bytes: of a safetensors file in a folder.
@@ -121,13 +123,13 @@ def written_as(
         raise CommandError(f"DST: {path} already exists; pass --overwrite to replace it")
     values = {name: x.detach() for name, x in tensors.items()}
     with refused(f"DST: {path} cannot be written", OSError, ValueError, TypeError, RuntimeError):
-        if kind == "safetensors":
+        if target_format == "safetensors":
             export(values, path, shard_bytes=shard_bytes, metadata={"format": "pt"}, overwrite=overwrite)
-        elif kind == "torch":
+        elif target_format == "torch":
             path.parent.mkdir(parents=True, exist_ok=True)
             with written_atomically(path) as file:  # the values may be views of this very file
                 torch.save({name: x.clone() for name, x in values.items()}, file)
-        elif kind == "dcp":
+        elif target_format == "dcp":
             with warnings.catch_warnings():  # a single process is intended
                 warnings.simplefilter("ignore", UserWarning)
                 state: dict[str, Any] = {name: x.clone() for name, x in values.items()}

@@ -32,21 +32,21 @@ def fitted(machine: Machine, runs: Sequence[tuple[Mapping[str, float], float]]) 
     """
     if not runs:
         return machine
-    own = torch.tensor([machine.factors[name] or 1.0 for name in FACTORS], dtype=torch.float64)
+    scale = torch.tensor([machine.factors[name] or 1.0 for name in FACTORS], dtype=torch.float64)
     now = torch.tensor([machine.factors[name] for name in FACTORS], dtype=torch.float64)
     near, ones = _TRUST * torch.eye(len(FACTORS), dtype=torch.float64), torch.ones(len(runs), dtype=torch.float64)
-    found, weights = machine, ones
+    calibrated, weights = machine, ones
     for _ in range(_ROUNDS):  # on a GPU, either the device or the host is the bottleneck, and the fit may change which
-        rows = torch.stack([_counting(found, perfect) / seconds for perfect, seconds in runs]) * own
+        rows = torch.stack([_counting(calibrated, perfect) / seconds for perfect, seconds in runs]) * scale
         weighted = torch.cat([weights[:, None] * rows, near])
-        factors = non_negative_least_squares(weighted, torch.cat([weights * ones, _TRUST * now / own]))
+        factors = non_negative_least_squares(weighted, torch.cat([weights * ones, _TRUST * now / scale]))
         errors = (rows @ factors - 1).abs()
-        factors = own * factors
-        found = attrs.evolve(found, factors=dict(zip(FACTORS, factors.tolist(), strict=True)))
+        factors = scale * factors
+        calibrated = attrs.evolve(calibrated, factors=dict(zip(FACTORS, factors.tolist(), strict=True)))
         before, weights = weights, (_USUAL / errors.clamp(min=_USUAL)).sqrt()
         if machine.device == "cpu" and torch.allclose(before, weights, rtol=1e-4):
             break
-    return found
+    return calibrated
 
 
 def _counting(machine: Machine, perfect: Mapping[str, float]) -> Tensor:

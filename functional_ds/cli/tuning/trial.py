@@ -56,7 +56,7 @@ class TrialRun(Generic[C]):
     candidate: C
     round: int
     steps: int
-    found: Measurement
+    measurement: Measurement
 
 
 def halve(candidates: Sequence[C], measure: Callable[[C, int], Measurement], *, steps: int = 4) -> list[TrialRun[C]]:
@@ -76,14 +76,16 @@ def halve(candidates: Sequence[C], measure: Callable[[C, int], Measurement], *, 
     [('b', 8), ('c', 4), ('a', 2)]
     """
     done: list[TrialRun[C]] = []
-    left, round_ = list(candidates), 0
-    while left:
-        runs = [TrialRun(each, round_, steps << round_, measure(each, steps << round_)) for each in left]
-        well = sorted((run for run in runs if run.found.seconds is not None), key=lambda run: run.found.seconds or 0.0)
+    remaining, round_ = list(candidates), 0
+    while remaining:
+        runs = [TrialRun(candidate, round_, steps << round_, measure(candidate, steps << round_)) for candidate in remaining]
+        well = sorted(
+            (run for run in runs if run.measurement.seconds is not None), key=lambda run: run.measurement.seconds or 0.0
+        )
         kept = (len(well) + 1) // 2 if len(well) > 1 else 0  # a single one has none to be compared with
-        done += well[kept:] + [run for run in runs if run.found.seconds is None]
-        left, round_ = [run.candidate for run in well[:kept]], round_ + 1
-    return sorted(done, key=lambda run: (run.found.seconds is None, -run.round, run.found.seconds or 0.0))
+        done += well[kept:] + [run for run in runs if run.measurement.seconds is None]
+        remaining, round_ = [run.candidate for run in well[:kept]], round_ + 1
+    return sorted(done, key=lambda run: (run.measurement.seconds is None, -run.round, run.measurement.seconds or 0.0))
 
 
 _STATUS = Path("/proc/self/status")
@@ -215,8 +217,8 @@ def main(given: str, out: str) -> None:
     else:
         ranks = comm.spawn(run_rank, job, world_size=job.world_size, backend=None if job.device == "cuda" else "gloo")
     seconds, peaks, states = zip(*ranks, strict=True)
-    found = Measurement(max(seconds), max(peaks), max(states))
-    Path(out).write_text(json.dumps(attrs.asdict(found)), encoding="utf-8")
+    measurement = Measurement(max(seconds), max(peaks), max(states))
+    Path(out).write_text(json.dumps(attrs.asdict(measurement)), encoding="utf-8")
 
 
 def _end_with_the_parent() -> None:

@@ -20,12 +20,12 @@ def size(text: str, *, option: str) -> int:
     (80000000000, 1073741824)
     """
     try:
-        found = int(_BYTES.validate_python(text.strip()))
+        count = int(_BYTES.validate_python(text.strip()))
     except ValueError:
         raise CommandError(f"{option}: {text!r} is not a number of bytes, such as 80GB or 79.1GiB") from None
     if found < 1:
         raise CommandError(f"{option}: {text!r} should be above 0")
-    return found
+    return count
 
 
 def numbers(text: str, *, option: str, low: int = 1, high: int | None = None) -> list[int]:
@@ -35,13 +35,13 @@ def numbers(text: str, *, option: str, low: int = 1, high: int | None = None) ->
     [0, 2, 3]
     """
     try:
-        found = [int(each) for each in text.split(",")]
+        values = [int(word) for word in text.split(",")]
     except ValueError:
         raise CommandError(f"{option}: {text!r} should be whole numbers with commas between them") from None
-    wrong = [each for each in found if each < low or (high is not None and each > high)]
+    wrong = [value for value in values if value < low or (high is not None and value > high)]
     if wrong:
         raise CommandError(f"{option}: {wrong[0]} should be from {low} {'on' if high is None else f'to {high}'}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def choices(text: str, known: Collection[str], *, option: str) -> list[str]:
@@ -50,8 +50,8 @@ def choices(text: str, known: Collection[str], *, option: str) -> list[str]:
     Raises:
         CommandError: one is not.
     """
-    found = text.split(",")
-    wrong = [each for each in found if each not in known]
+    words = text.split(",")
+    wrong = [word for word in words if word not in known]
     if wrong:
         raise CommandError(f"{option}: {wrong[0]!r} is not one of {', '.join(known)}; {nearest(wrong[0], known)}")
     return list(dict.fromkeys(found))
@@ -66,7 +66,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
     Raises:
         CommandError: another axis, a size that is not a positive number, or an axis with two sizes.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, count = part.partition("=")
         name, count = (name, count) if equals else ("dp", part)
@@ -79,4 +79,4 @@ def mesh_sizes(text: str) -> dict[str, int]:
         found[name] = int(count)
     if math.prod(found.values()) > 2**20:
         raise CommandError(f"--mesh: {text!r} has more than {2**20:,} ranks")
-    return {name: found.get(name, 1) for name in _AXES}
+    return {name: sizes.get(name, 1) for name in _AXES}

@@ -17,9 +17,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, CallEntry):
         return value.to_plain()
     if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return str(value) if hasattr(value, "__fspath__") else value
 
 
@@ -58,14 +58,14 @@ class CallKind:
         place: the module that has them by name; None if all are the user's.
         names: those that may be named.
         instead: other public names, and what to use instead of them.
-        own: names in ``functional_ds.jobs.job_model``, whose arguments depend on the job.
+        job_names: names in ``functional_ds.jobs.job_model``, whose arguments depend on the job.
     """
 
     what: str
     place: str | None = None
     names: tuple[str, ...] = ()
     instead: dict[str, str] = attrs.field(factory=dict)
-    own: tuple[str, ...] = ()
+    job_names: tuple[str, ...] = ()
 
     def function(self, name: str) -> Any:
         """The function of that name.
@@ -77,10 +77,10 @@ class CallKind:
             raise JobError(self.instead[name])
         if name not in self.names or self.place is None:
             raise JobError(f"there is no {self.what} {name!r}; {nearest(name, self.names)}, or module:function of your own")
-        found = getattr(import_module(_OWN if name in self.own else self.place), name, None)
-        if found is None:
+        function = getattr(import_module(_OWN if name in self.job_names else self.place), name, None)
+        if function is None:
             raise JobError(f"this installation is without {name!r}")
-        return found
+        return function
 
 
 KINDS = {
@@ -107,7 +107,7 @@ KINDS = {
             "replicated": "it takes a function; name a transform of your own as module:function",
             "schedule": "the schedule has an entry of its own: [schedule.warmup_cosine]",
         },
-        own=("pipeline",),
+        job_names=("pipeline",),
     ),
     "optimizer": CallKind(
         "optimizer",
@@ -176,7 +176,7 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
 def check_arguments(function: Any, arguments: Mapping[str, Any], *, partial: bool = False) -> None:
     """Raises an error for unknown, missing (unless ``partial``) or wrongly typed arguments of a function."""
     parameters = parameters_of(function)
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for name, value in arguments.items():
         if name not in parameters:
@@ -186,8 +186,8 @@ def check_arguments(function: Any, arguments: Mapping[str, Any], *, partial: boo
             raise JobError(f"it must be {wanted}", entry=name, value=value)
     lacking = [
         name
-        for name, each in parameters.items()
-        if each.default is inspect.Parameter.empty and name not in arguments and each.kind.name[:3] != "VAR"
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty and name not in arguments and parameter.kind.name[:3] != "VAR"
     ]
     if lacking and not partial:
         raise JobError(f"it needs {', '.join(lacking)}")
@@ -207,11 +207,15 @@ def _mismatch(value: Any, annotation: Any) -> str | None:
             else f"one of {', '.join(map(repr, words))}"
         )
     if origin in (Union, UnionType):
-        found = [_mismatch(value, each) for each in get_args(annotation) if each is not Tensor]  # no file has one
-        return None if None in found else " or ".join(dict.fromkeys(each for each in found if each and each != "left out"))
+        mismatches = [_mismatch(value, choice) for choice in get_args(annotation) if choice is not Tensor]  # no file has one
+        return (
+            None
+            if None in mismatches
+            else " or ".join(dict.fromkeys(mismatch for mismatch in mismatches if mismatch and mismatch != "left out"))
+        )
     if origin is tuple and isinstance(value, list | tuple):
         parts = get_args(annotation)
-        fits = len(parts) == len(value) and not any(_mismatch(*each) for each in zip(value, parts, strict=True))
+        fits = len(parts) == len(value) and not any(_mismatch(*pair) for pair in zip(value, parts, strict=True))
         return None if fits else f"{len(parts)} values, each {_WORDS.get(parts[0], 'as documented')}"
     if origin is tuple:
         return "a list"

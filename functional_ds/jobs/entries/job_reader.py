@@ -31,13 +31,13 @@ def calls_of(kind: str) -> BeforeValidator:
     """Reads several."""
 
     def read(value: Any) -> Any:
-        found = []
-        for index, each in enumerate(value if isinstance(value, list | tuple) else [value]):
+        calls = []
+        for index, item in enumerate(value if isinstance(value, list | tuple) else [value]):
             try:
-                found.append(call_entry(each, kind))
+                calls.append(call_entry(item, kind))
             except JobError as error:
                 raise (error if error.entry else error.within(str(index))) from None
-        return tuple(found)
+        return tuple(calls)
 
     return BeforeValidator(read)
 
@@ -83,13 +83,15 @@ class Entries(BaseModel):
         return hash(repr(self))
 
     def __repr__(self) -> str:
-        own = ", ".join(f"{name}={getattr(self, name)!r}" for name, _ in self._written(defaults=False))
-        return f"{type(self).__name__}({own})"
+        arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name, _ in self._written(defaults=False))
+        return f"{type(self).__name__}({arguments})"
 
     def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
         """As plain data for JSON; entries at their defaults are omitted unless asked for."""
-        found = self._written(defaults=defaults)
-        return {name: value.to_dict(defaults=defaults) if isinstance(value, Entries) else plain(value) for name, value in found}
+        entries = self._written(defaults=defaults)
+        return {
+            name: value.to_dict(defaults=defaults) if isinstance(value, Entries) else plain(value) for name, value in entries
+        }
 
     def _written(self, *, defaults: bool) -> Iterator[tuple[str, Any]]:
         """The entries to write: those that are not None."""
@@ -122,21 +124,21 @@ def _unknown(record: type[BaseModel], name: str, value: Any) -> JobError:
 
 def _refused(record: type[BaseModel], errors: ValidationError) -> JobError:
     """The first of the errors: of unknown entries, of those that are missing, then of the others."""
-    found = errors.errors(include_url=False)
-    for each in found:
-        if each["type"] == "extra_forbidden":
-            return _unknown(record, str(each["loc"][0]), each["input"])
-    missing = [str(each["loc"][0]) for each in found if each["type"] == "missing"]
+    reported = errors.errors(include_url=False)
+    for detail in reported:
+        if detail["type"] == "extra_forbidden":
+            return _unknown(record, str(detail["loc"][0]), detail["input"])
+    missing = [str(detail["loc"][0]) for detail in reported if detail["type"] == "missing"]
     if missing:
         return JobError(f"it needs {', '.join(missing)}: {record.model_fields[missing[0]].description}")
-    first = found[0]
+    first = reported[0]
     place = _place(record, first["loc"])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, JobError):
         return cause.within(place)
-    same = [each for each in found if _place(record, each["loc"]) == place]
-    kinds = ((_WORDS.get(each["type"]), each) for each in same)
-    words = dict.fromkeys(each["msg"] if word is None else word.format(**each.get("ctx", {})) for word, each in kinds)
+    same = [detail for detail in reported if _place(record, detail["loc"]) == place]
+    kinds = ((_WORDS.get(detail["type"]), detail) for detail in same)
+    words = dict.fromkeys(detail["msg"] if word is None else word.format(**detail.get("ctx", {})) for word, detail in kinds)
     wanted = " or ".join(words).replace("' or '", "', '")
     return JobError(f"it must be {wanted}", entry=place, value=first["input"])
 
@@ -177,13 +179,13 @@ def _set(table: dict[str, Any], path: str, value: Any, above: str) -> None:
 
 
 def _set_call(listed: list[Any], path: str, value: Any, above: str) -> None:
-    names = [next(iter(each)) for each in listed if isinstance(each, dict) and len(each) == 1]
-    found = first_key(names, path)
-    if found is None:
+    names = [next(iter(call)) for call in listed if isinstance(call, dict) and len(call) == 1]
+    key = first_key(names, path)
+    if key is None:
         name = path.partition(".")[0]
         raise JobError(f"the job has none of this name to change; {nearest(name, names)}", entry=joined(above, name))
-    index = next(index for index, each in enumerate(listed) if found in each)
-    if path == found and value is None:
+    index = next(index for index, call in enumerate(listed) if key in call)
+    if path == key and value is None:
         del listed[index]
     else:
         _set(listed[index], path, value, above)

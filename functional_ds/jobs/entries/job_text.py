@@ -53,22 +53,22 @@ def line_of(text: str, entry: str) -> int | None:
         document = tomlkit.parse(text)
     except (TOMLKitError, RecursionError):
         return None
-    found, places = None, list[Any]([document])
+    line, places = None, list[Any]([document])
     for name in _keys(tomllib.loads(text), entry):
         places = [item for place in places for key, item in _body(place) if key == name]
         for item in (place.body[0] if isinstance(place, AoT) else place for place in places[:1]):
             before, item.trivia.indent = item.trivia.indent, f"{item.trivia.indent}{_MARK}"
             head, mark, _ = document.as_string().partition(_MARK)
             item.trivia.indent = before
-            found = head.count("\n") + 1 if mark else found  # a table without a header of its own has no mark
-    return found
+            line = head.count("\n") + 1 if mark else line  # a table without a header of its own has no mark
+    return line
 
 
 def _body(place: Any) -> Iterator[tuple[str, Any]]:
     """The keys and items of a table, or of all tables in a list."""
     if isinstance(place, Array | AoT):
-        for each in place:
-            yield from _body(each)
+        for item in place:
+            yield from _body(item)
     elif isinstance(place, Container | AbstractTable):
         container = place if isinstance(place, Container) else place.value
         yield from ((key.key, item) for key, item in container.body if key is not None)
@@ -95,7 +95,7 @@ def _keys(data: Any, entry: str) -> Iterator[str]:
             if index.isdigit() and int(index) < len(data):
                 data, entry = data[int(index)], rest
                 continue
-            data = next((each for each in data if isinstance(each, Mapping) and first_key(each, entry)), None)
+            data = next((table for table in data if isinstance(table, Mapping) and first_key(table, entry)), None)
         name = first_key(data, entry) if isinstance(data, Mapping) else None
         if name is None:
             return
@@ -134,10 +134,10 @@ def _item(value: Any, table: Any) -> Any:
     if isinstance(value, Mapping):
         return _table(value, table())
     if isinstance(value, list | tuple):
-        found = tomlkit.array()
-        for each in value:
-            found.append(_item(each, tomlkit.inline_table))
-        return found.multiline(bool(value) and all(isinstance(each, Mapping) for each in value))
+        array = tomlkit.array()
+        for item in value:
+            array.append(_item(item, tomlkit.inline_table))
+        return array.multiline(bool(value) and all(isinstance(item, Mapping) for item in value))
     if not isinstance(value, bool | int | float | str):
         raise TypeError(f"{value!r}: a job's file has strings, numbers, true and false, lists and tables")
     return tomlkit.item(value)
