@@ -20,7 +20,7 @@ with optional("functional_ds.pipelining"):
     from .pipe import PipelineEngine, PipelineModule
 
 __git_hash__ = __git_branch__ = None
-__version_major__, __version_minor__, __version_patch__ = (int(each) for each in __version__.split("."))
+__version_major__, __version_minor__, __version_patch__ = (int(number) for number in __version__.split("."))
 
 __all__ = [
     "ConfigError",

@@ -28,7 +28,7 @@ __all__ = [
     "REST",
     "VERSION",
     "answer_missing_names",
-    "found",
+    "module_at",
     "why_missing",
 ]
 
@@ -82,10 +82,10 @@ class FoundModule:
     module: ModuleType
 
 
-def found(path: str) -> FoundModule | None:
+def module_at(path: str) -> FoundModule | None:
     """The module for a path of DeepSpeed's, such as "ops.adam.fused_adam"; None if there is none.
 
-    >>> found("runtime.pipe.module").module.__name__
+    >>> module_at("runtime.pipe.module").module.__name__
     'functional_ds.deepspeed.pipe'
     """
     if path in INDEXES:
@@ -113,19 +113,23 @@ def why_missing(path: str) -> str:
     """
     words = path.split(".")
     above = [".".join(words[:count]) for count in range(len(words), 0, -1)]
-    reason = next((REFUSED[each] for each in above if each in REFUSED), None)
+    reason = next((REFUSED[ancestor] for ancestor in above if ancestor in REFUSED), None)
     if reason:
         return reason
-    rest = next((REST[each] for each in above if each in REST), None)
+    rest = next((REST[ancestor] for ancestor in above if ancestor in REST), None)
     prefix = ".".join(words[:-1])
-    parent = found(prefix)
+    parent = module_at(prefix)
     if parent is None:
-        near = difflib.get_close_matches(path, [each for each in (*HERE, *ALIASES, *INDEXES) if each], 1, 0.8 if rest else 0.0)
+        near = difflib.get_close_matches(
+            path, [module_path for module_path in (*HERE, *ALIASES, *INDEXES) if module_path], 1, 0.8 if rest else 0.0
+        )
         return f"the nearest module is deepspeed.{near[0]}" if near else str(rest)
     below = [
-        each.removeprefix(f"{prefix}.") for each in (*HERE, *ALIASES, *INDEXES) if each.startswith(f"{prefix}.") or not prefix
+        full_name.removeprefix(f"{prefix}.")
+        for full_name in (*HERE, *ALIASES, *INDEXES)
+        if full_name.startswith(f"{prefix}.") or not prefix
     ]
-    names = [*getattr(parent.module, "__all__", ()), *(each for each in below if each and "." not in each)]
+    names = [*getattr(parent.module, "__all__", ()), *(name for name in below if name and "." not in name)]
     near = difflib.get_close_matches(words[-1], set(names) - {words[-1]}, 1, 0.8 if rest else 0.6)
     if near:
         return f"did you mean {near[0]}?"
@@ -140,15 +144,15 @@ def answer_missing_names() -> None:
             vars(module)["__getattr__"] = _answers(path, vars(module).get("__getattr__"))
 
 
-def _answers(path: str, own: Callable[[str], Any] | None) -> Callable[[str], Any]:
+def _answers(path: str, getter: Callable[[str], Any] | None) -> Callable[[str], Any]:
     """The ``__getattr__`` of a module, by its path in DeepSpeed, after its own."""
 
     def attribute(name: str) -> Any:
-        if own is not None:
+        if getter is not None:
             with contextlib.suppress(AttributeError):
-                return own(name)
+                return getter(name)
         inner = f"{path}.{name}".lstrip(".")
-        held = found(inner) if inner in INDEXES or inner in ALIASES else None
+        held = module_at(inner) if inner in INDEXES or inner in ALIASES else None
         if held is not None:
             return held.module
         why = "" if name.startswith("__") else f": {why_missing(inner)}"

@@ -73,8 +73,8 @@ def configure(
     """
 
     def chosen_or(argument: bool | None, key: str) -> bool:
-        found = value_of(deepspeed_config or {}, f"activation_checkpointing.{key}") if argument is None else argument
-        return bool(found)
+        value = value_of(deepspeed_config or {}, f"activation_checkpointing.{key}") if argument is None else argument
+        return bool(value)
 
     group = None if mpu_ is None else group_of(mpu_.get_model_parallel_group())
     chosen = ActivationOptions(

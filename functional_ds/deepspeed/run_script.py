@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .api_names import VERSION, found, why_missing
+from .api_names import VERSION, module_at, why_missing
 
 __all__ = ["DeepSpeedFinder", "main"]
 
@@ -58,7 +58,7 @@ class DeepSpeedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname.partition(".")[0] != "deepspeed":
             return None
         inner = fullname.partition(".")[2]
-        if found(inner) is None:
+        if module_at(inner) is None:
             raise _missing(fullname, inner)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -68,7 +68,7 @@ class DeepSpeedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         """The module itself, unchanged under its own name."""
-        held = found(spec.name.partition(".")[2])
+        held = module_at(spec.name.partition(".")[2])
         if held is None:
             return None
         spec.loader_state = held.module.__spec__

@@ -111,7 +111,7 @@ CASES: list[tuple[Callable[[Path], None], Bug]] = [
         Bug(
             "a new parameter is never trained",
             "deepspeed.engine.loop.live_module:LiveModule.follow_values",
-            "any(held.get(key) is not own for (held, key), own in zip(homes, self.params.values(), strict=True))",
+            "any(held.get(key) is not parameter for (held, key), parameter in zip(homes, self.params.values(), strict=True))",
             "False",
         ),
     ),
@@ -120,7 +120,7 @@ CASES: list[tuple[Callable[[Path], None], Bug]] = [
         Bug(
             "values of another dtype are cut",
             "deepspeed.engine.loop.live_module:LiveModule.follow_values",
-            "(own.shape, own.dtype, own.device) != (like.shape, dtype, like.device)",
+            "(parameter.shape, parameter.dtype, parameter.device) != (like.shape, dtype, like.device)",
             "False",
         ),
     ),
@@ -129,7 +129,7 @@ CASES: list[tuple[Callable[[Path], None], Bug]] = [
         Bug(
             "values in shards are assigned in vain",
             "deepspeed.engine.loop.live_module:LiveModule.follow_values",
-            "getattr(own, 'ds_status', None) is not ZeroParamStatus.AVAILABLE",
+            "getattr(parameter, 'ds_status', None) is not ZeroParamStatus.AVAILABLE",
             "False",
         ),
     ),
@@ -174,7 +174,7 @@ CASES: list[tuple[Callable[[Path], None], Bug]] = [
     ),
     (
         raises(CommandError, "has more than 1,048,576 ranks", lambda folder: mesh_sizes("dp=1048576,tp=2")),
-        Bug("a mesh of any size, in words", "cli.words.options:mesh_sizes", "math.prod(found.values()) > 2**20", "False"),
+        Bug("a mesh of any size, in words", "cli.words.options:mesh_sizes", "math.prod(sizes.values()) > 2**20", "False"),
     ),
     (
         command("which no memory holds", "plan", "FILE.json", content={"w": [10**12, 10**12]}),

@@ -121,8 +121,8 @@ def _linux(file: str, entry: str) -> int | None:
         text = Path("/proc", file).read_text()
     except OSError:
         return None
-    found = re.search(rf"^{entry}:\s+(\d+) kB", text, re.MULTILINE)
-    return None if found is None else int(found[1]) * 1024
+    match = re.search(rf"^{entry}:\s+(\d+) kB", text, re.MULTILINE)
+    return None if match is None else int(match[1]) * 1024
 
 
 @functools.cache

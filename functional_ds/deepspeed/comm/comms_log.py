@@ -120,9 +120,11 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         )
     stragglers = None
     if show_straggler:
-        found = comm.debug.spreads(comm.all_gather_object(comm.Ledger() if book is None else _plain(book)))
-        stragglers = {each.collective: {"slowest_rank": each.slowest, "seconds": list(each.seconds)} for each in found}
-        lines += [str(each) for each in found]
+        spreads = comm.debug.spreads(comm.all_gather_object(comm.Ledger() if book is None else _plain(book)))
+        stragglers = {
+            spread.collective: {"slowest_rank": spread.slowest, "seconds": list(spread.seconds)} for spread in spreads
+        }
+        lines += [str(spread) for spread in spreads]
     if here.rank == 0:
         found_text = lines if rows else ["no collective is in the log; deepspeed.comm.configure(enabled=True) opens it"]
         sys.stdout.write("\n".join([*found_text, ""]))

@@ -46,9 +46,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)
 
 
-def _need(found: int, needed: int, what: str) -> None:
-    if found != needed:
-        raise ValueError(f"{what}: {found} where the group needs {needed}")
+def _need(count: int, needed: int, what: str) -> None:
+    if count != needed:
+        raise ValueError(f"{what}: {count} where the group needs {needed}")
 
 
 @in_place
@@ -74,7 +74,7 @@ def all_reduce_coalesced(
 ) -> InPlace:
     """``all_reduce`` of several tensors in one call."""
     held = list(tensors)
-    return partial(comm.all_reduce, [each.detach() for each in held], group, op=word_of(op)), held
+    return partial(comm.all_reduce, [tensor.detach() for tensor in held], group, op=word_of(op)), held
 
 
 @in_place
@@ -119,7 +119,7 @@ def all_gather_coalesced(
     _need(len(output_tensors), len(input_tensors), "output_tensors")
     for output, tensor in zip(output_tensors, input_tensors, strict=True):
         _need(output.numel(), group.size * tensor.numel(), "elements of output_tensors")
-    return partial(comm.all_gather, [_flat(each) for each in input_tensors], group), output_tensors
+    return partial(comm.all_gather, [_flat(tensor) for tensor in input_tensors], group), output_tensors
 
 
 @in_place
@@ -145,7 +145,7 @@ def reduce_scatter(
 ) -> InPlace:
     """Reduces the ranks' r-th tensors into rank r's ``output``."""
     _need(len(input_list), group.size, "input_list")
-    whole = torch.stack([each.detach() for each in input_list])
+    whole = torch.stack([tensor.detach() for tensor in input_list])
     return partial(comm.reduce_scatter, whole, group, op=word_of(op), tiled=False), [output]
 
 
@@ -179,8 +179,8 @@ def all_to_all(
     """Sends the r-th tensor to rank r; what rank r sends is received in the r-th output."""
     _need(len(input_tensor_list), group.size, "input_tensor_list")
     _need(len(output_tensor_list), group.size, "output_tensor_list")
-    sent, arriving = ([each.numel() for each in held] for held in (input_tensor_list, output_tensor_list))
-    whole = torch.cat([_flat(each) for each in input_tensor_list])
+    sent, arriving = ([tensor.numel() for tensor in held] for held in (input_tensor_list, output_tensor_list))
+    whole = torch.cat([_flat(tensor) for tensor in input_tensor_list])
     return partial(comm.all_to_all, whole, group, input_splits=sent, output_splits=arriving), output_tensor_list
 
 
@@ -204,7 +204,7 @@ def scatter(
     place = place_in(group, src, "src")
     if group.rank == place:
         _need(len(scatter_list or ()), group.size, "scatter_list")
-    whole = torch.stack([each.detach() for each in scatter_list]) if scatter_list else None
+    whole = torch.stack([part.detach() for part in scatter_list]) if scatter_list else None
     return partial(comm.scatter, whole, place, group, tiled=False, like=tensor.detach()), [tensor]
 
 

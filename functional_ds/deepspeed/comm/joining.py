@@ -95,10 +95,10 @@ def init_distributed(
 
 def _read_mpi(port: int) -> None:
     """Sets torchrun's variables from Open MPI's."""
-    found = {name: os.environ.get(f"OMPI_COMM_WORLD_{theirs}") for name, theirs in _MPI.items()}
-    if found["RANK"] is None or found["WORLD_SIZE"] is None:
+    variables = {name: os.environ.get(f"OMPI_COMM_WORLD_{theirs}") for name, theirs in _MPI.items()}
+    if variables["RANK"] is None or variables["WORLD_SIZE"] is None:
         return
-    for name, value in found.items():
+    for name, value in variables.items():
         if value is not None:
             os.environ.setdefault(name, value)
     if "MASTER_ADDR" in os.environ:
@@ -142,8 +142,8 @@ def get_rank(group: Any = None) -> int:
 
 def get_world_size(group: Any = None) -> int:
     """The number of ranks in the group, by default in the world; -1 if this rank is not a member."""
-    found = group_of(group)
-    return found.size if found.rank >= 0 else -1
+    ranks = group_of(group)
+    return ranks.size if ranks.rank >= 0 else -1
 
 
 def new_group(ranks: Sequence[int]) -> comm.Group:

@@ -74,18 +74,16 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     if not p2p_op_list:
         return []
     group = group_of(p2p_op_list[0].group)
-    if any(group_of(each.group) != group for each in p2p_op_list):
+    if any(group_of(p2p.group) != group for p2p in p2p_op_list):
         raise ValueError("batch_isend_irecv: the messages of a batch are of one group")
     ops = [
-        comm.Send(each.tensor.detach(), place_in(group, each.peer, "peer"), each.tag)
-        if each.op is isend
-        else comm.Recv(each.tensor.detach(), place_in(group, each.peer, "peer"), each.tag)
-        for each in p2p_op_list
+        comm.Send(p2p.tensor.detach(), place_in(group, p2p.peer, "peer"), p2p.tag)
+        if p2p.op is isend
+        else comm.Recv(p2p.tensor.detach(), place_in(group, p2p.peer, "peer"), p2p.tag)
+        for p2p in p2p_op_list
     ]
     batch = comm.start(comm.batch_p2p, ops, group)
-    return [
-        Work(batch.then(_entry(index)), () if each.op is isend else [each.tensor]) for index, each in enumerate(p2p_op_list)
-    ]
+    return [Work(batch.then(_entry(index)), () if p2p.op is isend else [p2p.tensor]) for index, p2p in enumerate(p2p_op_list)]
 
 
 def _entry(index: int) -> Callable[[list[Any]], Any]:

@@ -47,7 +47,7 @@ def _write(targets: Sequence[Tensor], result: Any) -> None:
     """Copies a result into tensors: a list into as many, one tensor into their elements, one after the other."""
     if not targets:
         return
-    parts = result.reshape(-1).split([each.numel() for each in targets]) if isinstance(result, Tensor) else result
+    parts = result.reshape(-1).split([tensor.numel() for tensor in targets]) if isinstance(result, Tensor) else result
     for target, part in zip(targets, parts, strict=True):
         target.detach().copy_(part.view(target.shape))
 

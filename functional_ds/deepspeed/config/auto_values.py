@@ -17,26 +17,26 @@ def auto_values(auto: Mapping[str, Any], model: Any) -> dict[str, Any]:
     Raises:
         ConfigError: an unknown path.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     hidden = None if model is None else _hidden_size(model)
     if hidden:
-        found["zero_optimization.reduce_bucket_size"] = hidden * hidden
-        found["zero_optimization.prefetch_bucket_size"] = int(0.9 * hidden * hidden)
-        found["zero_optimization.param_persistence_threshold"] = 10 * hidden
+        values["zero_optimization.reduce_bucket_size"] = hidden * hidden
+        values["zero_optimization.prefetch_bucket_size"] = int(0.9 * hidden * hidden)
+        values["zero_optimization.param_persistence_threshold"] = 10 * hidden
     for path, value in auto.items():
         key = key_of(path)
         if key is None and not path.startswith(_PARAMS):
             raise ConfigError(f"auto: {path!r}: {nearest(path)}")
-        found[path if key is None else key.path] = value
-    return found
+        values[path if key is None else key.path] = value
+    return values
 
 
 def _hidden_size(model: Any) -> int | None:
     """As in transformers: the largest of several, and a text model's if the whole has none. GPT's ``d_model`` too."""
     config = getattr(model, "config", model)
-    for each in (config, getattr(config, "text_config", None)):
-        sizes = [getattr(each, "hidden_size", None), *[max(getattr(each, "hidden_sizes", None) or (0,))]]
-        found = next((int(size) for size in (*sizes, getattr(each, "d_model", None)) if size), None)
-        if found is not None:
-            return found
+    for block in (config, getattr(config, "text_config", None)):
+        sizes = [getattr(block, "hidden_size", None), *[max(getattr(block, "hidden_sizes", None) or (0,))]]
+        hidden = next((int(size) for size in (*sizes, getattr(block, "d_model", None)) if size), None)
+        if hidden is not None:
+            return hidden
     return None

@@ -23,12 +23,12 @@ _LEFT_OUT = ("optimizer.params", "zero_optimization.cpu_offload_use_pin_memory")
 
 def canonical(settings: Settings, batch: BatchSizes) -> dict[str, Any]:
     """A dict that DeepSpeed reads like the config, without what it raises errors for or never reads."""
-    found: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     for path, value in settings.values.items():
         if _is_kept(settings, path):
             place, convert = _RENAMED.get(path, (_spelled(path), _as_json))
-            _put(found, place, convert(value))
-    return found | {
+            _put(config, place, convert(value))
+    return config | {
         "train_batch_size": batch.train_batch_size,
         "train_micro_batch_size_per_gpu": batch.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
@@ -38,7 +38,7 @@ def canonical(settings: Settings, batch: BatchSizes) -> dict[str, Any]:
 def _is_kept(settings: Settings, path: str) -> bool:
     key = key_of(path)
     if path == "scheduler.params":  # of a scheduler of torch's, whose arguments have no paths of their own
-        return "scheduler.type" in settings and not any(each.startswith("scheduler.params.") for each in settings.values)
+        return "scheduler.type" in settings and not any(other.startswith("scheduler.params.") for other in settings.values)
     return path not in _LEFT_OUT and (key is None or key.fate is not Fate.REFUSED)
 
 
@@ -53,6 +53,6 @@ def _as_json(value: Any) -> Any:
 
 def _put(block: dict[str, Any], path: str, value: Any) -> None:
     *above, name = path.split(".")
-    for each in above:
-        block = block.setdefault(each, {})
+    for key in above:
+        block = block.setdefault(key, {})
     block[name] = value

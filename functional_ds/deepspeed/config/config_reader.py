@@ -69,16 +69,16 @@ class Settings:
 
     def explanation(self) -> Explanation:
         """The outcome of each key, by default from the table; the config's keys first, in its order."""
-        found: dict[str, ExplainedKey] = {}
+        rows: dict[str, ExplainedKey] = {}
         for path, value in self.given.items():
             name, key = self.spelled[path], key_of(path)
             if name in self.rows:
-                found[name] = self.rows[name]
+                rows[name] = self.rows[name]
             elif key is not None:
                 off = self._why_off(key) if key.fate is Fate.BECAME else None
                 fate = Fate.IGNORED if off or key.fate is Fate.REFUSED else key.fate
-                found[name] = ExplainedKey(name, value, fate, off or key.text)
-        return Explanation(tuple((found | self.rows).values()))
+                rows[name] = ExplainedKey(name, value, fate, off or key.text)
+        return Explanation(tuple((rows | self.rows).values()))
 
     def _why_off(self, key: ConfigKey) -> str | None:
         """Why a key that can change the plan does not."""
@@ -150,7 +150,7 @@ def source(config: Config) -> dict[str, Any]:
 
 def _loads(text: str, where: str) -> dict[str, Any]:
     try:
-        found = parse_json(text, pairs=unique)
+        config = parse_json(text, pairs=unique)
     except json.JSONDecodeError as error:
         found = _hjson(text, f"{where}: not valid JSON: {error}")
     if not isinstance(found, dict):
@@ -163,9 +163,9 @@ def _hjson(text: str, message: str) -> Any:
         raise ConfigError(f"{message}; comments and the like need the package hjson") from None
     hjson = import_module("hjson")
     try:
-        found = hjson.loads(text, object_pairs_hook=unique)
-        check_plain(found)
-        return found
+        config = hjson.loads(text, object_pairs_hook=unique)
+        check_plain(config)
+        return config
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:  # HjsonDecodeError is a ValueError
@@ -229,23 +229,23 @@ def value_of(config: Config, path: str) -> Any:
 def _closed(path: str, value: Any, auto: Mapping[str, Any]) -> Any:
     """The value with "auto" replaced."""
     if path in _OPEN and isinstance(value, dict):
-        return {name: auto.get(f"{path}.{name}", each) if each == "auto" else each for name, each in value.items()}
+        return {name: auto.get(f"{path}.{name}", entry) if entry == "auto" else entry for name, entry in value.items()}
     return auto.get(path, ABSENT) if value == "auto" else value
 
 
 def _renamed(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """With the block ``bfloat16`` under its new name, and a boolean ``zero_optimization`` as a block."""
-    found = dict(config)
-    if "bfloat16" in found:
-        if "bf16" in found:
+    renamed = dict(config)
+    if "bfloat16" in renamed:
+        if "bf16" in renamed:
             settings.rows["bfloat16"] = ExplainedKey(
-                "bfloat16", found["bfloat16"], Fate.REFUSED, "it says the same as `bf16`; keep one of them"
+                "bfloat16", renamed["bfloat16"], Fate.REFUSED, "it says the same as `bf16`; keep one of them"
             )
-        old = found.pop("bfloat16")
-        found.setdefault("bf16", old)
-    if isinstance(found.get("zero_optimization"), bool):
-        found["zero_optimization"] = {"stage": int(found["zero_optimization"])}
-    return found
+        old = renamed.pop("bfloat16")
+        renamed.setdefault("bf16", old)
+    if isinstance(renamed.get("zero_optimization"), bool):
+        renamed["zero_optimization"] = {"stage": int(renamed["zero_optimization"])}
+    return renamed
 
 
 def _flat(block: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:

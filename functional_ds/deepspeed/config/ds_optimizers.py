@@ -75,14 +75,14 @@ def _adam(a: dict[str, Any], *, decoupled: bool) -> Built:
     decay = a["weight_decay"]
     if decay is None:
         decay = 0.01 if a["torch_adam"] and decays else 0.0
-    kind = adamw if decays else adam
-    return kind(a["lr"], **_moments(a | {"weight_decay": decay}), bias_correction=a["bias_correction"])
+    rule = adamw if decays else adam
+    return rule(a["lr"], **_moments(a | {"weight_decay": decay}), bias_correction=a["bias_correction"])
 
 
 def muon_rates(a: dict[str, Any]) -> tuple[float, float]:
     """The learning rates of Muon's matrices and of other params; 0 is a valid rate."""
-    own = (a["muon_lr"], a["lr"], 0.02), (a["adam_lr"], a["lr"], 3e-4)
-    matrices, rest = (next(rate for rate in each if rate is not None) for each in own)
+    choices = (a["muon_lr"], a["lr"], 0.02), (a["adam_lr"], a["lr"], 3e-4)
+    matrices, rest = (next(rate for rate in rates if rate is not None) for rates in choices)
     return matrices, rest
 
 
@@ -107,8 +107,8 @@ def _lamb(a: dict[str, Any]) -> Built:
 def _zero_one(a: dict[str, Any]) -> Built:
     longest = a["local_step_clipper"]
     local = max(1, a["local_step_scaler"] // longest) * longest
-    freeze, each = a["var_freeze_step"], a["var_update_scaler"]
-    return zero_one_adam(a["lr"], freeze=freeze, each=each, local=local, longest=longest, **_moments(a))
+    freeze, update_scaler = a["var_freeze_step"], a["var_update_scaler"]
+    return zero_one_adam(a["lr"], freeze=freeze, each=update_scaler, local=local, longest=longest, **_moments(a))
 
 
 _BUILD: dict[str, Callable[[dict[str, Any]], Built]] = {

@@ -122,7 +122,7 @@ def from_ds_config(
     optimizer = None
     if rule is not None and not settings.explanation().refused:
         optimizer = settings.attempt("optimizer.params", partial(rule.built, arguments))
-    found = settings.explanation()
-    if found.refused or batch is None:
-        raise ConfigError.of(found)
+    explanation = settings.explanation()
+    if explanation.refused or batch is None:
+        raise ConfigError.of(explanation)
     return ConfigPlan(optimizer, schedule, batch, settings, make)

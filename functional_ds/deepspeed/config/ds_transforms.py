@@ -155,7 +155,7 @@ def _stage_3(s: Settings, world_size: int) -> dict[str, Any]:
 
 def offload_places(s: Settings) -> tuple[str, str]:
     """Where the optimizer's state and the params are stored: "device", "cpu" or "disk"."""
-    found = []
+    places = []
     for block, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
         word = s[f"{_ZERO}.{block}.device"]
         place = _PLACES.get("cpu" if s[f"{_ZERO}.{old}"] else word, "device")
@@ -164,9 +164,9 @@ def offload_places(s: Settings) -> tuple[str, str]:
                 if place != "device" and path in s:
                     s.note(path, Fate.IGNORED, "It is for stage 3, as in DeepSpeed, which ignores it below: params stay whole.")
             place = "device"
-        found.append(place)
+        places.append(place)
     order = ("device", "cpu", "disk")
-    return max(found, key=order.index), found[1]  # where params are updated, the state must be
+    return max(places, key=order.index), places[1]  # where params are updated, the state must be
 
 
 def offloading(s: Settings) -> dict[str, Any] | None:

@@ -72,12 +72,16 @@ def schedule_of(
     reference = base or 1.0
     if name not in SCHEDULERS:
         return _torch_schedule(s, name, base, reference), arguments
-    found = SCHEDULERS[name]
-    given = _parameters(s, "scheduler.params", found.keys)
-    missing = [each for each in found.required if given.get(each) is None and f"scheduler.params.{each}" not in s.rows]
+    scheduler = SCHEDULERS[name]
+    given = _parameters(s, "scheduler.params", scheduler.keys)
+    missing = [
+        argument
+        for argument in scheduler.required
+        if given.get(argument) is None and f"scheduler.params.{argument}" not in s.rows
+    ]
     if missing:
         s.refuse("scheduler.type", f"{name} needs {' and '.join(missing)} in scheduler.params")
-    if any(s.rows[each].fate is Fate.REFUSED for each in s.rows if each.startswith("scheduler.")):
+    if any(s.rows[path].fate is Fate.REFUSED for path in s.rows if path.startswith("scheduler.")):
         return None, arguments
     s.note("scheduler.type", Fate.BECAME, "`plan.schedule`: update k has the rate of DeepSpeed's iteration k - 1.")
     if name == "OneCycle" and given.get("cycle_momentum", True) and (rule is None or rule.betas):
@@ -86,7 +90,7 @@ def schedule_of(
             s.refuse("scheduler.params.cycle_momentum", f"the betas of {what} cannot cycle here; set it to false")
             return None, arguments
         arguments = {**arguments, "betas": beta_cycle(given)}
-    return found.build(given, base, reference), arguments
+    return scheduler.build(given, base, reference), arguments
 
 
 def _base_rate(
@@ -124,7 +128,7 @@ def _torch_schedule(s: Settings, name: str, base: float, reference: float) -> Ra
         "scheduler.type", Fate.BECAME, f"torch.optim.lr_scheduler.{name}, run on the host: each update reads the count back."
     )
     s.note("scheduler.params", Fate.BECAME, "The scheduler's arguments.")
-    return RateSchedule(f"{name}({params})", rates, reference, lambda own: TorchRates(name, numbers, own))
+    return RateSchedule(f"{name}({params})", rates, reference, lambda rate: TorchRates(name, numbers, rate))
 
 
 def _number(value: Any) -> Any:
@@ -137,7 +141,7 @@ def _number(value: Any) -> Any:
 def _parameters(s: Settings, block: str, keys: Sequence[ConfigKey]) -> dict[str, Any]:
     """The config's arguments, parsed; each is a row of the explanation."""
     known = {key.name: key for key in keys}
-    found: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     for name, value in (s[block] or {}).items():
         path = f"{block}.{name}"
         s.spelled[path], s.given[path] = path, value
@@ -150,7 +154,7 @@ def _parameters(s: Settings, block: str, keys: Sequence[ConfigKey]) -> dict[str,
         if path in s and key.fate is not Fate.REFUSED:
             s.note(path, key.fate, key.text.replace("=`", f"={s[path]}`"))
         if path in s:
-            found[name] = s[path]
+            parsed[name] = s[path]
     s.rows.pop(s.spelled.get(block, block), None)
     s.given.pop(block, None)
-    return found
+    return parsed

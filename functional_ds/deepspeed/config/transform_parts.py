@@ -61,14 +61,14 @@ def transforms_of(
         offload = None if away is None else build_offload(away)
         rates = None if schedule is None else scheduled(schedule)
         stop = stop_at_minimum() if stops else None
-        found = (casts, offload, shards, *others, rates, stop, for_ranks(world_size, group))
-        return compose(*(each for each in found if each is not None))
+        transforms = (casts, offload, shards, *others, rates, stop, for_ranks(world_size, group))
+        return compose(*(transform for transform in transforms if transform is not None))
 
     return composed
 
 
 def _others(s: Settings, world_size: int, steps: int, reduces: bool) -> list[Transform]:
-    found = [accumulate(steps)] if steps > 1 else []
+    transforms = [accumulate(steps)] if steps > 1 else []
     limit = s["gradient_clipping"]
     if reduces:
         if "gradient_clipping" in s and limit:
@@ -77,14 +77,14 @@ def _others(s: Settings, world_size: int, steps: int, reduces: bool) -> list[Tra
     elif limit:
         if s["zero_optimization.compute_grad_norm"] is False:
             s.refuse("zero_optimization.compute_grad_norm", "gradient_clipping needs the norm; set it to 0")
-        found.append(clip(limit))
+        transforms.append(clip(limit))
         words = "" if "gradient_clipping" in s else ": DeepSpeed's default is 1.0"
         s.note("gradient_clipping", Fate.BECAME, f"`T.clip({limit})`{words}.")
     if s["gradient_allreduce_op"] == "sum":
         if s["zero_optimization.stage"] == 3:
             s.refuse("gradient_allreduce_op", "DeepSpeed has sums in stages 0 to 2 alone")
-        found.append(sum_gradients(world_size))
-    return found
+        transforms.append(sum_gradients(world_size))
+    return transforms
 
 
 def build_offload(options: dict[str, Any]) -> Transform:

@@ -97,22 +97,22 @@ class EngineOptimizer(torch.optim.Optimizer):
         loop: EngineLoop,
         plan: ConfigPlan,
         *,
-        kind: type | None = None,
+        shown_class: type | None = None,
     ) -> None:
         self._counts, self._loop, self._plan = counts, loop, plan
         self._groups: list[dict[str, Any]] = []
         super().__init__([group.given for group in groups], {} if client is None else client.defaults)
         if client is None:  # torch's schedulers read them; no group is filled from them
             self.defaults = {name: value for name, value in groups[0].given.items() if name != "params"}
-        own = _basic_of(plan) if client is None else type(client)
-        wrapper = _wrapper_of(plan, own)
+        inner_class = _basic_of(plan) if client is None else type(client)
+        wrapper = _wrapper_of(plan, inner_class)
         self._bare = client is not None and wrapper is None
-        self._kind = kind or wrapper or own  # torch's constructor above must not see it
+        self._kind = shown_class or wrapper or inner_class  # torch's constructor above must not see it
         self.optimizer: torch.optim.Optimizer = self
         if client is not None:
             self.optimizer, self._groups = client, client.param_groups
-        elif wrapper is not None and kind is None:
-            self.optimizer = EngineOptimizer(groups, None, counts, loop, plan, kind=own or EngineOptimizer)
+        elif wrapper is not None and shown_class is None:
+            self.optimizer = EngineOptimizer(groups, None, counts, loop, plan, shown_class=inner_class or EngineOptimizer)
         if client is None and "adam" in str(plan.value("optimizer.type")).lower():
             self.adam_w_mode = _decays(plan)
 

@@ -81,9 +81,9 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
         loop: EngineLoop = self._loop
         self._reports.begin(loop)
         with self._reports.timed("fwd"):
-            found = loop.forward(loop.live.call, *args, **kwargs)
+            output = loop.forward(loop.live.call, *args, **kwargs)
         loop.lasts(self._lasts())
-        return found
+        return output
 
     def backward(
         self,
@@ -114,7 +114,7 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
                 f"backward: the loss is a {type(loss).__name__}, not a tensor; DeepSpeed's engines take one scalar"
             )
         loop: EngineLoop = self._loop
-        if not loss.requires_grad and not any(each.requires_grad for each in loop.live.params.values()):
+        if not loss.requires_grad and not any(parameter.requires_grad for parameter in loop.live.params.values()):
             raise UsageError("backward: no parameter of the model requires a gradient; call requires_grad_() before initialize")
         loop.collect()
         micro = loop.micro_batches

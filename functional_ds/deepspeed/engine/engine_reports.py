@@ -46,9 +46,9 @@ class Reports:
     def of(plan: ConfigPlan) -> "Reports":
         """The reports that the config asks for."""
         asks = [plan.value(name) for name in ("wall_clock_breakdown", "flops_profiler.enabled", "comms_logger.enabled")]
-        found = Reports(Monitors.of(plan), plan=plan, rows=plan.batch.rows, clock=bool(asks[0]))
-        found._profiling = any(asks)
-        return found
+        reports = Reports(Monitors.of(plan), plan=plan, rows=plan.batch.rows, clock=bool(asks[0]))
+        reports._profiling = any(asks)
+        return reports
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         """A part of the engine's time."""
@@ -102,8 +102,8 @@ class Reports:
         self.monitor.close()
 
     def _every(self) -> int:
-        found = self._plan.value("steps_per_print") or 10
-        return int(found) if found != float("inf") else 2**62
+        interval = self._plan.value("steps_per_print") or 10
+        return int(interval) if interval != float("inf") else 2**62
 
     def _show_profile(self, done: int) -> None:
         value = self._plan.value
@@ -111,13 +111,13 @@ class Reports:
         details = (self._clock or value("comms_logger.enabled")) and done > 1 and done % self._every() == 0
         if not (flops or details):
             return
-        found = self._profiled.result()  # collective
+        profile = self._profiled.result()  # collective
         if comm.world().rank == 0:
             path = value("flops_profiler.output_file") if flops else None
             if path:
-                Path(path).write_text(str(found), encoding="utf-8")
+                Path(path).write_text(str(profile), encoding="utf-8")
             else:
-                sys.stdout.write(f"{found}\n")
+                sys.stdout.write(f"{profile}\n")
         if flops and not (self._clock or value("comms_logger.enabled")):
             self._profiling, self._profiled = False, None
 

@@ -34,8 +34,8 @@ class EngineWeights:
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """For accelerate and transformers: the whole ``state_dict`` on rank 0, None on others. Collective."""
-        found = self.whole_state_dict(exclude_frozen_parameters)
-        return found if comm.world().rank == 0 else None
+        state_dict = self.whole_state_dict(exclude_frozen_parameters)
+        return state_dict if comm.world().rank == 0 else None
 
     def save_16bit_model(
         self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

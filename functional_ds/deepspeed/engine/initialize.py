@@ -94,16 +94,16 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize: pass the model, a torch.nn.Module; this is a {type(model).__name__}")
     _join(distributed_port, dist_init_required)
-    found = _config(args, config, config_params)
+    settings = _config(args, config, config_params)
     world = comm.world()
     _refuse_model_parallel(mpu, mesh_param)
     client = _client_optimizer(optimizer, model_parameters)
     _refuse_foreign(lr_scheduler, client)
     if _is_pipeline(model):
-        return _pipeline(model, found, client, model_parameters, lr_scheduler, training_data, collate_fn)
+        return _pipeline(model, settings, client, model_parameters, lr_scheduler, training_data, collate_fn)
     if lr_scheduler is None:
-        lr_scheduler = cycled_on_host(found)
-    plan = _plan(found, world.size, model, client, has_scheduler=lr_scheduler is not None)
+        lr_scheduler = cycled_on_host(settings)
+    plan = _plan(settings, world.size, model, client, has_scheduler=lr_scheduler is not None)
     _set_log_level(plan)
 
     fill_again(model)
@@ -113,23 +113,23 @@ def initialize(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _groups(plan, client, model, model_parameters, names)
     trained: set[str] = set().union(*(group.paths for group in groups))
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     apply, params = functional(model) if made is None else made
     for name, parameter in params.items():
         if name not in trained and groups:
             parameter.requires_grad_(False)
-            own[name].requires_grad_(False)
+            parameters[name].requires_grad_(False)
 
     share = LossShare.of(plan)
     base = train_step(_no_loss, live_optimizer(groups) if groups else sgd(0.0))
     step = share.transform()(plan.transform(base))
-    live = LiveModule(model, apply, own, plan.value("zero_optimization.stage") < 3)
+    live = LiveModule(model, apply, parameters, plan.value("zero_optimization.stage") < 3)
     params = {name: mark_sharers(p, sharers[name]) if name in sharers else p for name, p in params.items()}
     state = step.init(params)
     del params, made, deferral
     loop = EngineLoop(step, state, live, share, plan.batch.gradient_accumulation_steps)
     live.show(step, state)
-    own_parameters(loop, own, plan)
+    own_parameters(loop, parameters, plan)
     if not live.shows:
         mark_leaf_parameters(get_z3_leaf_modules(model))
 
@@ -151,12 +151,12 @@ def initialize(
 
 
 def _is_pipeline(model: nn.Module) -> bool:
-    found = False
+    is_pipeline = False
     with optional("functional_ds.pipelining"):
         from functional_ds.deepspeed.pipe.pipeline_module import PipelineModule
 
-        found = isinstance(model, PipelineModule)
-    return found
+        is_pipeline = isinstance(model, PipelineModule)
+    return is_pipeline
 
 
 def _set_log_level(plan: ConfigPlan) -> None:
@@ -228,11 +228,11 @@ def _join(port: int, required: bool | None) -> None:
 def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
     given = config if config is not None else config_params
     for name in ("deepscale_config", "deepspeed_config"):
-        own = getattr(args, name, None)
-        if own is not None:
+        from_args = getattr(args, name, None)
+        if from_args is not None:
             if given is not None:
                 raise UsageError(f"config: it is given twice, as args.{name} and as an argument; pass one of them")
-            given = own
+            given = from_args
     if given is None:
         raise UsageError("config: pass it as config=, or by --deepspeed_config in args")
     return source(getattr(given, "config", given) if not isinstance(given, Mapping | str) else given)
@@ -240,7 +240,7 @@ def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
 
 def _refuse_model_parallel(mpu: Any, mesh: Any) -> None:
     kinds = ("model_parallel", "tensor_model_parallel", "pipeline_model_parallel")
-    asks = (getattr(mpu, f"get_{kind}_world_size", None) for kind in kinds)
+    asks = (getattr(mpu, f"get_{parallelism}_world_size", None) for parallelism in kinds)
     sizes = [ask() for ask in asks if ask is not None]
     if any(size > 1 for size in sizes):
         raise ValueError(
@@ -307,12 +307,12 @@ def _scheduler(plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGr
 
 def _sharers(model: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:
     """By name, experts' params that only some ranks share."""
-    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    sharers: dict[str, tuple[tuple[int, ...], ...]] = {}
     with optional("functional_ds.parallel"):
         from functional_ds.deepspeed.moe.utils import expert_sharers
 
-        found = expert_sharers(model)
-    return found
+        sharers = expert_sharers(model)
+    return sharers
 
 
 def _device() -> torch.device:

@@ -27,12 +27,12 @@ class LocalExperts(nn.Module):
 
     def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
         """The results of rows that are sorted by expert."""
-        found = [_first(expert(part)) for expert, part in zip(self.deepspeed_experts, rows.split(groups.read()), strict=True)]
-        return torch.cat(found)
+        outputs = [_first(expert(part)) for expert, part in zip(self.deepspeed_experts, rows.split(groups.read()), strict=True)]
+        return torch.cat(outputs)
 
 
-def _first(found: Any) -> Tensor:
-    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
 
 class MOELayer(nn.Module):

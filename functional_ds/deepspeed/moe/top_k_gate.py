@@ -58,8 +58,8 @@ class TopKGate(nn.Module):
         logits = F.linear(wide, self.wg.weight.float())
         gates = logits.softmax(1)
         count, factor = gates.shape[1], self.capacity_factor if self.training else self.eval_capacity_factor
-        each = torch.tensor(factor * self.k, dtype=torch.float32)  # DeepSpeed rounds the product up in fp32
-        room = max(int((len(gates) / count * each).ceil()), self.min_capacity)
+        scaled = torch.tensor(factor * self.k, dtype=torch.float32)  # DeepSpeed rounds the product up in fp32
+        room = max(int((len(gates) / count * scaled).ceil()), self.min_capacity)
         choose = _top_1 if self.k == 1 else _top_2 if self.k == 2 else _top_k
         return choose(self, logits, gates, min(room, len(gates)), used_token)
 

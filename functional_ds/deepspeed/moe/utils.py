@@ -26,8 +26,8 @@ ParamGroup = dict[str, Any]
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether a module has a layer of experts, and how many experts the first one has."""
-    found = next((each.num_experts for each in m.modules() if isinstance(each, MoE)), None)
-    return found is not None, found or 0
+    count = next((module.num_experts for module in m.modules() if isinstance(module, MoE)), None)
+    return count is not None, count or 0
 
 
 def is_moe_param(param: Tensor) -> bool:
@@ -70,15 +70,15 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def _parts(params: list[Tensor], limit: float) -> list[list[Tensor]]:
-    found: list[list[Tensor]] = []
+    parts: list[list[Tensor]] = []
     size = math.inf
     for param in params:
         if size + param.numel() > limit:
-            found.append([])
+            parts.append([])
             size = 0
-        found[-1].append(param)
+        parts[-1].append(param)
         size += param.numel()
-    return found
+    return parts
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
@@ -100,11 +100,11 @@ def expert_sharers(module: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:
     >>> comm.simulate(lambda: expert_sharers(layer)["deepspeed_moe.experts.deepspeed_experts.0.bias"], world_size=4)[0]
     ((0, 2), (1, 3))
     """
-    world, found = comm.world().size, dict[str, tuple[tuple[int, ...], ...]]()
+    world, sharers = comm.world().size, dict[str, tuple[tuple[int, ...], ...]]()
     for name, layer in module.named_modules():
         if isinstance(layer, MoE) and layer.ep_size > 1:
             blocks = tuple(tuple(expert_data_ranks(layer.ep_size, first, world)) for first in range(layer.ep_size))
             prefix = f"{name}." if name else ""
             for inner, _ in layer.deepspeed_moe.experts.named_parameters():
-                found[f"{prefix}deepspeed_moe.experts.{inner}"] = blocks
-    return found
+                sharers[f"{prefix}deepspeed_moe.experts.{inner}"] = blocks
+    return sharers

@@ -37,7 +37,7 @@ class NamedOptimizer(torch.optim.Optimizer):
     def __init_subclass__(cls, rule: str, params: str = "params", **defaults: Any) -> None:
         super().__init_subclass__()
         sign(cls, params, defaults)
-        cls.rule = next(each for each in OPTIMIZERS if each.name == rule)
+        cls.rule = next(optimizer for optimizer in OPTIMIZERS if optimizer.name == rule)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = bound(type(self), args, kwargs)

@@ -163,12 +163,12 @@ class PipelineEngine(CountedEngine, EngineFiles):
             self._iterator = before
         self._parts.train(False)
         try:
-            found: Tensor = self._step.evaluate(self.state, batch)
+            loss: Tensor = self._step.evaluate(self.state, batch)
         finally:
             self._parts.train(self.module.training)
         if self.monitor.enabled:
-            self._log(eval_loss=found)
-        return found
+            self._log(eval_loss=loss)
+        return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises an error."""
@@ -261,10 +261,12 @@ class PipelineEngine(CountedEngine, EngineFiles):
         """All stages' params and buffers by name, on every rank. Collective."""
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         held = self._step.params(self.state).items()
-        found = OrderedDict((name, p) for name, p in held if not (exclude_frozen_parameters and name in frozen))
+        state_dict = OrderedDict((name, p) for name, p in held if not (exclude_frozen_parameters and name in frozen))
         buffers = self._step.module_buffers(self.state).values()
-        found.update((name, x) for own in buffers for name, x in own.items() if name in self.module.state_dict())
-        return found
+        state_dict.update(
+            (name, x) for stage_buffers in buffers for name, x in stage_buffers.items() if name in self.module.state_dict()
+        )
+        return state_dict
 
     # -- checkpoints
 

@@ -26,13 +26,13 @@ class PlacedLayer:
     """One layer of the sequence.
 
     Attributes:
-        kind: its class's or function's name.
+        class_name: its class's or function's name.
         name: of the child module that it calls; None for a function alone.
         tied: whether the name is a key of ``tied_modules``.
         function: called with (module, x), or only with x; None calls the module.
     """
 
-    kind: str
+    class_name: str
     name: str | None = None
     tied: bool = False
     function: Callable[..., Any] | None = None
@@ -87,7 +87,7 @@ class StageLayers(nn.Module):
     def _worth(self, block: Sequence[PlacedLayer]) -> bool:
         """Whether a block is recomputed: if it has params, or all of its classes are listed."""
         if self.checkpointable_layers is not None:
-            return all(layer.kind in self.checkpointable_layers for layer in block)
+            return all(layer.class_name in self.checkpointable_layers for layer in block)
         return any(True for layer in block if layer.name is not None for _ in self.child(layer).parameters())
 
 
@@ -157,9 +157,9 @@ class PipelineModule(StageLayers):
             return partition_balanced(_sizes(specs) if self.num_stages > 1 else [0.0] * len(specs), self.num_stages)
         if word.startswith("type:"):
             wanted = re.compile(word.split(":")[1], re.IGNORECASE)
-            hits = [1.0 if wanted.search(layer.kind) else 0.0 for layer in self.layers]
+            hits = [1.0 if wanted.search(layer.class_name) else 0.0 for layer in self.layers]
             if not any(hits):
-                kinds = sorted({layer.kind for layer in self.layers})
+                kinds = sorted({layer.class_name for layer in self.layers})
                 raise ValueError(f"partition_method={method!r} matches no layer; there are {', '.join(kinds)}")
             return partition_balanced(hits, self.num_stages)
         raise ValueError(f"partition_method={method!r}: 'uniform', 'parameters' or 'type:REGEX'")
@@ -234,8 +234,8 @@ class PipelineModule(StageLayers):
 
     def stage(self, index: int) -> StageLayers:
         """The layers of one stage; it shares the modules."""
-        own = self.layers[self.parts[index] : self.parts[index + 1]]
-        return StageLayers(own, self, interval=self.activation_checkpoint_interval, again=self.activation_checkpoint_func)
+        layers = self.layers[self.parts[index] : self.parts[index + 1]]
+        return StageLayers(layers, self, interval=self.activation_checkpoint_interval, again=self.activation_checkpoint_func)
 
 
 def _placed(index: int, spec: Any) -> PlacedLayer:
@@ -244,8 +244,8 @@ def _placed(index: int, spec: Any) -> PlacedLayer:
     if isinstance(spec, TiedLayerSpec):
         return PlacedLayer(spec.typename.__name__, spec.key, True, spec.forward_fn)
     if isinstance(spec, LayerSpec | nn.Module):
-        kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
-        return PlacedLayer(kind.__name__, str(index))
+        cls = spec.typename if isinstance(spec, LayerSpec) else type(spec)
+        return PlacedLayer(cls.__name__, str(index))
     if not callable(spec):
         raise TypeError(f"layer {index} is {spec!r}: a module, a LayerSpec or a function is needed")
     return PlacedLayer(getattr(spec, "__name__", type(spec).__name__), None, False, spec)
@@ -253,19 +253,19 @@ def _placed(index: int, spec: Any) -> PlacedLayer:
 
 def _sizes(specs: Sequence[Any]) -> list[float]:
     """The numbers of trained params. Builds layers one at a time, and restores the generators."""
-    tied, found = dict[str, float](), []
+    tied, sizes = dict[str, float](), []
     here = torch.device(get_accelerator().current_device_name())
     with torch.random.fork_rng([here] if here.type == "cuda" else []), kept_rng():
         for spec in specs:
             if isinstance(spec, TiedLayerSpec) and spec.key in tied:
-                found.append(tied[spec.key])
+                sizes.append(tied[spec.key])
                 continue
             module = spec.build() if isinstance(spec, LayerSpec) else spec
             held = module.parameters() if isinstance(module, nn.Module) else ()
-            found.append(float(sum(p.numel() for p in held if p.requires_grad)))
+            sizes.append(float(sum(p.numel() for p in held if p.requires_grad)))
             if isinstance(spec, TiedLayerSpec):
-                tied[spec.key] = found[-1]
-    return found
+                tied[spec.key] = sizes[-1]
+    return sizes
 
 
 class _Freed:

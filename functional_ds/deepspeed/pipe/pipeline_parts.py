@@ -69,13 +69,13 @@ class PipelineParts:
         held = list(micros)
         if not held:
             raise ValueError("micros is empty: a batch is made of micro-batches")
-        leaves = [tree.leaves(each) for each in held]
-        other = next((leaf for each in leaves for leaf in each if not isinstance(leaf, Tensor)), None)
+        leaves = [tree.leaves(micro) for micro in held]
+        other = next((leaf for micro_leaves in leaves for leaf in micro_leaves if not isinstance(leaf, Tensor)), None)
         if other is not None:
             raise ValueError(f"micros: a micro-batch has {other!r}; inputs and labels are tensors, or containers of them")
-        if len({tuple(leaf.shape for leaf in each) for each in leaves}) > 1:
+        if len({tuple(leaf.shape for leaf in micro_leaves) for micro_leaves in leaves}) > 1:
             raise ValueError("micros: the micro-batches of a pipeline have equal shapes; drop the last one of an epoch")
-        joined = [torch.cat(each) for each in zip(*leaves, strict=True)]
+        joined = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
         return tree.unflatten(tree.structure(held[0]), joined)
 
 
@@ -95,9 +95,9 @@ def pipeline_parts(module: PipelineModule) -> PipelineParts:
     params.update(from_source(elsewhere, _elsewhere, device=get_accelerator().current_device_name()))
     applies, pieces = [], []
     for index in range(module.num_stages):
-        apply, own = functional(module.stage(index))
+        apply, stage_params = functional(module.stage(index))
         applies.append(apply)
-        pieces.append(Piece(apply, uses=_chosen(tuple(own)), name=f"stage {index}"))
+        pieces.append(Piece(apply, uses=_chosen(tuple(stage_params)), name=f"stage {index}"))
     loss = module.loss_fn
     stages = stages_of(pieces, params, loss=None if loss is None else lambda y, batch: loss(y, batch[1]))
     mesh = module.topology()

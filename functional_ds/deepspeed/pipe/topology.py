@@ -51,8 +51,8 @@ class ProcessTopology:
 
     def get_coord(self, rank: int) -> tuple[int, ...]:
         """A rank's coordinates, with the axes as fields."""
-        found: tuple[int, ...] = self.ProcessCoord(*self._coords[rank])
-        return found
+        coordinate: tuple[int, ...] = self.ProcessCoord(*self._coords[rank])
+        return coordinate
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"

@@ -32,7 +32,7 @@ _NAMES = "LR_RANGE_TEST=LRRangeTest ONE_CYCLE=OneCycle WARMUP_LR=WarmupLR WARMUP
 _NAMES += " WARMUP_COSINE_LR=WarmupCosineLR WARMUP_LOG_RATE=log WARMUP_LINEAR_RATE=linear"
 _NAMES += " LR_SCHEDULE=lr_schedule EDGE_VALUE=edge_value MID_VALUE=mid_value"
 CONSTANTS: Mapping[str, str] = MappingProxyType(
-    {name.upper(): name for kind in SCHEDULERS.values() for name in kind.arguments if name != "last_batch_iteration"}
+    {name.upper(): name for scheduler in SCHEDULERS.values() for name in scheduler.arguments if name != "last_batch_iteration"}
     | dict(pair.split("=") for pair in _NAMES.split())
 )
 VALID_LR_SCHEDULES = list(SCHEDULERS)

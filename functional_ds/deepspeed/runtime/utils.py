@@ -42,7 +42,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     gc.collect()
     device = get_accelerator()
     used = device.total_memory() - device.available_memory()
-    held, peak, kept, most = (each / _GB for each in _memory(device))
+    held, peak, kept, most = (size / _GB for size in _memory(device))
     sys.stdout.write(f"{message}\nMA {held:.2f} GB  Max_MA {peak:.2f} GB  CA {kept:.2f} GB  Max_CA {most:.2f} GB\n")
     sys.stdout.write(f"{device.device_name()} memory: used = {used / _GB:.2f} GB of {device.total_memory() / _GB:.2f} GB\n")
     device.reset_peak_memory_stats()
@@ -62,7 +62,7 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     device.synchronize()
     if reset_max:
         device.reset_peak_memory_stats()
-    held, peak, kept, most = (f"{each / _GB:0.4f}GB" for each in _memory(device))
+    held, peak, kept, most = (f"{size / _GB:0.4f}GB" for size in _memory(device))
     sys.stdout.write(
         f"RANK={rank} MEMSTATS {msg} device={device.current_device_name()} "
         f"current alloc={held} (max={peak}) current cache={kept} (max={most})\n"
@@ -80,9 +80,9 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
         item.data = item.to(device).data
         return item
     if isinstance(item, list | tuple):
-        return type(item)([move_to_device(each, device, criterion_func) for each in item])
+        return type(item)([move_to_device(part, device, criterion_func) for part in item])
     if isinstance(item, dict):
-        return {name: move_to_device(each, device, criterion_func) for name, each in item.items()}
+        return {name: move_to_device(part, device, criterion_func) for name, part in item.items()}
     return item.to(device)
 
 
@@ -110,8 +110,8 @@ def get_global_norm_of_tensors(
 
 
 def _norm(tensors: Iterable[Tensor], norm_type: float | str) -> Tensor:
-    norms = [each.detach().float().norm(float(norm_type)) for each in tensors]
-    return torch.stack([each.to(norms[0].device) for each in norms]).norm(float(norm_type)) if norms else torch.zeros(())
+    norms = [tensor.detach().float().norm(float(norm_type)) for tensor in tensors]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).norm(float(norm_type)) if norms else torch.zeros(())
 
 
 def clip_grad_norm_(
@@ -133,7 +133,7 @@ def clip_grad_norm_(
     if mpu is not None:
         raise ValueError("mpu=: norms over ranks are the step's; T.clip clips by them")
     held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [each.grad for each in held if each.grad is not None]
+    grads = [parameter.grad for parameter in held if parameter.grad is not None]
     total = comm.all_reduce(_norm(grads, norm_type) / comm.world().size)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grad in grads:
@@ -149,8 +149,8 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
-    each, more = divmod(num_items, num_parts)
-    return [part * each + min(part, more) for part in range(num_parts + 1)]
+    per_part, more = divmod(num_items, num_parts)
+    return [part * per_part + min(part, more) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Iterable[float], num_parts: int) -> list[int]:

@@ -104,10 +104,10 @@ def expert_data_ranks(ep_size: int, rank: int, world_size: int) -> list[int]:
 
 
 def _ep_size(group_name: str) -> int:
-    found = re.fullmatch(r"ep_size_(\d+)", group_name)
-    if found is None:
+    match = re.fullmatch(r"ep_size_(\d+)", group_name)
+    if match is None:
         raise ValueError(f"group_name={group_name!r}: expert groups are called 'ep_size_N'")
-    return int(found[1])
+    return int(match[1])
 
 
 def _get_expert_parallel_group(group_name: str) -> comm.Group:

@@ -29,18 +29,18 @@ class _Stdout(logging.StreamHandler[TextIO]):
 
 
 def _made() -> logging.Logger:
-    found = logging.getLogger("DeepSpeed")
-    if not found.handlers:
+    logger = logging.getLogger("DeepSpeed")
+    if not logger.handlers:
         handler = _Stdout()
         handler.setFormatter(
             logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s")
         )
-        found.addHandler(handler)
-        found.propagate = False
-        found.setLevel(logging.WARNING)
-        set_log_level_from_string(os.environ.get("DEEPSPEED_LOG_LEVEL") or "warning", found)
-    found.warning_once = functools.cache(found.warning)  # type: ignore[attr-defined]
-    return found
+        logger.addHandler(handler)
+        logger.propagate = False
+        logger.setLevel(logging.WARNING)
+        set_log_level_from_string(os.environ.get("DEEPSPEED_LOG_LEVEL") or "warning", logger)
+    logger.warning_once = functools.cache(logger.warning)  # type: ignore[attr-defined]
+    return logger
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:

@@ -43,7 +43,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, list | tuple):
-        return type(item)(clone_tensors_for_torch_save(each, device) for each in item)
+        return type(item)(clone_tensors_for_torch_save(part, device) for part in item)
     if isinstance(item, dict):
         return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
     return item

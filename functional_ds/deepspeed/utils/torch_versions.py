@@ -26,5 +26,5 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
 
 
 def _parts(version: Any) -> tuple[int, ...]:
-    found = [int(each) for each in re.findall(r"\d+", str(version).partition("+")[0])]
-    return (*found, 0, 0, 0)[:3]
+    numbers = [int(number) for number in re.findall(r"\d+", str(version).partition("+")[0])]
+    return (*numbers, 0, 0, 0)[:3]

@@ -54,22 +54,22 @@ def get_fp32_state_dict_from_zero_checkpoint(
             raise ValueError("exclude_frozen_parameters: this checkpoint does not say which params were frozen; take them out")
         return _ours(folder / name)
     files = ZeroFiles.open(folder, name)
-    found: OrderedDict[str, Tensor] = OrderedDict()
+    state_dict: OrderedDict[str, Tensor] = OrderedDict()
     for path, param in files.params.items():
         if not (exclude_frozen_parameters and param.frozen):
             whole = torch.empty(param.shape, dtype=torch.float32)
             for at, piece in files.read(param, MASTER, start=0, stop=whole.numel()):
                 whole.view(-1)[at : at + piece.numel()] = piece
-            found[path] = whole
-    found.update((path, _fp32(value)) for path, value in files.buffers.items())
-    found.update((alias, found[path]) for alias, path in files.aliases.items() if path in found)
-    return found
+            state_dict[path] = whole
+    state_dict.update((path, _fp32(value)) for path, value in files.buffers.items())
+    state_dict.update((alias, state_dict[path]) for alias, path in files.aliases.items() if path in state_dict)
+    return state_dict
 
 
 def _ours(place: Path) -> "OrderedDict[str, Tensor]":
     """Of a checkpoint that this library has written."""
     reader = CheckpointReader(place, _STATE)
-    tensors = {name: each for name, each in reader.manifest.tensors.items() if each.whole}
+    tensors = {name: stored for name, stored in reader.manifest.tensors.items() if stored.whole}
     names: dict[str, str] = {}
     for prefix in _EXACT_FIRST:
         names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)} | names
@@ -77,9 +77,9 @@ def _ours(place: Path) -> "OrderedDict[str, Tensor]":
         path = re.sub(r"^buffers\.(stage \d+\.)?", "", name)  # pipelines say whose they are
         if path != name and path in (reader.manifest.extra or {}).get("buffers", ()):
             names[path] = name
-    found = {path: torch.empty(tensors[name].shape, dtype=tensors[name].dtype) for path, name in names.items()}
-    reader.fill({names[path]: [TensorShard.whole(names[path], value)] for path, value in found.items()})
-    whole = OrderedDict((path, _fp32(value)) for path, value in found.items())
+    values = {path: torch.empty(tensors[name].shape, dtype=tensors[name].dtype) for path, name in names.items()}
+    reader.fill({names[path]: [TensorShard.whole(names[path], value)] for path, value in values.items()})
+    whole = OrderedDict((path, _fp32(value)) for path, value in values.items())
     tied: dict[str, str] = (reader.manifest.extra or {}).get("tied", {})
     whole.update((name, whole[first]) for name, first in tied.items() if first in whole)
     return whole
@@ -126,5 +126,5 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Raises:
         NoCheckpointError: there is no such checkpoint.
     """
-    found = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    write_weights(found, Path(output_dir, "model.safetensors" if safe_serialization else "pytorch_model.bin"))
+    state_dict = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    write_weights(state_dict, Path(output_dir, "model.safetensors" if safe_serialization else "pytorch_model.bin"))

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from functional_ds.deepspeed.api_names import HERE, REFUSED, found
+from functional_ds.deepspeed.api_names import HERE, REFUSED, module_at
 
 PAGE = Path(__file__).parents[3] / "docs/deepspeed-config.md"
 START, END = "<!-- names -->\n", "<!-- /names -->"
@@ -22,7 +22,7 @@ def tables() -> str:
     """What is here, and what is unsupported."""
     rows = ["### Here", "", "| module | names |", "|---|---|"]
     for path in HERE:
-        module = found(path)
+        module = module_at(path)
         if path and module is not None:
             names = ", ".join(f"`{name}`" for name in module.module.__all__)
             rows.append(f"| `deepspeed.{path}` | {names} |")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from functional_ds.deepspeed.api_names import ALIASES, HERE, INDEXES, PIPELINE_ENGINE, REFUSED, REST, found, why_missing
+from functional_ds.deepspeed.api_names import ALIASES, HERE, INDEXES, PIPELINE_ENGINE, REFUSED, REST, module_at, why_missing
 from functional_ds.deepspeed.api_names import ENGINE as ENGINE_PATH
 from functional_ds.deepspeed.engine import DeepSpeedEngine
 from functional_ds.deepspeed.pipe import PipelineEngine
@@ -51,10 +51,10 @@ OTHERWISE: dict[str, tuple[set[str], set[str]]] = {
 
 def here(path: str) -> bool:
     """Whether a name is in one of our modules, or is one."""
-    if found(path) is not None:
+    if module_at(path) is not None:
         return True
     parent, _, name = path.rpartition(".")
-    module = found(parent)
+    module = module_at(parent)
     return module is not None and hasattr(module.module, name)
 
 
@@ -92,14 +92,14 @@ def test_what_programs_import_is_deepspeeds() -> None:
 
 def test_names_of_our_modules_are_deepspeeds() -> None:
     for path in filter(None, HERE):
-        module, other = found(path), theirs(path)
+        module, other = module_at(path), theirs(path)
         assert module is not None, path
         assert {name for name in module.module.__all__ if not hasattr(other, name)} == OURS.get(path, set()), path
 
 
 def test_other_paths_and_refused_names_are_deepspeeds() -> None:
     assert {path for path in (*ALIASES, *REFUSED) if theirs(path) is None} == {"ops.sparse_attention"}
-    assert {path for path in ALIASES if found(path) is None} <= {"runtime.zero", "runtime.zero.partition_parameters"}
+    assert {path for path in ALIASES if module_at(path) is None} <= {"runtime.zero", "runtime.zero.partition_parameters"}
 
 
 def _defined(path: str) -> list[str]:
@@ -125,11 +125,11 @@ def test_every_module_and_name_of_deepspeeds_is_here_or_has_a_reason() -> None:
         return why in REFUSED.values() or why in REST.values() or why.startswith(reasons)
 
     modules = {path.removesuffix(".__init__") for path in paths} - {"__init__"}
-    assert {path for path in modules if found(path) is None and not answered(path)} == set()
+    assert {path for path in modules if module_at(path) is None and not answered(path)} == set()
     for path in (*HERE, *ALIASES, *INDEXES):
         named = {"zero": "runtime.zero", "checkpointing": "runtime.activation_checkpointing.checkpointing"}.get(path, path)
         names = [] if path == "version" else _defined(named)
-        held = found(path)
+        held = module_at(path)
         assert held is not None
         lacking = [name for name in names if not hasattr(held.module, name)]
         assert [name for name in lacking if not answered(f"{path}.{name}".lstrip("."))] == [], path
@@ -137,7 +137,7 @@ def test_every_module_and_name_of_deepspeeds_is_here_or_has_a_reason() -> None:
 
 def test_constants_are_deepspeeds() -> None:
     for path in ("runtime.lr_schedules", "runtime.constants", "runtime.config"):
-        ours, other = found(path), theirs(path)
+        ours, other = module_at(path), theirs(path)
         assert ours is not None
         named = [name for name in _defined(path) if name.isupper() and isinstance(getattr(other, name), str)]
         same = {name: getattr(ours.module, name) for name in named if hasattr(ours.module, name)}
@@ -159,7 +159,7 @@ def _parameters(function: Any) -> list[str] | None:
 def test_arguments_are_deepspeeds() -> None:
     """By name and order, as they may be passed in either way."""
     for path in filter(None, HERE):
-        module, other = found(path), theirs(path)
+        module, other = module_at(path), theirs(path)
         assert module is not None
         for name in set(module.module.__all__) - OURS.get(path, set()):
             ours = getattr(module.module, name)

@@ -10,7 +10,7 @@ from torch import nn
 
 from functional_ds import comm
 from functional_ds import deepspeed as ds
-from functional_ds.deepspeed.api_names import HERE, REFUSED, REST, found, why_missing
+from functional_ds.deepspeed.api_names import HERE, REFUSED, REST, module_at, why_missing
 from functional_ds.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from functional_ds.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from functional_ds.deepspeed.ops.lamb import FusedLamb
@@ -255,7 +255,7 @@ def test_what_a_row_says_is_refused_is_refused(row: OwnTests) -> None:
                 ds.from_ds_config({"train_batch_size": 1, **({block: {key: value}} if block else {key: value})}, 1)
         else:
             parent, _, last = name.rpartition(".")
-            held = found(parent)
+            held = module_at(parent)
             assert held is None or not hasattr(held.module, last), name
             why = why_missing(name)
             assert why in {*REFUSED.values(), *REST.values()} or why.startswith("did you mean"), name

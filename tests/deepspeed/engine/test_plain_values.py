@@ -183,7 +183,7 @@ def test_what_contains_itself_is_named() -> None:
         encoded(held)
 
 
-BUGS = [Bug("pickles are opened", "deepspeed.engine.loop.plain_values:decoded", "found and (not allow_pickle)", "False")]
+BUGS = [Bug("pickles are opened", "deepspeed.engine.loop.plain_values:decoded", "pickled and (not allow_pickle)", "False")]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])

@@ -22,6 +22,6 @@ def bound(made: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
     Raises:
         TypeError: there is no such argument, or one is missing.
     """
-    found = inspect.signature(made).bind(*args, **kwargs)
-    found.apply_defaults()
-    return dict(found.arguments)
+    arguments = inspect.signature(made).bind(*args, **kwargs)
+    arguments.apply_defaults()
+    return dict(arguments.arguments)

@@ -83,10 +83,12 @@ class ConfigKey:
             if self.default is None or self.kind == "dict":
                 return None
             raise ValueError(f"null: leave the key out for DeepSpeed's default, {self.default!r}")
-        found = _PARSERS[self.kind](value)
+        parsed = _PARSERS[self.kind](value)
         if self.choices:
             for choice in self.choices:
-                if found == choice or (isinstance(found, str) and isinstance(choice, str) and found.lower() == choice.lower()):
+                if parsed == choice or (
+                    isinstance(parsed, str) and isinstance(choice, str) and parsed.lower() == choice.lower()
+                ):
                     return choice
             raise ValueError(f"{value!r} is not one of {', '.join(map(repr, self.choices))}")
         if isinstance(found, int | float) and not isinstance(found, bool) and not self.least <= found <= self.most:
@@ -104,19 +106,19 @@ def _number(value: Any) -> float:
 
 
 def _float(value: Any) -> float:
-    found = _number(value)
-    if not isfinite(found):
+    number = _number(value)
+    if not isfinite(number):
         raise ValueError(f"{value!r} must be finite")
-    return found
+    return number
 
 
 def _int(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    found = _float(value)
-    if found != int(found):
+    number = _float(value)
+    if number != int(number):
         raise ValueError(f"{value!r} must be a whole number")
-    return int(found)
+    return int(number)
 
 
 def _bool(value: Any) -> bool:

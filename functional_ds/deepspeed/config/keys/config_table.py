@@ -65,8 +65,8 @@ def optimizer_keys(optimizer: dict[str, Any]) -> tuple[ConfigKey, ...]:
 
 def schedule_rows(schedule: str) -> dict[str, dict[str, Any]]:
     """The table's rows for the arguments of a schedule, by name."""
-    own = _TABLE["schedulers"].get(schedule, {})
-    return {name: row | own.get(name, {}) for name, row in _TABLE["schedule_arguments"].items()}
+    overrides = _TABLE["schedulers"].get(schedule, {})
+    return {name: row | overrides.get(name, {}) for name, row in _TABLE["schedule_arguments"].items()}
 
 
 def argument_key(block: str, name: str, row: dict[str, Any], default: Any) -> ConfigKey:
@@ -94,11 +94,11 @@ def nearest(path: str) -> str:
         return f"DeepSpeed accepts the name and does nothing with it: {DEAD[path]}"
     block, _, name = path.rpartition(".")
     known = [*_SPELLED, *BLOCKS]
-    elsewhere = [each for each in known if each.rpartition(".")[2] == name]
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
     if elsewhere:
         return (
             f"there is no such key in {f'`{block}`' if block else 'the top level'}; it belongs at `{min(elsewhere, key=len)}`"
         )
-    beside = [each for each in known if each.rpartition(".")[0] == block]
+    beside = [key for key in known if key.rpartition(".")[0] == block]
     close = difflib.get_close_matches(path, beside, 1, 0.6) or difflib.get_close_matches(path, known, 1, 0.0)
     return f"DeepSpeed 0.19.8 has no such key; the nearest is `{close[0]}`"

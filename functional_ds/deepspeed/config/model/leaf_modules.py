@@ -92,14 +92,14 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def _marked(model: nn.Module, classes: Sequence[type | str], *, flag: bool, needed: bool) -> list[nn.Module]:
-    if not all(isinstance(each, type | str) for each in classes):
+    if not all(isinstance(cls, type | str) for cls in classes):
         raise TypeError(f"leaf_module_classes={classes!r}: a list of classes or of their names is needed")
-    found = [module for module in model.modules() if any(_is(module, each) for each in classes)]
-    for module in found:
+    modules = [module for module in model.modules() if any(_is(module, cls) for cls in classes)]
+    for module in modules:
         set_z3_leaf_module(module, flag)
-    if needed and not found:
+    if needed and not modules:
         raise ValueError(f"leaf_module_classes: the model has no module of {', '.join(map(_name_of, classes))}")
-    return found
+    return modules
 
 
 def _name_of(wanted: type | str) -> str:
@@ -107,24 +107,24 @@ def _name_of(wanted: type | str) -> str:
 
 
 def _is(module: nn.Module, wanted: type | str) -> bool:
-    kind = type(module)
-    return isinstance(module, wanted) if isinstance(wanted, type) else wanted in (kind.__name__, _name_of(kind))
+    cls = type(module)
+    return isinstance(module, wanted) if isinstance(wanted, type) else wanted in (cls.__name__, _name_of(cls))
 
 
 def _marked_where(
     model: nn.Module, names: Sequence[str], fits: Callable[[str, str], bool], *, flag: bool, needed: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    found: dict[nn.Module, None] = {}
+    modules: dict[nn.Module, None] = {}
     missing = []
     for name in names:
         hits = [module for path, module in model.named_modules() if fits(path, name)]
-        found.update(dict.fromkeys(hits))
+        modules.update(dict.fromkeys(hits))
         missing += [] if hits else [name]
-    for module in found:
+    for module in modules:
         set_z3_leaf_module(module, flag)
     if needed and missing:
         raise ValueError(f"the model has no module named {', '.join(missing)}")
-    return list(found), missing
+    return list(modules), missing
 
 
 @attrs.frozen
@@ -163,21 +163,21 @@ def leaf_units(model: Any, given: Mapping[str, Any] | None) -> LeafUnits | None:
     set_z3_leaf_modules(model, lists.get("classes", []), raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, lists.get("names", []), raise_if_not_found=False)
     set_z3_leaf_modules_by_suffix(model, lists.get("name_suffixes", []), raise_if_not_found=False)
-    found: list[str] = []
+    paths: list[str] = []
     for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in paths)
         if z3_leaf_module(module) and not inside and any(True for _ in module.parameters()):
-            found.append(name)
-    return LeafUnits(tuple(found)) if found else None
+            paths.append(name)
+    return LeafUnits(tuple(paths)) if paths else None
 
 
 def _strings(name: str, value: Any) -> list[str]:
     if name not in ("classes", "names", "name_suffixes"):
         raise ValueError(f"leaf_module has classes, names and name_suffixes, and no {name!r}")
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
         raise ValueError(f"{name}={value!r}: a list of strings is needed")
-    return found
+    return strings
 
 
 def mark_leaf_parameters(modules: Iterable[nn.Module]) -> None:

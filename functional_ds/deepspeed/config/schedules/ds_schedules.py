@@ -255,5 +255,5 @@ class LRRangeTest(
 
 
 SCHEDULERS: dict[str, type[LRScheduler]] = {
-    each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+    scheduler.__name__: scheduler for scheduler in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }

@@ -110,7 +110,7 @@ class LRScheduler:
         arguments = {key.name: given.get(key.name, key.default) for key in cls.keys}
         shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if name in given)
         return RateSchedule(
-            f"{cls.__name__}({shown})", cls.rates(arguments, lr), reference, lambda own: cls.rates(arguments, own)
+            f"{cls.__name__}({shown})", cls.rates(arguments, lr), reference, lambda rate: cls.rates(arguments, rate)
         )
 
     def _begin(self, given: Mapping[str, Any]) -> None:

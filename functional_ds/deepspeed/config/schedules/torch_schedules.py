@@ -14,9 +14,9 @@ def why_not(name: str, params: dict[str, Any]) -> str | None:
     """Why a scheduler is unsupported, or None."""
     if name in NOT_HERE["schedulers"]:
         return f"{name}: {NOT_HERE['schedulers'][name]}"
-    kind = getattr(torch.optim.lr_scheduler, name, None)
+    cls = getattr(torch.optim.lr_scheduler, name, None)
     base = torch.optim.lr_scheduler.LRScheduler
-    if not (isinstance(kind, type) and issubclass(kind, base)) or kind is base:
+    if not (isinstance(cls, type) and issubclass(cls, base)) or cls is base:
         return f"neither DeepSpeed nor torch has a scheduler {name!r}; the nearest of DeepSpeed's is {{nearest!r}}"
     if name in ("OneCycleLR", "CyclicLR") and params.get("cycle_momentum", True) not in (False, "false"):
         return f"{name} would cycle momentum, which is fixed here; set cycle_momentum to false"

@@ -90,7 +90,7 @@ class ConfigScheduler:
     def get_lr(self) -> list[float]:
         """The rate of each param group in the next update."""
         self._settle()
-        return [own.rate(self._updates + self._moved) for own in self._own]
+        return [rates.rate(self._updates + self._moved) for rates in self._own]
 
     def get_last_lr(self) -> list[float]:
         """The same."""
@@ -118,8 +118,8 @@ class ConfigScheduler:
         self._show()
 
     def _show(self) -> None:
-        for group, own, host in zip(self._groups, self._own, self._host, strict=True):
-            group.show(own.rate(self._updates + self._moved))
+        for group, rates, host in zip(self._groups, self._own, self._host, strict=True):
+            group.show(rates.rate(self._updates + self._moved))
             if self._moved or host:
                 group.shown = None
 

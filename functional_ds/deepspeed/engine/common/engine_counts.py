@@ -62,7 +62,7 @@ class EngineCounts:
         """Reads which updates so far were skipped, and steps the scheduler by the others."""
         if not self._open:
             return
-        skipped = [each is not None and bool(each > 0) for each in self._open]
+        skipped = [skip is not None and bool(skip > 0) for skip in self._open]
         self._open = []
         self.skipped_steps += sum(skipped)
         made = len(skipped) - sum(skipped)

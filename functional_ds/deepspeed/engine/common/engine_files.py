@@ -135,7 +135,7 @@ class EngineFiles:
         place, name = _place(load_dir, tag)
         optimizer, scheduler = (asked and not load_module_only for asked in (load_optimizer_states, load_lr_scheduler_states))
         self._discard()
-        like, own = self.state, self._groups()
+        like, engine_groups = self.state, self._groups()
         options: dict[str, Any] = {} if optimizer else {"only": module_roles(like)}
         if not load_module_strict:
             options |= {"allow_missing": LOOSE, "allow_extra": LOOSE}
@@ -149,7 +149,9 @@ class EngineFiles:
         groups = held.get("groups") if optimizer else None
         of_config = isinstance(self.lr_scheduler, ConfigScheduler)
         resumed = self.lr_scheduler if scheduler and not of_config else None
-        check_resumable(place, groups=own, saved_groups=groups, scheduler=resumed, saved_scheduler=held["lr_scheduler"])
+        check_resumable(
+            place, groups=engine_groups, saved_groups=groups, scheduler=resumed, saved_scheduler=held["lr_scheduler"]
+        )
         position = self.lr_scheduler.state_dict() if of_config else None
         self.state = state
         if not load_module_only:
@@ -157,7 +159,7 @@ class EngineFiles:
         moved = held["lr_scheduler"] if scheduler else position
         if moved is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(moved)
-        for group, now in zip(own, groups or (), strict=False):
+        for group, now in zip(engine_groups, groups or (), strict=False):
             group.update(now)
         return str(place), held["client_state"]
 
@@ -169,11 +171,11 @@ class EngineFiles:
         from functional_ds.interchange.deepspeed_files import ZeroFiles
 
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        own = self._groups()
-        order = [[names[id(parameter)] for parameter in group["params"]] for group in own] or None
+        engine_groups = self._groups()
+        order = [[names[id(parameter)] for parameter in group["params"]] for group in engine_groups] or None
         state = from_deepspeed(folder, like=like, tag=tag, order=order, **options)
         files = ZeroFiles.open(Path(folder), tag, order)
-        known = {name for group in own for name in group} | {"initial_lr"}  # theirs have more of their own
+        known = {name for group in engine_groups for name in group} | {"initial_lr"}  # theirs have more of their own
         groups = [{name: value for name, value in group.items() if name in known} for group in files.groups] or None
         held = {"client_state": files.client_state(), "lr_scheduler": files.entries.get("lr_scheduler"), "groups": groups}
         return state, {**files.counts, "updates": int(state.step)}, held

@@ -120,18 +120,18 @@ def as_groups(parameters: Any) -> list[Numbers]:
     Raises:
         TypeError: they are not tensors or dicts.
     """
-    found: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if not found or not isinstance(found[0], Mapping):
-        found = [{"params": found}]
+    entries: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not entries or not isinstance(entries[0], Mapping):
+        entries = [{"params": entries}]
     groups = []
-    for group in found:
+    for group in entries:
         held = group["params"] if isinstance(group, Mapping) else None
-        own = [held] if isinstance(held, Tensor) else [*held] if isinstance(held, Iterable) else []
-        own = [each[1] if isinstance(each, tuple) else each for each in own]  # named_parameters()
-        if held is None or not all(isinstance(each, Tensor) for each in own):
+        tensors = [held] if isinstance(held, Tensor) else [*held] if isinstance(held, Iterable) else []
+        tensors = [item[1] if isinstance(item, tuple) else item for item in tensors]  # named_parameters()
+        if held is None or not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise TypeError(f"model_parameters: {group!r} has no tensors; pass parameters, or dicts with 'params'")
-        if own:
-            groups.append({**group, "params": own})
+        if tensors:
+            groups.append({**group, "params": tensors})
     return groups
 
 
@@ -151,23 +151,23 @@ def groups_of_config(plan: ConfigPlan, groups: Sequence[Numbers], names: Mapping
         raise ValueError("config: it names no optimizer")
     config = plan.to_ds_config()["optimizer"].get("params", {})
     parsed = {key.name: key.parse(config[key.name]) for key in rule.keys if key.name in config}
-    found = []
+    live_groups = []
     for group in groups:
-        own = {name: value for name, value in group.items() if name not in ("params", "name", "moe")}
-        unknown = own.keys() - {key.name for key in rule.keys} - {"initial_lr"}
+        overrides = {name: value for name, value in group.items() if name not in ("params", "name", "moe")}
+        unknown = overrides.keys() - {key.name for key in rule.keys} - {"initial_lr"}
         if unknown:
             raise ValueError(
                 f"model_parameters: {rule.name} has no {', '.join(sorted(unknown))}; it has "
                 f"{', '.join(key.name for key in rule.keys)}"
             )
-        numbers = rule.arguments({**parsed, **{name: own[name] for name in own if name != "initial_lr"}})
+        numbers = rule.arguments({**parsed, **{name: overrides[name] for name in overrides if name != "initial_lr"}})
         rate = _rate_of(rule, numbers)
         reference = rate or 1.0
         given = {**group, **{name: value for name, value in numbers.items() if value is not None}, "lr": rate}
         paths = _paths(group["params"], names)
-        found.append(LiveGroup(given, paths, _of_rule(rule, numbers, rate), reference, rate or None))
-    _check_disjoint(found)
-    return found
+        live_groups.append(LiveGroup(given, paths, _of_rule(rule, numbers, rate), reference, rate or None))
+    _check_disjoint(live_groups)
+    return live_groups
 
 
 def _rate_of(rule: OptimizerRule, numbers: Numbers) -> float:
@@ -178,12 +178,12 @@ def _rate_of(rule: OptimizerRule, numbers: Numbers) -> float:
 
 def _of_rule(rule: OptimizerRule, numbers: Numbers, rate: float) -> Callable[[Numbers, float], Rule]:
     def build(now: Numbers, base: float) -> Rule:
-        own = {name: now.get(name, value) for name, value in numbers.items()}
+        arguments = {name: now.get(name, value) for name, value in numbers.items()}
         if rule.name != "Muon" or not rate:
-            own["lr"] = base
-        betas = own.get("betas")
-        own["betas"] = None if betas is None else tuple(betas)
-        return rule.build(own)
+            arguments["lr"] = base
+        betas = arguments.get("betas")
+        arguments["betas"] = None if betas is None else tuple(betas)
+        return rule.build(arguments)
 
     return build
 
@@ -198,7 +198,7 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, st
         ValueError: it, or one of its options, has no pure form; a parameter is not the module's.
         UsageError: it has made updates, or has hooks.
     """
-    build, kind = _builder(optimizer), type(optimizer).__name__
+    build, class_name = _builder(optimizer), type(optimizer).__name__
     if any(x is not None for held in optimizer.state.values() if float(held.get("step", 1)) for x in held.values()):
         raise UsageError(
             f"optimizer: this {kind} has made updates, and the engine begins with moments of zero; pass a new one, and resume "
@@ -206,28 +206,28 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, st
         )
     if hooks_of_optimizer(optimizer):
         raise UsageError(
-            f"optimizer: this {kind} has hooks, and the engine never calls its step(); call them around engine.step()"
+            f"optimizer: this {class_name} has hooks, and the engine never calls its step(); call them around engine.step()"
         )
-    found = []
+    live_groups = []
     for group in optimizer.param_groups:
         if group["params"]:
             base = float(group.get("initial_lr", group["lr"])) or 1.0
-            found.append(LiveGroup(group, _paths(group["params"], names), build, base, None))
-            found[-1].rule()  # refuses options
-    _check_disjoint(found)
-    return found
+            live_groups.append(LiveGroup(group, _paths(group["params"], names), build, base, None))
+            live_groups[-1].rule()  # refuses options
+    _check_disjoint(live_groups)
+    return live_groups
 
 
 def _builder(optimizer: torch.optim.Optimizer) -> Callable[[Numbers, float], Rule]:
     named = getattr(optimizer, "rule_for", None)
     if named is not None:
         return lambda numbers, lr: named({**numbers, "lr": lr}, lr)
-    kind = type(optimizer)
-    name = _TORCH.get(kind)
+    cls = type(optimizer)
+    name = _TORCH.get(cls)
     rule = None if name is None else rule_of(name)
     if rule is None:
         raise UsageError(
-            f"optimizer: {kind.__module__}.{kind.__qualname__} has no pure form here, which updates of shards need. There are "
+            f"optimizer: {cls.__module__}.{cls.__qualname__} has no pure form here, which updates of shards need. There are "
             "torch.optim's AdamW, Adam, SGD and Adagrad, DeepSpeed's in functional_ds.deepspeed.ops, and those that a config "
             "names ('optimizer': {'type': ...}); any other rule can be an fds.Optimizer in a step of your own"
         )
@@ -235,7 +235,7 @@ def _builder(optimizer: torch.optim.Optimizer) -> Callable[[Numbers, float], Rul
     def build(numbers: Numbers, lr: float) -> Rule:
         for option, harmless in _ZERO.items():
             if numbers.get(option, harmless) != harmless:
-                raise ValueError(f"optimizer: {kind.__name__}({option}={numbers[option]}) has no pure form here; leave it out")
+                raise ValueError(f"optimizer: {cls.__name__}({option}={numbers[option]}) has no pure form here; leave it out")
         decoupled = name == "AdamW" or numbers.get("decoupled_weight_decay", False)
         return rule.build(rule.arguments({**numbers, "lr": lr, "adam_w_mode": decoupled, "betas": _pair(numbers)}))
 
@@ -247,15 +247,15 @@ def _pair(numbers: Numbers) -> tuple[float, ...] | None:
 
 
 def _paths(parameters: Iterable[nn.Parameter], names: Mapping[int, str]) -> frozenset[str]:
-    found = []
+    paths = []
     for parameter in parameters:
         if id(parameter) not in names:
             raise ValueError(
                 f"optimizer: a parameter of shape {list(parameter.shape)} is not one of the model's. Make the optimizer after "
                 "the model has its final parameters, from the model that you pass"
             )
-        found.append(names[id(parameter)])
-    return frozenset(found)
+        paths.append(names[id(parameter)])
+    return frozenset(paths)
 
 
 def _check_disjoint(groups: Sequence[LiveGroup]) -> None:

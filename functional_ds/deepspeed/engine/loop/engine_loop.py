@@ -122,17 +122,17 @@ class EngineLoop:
             self._run = self.step.open(self.state, None, self.grads)
         run = self._run
         with self._ending():
-            found = run(function, *args, **kwargs)
+            output = run(function, *args, **kwargs)
 
         def reached(_: Tensor) -> None:
             if run is self._run:
                 self._touched = True
                 self._direct |= not getattr(_HERE, "backward", False)
 
-        for leaf in tree.leaves(found):
+        for leaf in tree.leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(reached)
-        return found
+        return output
 
     def backward(self, loss: Any, *, last: bool, retain_graph: bool, factor: int = 1) -> None:
         """Adds a loss's gradients, times ``factor``."""
@@ -229,11 +229,11 @@ class EngineLoop:
         if grads is None:
             return None
         reduced = self.step.has(Trait.SUMS_LAST) is None
-        found = grads.carry if reduced and grads.final is None else grads.final
-        if found is None or (grads.carry is not None and found is grads.final):
+        totals = grads.carry if reduced and grads.final is None else grads.final
+        if totals is None or (grads.carry is not None and totals is grads.final):
             return None
         ranks = self.step.batch_shard(self.state)[1]
-        return found.sum, found.weight * (ranks * self.micro_batches / self._passes)
+        return totals.sum, totals.weight * (ranks * self.micro_batches / self._passes)
 
     def loss_scale(self) -> float:
         """The factor of the next loss."""

@@ -50,19 +50,19 @@ def owner_of(parameter: Tensor, what: str) -> tuple[EngineLoop, str]:
 
 def own_parameters(loop: EngineLoop, parameters: Mapping[str, nn.Parameter], plan: ConfigPlan) -> None:
     """Marks an engine's parameters; those of stage 3 also as DeepSpeed's are: ``ds_id``, ``ds_shape``, ``ds_persist``."""
-    small, left = (plan.value(f"zero_optimization.{name}_persistence_threshold") for name in ("param", "model"))
+    small, remaining = (plan.value(f"zero_optimization.{name}_persistence_threshold") for name in ("param", "model"))
     if plan.value("zero_optimization.offload_param.device") != "none":
         small = -1  # no param stays on the device then
     shapes = {name: bare.shape for name, bare in loop.live.apply.bare.items()}
     for number, (name, parameter) in enumerate(parameters.items()):
         held: Any = parameter
         setattr(held, _OWNER, _Owner(weakref.ref(loop), name))
-        for mark in [each for each in vars(held) if each.startswith("ds_")]:
+        for mark in [attribute for attribute in vars(held) if attribute.startswith("ds_")]:
             delattr(held, mark)  # of zero.Init
         if not loop.live.shows:
             mark_sharded(held, number, shapes[name])
-            held.ds_persist = held.ds_numel <= min(small, left)
-            left -= held.ds_numel * held.ds_persist
+            held.ds_persist = held.ds_numel <= min(small, remaining)
+            remaining -= held.ds_numel * held.ds_persist
 
 
 def fill_again(module: nn.Module) -> None:

@@ -19,11 +19,11 @@ PARAMS = ("masters", "params")
 def own_shards(state: State, roles: Sequence[str], leaf: str) -> dict[str, list[TensorShard]]:
     """This rank's shards of a leaf, by role."""
     wanted = {f"{role}/{leaf}": role for role in roles}
-    found: dict[str, list[TensorShard]] = {role: [] for role in roles}
+    by_role: dict[str, list[TensorShard]] = {role: [] for role in roles}
     for shard in describe(as_tensors(state)):
         if shard.name in wanted:
-            found[wanted[shard.name]].append(shard)
-    return found
+            by_role[wanted[shard.name]].append(shard)
+    return by_role
 
 
 def has_role(state: State, roles: Sequence[str]) -> bool:
@@ -45,21 +45,21 @@ def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
 
     Cost: an all-gather of the size of the largest rank's part.
     """
-    own = own_shards(state, roles, leaf)
+    by_role = own_shards(state, roles, leaf)
     mine = {
         role: [(shard.offset, shard.view.numel(), torch.Size(shard.shape), shard.view.dtype) for shard in shards]
-        for role, shards in own.items()
+        for role, shards in by_role.items()
     }
     everyones = comm.all_gather_object(mine) if comm.world().size > 1 else [mine]
-    role = next((each for each in roles if any(theirs[each] for theirs in everyones)), None)
+    role = next((candidate for candidate in roles if any(theirs[candidate] for theirs in everyones)), None)
     if role is None:
         raise KeyError(f"no rank has {leaf!r} as {' or '.join(roles)}")
     shape, dtype = next(theirs[role][0][2:] for theirs in everyones if theirs[role])
     device = state.step.device
     most = max(sum(numel for _, numel, *_ in theirs[role]) for theirs in everyones)
     flat = torch.zeros(most, dtype=dtype, device=device)
-    if own[role]:
-        values = torch.cat([shard.view.reshape(-1) for shard in own[role]]).to(device)
+    if by_role[role]:
+        values = torch.cat([shard.view.reshape(-1) for shard in by_role[role]]).to(device)
         flat[: values.numel()] = values
     rows = comm.all_gather(flat).view(len(everyones), most) if len(everyones) > 1 else flat.view(1, most)
     whole = torch.empty(shape.numel(), dtype=dtype, device=device)
@@ -88,7 +88,7 @@ def written(state: State, roles: Sequence[str], leaf: str, value: Tensor) -> boo
         ValueError: another shape; the state is on a disk.
     """
     refuse_disk(state, leaf)
-    found = False
+    wrote = False
     with torch.no_grad():
         for shards in own_shards(state, roles, leaf).values():
             for shard in shards:
@@ -96,5 +96,5 @@ def written(state: State, roles: Sequence[str], leaf: str, value: Tensor) -> boo
                     raise ValueError(f"{leaf!r} has shape {list(shard.shape)}, and the value {list(value.shape)}")
                 part = value.detach().reshape(-1)[shard.offset : shard.offset + shard.view.numel()]
                 shard.view.copy_(part.to(shard.view.device, shard.view.dtype))
-                found = True
-    return found
+                wrote = True
+    return wrote

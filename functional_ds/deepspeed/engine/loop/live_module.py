@@ -62,21 +62,21 @@ class LiveModule:
 
     def __attrs_post_init__(self) -> None:
         self._owners, self._bare = [*self.module.modules()], [*self.apply.module.modules()]
-        self._modes = [each.training for each in self._owners]
-        self._trains = [each.requires_grad for each in self.params.values()]
+        self._modes = [module.training for module in self._owners]
+        self._trains = [parameter.requires_grad for parameter in self.params.values()]
         self._own_buffers, self._homes = (
             {
                 f"{path}.{key}" if path else key: (held, key)
                 for path, owner in self.module.named_modules()
-                for held in (owner.__dict__[kind],)
+                for held in (owner.__dict__[registry],)
                 for key in held
             }
-            for kind in ("_buffers", "_parameters")
+            for registry in ("_buffers", "_parameters")
         )
 
     def follow_modes(self) -> None:
         """Copies the user's module's modes to the function."""
-        modes = [each.training for each in self._owners]
+        modes = [owner.training for owner in self._owners]
         if modes != self._modes:
             for bare, mode in zip(self._bare, modes, strict=True):
                 if bare.training != mode:
@@ -93,34 +93,36 @@ class LiveModule:
             RuntimeError: another shape, dtype or device, another parameter, or one whose values are sharded.
         """
         homes = (self._homes[name] for name in self.params)
-        replaced = any(held.get(key) is not own for (held, key), own in zip(homes, self.params.values(), strict=True))
+        replaced = any(
+            held.get(key) is not parameter for (held, key), parameter in zip(homes, self.params.values(), strict=True)
+        )
         if not replaced and self._kinds() == self._held:
             return
-        for (name, own), (_, dtype) in zip(self.params.items(), self._held, strict=True):
+        for (name, parameter), (_, dtype) in zip(self.params.items(), self._held, strict=True):
             (held, key), shown = self._homes[name], self._shown.get(name)
-            if held.get(key) is not own:
+            if held.get(key) is not parameter:
                 raise RuntimeError(
                     f"{name!r} of engine.module is not the parameter that it was at initialize, which the step trains; write "
                     "into that: parameter.data.copy_(value)"
                 )
-            if shown is None and own.numel() and getattr(own, "ds_status", None) is not ZeroParamStatus.AVAILABLE:
+            if shown is None and parameter.numel() and getattr(parameter, "ds_status", None) is not ZeroParamStatus.AVAILABLE:
                 raise RuntimeError(
                     f"{name!r} was assigned a value, and its values are in shards; assign it within "
                     "zero.GatheredParameters(parameter, modifier_rank=0)"
                 )
-            like = own if shown is None else shown
-            if (own.shape, own.dtype, own.device) != (like.shape, dtype, like.device):
+            like = parameter if shown is None else shown
+            if (parameter.shape, parameter.dtype, parameter.device) != (like.shape, dtype, like.device):
                 raise RuntimeError(
-                    f"{name!r} of engine.module is now {own.dtype} of shape {list(own.shape)} on {own.device}, and the step "
-                    f"has {dtype} of shape {list(like.shape)} on {like.device}; change shapes, dtypes and devices before "
-                    "initialize, or the dtype by bf16 or fp16 in the config"
+                    f"{name!r} of engine.module is now {parameter.dtype} of shape {list(parameter.shape)} on "
+                    f"{parameter.device}, and the step has {dtype} of shape {list(like.shape)} on {like.device}; change "
+                    "shapes, dtypes and devices before initialize, or the dtype by bf16 or fp16 in the config"
                 )
-            if shown is not None and own.data_ptr() != shown.data_ptr():
+            if shown is not None and parameter.data_ptr() != shown.data_ptr():
                 rest()
-                own.data = shown.copy_(own.detach())
+                parameter.data = shown.copy_(parameter.detach())
 
     def _kinds(self) -> list[tuple[int, torch.dtype]]:
-        return [(own.data_ptr(), own.dtype) for own in self.params.values()]
+        return [(parameter.data_ptr(), parameter.dtype) for parameter in self.params.values()]
 
     def call(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The module's output; parameters that the user's module has frozen meanwhile get no gradient.
@@ -128,9 +130,9 @@ class LiveModule:
         Raises:
             RuntimeError: one that was frozen at ``initialize`` requires a gradient now.
         """
-        if [each.requires_grad for each in self.params.values()] != self._trains:
-            for (name, own), trained in zip(self.params.items(), self._trains, strict=True):
-                if own.requires_grad and not trained:
+        if [parameter.requires_grad for parameter in self.params.values()] != self._trains:
+            for (name, parameter), trained in zip(self.params.items(), self._trains, strict=True):
+                if parameter.requires_grad and not trained:
                     raise RuntimeError(
                         f"{name!r} was frozen at initialize and requires a gradient now, but it has no optimizer state: call "
                         "initialize with it trained, and freeze it by requires_grad_(False) until it is to move"
@@ -176,15 +178,15 @@ class LiveModule:
     def clear_others(self, state: State) -> None:
         """Empties the parameters that this rank's state does not have: those of other stages."""
         frame = StateLayout.of(state).stored
-        own = {frame.leaves[member][0] for place in frame.places for member in place.members}
+        names = {frame.leaves[member][0] for place in frame.places for member in place.members}
         for name, parameter in self.params.items():
-            if name not in own:
+            if name not in names:
                 self.clear(parameter)
         self._held = self._kinds()
 
     def _places(self, state: State) -> list[list[_LiveParameters]]:
         frame = StateLayout.of(state).stored
-        found: list[list[_LiveParameters]] = []
+        places: list[list[_LiveParameters]] = []
         for tensor, place in zip(tree.leaves(state.params), frame.places, strict=True):
             form = place.form_of(tensor)
             cuts = () if form is None else form[0].cuts
@@ -194,8 +196,8 @@ class LiveModule:
                 shape = self.params[name].shape
                 stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
                 rows.append(_LiveParameters(cut.start, shape, stride, name))
-            found.append(rows)
-        return found
+            places.append(rows)
+        return places
 
     def whole(self, step: Step, state: State, *, frozen: bool) -> dict[str, Tensor]:
         """The module's ``state_dict`` on the host, with whole params in the forward pass's dtype. Collective in stage 3.
@@ -211,12 +213,14 @@ class LiveModule:
             if (not self.shows)
             else {}
         )
-        left = {name for name, parameter in self.module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
-        found = {}
+        frozen_names = {
+            name for name, parameter in self.module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
+        }
+        state_dict = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
-            if (frozen or name not in left) and isinstance(value, Tensor):
-                found[name] = values[id(value)] if id(value) in values else value.detach().cpu().clone()
-        return found
+            if (frozen or name not in frozen_names) and isinstance(value, Tensor):
+                state_dict[name] = values[id(value)] if id(value) in values else value.detach().cpu().clone()
+        return state_dict
 
 
 def take_over(holders: Mapping[str, Sequence[int]], module: nn.Module) -> None:

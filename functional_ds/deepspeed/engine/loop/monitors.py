@@ -83,13 +83,13 @@ def _sink(plan: ConfigPlan, block: str) -> Any:
 
     if block == "csv_monitor":
         return CsvFiles(Path(value("output_path") or "csv_logs", value("job_name")))
-    found: Any
+    logger: Any
     if block == "wandb":
-        found = WandB(value("project"), options={"group": value("group"), "entity": value("team")})
+        logger = WandB(value("project"), options={"group": value("group"), "entity": value("team")})
     elif block == "comet":
         options = {name: value(name) for name in _COMET}
-        found = Comet(value("experiment_name"), options=options, every=value("samples_log_interval"))
+        logger = Comet(value("experiment_name"), options=options, every=value("samples_log_interval"))
     else:
-        found = TensorBoard(Path(value("output_path") or "runs", value("job_name")))
-    found.begin(0)
-    return found
+        logger = TensorBoard(Path(value("output_path") or "runs", value("job_name")))
+    logger.begin(0)
+    return logger

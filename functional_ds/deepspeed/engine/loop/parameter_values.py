@@ -66,7 +66,9 @@ class _Local:
             return None
         ranges = sorted((shard.offset, shard.numel) for shard in known.shards if shard.leaf == index)
         layout: Layout = loop.state.slots["zero"].layout
-        segment = next(each for each in layout.segments for slot in each.slots if layout.paths[slot.leaf] == path)
+        segment = next(
+            candidate for candidate in layout.segments for slot in candidate.slots if layout.paths[slot.leaf] == path
+        )
         return _Local(path, tuple(ranges), segment.persistent, segment.sharers is not None)
 
     @property
@@ -75,13 +77,13 @@ class _Local:
 
     def views(self, shards: Sequence[TensorShard]) -> list[Tensor]:
         """These elements in shards that have them all."""
-        found = []
+        views = []
         for first, count in self.ranges:
             for shard in shards:
                 low, high = max(first, shard.offset), min(first + count, shard.offset + shard.view.numel())
                 if high > low:
-                    found.append(shard.view[low - shard.offset : high - shard.offset])
-        return found
+                    views.append(shard.view[low - shard.offset : high - shard.offset])
+        return views
 
     def get(self, state: State, roles: Sequence[str]) -> Tensor | None:
         """The elements in the first of these roles that this rank has, in fp32; None where it has none."""
@@ -161,10 +163,10 @@ class _Value:
         if self.state is None:
             return None
         try:
-            found = gathered(self.state, self.roles, self.path)
+            whole = gathered(self.state, self.roles, self.path)
         except KeyError:
             return None
-        return found if self.weight is None else found.float() / self.weight
+        return whole if self.weight is None else whole.float() / self.weight
 
     def set_whole(self, value: Tensor) -> None:
         """Writes all of it."""
@@ -175,8 +177,8 @@ class _Value:
     def part(self) -> Tensor | None:
         """This rank's elements, in fp32; None if there is no such value."""
         local = _Local.of(self.loop, self.path, self.call)
-        found = None if local is None or self.state is None else local.get(self.state, self.roles)
-        return found if found is None or self.weight is None else found / self.weight
+        part = None if local is None or self.state is None else local.get(self.state, self.roles)
+        return part if part is None or self.weight is None else part / self.weight
 
     def set_part(self, value: Tensor) -> None:
         """Writes this rank's elements."""

@@ -43,18 +43,18 @@ def _encoded(value: Any) -> Any:
     if type(value) in _SIMPLE:
         return value
     if type(value) is list:
-        return [_encoded(each) for each in value]
+        return [_encoded(item) for item in value]
     if type(value) is dict and _KIND not in value and all(type(name) is str for name in value):
-        return {name: _encoded(each) for name, each in value.items()}
-    for kind, (is_one, parts, _) in _KINDS.items():
+        return {name: _encoded(item) for name, item in value.items()}
+    for tag, (is_one, parts, _) in _KINDS.items():
         if is_one(value):
-            return {_KIND: kind, **parts(value)}
-    held, kind = io.BytesIO(), f"{type(value).__module__}.{type(value).__qualname__}"
+            return {_KIND: tag, **parts(value)}
+    held, tag = io.BytesIO(), f"{type(value).__module__}.{type(value).__qualname__}"
     try:
         torch.save(value, held)
     except (AttributeError, TypeError, PicklingError) as error:
-        raise ValueError(f"a {kind} cannot be saved: {error}; keep plain values, tensors and arrays") from error
-    return {_KIND: "pickle", "type": kind, "data": _text(held.getvalue())}
+        raise ValueError(f"a {tag} cannot be saved: {error}; keep plain values, tensors and arrays") from error
+    return {_KIND: "pickle", "type": tag, "data": _text(held.getvalue())}
 
 
 def pickled_paths(data: Any, name: str) -> list[str]:
@@ -64,14 +64,14 @@ def pickled_paths(data: Any, name: str) -> list[str]:
     ["client_state['a'][0], a builtins.ValueError"]
     """
     if isinstance(data, list):
-        return [path for index, each in enumerate(data) for path in pickled_paths(each, f"{name}[{index}]")]
+        return [path for index, item in enumerate(data) for path in pickled_paths(item, f"{name}[{index}]")]
     if not isinstance(data, dict):
         return []
     if data.get(_KIND) == "pickle":
         return [f"{name}, a {data.get('type')}"]
     rest = data.get("items", data.get("vars", [])) if _KIND in data else data
     if isinstance(rest, dict):
-        return [path for key, each in rest.items() for path in pickled_paths(each, f"{name}[{key!r}]")]
+        return [path for key, item in rest.items() for path in pickled_paths(item, f"{name}[{key!r}]")]
     return pickled_paths(rest, name)
 
 
@@ -87,12 +87,12 @@ def decoded(data: Any, *, name: str, allow_pickle: bool) -> Any:
         CheckpointError: it has pickled objects, and ``allow_pickle`` is False.
         DamagedError: it is not from ``encoded``.
     """
-    found = pickled_paths(data, name)
-    if found and not allow_pickle:
+    pickled = pickled_paths(data, name)
+    if pickled and not allow_pickle:
         raise CheckpointError(
             "load_checkpoint: the folder has pickled objects, and to unpickle them can run any code: "
-            f"{', '.join(found)}; pass allow_pickle=True if you trust whoever wrote the folder, or save plain values, tensors "
-            "and arrays"
+            f"{', '.join(pickled)}; pass allow_pickle=True if you trust whoever wrote the folder, or save plain values, "
+            "tensors and arrays"
         )
     try:
         return _decoded(data)
@@ -102,11 +102,11 @@ def decoded(data: Any, *, name: str, allow_pickle: bool) -> Any:
 
 def _decoded(data: Any) -> Any:
     if isinstance(data, list):
-        return [_decoded(each) for each in data]
+        return [_decoded(item) for item in data]
     if not isinstance(data, dict):
         return data
     if _KIND not in data:
-        return {name: _decoded(each) for name, each in data.items()}
+        return {name: _decoded(item) for name, item in data.items()}
     if data[_KIND] == "pickle":
         return torch.load(io.BytesIO(_bytes(data)), map_location="cpu", weights_only=False)
     return _KINDS[data[_KIND]][2](data)
@@ -124,15 +124,15 @@ def _bytes(data: Mapping[str, Any]) -> bytes:
 
 
 def _pairs(value: Mapping[Any, Any]) -> dict[str, Any]:
-    return {"items": [[_encoded(key), _encoded(each)] for key, each in value.items()]}
+    return {"items": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
 
 
 def _items(value: Any) -> dict[str, Any]:
-    return {"items": [_encoded(each) for each in value]}
+    return {"items": [_encoded(item) for item in value]}
 
 
 def _vars(value: Any) -> dict[str, Any]:
-    return {"vars": {name: _encoded(each) for name, each in vars(value).items()}}
+    return {"vars": {name: _encoded(item) for name, item in vars(value).items()}}
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
@@ -153,10 +153,10 @@ def _tensor(data: Mapping[str, Any]) -> Tensor:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"there is no dtype {name!r}")
-    return found
+    return dtype
 
 
 def _is_array(value: Any) -> bool:

@@ -61,15 +61,15 @@ def module_roles(state: State) -> tuple[str, ...]:
 
 def saved_values(held: Mapping[str, Any]) -> dict[str, Any]:
     """Values to store with a state, as JSON; warns on rank 0 of objects that are pickled."""
-    found: dict[str, Any] = {name: encoded(value) for name, value in held.items()}
-    pickled = [path for name, value in found.items() for path in pickled_paths(value, name)]
+    encoded_values: dict[str, Any] = {name: encoded(value) for name, value in held.items()}
+    pickled = [path for name, value in encoded_values.items() for path in pickled_paths(value, name)]
     if pickled and comm.world().rank == 0:
         warnings.warn(
             f"save_checkpoint: {', '.join(pickled)}, is pickled, so load_checkpoint will need allow_pickle=True; plain values, "
             "tensors and arrays need none",
             stacklevel=4,
         )
-    return found
+    return encoded_values
 
 
 def loaded_values(held: Mapping[str, Any], *, allow_pickle: bool) -> dict[str, Any]:
@@ -114,10 +114,12 @@ def check_resumable(
         )
     if not hasattr(scheduler, "load_state_dict"):
         return
-    kind, advice = type(scheduler).__name__, "pass load_lr_scheduler_states=False to begin with the scheduler as it is"
+    class_name, advice = type(scheduler).__name__, "pass load_lr_scheduler_states=False to begin with the scheduler as it is"
     if saved_scheduler is None:
-        raise ValueError(f"load_checkpoint: {place} has no state of a scheduler, and the engine has a {kind}; {advice}")
+        raise ValueError(f"load_checkpoint: {place} has no state of a scheduler, and the engine has a {class_name}; {advice}")
     known = scheduler.state_dict().keys()
     if known and not known & saved_scheduler.keys():
         held = f"the state of a scheduler with {', '.join(sorted(map(str, saved_scheduler)))}"
-        raise ValueError(f"load_checkpoint: {place} has {held}, and the engine a {kind}, which has no such thing; {advice}")
+        raise ValueError(
+            f"load_checkpoint: {place} has {held}, and the engine a {class_name}, which has no such thing; {advice}"
+        )

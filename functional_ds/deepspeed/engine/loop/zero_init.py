@@ -68,10 +68,10 @@ class Init:
             if not comm.is_initialized():
                 comm.init_distributed()
             if comm.world().size > 1:
-                own = torch.default_generator.get_state()
-                first: Tensor = comm.broadcast(own, 0)
-                if not torch.equal(own, first):
-                    self._own = own
+                generator_state = torch.default_generator.get_state()
+                first: Tensor = comm.broadcast(generator_state, 0)
+                if not torch.equal(generator_state, first):
+                    self._own = generator_state
                     torch.default_generator.set_state(first)
             self.open()
         return self
@@ -118,10 +118,10 @@ def deferral_of(module: nn.Module) -> Deferral | None:
     Raises:
         ValueError: they are from several blocks.
     """
-    found = {id(p.fake_mode): p.fake_mode for p in module.parameters() if isinstance(p, FakeTensor)}
-    if len(found) > 1:
+    modes = {id(p.fake_mode): p.fake_mode for p in module.parameters() if isinstance(p, FakeTensor)}
+    if len(modes) > 1:
         raise ValueError("zero.Init: the model's parameters are from several blocks; build it in one")
-    return next((getattr(mode, "deferral", None) for mode in found.values()), None)
+    return next((getattr(mode, "deferral", None) for mode in modes.values()), None)
 
 
 def broadcast_deferred(parameter: Tensor, rank: int) -> None:
@@ -177,12 +177,12 @@ def _check_agreement(deferral: Deferral, module: nn.Module) -> None:
 
 def _digest(deferral: Deferral, parameter: Tensor) -> str:
     """Of the operations that make a parameter's values."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for function, arguments, state in deferral.recording.operations(deferral.recording.place(parameter)):
-        found.update(str(function).encode())
+        digest.update(str(function).encode())
         for value in (state, *tree.leaves(arguments)):
             if isinstance(value, Tensor):
-                found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
             else:  # the number of a storage may differ
-                found.update(repr(attrs.astuple(value)[1:] if isinstance(value, Place) else value).encode())
-    return found.hexdigest()
+                digest.update(repr(attrs.astuple(value)[1:] if isinstance(value, Place) else value).encode())
+    return digest.hexdigest()
