@@ -258,7 +258,7 @@ class _PlaceSearch:
     Attributes:
         wanted: their ids.
         modules: the ids of the modules that are looked at by themselves.
-        found: with the places.
+        places: with the places.
     """
 
     wanted: Collection[int]

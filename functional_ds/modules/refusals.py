@@ -111,7 +111,7 @@ def check_elsewhere(class_name: str, names: Collection[str], assigned: Collectio
     """Raises an error for calls after which a buffer would differ from what further references to it mean.
 
     Args:
-        kind: the module's class.
+        class_name: the module's class.
         names: the buffers to which something else in the module refers.
         assigned: those that the call has replaced.
         rerun: those that it has written and that a recomputation writes again.
@@ -133,7 +133,7 @@ def refuse_lost_writes(class_name: str, written: Collection[str], pickled: bool)
     """Raises an error for writes into buffers that the state does not have.
 
     Args:
-        kind: the module's class.
+        class_name: the module's class.
         written: the buffers.
         pickled: whether the state lacks them because it was pickled.
 

@@ -244,7 +244,7 @@ class Skeleton:
         """Raises an error for a forward pass that has replaced parameters, or changed which require grad.
 
         Args:
-            kind: the module's class.
+            class_name: the module's class.
             aliases: attributes that shared memory, each with the name of what; a call may write into neither.
             held: the module's buffers in this pass.
         """

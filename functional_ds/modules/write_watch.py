@@ -17,7 +17,7 @@ from functional_ds.step.views.graph_checks import bit_sums
 
 
 def _refuse_write(class_name: str, name: str, parameter: Tensor | None, how: str) -> None:
-    """Raises RuntimeError: the module of this kind wrote into the parameter of this name."""
+    """Raises RuntimeError: the module of this class wrote into the parameter of this name."""
     if parameter is not None and not parameter.requires_grad:
         raise RuntimeError(
             f"the module {kind} wrote into its frozen parameter {name!r} in place; a forward pass may write only buffers: "
@@ -34,7 +34,7 @@ def refuse_aliases(class_name: str, assigned: list[tuple[str, Tensor]], params: 
     """Raises an error for attributes and buffers set to a param's memory, which the update writes and ZeRO frees.
 
     Args:
-        kind: the module's class.
+        class_name: the module's class.
         assigned: what it has set, by name.
         params: by name.
         pass_: it knows which memory is that of a param.
@@ -59,7 +59,7 @@ def watched(class_name: str, params: Mapping[str, Tensor], pass_: Pass) -> Itera
     operations are checked.
 
     Args:
-        kind: the module's class.
+        class_name: the module's class.
         params: by name; they may be placeholders.
         pass_: it knows which memory is that of a param.
     """

@@ -278,7 +278,7 @@ def on_matrices(
         others: the optimizer of all other leaves.
         matrices: selects the matrices; None for all.
         stacks: selects the three-dimensional leaves that are stacks of matrices; None for none.
-        kind: the optimizer's name in errors.
+        rule_name: the optimizer's name in errors.
         name: for printing, with ``{others}`` for the name of that optimizer.
     """
     rest = as_optimizer(others)

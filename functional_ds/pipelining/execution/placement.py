@@ -164,7 +164,7 @@ class Placement:
         """The user's tree, gathered on every rank. Collective: the first rank that holds a leaf broadcasts it.
 
         Args:
-            own: this rank's leaves by path.
+            local: this rank's leaves by path.
             group: the pipeline's ranks.
             device: of other ranks' leaves.
         """

@@ -120,7 +120,7 @@ class _StageFunction:
 
     Attributes:
         piece: the stage's function.
-        own: the function's part of the params: paths, and their structure.
+        part: the function's part of the params: paths, and their structure.
         arriving, leaving: names of the kept values that are received with x, and sent with y.
         inputs: the first stage's.
         loss: the last stage's.
