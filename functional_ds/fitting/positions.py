@@ -61,7 +61,7 @@ def gathered(position: Any) -> Any:
     return {"all": everyone[0]} if all(other == everyone[0] for other in everyone) else {"ranks": everyone}
 
 
-def own(stored: Any) -> Any:
+def local_position(stored: Any) -> Any:
     """This rank's position, from the result of ``gathered``.
 
     Raises:
@@ -93,7 +93,7 @@ def restore_generators(stored: Any) -> None:
     """Restores this rank's generators; on another number of ranks they stay as they are."""
     if stored is None or comm.world().size != stored["count"]:  # an older checkpoint, or other ranks
         return
-    states, device = own(stored)["generators"], in_use()
+    states, device = local_position(stored)["generators"], in_use()
     torch.set_rng_state(states["cpu"])
     if device is not None and device.type in states:
         set_rng_state(device, states[device.type])

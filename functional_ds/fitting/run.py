@@ -21,7 +21,7 @@ from .data import BatchReader, BatchSource
 from .heartbeat import Watch
 from .loggers import MetricLogger
 from .non_finite import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict
-from .positions import own, restore_generators
+from .positions import local_position, restore_generators
 from .signals import Flag
 
 _SIGINT = 2  # for a flag that does not say which signal set it
@@ -113,7 +113,7 @@ class TrainingRun:
     def go(self) -> State:
         """Makes the remaining steps, and returns the state."""
         self.watch.at(self.done, "finding the next batch")
-        reader = self.source.at(None if self.progress.data is None else own(self.progress.data))
+        reader = self.source.at(None if self.progress.data is None else local_position(self.progress.data))
         restore_generators(self.progress.generators)  # replaying batches may have used the generators
         self.metrics.begin(self.done)
         began = self.done

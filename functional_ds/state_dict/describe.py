@@ -229,12 +229,12 @@ class _Walk:
             if child is None:
                 continue
             names = {leaf: self.unique(role, frame.leaves[leaf][0]) for leaf in place.members}
-            found = place.form_of(child)
-            if found is None:
+            held_as = place.form_of(child)
+            if held_as is None:
                 count = child.detach().view(1)
                 self.shards += [TensorShard(names[leaf], LeafRegion(()), 0, count, shared=True) for leaf in place.members]
                 continue
-            form, lanes = found
+            form, lanes = held_as
             flat = child.detach().reshape(-1)
             for cut in form.cuts:
                 region = frame.leaves[cut.leaf][1]

@@ -13,7 +13,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.fitting import BatchSource, Epochs, Indexed, Replayed, Stateful
 from functional_ds.fitting.data import as_source
-from functional_ds.fitting.positions import as_json, from_json, gathered, own
+from functional_ds.fitting.positions import as_json, from_json, gathered, local_position
 from functional_ds.testing import assert_same
 
 COUNT = 9
@@ -144,15 +144,15 @@ def test_each_rank_gets_its_own_position_back(numbers: list[int]) -> None:
     def program() -> tuple[Any, Any]:
         mine = {"drawn": numbers[comm.world().rank]}
         stored = gathered(mine)
-        assert own(stored) == mine
+        assert local_position(stored) == mine
         return stored
 
     stored = comm.simulate(program, world_size=len(numbers))[0]
     if len(set(numbers)) == 1:
-        assert comm.simulate(own, stored, world_size=3) == [{"drawn": numbers[0]}] * 3
+        assert comm.simulate(local_position, stored, world_size=3) == [{"drawn": numbers[0]}] * 3
     else:
         with pytest.raises(ValueError, match=f"a position for each of {len(numbers)} ranks, and this run has 5"):
-            comm.simulate(own, stored, world_size=5)
+            comm.simulate(local_position, stored, world_size=5)
 
 
 @given(st.integers(1, 4), st.integers(0, 12), st.booleans())

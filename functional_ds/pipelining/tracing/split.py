@@ -228,8 +228,8 @@ class _Splitter:
     def _refuse_torn_views(self, arriving: Sequence[int], begin: int) -> None:
         """Raises an error for two views of one memory that are both sent, if a later instruction writes into one of them."""
         arrived = [self.program.storages[number] for number in arriving]
-        for each in self.program.instructions[begin:]:
-            if any(arrived.count(storage) > 1 for storage in self.program.written(each)):
+        for instruction in self.program.instructions[begin:]:
+            if any(arrived.count(storage) > 1 for storage in self.program.written(instruction)):
                 raise ValueError(
                     f"{each.site}: writes in place into a tensor of which a view is used on both sides of the split; on the "
                     "next stage they would be two tensors. Write x = x + y for x += y, or split elsewhere"
@@ -242,12 +242,17 @@ def _free(program: Program) -> list[bool]:
     It is pure and uses no parameter or buffer, and so do all instructions that make, or write into, what it uses.
     """
     lasting = program.storages_of(("param", "buffer"))
-    free = [each.pure and not program.params(each) and not program.written(each) & lasting for each in program.instructions]
-    touched = [{*each.reads, *each.writes, *(n for n, _ in each.results)} for each in program.instructions]
-    maker = {number: place for place, each in enumerate(program.instructions) for number, _ in each.results}
+    free = [
+        instruction.pure and not program.params(instruction) and not program.written(instruction) & lasting
+        for instruction in program.instructions
+    ]
+    touched = [
+        {*instruction.reads, *instruction.writes, *(n for n, _ in instruction.results)} for instruction in program.instructions
+    ]
+    maker = {number: place for place, instruction in enumerate(program.instructions) for number, _ in instruction.results}
     writers: dict[int, set[int]] = {}  # by storage
-    for place, each in enumerate(program.instructions):
-        for storage in program.written(each):
+    for place, instruction in enumerate(program.instructions):
+        for storage in program.written(instruction):
             writers.setdefault(storage, set()).add(place)
     behind = [
         {maker[number] for number in numbers if number in maker}.union(
@@ -266,10 +271,11 @@ def _free(program: Program) -> list[bool]:
 
 def _refuse_written_inputs(program: Program, free: Sequence[bool]) -> None:
     inputs = program.storages_of(("input",))
-    for each, is_free in zip(program.instructions, free, strict=True):
-        if not is_free and program.written(each) & inputs:
+    for instruction, is_free in zip(program.instructions, free, strict=True):
+        if not is_free and program.written(instruction) & inputs:
             raise ValueError(
-                f"{each.site}: writes into one of the module's inputs, which every stage takes from the batch; clone it first"
+                f"{instruction.site}: writes into one of the module's inputs, which every stage takes from the batch; clone it "
+                "first"
             )
 
 
@@ -277,8 +283,8 @@ def _spent(instructions: Sequence[Instruction], ends: Iterable[int]) -> tuple[tu
     """For each instruction, the tensors that are not needed after it."""
     alive = set(ends)
     spent: list[tuple[int, ...]] = []
-    for each in reversed(instructions):
-        numbers = {*each.reads, *(number for number, _ in each.results)}
+    for instruction in reversed(instructions):
+        numbers = {*instruction.reads, *(number for number, _ in instruction.results)}
         spent.append(tuple(sorted(numbers - alive)))
-        alive |= each.reads
+        alive |= instruction.reads
     return tuple(reversed(spent))

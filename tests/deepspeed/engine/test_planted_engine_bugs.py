@@ -111,8 +111,8 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
             Bug(
                 "a forward pass takes the value before",
                 "deepspeed.engine.loop.live_module:LiveModule.follow_values",
-                "own.data = shown.copy_(own.detach())",
-                "own.data = shown",
+                "parameter.data = shown.copy_(parameter.detach())",
+                "parameter.data = shown",
             ),
             Bug(
                 "an update takes the value before",
@@ -290,7 +290,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
             Bug(
                 "ranks draw apart",
                 "deepspeed.engine.loop.zero_init:Init.__enter__",
-                "not torch.equal(own, first)",
+                "not torch.equal(generator_state, first)",
                 "False",
                 ValueError,
             )
@@ -325,7 +325,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
             Bug(
                 "one limit counts",
                 "deepspeed.engine.loop.gathered_parameters:own_parameters",
-                "min(small, left)",
+                "min(small, remaining)",
                 "small",
             )
         ],
