@@ -2324,7 +2324,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "the data begin anew",
             "fitting.run:TrainingRun.go",
-            "None if self.progress.data is None else own(self.progress.data)",
+            "None if self.progress.data is None else local_position(self.progress.data)",
             "None",
         ),
         Bug(

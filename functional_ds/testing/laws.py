@@ -151,8 +151,8 @@ def _moves(method: Method) -> list[tuple[Setup, Setup]]:
     pairs = [((2, _ZERO[0]), (3, _ZERO[3])), ((2, _ZERO[3]), (3, _ZERO[1])), ((4, _HYBRID), (2, _ZERO[0]))]
     if method.by_ranks is not None:
         pairs = [((ranks, ""), (ranks, "")) for ranks in RANKS]
-    found = [(method.on(a, one), method.on(b, other)) for (a, one), (b, other) in pairs]
-    return list(dict.fromkeys((one, other) for one, other in found))
+    setups = [(method.on(a, one), method.on(b, other)) for (a, one), (b, other) in pairs]
+    return list(dict.fromkeys((one, other) for one, other in setups))
 
 
 def _checkpoints(method: Method) -> None:
@@ -161,8 +161,8 @@ def _checkpoints(method: Method) -> None:
         with tempfile.TemporaryDirectory() as path:
             comm.simulate(_saving, method.recipe, before, 0, path, 2, True, world_size=before.ranks)
             results = comm.simulate(_saving, method.recipe, after, 2, path, STEPS, False, world_size=after.ranks)
-        for rank, (found, _) in enumerate(results):
-            difference = apart(found, wanted[rank % len(wanted)][0], method.recipe.problem.params, method.within)
+        for rank, (resumed, _) in enumerate(results):
+            difference = apart(resumed, wanted[rank % len(wanted)][0], method.recipe.problem.params, method.within)
             if difference is not None:
                 raise WrongError(f"saved after 2 steps of {before}, and loaded into {after}: {difference[1]}", after)
 
@@ -175,8 +175,8 @@ def _slots(method: Method) -> None:
     for setup in dict.fromkeys(method.on(2, zero) for zero in _ZERO):
         with tempfile.TemporaryDirectory() as path:
             comm.simulate(_saving, method.recipe, setup, 0, path, STEPS, True, world_size=2)
-            [(_, found)] = comm.simulate(_saving, method.recipe, alone, STEPS, path, STEPS, False, world_size=1)
-        shared = {name: leaf for name, leaf in found.items() if name in wanted}
+            [(_, loaded)] = comm.simulate(_saving, method.recipe, alone, STEPS, path, STEPS, False, world_size=1)
+        shared = {name: leaf for name, leaf in loaded.items() if name in wanted}
         difference = apart(shared, {name: wanted[name] for name in shared}, None, method.within)
         if difference is not None:
             raise WrongError(f"{setup}, its state loaded on one device: {difference[1]}", setup)

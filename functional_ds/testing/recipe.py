@@ -35,9 +35,9 @@ def overflowing(step: Step) -> Step:
     """The step, in which the last rank's gradients overflow half precision."""
 
     def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> Any:
-        found, metrics = inner(step, state, params, batch)
+        value, metrics = inner(step, state, params, batch)
         here = comm.world()
-        return Weighted(found.sum * (1e30 if here.rank == here.size - 1 else 1.0), found.weight), metrics
+        return Weighted(value.sum * (1e30 if here.rank == here.size - 1 else 1.0), value.weight), metrics
 
     return step.wrapped("overflow", loss=loss)
 

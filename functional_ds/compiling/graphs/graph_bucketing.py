@@ -91,8 +91,8 @@ def _alike(writes: GraphWrites, bucket: Sequence[CollectiveCall], call: Collecti
     """Whether calls are of one kind, and what they take and give is the same if all start with the last."""
     if _kind(bucket[0]) != _kind(call):
         return False
-    return all(_first_use(writes.order, each.wait)[0] > writes.order[call.start] for each in bucket) and not any(
-        writes.any([each.start], each.start, call.start) for each in bucket
+    return all(_first_use(writes.order, member.wait)[0] > writes.order[call.start] for member in bucket) and not any(
+        writes.any([member.start], member.start, call.start) for member in bucket
     )
 
 
@@ -104,11 +104,11 @@ def _kind(call: CollectiveCall) -> Any:
 def _results(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """The items of a wait with all views of them, and the nodes that compute with those."""
     views, users = [*wait.users], list[fx.Node]()
-    for each in views:
-        for user in each.users:
-            found = views if is_view(user) else users
-            if user not in found:
-                found.append(user)
+    for view in views:
+        for user in view.users:
+            nodes = views if is_view(user) else users
+            if user not in nodes:
+                nodes.append(user)
     return views, users
 
 
@@ -134,24 +134,24 @@ def _join(graph: StepGraph, order: dict[fx.Node, float], bucket: Sequence[Collec
         wait = nodes.call_function(WAIT, (joined, xs, len(graph.sites) - 1))
         joined.meta.update(last.meta)
         wait.meta.update(waits[-1].meta)
-        wait.meta["val"] = [value for each in waits for value in each.meta["val"]]
+        wait.meta["val"] = [value for old_wait in waits for value in old_wait.meta["val"]]
         order[joined], order[wait] = order[last], order[place] - 0.5
         _share_unit(graph, [joined, wait], starts)
         number = 0
-        for each in waits:
-            for item in [*each.users]:
+        for old_wait in waits:
+            for item in [*old_wait.users]:
                 place_of: Any = item.args[1]
                 new = nodes.call_function(operator.getitem, (wait, number + place_of))
                 new.meta.update(item.meta)
                 order[new] = order[wait]
                 item.replace_all_uses_with(new)
                 nodes.erase_node(item)
-            number += len(each.meta["val"])
+            number += len(old_wait.meta["val"])
     for view in late:
         place.prepend(view)
         order[view] = order[wait]
-    for each in (*waits, *starts):
-        nodes.erase_node(each)
+    for old_wait in (*waits, *starts):
+        nodes.erase_node(old_wait)
 
 
 def _share_unit(graph: StepGraph, joined: Sequence[fx.Node], starts: Sequence[fx.Node]) -> None:

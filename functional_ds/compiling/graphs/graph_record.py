@@ -142,11 +142,11 @@ class StepGraph:
     def collectives(self, name: str | None = None) -> list[CollectiveCall]:
         """The collectives, or those of a name, such as "all_reduce", in the order in which they start."""
         starts = [node for node in self.module.graph.nodes if node.target is START]
-        found = [
+        calls = [
             CollectiveCall(node, next(user for user in node.users if user.target is WAIT), self.sites[site_of(node)])
             for node in starts
         ]
-        return [call for call in found if name in (None, call.name)]
+        return [call for call in calls if name in (None, call.name)]
 
     def gathers(self) -> list[UnitGather]:
         """The gathers of units of params, in the order in which they are waited for."""
