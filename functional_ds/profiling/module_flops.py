@@ -55,12 +55,12 @@ class ModuleFlops(OperationCounter):
     runs a module, it is recomputation.
 
     Attributes:
-        flops: by path, without submodules.
+        by_path: of each module, without its submodules.
     """
 
     def __init__(self, stage: Callable[[], str]) -> None:
         super().__init__()
-        self.flops: dict[str, Flops] = {}
+        self.by_path: dict[str, Flops] = {}
         self._stage = stage
         self._inside: list[tuple[str, bool]] = []  # the modules under way, and whether a backward pass runs them
         self._numbers: list[int] = [-1]  # of nodes, at which another module began or went on
@@ -77,8 +77,8 @@ class ModuleFlops(OperationCounter):
             category = "recomputed"
         else:
             category, path = "backward", self._paths[bisect_right(self._numbers, node) - 1]
-        before = self.flops.get(path, Flops())
-        self.flops[path] = attrs.evolve(before, **{category: getattr(before, category) + operation.flops})
+        before = self.by_path.get(path, Flops())
+        self.by_path[path] = attrs.evolve(before, **{category: getattr(before, category) + operation.flops})
 
     # -- as ``Pass.calls`` ---------------------------------------------------------------------------------------------
 

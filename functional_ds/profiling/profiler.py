@@ -230,7 +230,7 @@ class Profiled:
         step = timed(self.step, lambda: self._spans, around=counter.around)
         with self._measured_by(spans), counter:
             yield step
-        self._flops, self._flops_seconds = counter.flops, spans.seconds
+        self._flops, self._flops_seconds = counter.by_path, spans.seconds
 
     @contextmanager
     def _detailing(self) -> Iterator[Step]:
