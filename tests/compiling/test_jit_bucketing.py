@@ -151,7 +151,11 @@ BUGS = [
     ),
     (
         Bug(
-            "too late", f"{HERE}:_alike", "_first_use(writes.order, member.wait)[0] > writes.order[call.start]", "True", Exception
+            "too late",
+            f"{HERE}:_alike",
+            "_first_use(writes.order, member.wait)[0] > writes.order[call.start]",
+            "True",
+            Exception,
         ),
         lambda: any_rule(3),
     ),

@@ -275,13 +275,13 @@ class _TensorParallel:
         if pass_ is None:
             return inner(step, state, function, batch)
         draws: DrawLog = state.slots[_SLOT].known.draws
-        draws.found = [] if pass_.trains and self.axis.compares else None
+        draws.recorded = [] if pass_.trains and self.axis.compares else None
         drawn = generator_states() if pass_.trains and group.size > 1 else []
         try:
             with named_errors(cuts.slices, group):
                 result = inner(step, state, function, batch)
         finally:
-            keyed, draws.found = draws.found, None  # a recomputation notes nothing
+            keyed, draws.recorded = draws.recorded, None  # a recomputation notes nothing
         if not all(map(torch.equal, drawn, generator_states() if drawn else [])):
             raise RuntimeError(
                 "tensor_parallel: the loss drew from torch's random generator (nn.Dropout in training?); on slices the ranks' "

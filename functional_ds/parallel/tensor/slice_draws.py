@@ -47,19 +47,19 @@ class DrawLog:
     """Records what draws without ``places`` were made for in a pass, for comparison over ranks: a key's ``watch``.
 
     Attributes:
-        found: the draws of the current pass; None if nothing is recorded.
+        recorded: the draws of the current pass; None if nothing is recorded.
         known: names of draws that ranks have compared.
     """
 
-    found: list[Drawn] | None = None
+    recorded: list[Drawn] | None = None
     known: set[str] = attrs.field(factory=set)
 
     def __call__(self, x: Tensor, name: str) -> None:
         """Records a value, unless it is known or has no values."""
-        if self.found is None or name in self.known or x.is_meta or is_fake(x) or is_transformed(x) or not x.numel():
+        if self.recorded is None or name in self.known or x.is_meta or is_fake(x) or is_transformed(x) or not x.numel():
             return
         with disable_dispatch_modes(), torch.no_grad():
-            self.found.append((name, list(x.shape), told_apart(x.detach())))
+            self.recorded.append((name, list(x.shape), told_apart(x.detach())))
 
 
 def told_apart(x: Tensor) -> list[float]:
