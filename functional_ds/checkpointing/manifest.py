@@ -251,11 +251,11 @@ def _tensor(
             raise ValueError(f"a tensor has {what} for its elements {min(stop, chunk.offset)} to {max(stop, chunk.offset)}")
         stops[chunk.slice] = stop = chunk.offset + chunk.numel
         size = files[chunk.file].size if chunk.file < len(files) else -1
-        total = found.slices[chunk.slice].numel
-        if stop > total or chunk.position + chunk.numel * found.dtype.itemsize > size:
+        total = tensor.slices[chunk.slice].numel
+        if stop > total or chunk.position + chunk.numel * tensor.dtype.itemsize > size:
             raise ValueError(f"{chunk} is outside of its tensor or file")
-    for region, stop in zip(found.slices, stops, strict=True):
-        if found.whole and stop != region.numel:
+    for region, stop in zip(tensor.slices, stops, strict=True):
+        if tensor.whole and stop != region.numel:
             raise ValueError(f"a tensor has no chunk for its elements {stop} to {region.numel}")
     damage = wrong(sides, tensor.slices) if tensor.whole else None
     if damage is not None:

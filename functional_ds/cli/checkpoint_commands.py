@@ -119,7 +119,7 @@ def convert(
     )
     if target_format not in WRITTEN:
         raise CommandError(
-            f"--to: {kind!r} is not one of {', '.join(WRITTEN)}" if to else "--to: DST has no known suffix; pass --to"
+            f"--to: {target_format!r} is not one of {', '.join(WRITTEN)}" if to else "--to: DST has no known suffix; pass --to"
         )
     limit = size(shard_bytes, option="--shard-bytes") if shard_bytes else None
     if limit is not None and (target_format != "safetensors" or Path(target).suffix == ".safetensors"):

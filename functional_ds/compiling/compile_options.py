@@ -53,7 +53,7 @@ class CompileOptions:
             raise ValueError(f"compiled: mode={mode!r} is a set of options; give the mode or options={dict(options)!r}")
         if type(recompile_limit) is not int or recompile_limit < 1:
             raise ValueError(f"compiled: recompile_limit={recompile_limit!r} is not a number of compilations, 1 or more")
-        found = CompileOptions(backend, mode, tuple(sorted((options or {}).items())), dynamic, recompile_limit)
+        parsed = CompileOptions(backend, mode, tuple(sorted((options or {}).items())), dynamic, recompile_limit)
         if mode is not None or options:
             try:
                 parsed.made()

@@ -262,12 +262,12 @@ def _by_rank(folder: Path, suffix: str) -> list[Path]:
         place = _RANK.search(file.name)
         if place is None or int(place[2]):
             raise CheckpointError(f"path: {file} belongs to a tensor or pipeline parallel model, which is unsupported")
-        found[int(place[1])] = file
-    if not found:
+        files[int(place[1])] = file
+    if not files:
         raise NoCheckpointError(f"path: {folder} has no files *zero_pp_rank_*{suffix}: it is not a checkpoint of ZeRO")
-    if sorted(found) != list(range(len(found))):
-        raise NoCheckpointError(f"path: {folder} lacks the file *{suffix} of rank {min(set(range(len(found))) - set(found))}")
-    return [found[rank] for rank in range(len(found))]
+    if sorted(files) != list(range(len(files))):
+        raise NoCheckpointError(f"path: {folder} lacks the file *{suffix} of rank {min(set(range(len(files))) - set(files))}")
+    return [files[rank] for rank in range(len(files))]
 
 
 def _model_files(folder: Path, stage: int) -> list[Path]:

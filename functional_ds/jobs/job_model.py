@@ -52,7 +52,7 @@ def huggingface(
                 raise JobError(
                     "weights are read from the config's folder, which a table does not have", entry="weights", value=weights
                 )
-            found = transformers.AutoConfig.for_model(**config, use_cache=False)
+            model_config = transformers.AutoConfig.for_model(**config, use_cache=False)
         else:
             local = Path(folder, config)
             config = str(local) if local.exists() else config

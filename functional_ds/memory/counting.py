@@ -46,7 +46,7 @@ def places(held: Any) -> dict[str, int]:
     >>> places({"w": torch.zeros(1000), "step": torch.tensor(0)})
     {'cpu': 4008}
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for where, size in holdings(held).values():
         sizes[where] = sizes.get(where, 0) + size
     return sizes

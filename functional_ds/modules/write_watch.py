@@ -20,13 +20,13 @@ def _refuse_write(class_name: str, name: str, parameter: Tensor | None, how: str
     """Raises RuntimeError: the module of this class wrote into the parameter of this name."""
     if parameter is not None and not parameter.requires_grad:
         raise RuntimeError(
-            f"the module {kind} wrote into its frozen parameter {name!r} in place; a forward pass may write only buffers: "
-            "make it one (register_buffer)"
+            f"the module {class_name} wrote into its frozen parameter {name!r} in place; a forward pass may write only "
+            "buffers: make it one (register_buffer)"
         )
     raise RuntimeError(
-        f"the module {kind} wrote into its parameter {name!r} in place ({how}), and a forward pass may write only buffers: "
-        "compute the weight from the parameter instead (torch.nn.utils.parametrize; not nn.Embedding(max_norm=)), or change "
-        "params after the update, in a transform: fds.wrap(..., update=...)"
+        f"the module {class_name} wrote into its parameter {name!r} in place ({how}), and a forward pass may write only "
+        "buffers: compute the weight from the parameter instead (torch.nn.utils.parametrize; not nn.Embedding(max_norm=)), or "
+        "change params after the update, in a transform: fds.wrap(..., update=...)"
     )
 
 

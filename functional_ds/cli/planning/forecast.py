@@ -223,7 +223,7 @@ def forecast(subject: Subject, job: Job, *, machine: Machine | None, limit: int,
         subject = subject.piped_for(job)
     except JobError as error:
         raise CommandError(f"pp={size(job, 'pp')}: {subject.name} cannot be split: {error.problem}") from error
-    stages = tuple(step_shape(subject, job, rank=rank, device=kind) for rank in ranks)
+    stages = tuple(step_shape(subject, job, rank=rank, device=target_device) for rank in ranks)
     worst = max(stages, key=lambda each: each.peak)
     most = limit or (machine.memory if machine is not None else 0)
     return Forecast(job, worst, machine, most, stages if len(ranks) > 1 else (), line)

@@ -23,7 +23,7 @@ def size(text: str, *, option: str) -> int:
         count = int(_BYTES.validate_python(text.strip()))
     except ValueError:
         raise CommandError(f"{option}: {text!r} is not a number of bytes, such as 80GB or 79.1GiB") from None
-    if found < 1:
+    if count < 1:
         raise CommandError(f"{option}: {text!r} should be above 0")
     return count
 
@@ -54,7 +54,7 @@ def choices(text: str, known: Collection[str], *, option: str) -> list[str]:
     wrong = [word for word in words if word not in known]
     if wrong:
         raise CommandError(f"{option}: {wrong[0]!r} is not one of {', '.join(known)}; {nearest(wrong[0], known)}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(words))
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
@@ -74,9 +74,9 @@ def mesh_sizes(text: str) -> dict[str, int]:
             raise CommandError(f"--mesh: {part!r} should be an axis and its size, such as dp=8")
         if name not in _AXES:
             raise CommandError(f"--mesh: the axis {name!r} is not one of {', '.join(_AXES)}")
-        if name in found:
-            raise CommandError(f"--mesh: the axis {name!r} has two sizes, {found[name]} and {count}; give one")
-        found[name] = int(count)
-    if math.prod(found.values()) > 2**20:
+        if name in sizes:
+            raise CommandError(f"--mesh: the axis {name!r} has two sizes, {sizes[name]} and {count}; give one")
+        sizes[name] = int(count)
+    if math.prod(sizes.values()) > 2**20:
         raise CommandError(f"--mesh: {text!r} has more than {2**20:,} ranks")
     return {name: sizes.get(name, 1) for name in _AXES}

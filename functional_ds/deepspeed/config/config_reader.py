@@ -152,10 +152,10 @@ def _loads(text: str, where: str) -> dict[str, Any]:
     try:
         config = parse_json(text, pairs=unique)
     except json.JSONDecodeError as error:
-        found = _hjson(text, f"{where}: not valid JSON: {error}")
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}: a config is a block of keys, and this is {found!r}")
-    return dict(found)
+        config = _hjson(text, f"{where}: not valid JSON: {error}")
+    if not isinstance(config, dict):
+        raise ConfigError(f"{where}: a config is a block of keys, and this is {config!r}")
+    return dict(config)
 
 
 def _hjson(text: str, message: str) -> Any:

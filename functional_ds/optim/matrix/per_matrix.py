@@ -320,20 +320,20 @@ def _chosen(
         size = f"of shape {list(leaf.shape)}"
         if leaf.dtype.is_complex and len(leaf.shape) > 1:
             raise ValueError(
-                f"{shown} names the leaf {leaf.path!r} {size}, which is complex, and {kind} takes real matrices: leave it out "
-                f"of {what}=, so that others= updates it, or train its real and imaginary parts as two leaves"
+                f"{shown} names the leaf {leaf.path!r} {size}, which is complex, and {rule_name} takes real matrices: leave it "
+                f"out of {what}=, so that others= updates it, or train its real and imaginary parts as two leaves"
             )
         if len(leaf.shape) > dims:
             mend = "name it in stacks=, if it is a stack of matrices, or " if len(leaf.shape) == 3 else ""
             raise ValueError(
-                f"{shown} names the leaf {leaf.path!r} {size}, and {kind} takes leaves of {dims} dims there: {mend}leave it "
-                f"out of {what}=, so that others= updates it"
+                f"{shown} names the leaf {leaf.path!r} {size}, and {rule_name} takes leaves of {dims} dims there: {mend}leave "
+                f"it out of {what}=, so that others= updates it"
             )
     fit = {i for i in named if len(leaves[i].shape) == dims}
     if not fit and isinstance(where, str) and not any(re.search(where, path) for path in leaf_map.other_paths):
         some = [f"{leaves[i].path!r} of shape {list(leaves[i].shape)}" for i in sorted(named)[:3]]
         raise ValueError(
-            f"{shown} names no leaf of {dims} dims, so {kind} has nothing to update; it names "
+            f"{shown} names no leaf of {dims} dims, so {rule_name} has nothing to update; it names "
             f"{', '.join(some) or 'no trained leaf'}"
         )
     return fit

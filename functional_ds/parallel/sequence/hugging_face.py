@@ -165,8 +165,8 @@ def _mask(name: str) -> Callable[..., SequenceMask]:
         local_length = q_length if axis is None else axis.length // axis.group.size
         if (q_length, kv_length, q_offset, kv_offset) != (local_length, local_length, 0, 0):
             raise ValueError(
-                f"{name}: {q_length} queries from {q_offset} and {kv_length} keys from {kv_offset}: a rank has {own} of both; "
-                "it takes the batch that T.sequence split, and no cache"
+                f"{name}: {q_length} queries from {q_offset} and {kv_length} keys from {kv_offset}: a rank has {local_length} "
+                "of both; it takes the batch that T.sequence split, and no cache"
             )
         causal, windows, position_ids = False, [], None
         for function in _parts(name, mask_function):

@@ -166,15 +166,15 @@ def _conflict(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> str:
         if len(places) > 1
         else ""
     )
-    return f"plan: two expressions split {path!r} in different ways: {', '.join(claims)}; let one match{tied}"
+    return f"plan: two expressions split {path!r} in different ways: {', '.join(expressions)}; let one match{tied}"
 
 
 def _other_word(plan: Plan, place: _LeafPlace) -> str:
     layer, layer_word = type(_owner(place)).__name__, value_at(plan, place.owner)
     return (
         f"plan: {place.path!r} is {_own_word(plan, place)!r}, and its {layer} {place.owner!r} "
-        f"{'has no word' if own is None else f'is {own!r}'}: a layer runs as its word says, which splits its params too; give "
-        f"the layer the word, {{{place.owner!r}: ...}}, and its params none"
+        f"{'has no word' if layer_word is None else f'is {layer_word!r}'}: a layer runs as its word says, which splits its "
+        f"params too; give the layer the word, {{{place.owner!r}: ...}}, and its params none"
     )
 
 

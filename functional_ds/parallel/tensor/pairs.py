@@ -26,9 +26,9 @@ def tensor_group(group: comm.Group | None, what: str) -> comm.Group:
             f"{what}: group=None, and no T.tensor_parallel is in the running step: pass the tensor-parallel group, mesh['tp'], "
             "or compose T.tensor_parallel(plan, mesh['tp'])"
         )
-    if not isinstance(found, comm.Group):
-        raise TypeError(f"{what}: group={found!r} is not a group: pass mesh['tp'], comm.world() or None")
-    return found
+    if not isinstance(ranks, comm.Group):
+        raise TypeError(f"{what}: group={ranks!r} is not a group: pass mesh['tp'], comm.world() or None")
+    return ranks
 
 
 def shared(x: Tensor, group: comm.Group) -> Tensor:

@@ -85,7 +85,7 @@ class Action(NamedTuple):
             raise ValueError(
                 f"{text!r} is not an action: write stage, kind, micro-batch, as in 0F3 or 1GATHER; kinds are {kinds}"
             )
-        made = Action(Kind[found[2]], int(found[1]), int(found[3]) if found[3] else ALL)
+        made = Action(Kind[match[2]], int(match[1]), int(match[3]) if match[3] else ALL)
         if made.stage >= MOST_STAGES or made.microbatch >= MOST_MICROBATCHES:
             raise ValueError(
                 f"{text!r} is out of range: stages are 0 to {MOST_STAGES - 1}, micro-batches 0 to {MOST_MICROBATCHES - 1}"

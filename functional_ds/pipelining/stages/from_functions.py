@@ -201,7 +201,7 @@ def _chosen(names: Any, piece: Piece, index: int, count: int) -> Any:
     if not isinstance(names, (list, tuple)) or len(names) != count:
         given = f"{len(names)} entries" if isinstance(names, (list, tuple)) else f"a {type(names).__name__}"
         raise ValueError(
-            f"params: {found} for {count} functions; give a list with one entry for each, or name what each stage uses: "
+            f"params: {given} for {count} functions; give a list with one entry for each, or name what each stage uses: "
             f"Piece(function, uses=...), as stage {index} does not"
         )
     return names[index]

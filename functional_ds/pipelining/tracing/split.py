@@ -44,7 +44,7 @@ def _found(paths: set[str], name: str, argument: str) -> list[ModuleCall]:
         raise ValueError(
             f"{argument}: {name!r} is not a module of this one; the nearest are {', '.join(near) or sorted(paths)}"
         )
-    return [(path, 0) for path in found]
+    return [(path, 0) for path in matches]
 
 
 def _blocks(module: nn.Module, stages: int) -> list[ModuleCall]:
@@ -83,7 +83,7 @@ def named_split(program: Program, starts: Sequence[Sequence[ModuleCall]]) -> tup
     for call in calls:
         if program.calls[call] == 0:
             raise ValueError(f"at: nothing is computed before {call[0]!r}; leave it out, as the first stage needs no name")
-        if found.count(call) > 1:
+        if calls.count(call) > 1:
             raise ValueError(f"at: {call[0]!r} is listed twice; a call of a module begins one stage")
         if program.calls[call] < program.calls[last]:
             raise ValueError(
@@ -231,8 +231,8 @@ class _Splitter:
         for instruction in self.program.instructions[begin:]:
             if any(arrived.count(storage) > 1 for storage in self.program.written(instruction)):
                 raise ValueError(
-                    f"{each.site}: writes in place into a tensor of which a view is used on both sides of the split; on the "
-                    "next stage they would be two tensors. Write x = x + y for x += y, or split elsewhere"
+                    f"{instruction.site}: writes in place into a tensor of which a view is used on both sides of the split; on "
+                    "the next stage they would be two tensors. Write x = x + y for x += y, or split elsewhere"
                 )
 
 

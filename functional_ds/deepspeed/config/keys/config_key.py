@@ -91,9 +91,9 @@ class ConfigKey:
                 ):
                     return choice
             raise ValueError(f"{value!r} is not one of {', '.join(map(repr, self.choices))}")
-        if isinstance(found, int | float) and not isinstance(found, bool) and not self.least <= found <= self.most:
+        if isinstance(parsed, int | float) and not isinstance(parsed, bool) and not self.least <= parsed <= self.most:
             raise ValueError(f"{value!r} must be in {self.least}..{self.most}")
-        return found
+        return parsed
 
 
 def _number(value: Any) -> float:

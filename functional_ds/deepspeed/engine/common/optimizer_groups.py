@@ -201,8 +201,8 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, st
     build, class_name = _builder(optimizer), type(optimizer).__name__
     if any(x is not None for held in optimizer.state.values() if float(held.get("step", 1)) for x in held.values()):
         raise UsageError(
-            f"optimizer: this {kind} has made updates, and the engine begins with moments of zero; pass a new one, and resume "
-            "with engine.load_checkpoint, or set moments by safe_set_full_optimizer_state"
+            f"optimizer: this {class_name} has made updates, and the engine begins with moments of zero; pass a new one, and "
+            "resume with engine.load_checkpoint, or set moments by safe_set_full_optimizer_state"
         )
     if hooks_of_optimizer(optimizer):
         raise UsageError(
