@@ -1453,7 +1453,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "micro-batches forget each other",
             "transforms.accumulate:accumulate.gradients",
             "state, carry, more = inner(step, tree.replace(state, key=key), micro, carry, last and i == k - 1)",
-            "_, carry, found = inner(step, tree.replace(state, key=key), micro, carry, last and i == k - 1)",
+            "_, carry, more = inner(step, tree.replace(state, key=key), micro, carry, last and i == k - 1)",
         ),
         Bug(
             "what a pass wrote is lost",
