@@ -72,11 +72,13 @@ class BlockCalls:
 
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a block."""
-        own = _innermost(forward)
-        module = getattr(own, "__self__", None)
-        if not isinstance(own, types.MethodType) or not isinstance(module, nn.Module):
-            raise Refusal(path, own, "its forward is not a method of it, so it is not the same function for its whole class")
-        compiled = types.MethodType(functools.partial(self._call, path, own), module)
+        innermost = _innermost(forward)
+        module = getattr(innermost, "__self__", None)
+        if not isinstance(innermost, types.MethodType) or not isinstance(module, nn.Module):
+            raise Refusal(
+                path, innermost, "its forward is not a method of it, so it is not the same function for its whole class"
+            )
+        compiled = types.MethodType(functools.partial(self._call, path, innermost), module)
         return _around(forward, compiled)(*args, **kwargs)
 
     def check(self) -> None:

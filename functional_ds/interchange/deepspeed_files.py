@@ -336,7 +336,7 @@ def _counts(model: Mapping[str, Any]) -> dict[str, int]:
 
 def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
     module = model.get("module") or {}
-    found = {name: module[name] for name in model.get("buffer_names") or () if name in module}
-    if not all(isinstance(value, Tensor) for value in found.values()):
+    buffers = {name: module[name] for name in model.get("buffer_names") or () if name in module}
+    if not all(isinstance(value, Tensor) for value in buffers.values()):
         raise TypeError("a buffer is not a tensor")
-    return found
+    return buffers

@@ -93,8 +93,8 @@ class Subject:
         module = getattr(self.apply, "module", None)
         if module is None:
             raise ValueError("the model does not define how layers are sliced")
-        found: Mapping[str, Any] = import_module("functional_ds.parallel.tensor").plan_of(module)
-        return found
+        plan: Mapping[str, Any] = import_module("functional_ds.parallel.tensor").plan_of(module)
+        return plan
 
     def piped_for(self, job: Job) -> "Subject":
         """The same, split into the stages of the job's pipeline schedule, if it has one.

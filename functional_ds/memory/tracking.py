@@ -36,5 +36,5 @@ def peak() -> int:
     >>> peak() > 0
     True
     """
-    found = peak_bytes()
-    return resident_peak_bytes() if found is None else found
+    allocated = peak_bytes()
+    return resident_peak_bytes() if allocated is None else allocated

@@ -129,7 +129,7 @@ def mark_slice(leaf: Tensor, cut: LeafSlice) -> Tensor:
         ValueError: it is already a slice along this dim.
     """
     before: tuple[LeafSlice, ...] = slices_of(leaf)
-    if any(each.dim == cut.dim for each in before):
+    if any(earlier.dim == cut.dim for earlier in before):
         raise ValueError(
             f"a leaf of shape {list(leaf.shape)} is a slice along dim {cut.dim} already; let one transform split it"
         )

@@ -224,6 +224,6 @@ def forecast(subject: Subject, job: Job, *, machine: Machine | None, limit: int,
     except JobError as error:
         raise CommandError(f"pp={size(job, 'pp')}: {subject.name} cannot be split: {error.problem}") from error
     stages = tuple(step_shape(subject, job, rank=rank, device=target_device) for rank in ranks)
-    worst = max(stages, key=lambda each: each.peak)
+    worst = max(stages, key=lambda stage: stage.peak)
     most = limit or (machine.memory if machine is not None else 0)
     return Forecast(job, worst, machine, most, stages if len(ranks) > 1 else (), line)

@@ -102,10 +102,10 @@ def sequence_axis(what: str) -> SequenceAxis:
     [3.5, 3.5]
     """
     note_asked(IN_DOCUMENTS)
-    found = axes().get(AXIS)
-    if not isinstance(found, SequenceAxis):
+    axis = axes().get(AXIS)
+    if not isinstance(axis, SequenceAxis):
         raise ValueError(f"{what}: sequences are not split here; pass a group, or run it in a step with T.sequence(group)")
-    return found
+    return axis
 
 
 def documents_of(attention_mask: Tensor | None = None, *, position_ids: Tensor | None = None) -> Tensor | None:

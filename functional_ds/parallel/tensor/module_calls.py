@@ -133,7 +133,7 @@ class TensorCalls:
         rope = getattr(above, "qk_rope_head_dim", 0) if name == "mla_kv_a_proj" else 0
         if name == "mla_kv_a_proj" and not rope:
             raise ValueError(f"plan: {path!r} is 'mla_kv_a_proj', and the module that contains it has no qk_rope_head_dim")
-        member = next((each for each in lists if path.rpartition(".")[0] == each), None)
+        member = next((listed for listed in lists if path.rpartition(".")[0] == listed), None)
         siblings = [] if member is None else [key for key, _ in root.get_submodule(member).named_children()]
         here = path.rpartition(".")[2]
         local = tuple(

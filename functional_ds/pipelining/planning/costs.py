@@ -20,9 +20,9 @@ def _per_stage(value: Any) -> Any:
 
 
 def _not_negative(_: Any, attribute: Any, value: Any) -> None:
-    for each in (value,) if isinstance(value, (int, float)) else value or ():
-        if not 0 <= each < float("inf"):
-            raise ValueError(f"{attribute.name}={value!r}: {each} is not a cost; use finite numbers of at least 0")
+    for cost in (value,) if isinstance(value, (int, float)) else value or ():
+        if not 0 <= cost < float("inf"):
+            raise ValueError(f"{attribute.name}={value!r}: {cost} is not a cost; use finite numbers of at least 0")
 
 
 @attrs.frozen(kw_only=True, repr=False)
