@@ -387,8 +387,8 @@ def test_a_stage_without_leaves(rule: str) -> None:
     bug = Bug(
         "the first leaf's device",
         "optim.one_bit:_At._sync",
-        "dtype, device = widest(own), own[0].device if own else None",
-        "dtype, device = widest(own), own[0].device",
+        "dtype, device = widest(params), params[0].device if params else None",
+        "dtype, device = widest(params), params[0].device",
     )
     with planted(bug), pytest.raises(IndexError):
         a_stage_without_leaves(rule)

@@ -194,7 +194,7 @@ GUARDS = [
     Guard(
         "buffers are emptied first",
         "transforms.offloading.storage:Buffer.copy_in",
-        "self.incoming.copy(pairs, after=self._left)",
+        "self.incoming.copy(pairs, after=self._copied_out)",
         "self.incoming.copy(pairs)",
         "race",
         OPTIMIZER,
