@@ -42,7 +42,7 @@ def described(ranks: list[list[TensorShard]]) -> list[list[ShardMetadata]]:
     found = [metadata_of(held) for held in ranks]
     indices = replicated(found)
     return [
-        with_fingerprints(o, own, found=fingerprints([held[i].view for i in own]))
+        with_fingerprints(o, own, numbers=fingerprints([held[i].view for i in own]))
         for o, own, held in zip(found, indices, ranks, strict=True)
     ]
 
