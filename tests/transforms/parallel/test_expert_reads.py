@@ -68,5 +68,5 @@ def test_a_penalty_summed_over_the_ranks_is_the_single_device(sizes: tuple[int, 
 
 @pytest.mark.parametrize(("stage", "remat"), [(0, False), (2, True), (3, False)])
 def test_a_penalty_on_a_ranks_own_experts_is_refused(stage: int, remat: bool) -> None:
-    with pytest.raises(ValueError, match=r"reads the leaf '\d\.(up|down|bias)' in addition to .* 2 times too little.*all_reduce"):
+    with pytest.raises(ValueError, match=r"reads the leaf '\d\.(up|down|bias)' in addition to .* 2 times too little"):
         comm.simulate(on_ranks(2, 2, stage, remat, summed=False), world_size=4)
