@@ -117,6 +117,7 @@ DOES = {
     "transforms/zero/units/lazy_tensor.py": "a torch function touches a leaf",
     "transforms/zero/lazy_params.py": "which unit; its node in the graph",
     "transforms/zero/gather.py": "follows the plan of fetches",
+    "functional_ds/base/torch_private.py": "runs torch's autograd engine",
     "transforms/zero/reduce.py": "packs a unit's gradients, in turn",
     "transforms/zero/collectives.py": "levels of groups, codecs",
     "comm/api.py": "all_gather, reduce_scatter",
