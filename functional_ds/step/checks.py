@@ -125,7 +125,7 @@ def with_own_memory(state: State) -> State:
 
 
 def refuse_shared(state: State) -> None:
-    """Refuses what an update returns if slots share memory with the params, into which the next update writes.
+    """Refuses what the first update returns if slots share memory with the params, into which the next update writes.
 
     Raises:
         ValueError: they do.

@@ -350,7 +350,7 @@ REFUSALS = [
         program=writes_beside_a_loss_scale,
     ),
     Refusal(
-        what="an `update` that puts the params themselves into its slot",
+        what="an `update` that puts the params themselves into its slot in the first step",
         error=ValueError,
         says="the slot 'latest' shares memory with the params, and the next update writes into it",
         advises=r"keep a copy, tensor\.clone\(\)",
