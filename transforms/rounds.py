@@ -12,7 +12,7 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.guards import check_same_leaves
 from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.phases import OF_A_STEP
+from functional_ds.step.phases import OF_A_STEP, Trait
 from functional_ds.step.state.slots import Apart
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
@@ -76,7 +76,10 @@ def every(k: int, what: Transform | Callable[[Step, State], State]) -> Transform
                     else "it has a period already"
                 )
                 raise ValueError(f"every({k}, {layer.name}): {why}; use it as it is")
-        gated = (attrs.evolve(layer, name=f"every({k}, {layer.name})", due=due) for layer in new)
+        periodic = frozenset({Trait.PERIODIC})
+        gated = (
+            attrs.evolve(layer, name=f"every({k}, {layer.name})", due=due, traits=layer.traits | periodic) for layer in new
+        )
         return attrs.evolve(whole, layers=(*step.layers, *gated))
 
     return applied
@@ -109,7 +112,10 @@ def apart(group: comm.Group, *, slot: str = "outer") -> Transform:
 
     Law: a state saved between two rounds and loaded on a mesh with other inner ranks continues the same run.
 
-    Cost: at ``init`` the ranks compare their steps and the shapes of their params; a step sends nothing.
+    A step with a loss scale and ``every`` is skipped by all models where one overflows, so that they count the same updates.
+
+    Cost: at ``init`` the ranks compare their steps and the shapes of their params; a step sends nothing, or with both a loss
+    scale and ``every`` one number.
 
     Args:
         group: one rank of each model: ``mesh["outer"]`` of a mesh whose other axes ``zero`` and others use.

@@ -33,6 +33,7 @@ class Trait(Enum):
     RESIDENT_SLOT = auto()  # its slot must stay on the device
     USES_FILES = auto()  # reads and writes files in each step
     CASTS = auto()  # stores params in another dtype than the optimizer updates
+    PERIODIC = auto()  # acts in some updates only, counted by state.step
     HEEDS_SKIPS = auto()  # handles steps that a loss scale skips: update and slot change only as they must
 
 

@@ -113,6 +113,44 @@ def test_models_of_processes_go_on_as_simulated_ones(tmp_path: Path) -> None:
         torch.testing.assert_close(found, list(whole[model][1:]))
 
 
+def overflowing(stage: int, steps: int) -> tuple[list[int], list[float], Any]:
+    """Local SGD with a loss scale, of which one model's gradients overflow in the first step."""
+    mesh = comm.mesh(outer=2, inner=comm.world().size // 2)
+
+    def mean(step: fds.Step, state: fds.State) -> fds.State:
+        return fds.tree.replace(state, params=comm.all_reduce(state.params, mesh["outer"], op="avg"))
+
+    scale = T.mixed_precision("f32", T.DynamicScale(8.0, hysteresis=1))
+    strategy = T.every(3, mean), scale, T.zero(stage, mesh["inner"]), T.apart(mesh["outer"])
+    step = fds.compose(*strategy)(fds.train_step(PROBLEM.loss, fds.sgd(0.1)))
+    state, counts, skipped = step.init(PROBLEM.params), [], []
+    for index in range(steps):
+        batch = PROBLEM.batches[max(index - 1, 0)].chunk(2)[mesh["outer"].rank]
+        batch = batch.chunk(mesh["inner"].size)[mesh["inner"].rank]
+        state, metrics = step(state, batch * float("inf") if index == 0 and mesh["outer"].rank else batch)
+        counts.append(int(state.step))
+        skipped.append(metrics["skipped"].item())
+    return counts, skipped, step.params(state)
+
+
+@pytest.mark.law(25)
+@pytest.mark.parametrize(("stage", "n"), [(0, 2), (1, 4), (3, 4)])
+def test_models_that_meet_skip_a_step_together(stage: int, n: int) -> None:
+    """The overflow of one model's gradients is all models' skipped step, and they meet in the same update."""
+    for counts, skipped, params in comm.simulate(overflowing, stage, 7, world_size=n):
+        assert counts == [0, 1, 2, 3, 4, 5, 6]
+        assert skipped == [1, 0, 0, 0, 0, 0, 0]
+        torch.testing.assert_close(params, plain_local_sgd())
+
+
+ALONE = Bug("each model skips alone", "step.over_ranks.gradient_sums:finite", "meet and axis.role is AxisRole.APART", "False")
+
+
+def test_a_planted_bug_of_skips_is_found() -> None:
+    with planted(ALONE), pytest.raises(AssertionError):
+        test_models_that_meet_skip_a_step_together(0, 2)
+
+
 BUG = Bug("all models have one name", "step.state.slots:Apart.named", '"".join(models) + leaf', "leaf")
 
 

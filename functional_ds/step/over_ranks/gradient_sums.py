@@ -12,9 +12,10 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.torch_private import unscale_
 from functional_ds.optim.kernels import reals, widest
+from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 
-from .mesh_axes import Axis, Divided, GradientParts, axes_of
+from .mesh_axes import Axis, AxisRole, Divided, GradientParts, axes_of
 
 
 def norm(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
@@ -114,8 +115,16 @@ def _dot(state: State, one: list[Tensor], other: list[Tensor], wide: torch.dtype
 
 
 def finite(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
-    """Whether the gradients are finite on this rank, and on all ranks of the axes that divide gradients."""
-    axes = [axis for axis in axes_of(step) if axis.summed_in == "update" or (axis.parts and axis.parts(step, state))]
+    """Whether the gradients are finite on this rank, and on all ranks of the axes that divide gradients.
+
+    Models that train apart and meet in every k-th update skip a step together, so that all count the same updates.
+    """
+    meet = any(Trait.PERIODIC in layer.traits for layer in step.layers)
+    axes = [
+        axis
+        for axis in axes_of(step)
+        if axis.summed_in == "update" or (axis.parts and axis.parts(step, state)) or (meet and axis.role is AxisRole.APART)
+    ]
     for axis in axes:
         if axis.summed_in == "update":
             comm.varying(grads, axis.ranks())
