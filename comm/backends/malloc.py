@@ -68,6 +68,15 @@ def keep_freed_memory() -> HostMemory | None:
     return HostMemory(libc)
 
 
+class _MallInfo(ctypes.Structure):
+    """What ``mallinfo(3)`` returns."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    )
+
+
 def _glibc() -> ctypes.CDLL | None:
     """The C library, if it is glibc and this process uses its malloc."""
     if not sys.platform.startswith("linux"):
@@ -77,8 +86,25 @@ def _glibc() -> ctypes.CDLL | None:
     except OSError:  # musl
         return None
     used.malloc.restype, used.malloc.argtypes, used.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-    addresses = {ctypes.cast(library.malloc, ctypes.c_void_p).value for library in (used, glibc)}
-    return used if len(addresses) == 1 else None
+    return used if _counts(glibc, used) else None
+
+
+def _counts(glibc: ctypes.CDLL, used: ctypes.CDLL) -> bool:
+    """Whether glibc's count of bytes in use includes a block of this process's malloc.
+
+    The functions' addresses do not tell: an executable at a fixed address has its own for ``malloc``.
+    """
+    glibc.mallinfo.restype = _MallInfo
+
+    def in_use() -> int:
+        now = glibc.mallinfo()
+        return int(now.uordblks + now.hblkhd)
+
+    size, before = 2**16, in_use()
+    block = used.malloc(size)
+    grown = (in_use() - before) % 2**32  # its counters are 32 bits wide
+    used.free(block)
+    return size <= grown < 2 * size
 
 
 def _is_tuned(libc: ctypes.CDLL) -> bool:

@@ -31,9 +31,27 @@ class PlainAttributes:
         self.__dict__.update(kwargs)
 
 
+class _Stage(int):
+    """DeepSpeed's enum of stages, by number and by name."""
+
+    disabled, optimizer_states, gradients, weights = range(4)
+
+
+def _stage(stages: type[_Stage], name: str) -> int:
+    """A stage by its name, as Python before 3.11.4 pickles it: by a call of ``getattr``, which here reaches nothing else.
+
+    Raises:
+        pickle.UnpicklingError: it is not one of them.
+    """
+    if stages is not _Stage or name not in ("disabled", "optimizer_states", "gradients", "weights"):
+        raise pickle.UnpicklingError(f"getattr({stages!r}, {name!r})")
+    return getattr(stages, name)  # type: ignore[no-any-return]
+
+
 # DeepSpeed's own classes in its ZeRO checkpoints, and what replaces them: an enum becomes its number.
 _KNOWN = (
-    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_stage, "builtins.getattr"),
     (PlainAttributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (PlainAttributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (PlainAttributes, "deepspeed.utils.tensor_fragment.fragment_address"),
@@ -70,9 +88,10 @@ def load_pickle(path: Path) -> Any:
 
 
 def _others(path: Path) -> list[str]:
-    """The classes in a file that are not accepted."""
+    """The names in a file that are not accepted."""
     try:
-        return sorted(set(get_unsafe_globals_in_checkpoint(path)) - {name for _, name in _KNOWN})
+        found = set(get_unsafe_globals_in_checkpoint(path))
+        return sorted(found - {name for _, name in _KNOWN}) or sorted(found & {"builtins.getattr"})
     except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError):
         return []
 

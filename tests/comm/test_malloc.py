@@ -1,6 +1,8 @@
 """Which malloc options the library leaves alone: each user's choice, in a process of its own that loads no torch."""
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 
 from functional_ds.comm.backends import malloc
 
-pytestmark = pytest.mark.skipif(malloc._glibc() is None, reason="this process does not allocate by glibc's malloc")
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 
 PROGRAM = """
 import ctypes, importlib.util, sys
@@ -55,16 +57,32 @@ def test_an_earlier_mallopt_stays(parameter: int, value: int) -> None:
     assert _kept(f"libc.mallopt({parameter}, {value})") == "False False"
 
 
-def test_another_allocator_stays() -> None:
-    """A library that is loaded before glibc has the functions that the process allocates by; here one stands for it."""
-    other = """
-real = ctypes.CDLL
-class Preloaded:
-    def __init__(self):
-        self.malloc, self.free, self.mallopt = real(None).calloc, real(None).free, None
-malloc.ctypes.CDLL = lambda name: Preloaded() if name is None else real(name)
+PRELOADED = """
+#include <stddef.h>
+#include <string.h>
+static _Alignas(16) char heap[1 << 28];
+static size_t used;
+void *malloc(size_t size) {
+    size_t *block = (size_t *)(heap + __atomic_fetch_add(&used, (size + 31) / 16 * 16, __ATOMIC_SEQ_CST));
+    *block = size;
+    return block + 2;
+}
+void free(void *block) {}
+void *calloc(size_t count, size_t size) { return malloc(count * size); }
+void *realloc(void *old, size_t size) {
+    void *block = malloc(size);
+    if (old) memcpy(block, old, ((size_t *)old)[-2] < size ? ((size_t *)old)[-2] : size);
+    return block;
+}
 """
-    assert _kept(other) == "False False"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_preloaded_allocator_stays(tmp_path: Path) -> None:
+    source, library = tmp_path / "preloaded.c", tmp_path / "preloaded.so"
+    source.write_text(PRELOADED)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-fno-builtin", "-o", str(library), str(source)], check=True)
+    assert _kept(LD_PRELOAD=str(library)) == "False False"
 
 
 def test_an_unknown_setting_is_refused() -> None:

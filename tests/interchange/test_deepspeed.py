@@ -6,8 +6,11 @@ Tests with ``Layout`` read folders that our own code (``zero_layout.py``) writes
 
 import importlib.util
 import os
+import pickle
 import subprocess
 import sys
+from collections import OrderedDict
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from functional_ds.checkpointing import CheckpointError, DamagedError, NoCheckpo
 from functional_ds.interchange.deepspeed_files import ZeroFiles, load_pickle
 from functional_ds.state_dict.describe import describe
 from functional_ds.testing import assert_same
-from tests.interchange.zero_layout import DynamicLossScaler, Layout, values_of
+from tests.interchange.zero_layout import DynamicLossScaler, Layout, ZeroStageEnum, values_of
 from tests.planting import Bug, planted
 from tests.tools.deepspeed_checkpoint import ADAMW, STEPS, batch, loss_of, model
 
@@ -380,6 +383,24 @@ def test_damaged_files_are_refused(tmp_path: Path, stage: int, content: bytes | 
 class Harmful:
     def __reduce__(self) -> Any:
         return os.mkdir, ("harmed",)
+
+
+class Reaching:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (OrderedDict, "fromkeys")
+
+
+def test_stages_by_name_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python before 3.11.4 pickles an enum as a call of ``getattr``, which reaches nothing else."""
+    by_name = partialmethod(lambda stage, protocol: (getattr, (type(stage), stage.name)))
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)
+    state = small(tmp_path)
+    assert b"getattr" in pickle.dumps(ZeroStageEnum.gradients)
+    assert load_pickle(tmp_path / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    fds.from_deepspeed(tmp_path, like=state)
+    torch.save(Reaching(), tmp_path / "reaching.pt")
+    with pytest.raises(CheckpointError, match=r"unpickling them could run code: builtins.getattr"):
+        load_pickle(tmp_path / "reaching.pt")
 
 
 def test_a_file_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
