@@ -10,6 +10,7 @@ import contextlib
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from enum import EnumType, IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +32,27 @@ class PlainAttributes:
         self.__dict__.update(kwargs)
 
 
-class _Stage(int):
-    """DeepSpeed's enum of stages, by number and by name."""
-
-    disabled, optimizer_states, gradients, weights = range(4)
-
-
-def _stage(stages: type[_Stage], name: str) -> int:
-    """A stage by its name, as Python before 3.11.4 pickles it: by a call of ``getattr``, which here reaches nothing else.
+def enum_member(kind: Any, name: str) -> Any:
+    """A member of an enum: what Python before 3.11.4 pickles as a call of ``getattr``, which could reach anything.
 
     Raises:
-        pickle.UnpicklingError: it is not one of them.
+        pickle.UnpicklingError: it is none.
     """
-    if stages is not _Stage or name not in ("disabled", "optimizer_states", "gradients", "weights"):
-        raise pickle.UnpicklingError(f"getattr({stages!r}, {name!r})")
-    return getattr(stages, name)  # type: ignore[no-any-return]
+    if not (isinstance(kind, EnumType) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it calls getattr({kind!r}, {name!r}), which could run code")
+    return kind[name]
+
+
+class _Stage(IntEnum):
+    """DeepSpeed's stages."""
+
+    disabled, optimizer_states, gradients, weights = range(4)
 
 
 # DeepSpeed's own classes in its ZeRO checkpoints, and what replaces them: an enum becomes its number.
 _KNOWN = (
     (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (_stage, "builtins.getattr"),
+    (enum_member, "builtins.getattr"),
     (PlainAttributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (PlainAttributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (PlainAttributes, "deepspeed.utils.tensor_fragment.fragment_address"),

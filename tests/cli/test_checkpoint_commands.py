@@ -3,12 +3,15 @@
 import os
 import pickle
 import warnings
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import functional_ds as fds
 from functional_ds import comm
@@ -283,12 +286,28 @@ class Harmful:
         return os.mkdir, (self.mark,)
 
 
+class Reaching:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (Path, "cwd")
+
+
+def test_an_enum_by_name_in_a_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python before 3.11.4 pickles it as a call of ``getattr``."""
+    by_name = partialmethod(lambda member, protocol: (getattr, (type(member), member.name)))
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert answer(capsys, "inspect", tmp_path)["elements"] == 3
+
+
 def test_no_file_runs_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     harmful = Harmful(tmp_path / "ran")
     torch.save({"w": harmful}, tmp_path / "x.pt")
     assert "could run code" in refusal(capsys, "inspect", tmp_path / "x.pt")
     (tmp_path / "dcp").mkdir()
-    for content in (harmful, {"a": harmful}):
+    for content in (harmful, {"a": harmful}, Reaching()):
         (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(content))
         assert "could run code" in refusal(capsys, "inspect", tmp_path / "dcp")
     assert not (tmp_path / "ran").exists()

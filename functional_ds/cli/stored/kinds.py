@@ -20,7 +20,7 @@ from functional_ds.base.disk.files import read_regular
 from functional_ds.checkpointing.dcp import CheckpointReader
 from functional_ds.checkpointing.directory import latest, open_manifest, read_pointer, tags
 from functional_ds.cli.words.errors_in_one_line import CommandError, refused
-from functional_ds.interchange.deepspeed_files import ZeroFiles, load_pickle
+from functional_ds.interchange.deepspeed_files import ZeroFiles, enum_member, load_pickle
 from functional_ds.interchange.deepspeed_layout import MASTER
 from functional_ds.interchange.load_params import open_files
 from functional_ds.state_dict.errors import CheckpointError, DamagedError
@@ -45,6 +45,8 @@ class _KnownClasses(pickle.Unpickler):
     """Creates only objects of known classes."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in _KNOWN.get(module, ()) and not dtype:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")
