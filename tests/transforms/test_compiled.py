@@ -388,10 +388,10 @@ class Shortened(nn.Module):
 def test_a_backward_pass_that_cannot_be_compiled() -> None:
     """Inductor compiles it when it first runs, after the block's call: the error has the advice, and the state is as it was."""
     torch.manual_seed(0)
-    apply, params = fds.functional(nn.Sequential(Shortened(), Shortened()))
-    step = compiled("[01]", backend="inductor")(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1)))
+    apply, params = fds.functional(nn.Sequential(Shortened()))
+    step = compiled("0", backend="inductor")(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1)))
     state = step.init(params)
-    with pytest.raises(RuntimeError, match=r"backward pass of a block of '\[01\]' cannot be compiled: .* Name what"):
+    with pytest.raises(RuntimeError, match=r"backward pass of a block of '0' cannot be compiled: .* Name what"):
         step(state, torch.randn(4, 4))
     assert int(state.step) == 0
 
