@@ -12,7 +12,7 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.guards import check_same_leaves
 from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.phases import OF_A_STEP, Trait
+from functional_ds.step.phases import OF_A_STEP
 from functional_ds.step.state.slots import Apart
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
@@ -69,17 +69,14 @@ def every(k: int, what: Transform | Callable[[Step, State], State]) -> Transform
         new = whole.layers[len(step.layers) :]
         for layer in new:
             wrong = sorted(layer.phases.keys() - OF_A_STEP - _FORM)
-            if wrong or layer.due is not None:
+            if wrong or layer.periodic:
                 why = (
                     f"it wraps {', '.join(wrong)}, which give params their form in all steps"
                     if wrong
                     else "it has a period already"
                 )
                 raise ValueError(f"every({k}, {layer.name}): {why}; use it as it is")
-        periodic = frozenset({Trait.PERIODIC})
-        gated = (
-            attrs.evolve(layer, name=f"every({k}, {layer.name})", due=due, traits=layer.traits | periodic) for layer in new
-        )
+        gated = (attrs.evolve(layer, name=f"every({k}, {layer.name})", due=due, periodic=True) for layer in new)
         return attrs.evolve(whole, layers=(*step.layers, *gated))
 
     return applied

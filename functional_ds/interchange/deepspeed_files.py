@@ -43,7 +43,7 @@ def enum_member(kind: Any, name: str) -> Any:
     return kind[name]
 
 
-class _Stage(IntEnum):
+class _ZeroStage(IntEnum):
     """DeepSpeed's stages."""
 
     disabled, optimizer_states, gradients, weights = range(4)
@@ -51,7 +51,7 @@ class _Stage(IntEnum):
 
 # DeepSpeed's own classes in its ZeRO checkpoints, and what replaces them: an enum becomes its number.
 _KNOWN = (
-    (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (enum_member, "builtins.getattr"),
     (PlainAttributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (PlainAttributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),

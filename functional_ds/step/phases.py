@@ -33,7 +33,6 @@ class Trait(Enum):
     RESIDENT_SLOT = auto()  # its slot must stay on the device
     USES_FILES = auto()  # reads and writes files in each step
     CASTS = auto()  # stores params in another dtype than the optimizer updates
-    PERIODIC = auto()  # acts in some updates only, counted by state.step
     HEEDS_SKIPS = auto()  # handles steps that a loss scale skips: update and slot change only as they must
 
 
@@ -51,6 +50,7 @@ class Layer:
         axes: the mesh axes over which it divides a step, or sums and exchanges values.
         micro_batches: into how many micro-batches it splits a rank's batch.
         due: whether its phases run in the step of a state; asked on the host, before the step. None for always.
+        periodic: whether it has a ``due``, also in the layer that acts in one step.
     """
 
     name: str
@@ -62,6 +62,7 @@ class Layer:
     micro_batches: int = 1
     guards: Mapping[str, Any] = attrs.field(factory=dict)
     due: Callable[[State], bool] | None = None
+    periodic: bool = False
 
     def acting(self, due: bool) -> "Layer":
         """The layer in a step in which it is due; if not, without the phases that a step runs."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.torch_private import unscale_
 from functional_ds.optim.kernels import reals, widest
-from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 
 from .mesh_axes import Axis, AxisRole, Divided, GradientParts, axes_of
@@ -119,7 +118,7 @@ def finite(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
 
     Models that train apart and meet in every k-th update skip a step together, so that all count the same updates.
     """
-    meet = any(Trait.PERIODIC in layer.traits for layer in step.layers)
+    meet = any(layer.periodic for layer in step.layers)
     axes = [
         axis
         for axis in axes_of(step)
