@@ -477,7 +477,13 @@ BUGS: list[tuple[Bug, Callable[[], None]]] = [
         written_within,
     ),
     (
-        Bug("the first run saves more", "optim.elementwise_trial:counting", "torch.no_grad()", "torch.enable_grad()", RuntimeError),
+        Bug(
+            "the first run saves more",
+            "optim.elementwise_trial:counting",
+            "torch.no_grad()",
+            "torch.enable_grad()",
+            RuntimeError,
+        ),
         lambda: unused_leaves("adamw"),
     ),
     (
