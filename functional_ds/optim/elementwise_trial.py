@@ -110,7 +110,8 @@ def counting(rule: Optimizer | PerParameter) -> frozenset[str]:
         pair = rule if isinstance(rule, Optimizer) else rule.make(LeafMap.of({"example": params[0]}))
         state = pair.init(params)
         before = [(role, float(number)) for role, number in StateParts.of(state, params).numbers()]
-        params, state = pair.update(params, Weighted(grads, torch.ones(())), state, 1.0)
+        with torch.no_grad():  # a differentiable step may be computed again, without this
+            params, state = pair.update(params, Weighted(grads, torch.ones(())), state, 1.0)
         after = [float(number) for _, number in StateParts.of(state, params).numbers()]
     except Exception as error:
         raise IndivisibleStateError(f"its state has numbers, and it fails on an example ({error})") from None

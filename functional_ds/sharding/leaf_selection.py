@@ -68,12 +68,15 @@ class LeafSelection:
         return [tensors[extent.tensor][extent.start : extent.stop] for extent in self.extents]
 
     def put(self, tensors: list[Tensor], views: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
-        """Writes the new values of the views to the tensors."""
+        """Writes the new values of the views to the tensors; replaces tensors that are new as a whole."""
         for place, view, new in zip(self.tensors, views, moved, strict=True):
             if self.extents is None:
                 tensors[place] = new
             elif not begin_together(new, view):
-                view.copy_(new)
+                if view.shape == tensors[place].shape:
+                    tensors[place] = new  # derivatives may need the old one
+                else:
+                    view.copy_(new)
 
 
 @attrs.define(eq=False)

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -356,6 +357,44 @@ def test_processes_have_the_simulated_gradients() -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+def unused_by(rule: Callable[[Any], Any], zero: Any) -> Tensor:
+    """The derivative by the learning rate, where a loss uses one leaf in every other step."""
+
+    def sometimes(params: Any, batch: Any) -> Tensor:
+        x, odd = batch
+        hidden = torch.tanh(x @ params["w"] + params["b"])
+        return hidden.square().mean() if odd[0] else (hidden @ params["head"]).square().mean()
+
+    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
+    step = fds.differentiable(fds.compose(*zero)(fds.train_step(sometimes, rule(lr))))
+    state = step.init(PARAMS)
+    for count in range(3):
+        state, _ = step(state, (own(BATCHES[count][0]), own(torch.full((12,), count % 2))))
+    return torch.autograd.grad(step.evaluate(state, (own(BATCHES[3][0]), own(torch.zeros(12)))), lr)[0]
+
+
+def tried(lr: Tensor) -> fds.Optimizer:
+    return attrs.evolve(fds.adamw(lr), elementwise=False)
+
+
+UNUSED: dict[str, Callable[[Any], Any]] = {
+    "adamw": fds.adamw,
+    "tried": tried,
+    "groups": lambda lr: fds.param_groups({"w": fds.sgd(lr, momentum=lr)}, fds.adam(lr)),
+}
+
+
+def unused_leaves(name: str) -> None:
+    alone = unused_by(UNUSED[name], ())
+    for found in comm.simulate(unused_by, UNUSED[name], (T.zero(1),), world_size=2):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_derivatives_where_leaves_are_unused(name: str) -> None:
+    unused_leaves(name)
+
+
 # -- planted bugs --------------------------------------------------------------------------------------------------------------
 
 OVER, REPLAY = "transforms.differentiation.over_ranks", "transforms.differentiation.replay"
@@ -436,6 +475,26 @@ BUGS: list[tuple[Bug, Callable[[], None]]] = [
             pytest.fail.Exception,
         ),
         written_within,
+    ),
+    (
+        Bug(
+            "the first run saves more",
+            "optim.elementwise_trial:counting",
+            "torch.no_grad()",
+            "torch.enable_grad()",
+            RuntimeError,
+        ),
+        lambda: unused_leaves("adamw"),
+    ),
+    (
+        Bug(
+            "new tensors are written into old ones",
+            "sharding.leaf_selection:LeafSelection.put",
+            "view.shape == tensors[place].shape",
+            "False",
+            RuntimeError,
+        ),
+        lambda: unused_leaves("groups"),
     ),
 ]
 
