@@ -239,6 +239,20 @@ def another_loss() -> None:
     comm.simulate(lambda: step(step.init(params), rows()), world_size=2)
 
 
+def coupled_in_a_pipeline() -> None:
+    def unit(grads: Any, memory: Any, group: comm.Group) -> Any:
+        means = [comm.all_reduce(grad, group, op="avg") for grad in grads]
+        return [mean / torch.stack([x.norm() for x in means]).norm() for mean in means], memory
+
+    def program() -> None:
+        params, mesh = [{"w": torch.ones(2), "b": torch.ones(2)} for _ in range(2)], comm.mesh(dp=1, pp=2)
+        model = pp.stages([lambda p, x: x * p["w"] + p["b"]] * 2, params, loss=lambda y, batch: y.mean())
+        parts = T.replicated(mesh["dp"], reduce=unit), T.pipeline(pp.gpipe(2, 2), model, mesh["pp"])
+        fds.compose(*parts)(fds.train_step(model, fds.sgd(0.1))).init(params)
+
+    comm.simulate(program, world_size=2)
+
+
 def penalty_in_a_pipeline() -> None:
     def ridge(inner: Any, step: fds.Step, state: fds.State, params: Any, batch: Any) -> Any:
         loss, metrics = inner(step, state, params, batch)
@@ -681,6 +695,15 @@ REFUSALS = [
         why="The last rank has only the last stage's leaves, so a term of all params would differ from a single device's.",
         instead="Add its gradient in the phase `update`, where each rank has the leaves of its stages.",
         program=penalty_in_a_pipeline,
+    ),
+    Refusal(
+        what="a `reduce` of `replicated` or `Combine` that couples leaves, in a pipeline",
+        error=ValueError,
+        says="so it must treat each leaf by itself",
+        advises=r"compute what depends on all leaves in the phase update, where step.norm is of all stages",
+        why="A rank has the leaves of its stages only, so the result would depend on where the model is cut.",
+        instead="Leave out `T.pipeline`, or use `step.norm` in the phase `update`.",
+        program=coupled_in_a_pipeline,
     ),
     Refusal(
         what="a pipeline whose step has another loss function",

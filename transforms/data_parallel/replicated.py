@@ -58,7 +58,10 @@ def replicated(
 
     def begin(inner: Any, step: Step, params: Any) -> State:
         state: State = inner(step, replicas.same(params))
-        return state.put(**{slot: combine.fresh(trainable(state.params), replicas.ranks())})
+        leaves, ranks = trainable(state.params), replicas.ranks()
+        memory = combine.fresh(leaves, ranks)
+        combine.check_separate(step, state, leaves, memory, ranks)
+        return state.put(**{slot: memory})
 
     def combined(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
         state, grads = inner(step, state, grads)

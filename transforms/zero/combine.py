@@ -15,6 +15,7 @@ from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.optim.kernels import reals
 from functional_ds.sharding.sources import values_of
 from functional_ds.step.compose import wrap
+from functional_ds.step.over_ranks.mesh_axes import AxisRole
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
@@ -31,9 +32,9 @@ class Combine:
     memory)`` it equals the single-device step on the concatenated batch; with any function, all stages compute the same.
 
     ``reduce`` runs once a step and must return bitwise equal results on all ranks, or their params diverge. In a pipeline it
-    gets the leaves of this rank's stages, so it must treat each leaf by itself, as codecs do. A step whose gradients are not
-    finite on any rank, of any stage or slice, leaves the memory unchanged. The optimizer skips a leaf that no rank's loss uses,
-    unless the memory adds a gradient.
+    gets the leaves of this rank's stages, so it must treat each leaf by itself, as codecs do; ``init`` looks at that by three
+    calls with made-up gradients. A step whose gradients are not finite on any rank, of any stage or slice, leaves the memory
+    unchanged. The optimizer skips a leaf that no rank's loss uses, unless the memory adds a gradient.
 
     Cost: what ``reduce`` sends, and 8 bytes for the weight and the overflow check, which a pipeline sums over its stages, too;
     1 byte more over each axis that divides gradients. Every rank holds whole gradients in fp32 from the first micro-batch to
@@ -46,6 +47,7 @@ class Combine:
 
     Raises:
         TypeError: ``reduce`` or ``init`` is not a function.
+        ValueError: at ``init`` in a pipeline: the results for other leaves change with the gradient of a rank's first leaf.
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
@@ -75,6 +77,36 @@ class Combine:
         """The memory before the first step."""
         return () if self.init is None else self.init(reals(leaves), ranks)
 
+    def check_separate(self, step: Step, state: State, leaves: list[Tensor], memory: Any, ranks: comm.Group) -> None:
+        """Calls ``reduce`` on made-up gradients of these leaves, in a pipeline.
+
+        Raises:
+            ValueError: a leaf's result depends on another leaf's gradient, on any rank.
+        """
+        if not step.has(AxisRole.STAGES) or state.step.is_meta:
+            return
+        coupled = torch.full((), float(self._couples(leaves, memory, ranks)), device=state.step.device)
+        if step.sum_over_ranks(state, coupled):
+            raise ValueError(
+                f"{self}: in a pipeline reduce gets the leaves of one rank's stages, so it must treat each leaf by itself, and "
+                "on a rank its result for a leaf depends on the gradient of another; leave out T.pipeline, or compute what "
+                "depends on all leaves in the phase update, where step.norm is of all stages"
+            )
+
+    def _couples(self, leaves: list[Tensor], memory: Any, ranks: comm.Group) -> bool:
+        """Whether other leaves' results change with the first leaf's gradient; False if they do without a change."""
+        if len(leaves) < 2:
+            return False
+        sums = [_wide(torch.linspace(-1, 1, x.numel(), device=x.device).view(x.shape).to(x.dtype)) for x in reals(leaves)]
+
+        def others(factor: float) -> list[Tensor]:
+            given = comm.varying([sums[0] * factor, *(grad.clone() for grad in sums[1:])], ranks)
+            return list(self.reduce(given, tree.map(torch.clone, memory), ranks)[0])[1:]
+
+        plain, *calls = others(1.0), others(1.0), others(1024.0)
+        again, changed = (all(map(_same, plain, found)) for found in calls)
+        return again and not changed
+
     def combined(self, step: Step, state: State, grads: Weighted, slot: str, ranks: comm.Group) -> tuple[State, Weighted]:
         """Combines this rank's sums into those of all ranks, one tensor per leaf; the memory is in the slot."""
         before = state.slots[slot]
@@ -103,7 +135,9 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
         state.slots["zero"].leaf_map.refuse_slices(str(combine), instead="leave aggregate= out of T.zero")
         wanted = [] if combine.init is None else trainable(params)
         leaves = [groups.broadcast(values_of(leaf).detach()) for leaf in wanted]
-        return state.put(combine=combine.fresh(leaves, groups.group))  # type: ignore[no-any-return]
+        memory = combine.fresh(leaves, groups.group)
+        combine.check_separate(step, state, trainable(params), memory, groups.group)
+        return state.put(combine=memory)  # type: ignore[no-any-return]
 
     def reduce(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
         state, grads = inner(step, state, grads)
@@ -143,6 +177,10 @@ def _unused(step: Step, state: State, means: Sequence[Tensor]) -> frozenset[str]
 def _finite(tensors: Sequence[Tensor], model: Tensor) -> Tensor:
     """Whether all of them are finite, a bool on the model's device."""
     return torch.stack([x.isfinite().all() for x in tensors]).all() if tensors else torch.ones_like(model, dtype=torch.bool)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.allclose(x, y, rtol=1e-3, equal_nan=True)
 
 
 def _wide(grad: Tensor) -> Tensor:

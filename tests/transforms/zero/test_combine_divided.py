@@ -61,6 +61,37 @@ def counted(grads: Any, memory: Any, group: comm.Group) -> Any:
     return clamp(grads, memory, group)[0], memory + 1
 
 
+def unit(grads: Any, memory: Any, group: comm.Group) -> Any:
+    """Couples the leaves, which a rank of a pipeline has in part."""
+    means = [comm.all_reduce(grad, group, op="avg") for grad in grads]
+    return [mean / torch.stack([x.norm() for x in means]).norm() for mean in means], memory
+
+
+def noisy(grads: Any, memory: Any, group: comm.Group) -> Any:
+    """Each leaf by itself, with other random numbers in each call."""
+    return [mean + torch.randn_like(mean) for mean in clamp(grads, memory, group)[0]], memory
+
+
+@pytest.mark.parametrize("make", [lambda f, g: T.replicated(g, reduce=f), lambda f, g: T.zero(2, g, aggregate=T.Combine(f))])
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_function_that_couples_leaves_is_refused_in_a_pipeline(make: Any, where: int) -> None:
+    """By the ranks of all stages, also those with one leaf; without a pipeline it is taken, and so is one by leaves."""
+
+    def begin(reduce: Any, stages: int) -> Any:
+        params = {"a": torch.tensor([3.0, 2.0]), "b": torch.tensor([1.0, 2.0]), "c": torch.ones(2)}
+        uses = [("a", "b"), ("c",)] if where == 0 else [("a",), ("b", "c")]
+        pieces = [pp.Piece(lambda p, x: x * sum(fds.tree.leaves(p)), uses=each) for each in uses]
+        model, mesh = pp.stages(pieces, params, loss=lambda y, batch: y.mean()), comm.mesh(dp=1, pp=stages)
+        more = [T.pipeline(pp.one_f_one_b(2, 2), model, mesh["pp"])] if stages > 1 else []
+        return fds.compose(make(reduce, mesh["dp"]), *more)(fds.train_step(model, fds.sgd(0.1))).init(params)
+
+    with pytest.raises(ValueError, match="reduce gets the leaves of one rank's stages, so it must treat each leaf by itself"):
+        comm.simulate(begin, unit, 2, world_size=2)
+    comm.simulate(begin, unit, 1, world_size=1)
+    for reduce in (clamp, noisy):
+        comm.simulate(begin, reduce, 2, world_size=2)
+
+
 KEPT = {
     "top k": (lambda group: feedback(None, group), "compressed_gradients"),
     "zero, top k": (lambda group: feedback(1, group), "combine"),
@@ -149,6 +180,19 @@ BUGS = [
         "[Trait.RESIDENT_SLOT, Trait.HEEDS_SKIPS]",
     ),
 ]
+
+
+COUPLED = Bug(
+    "what a function does to other leaves is not looked at",
+    "transforms.zero.combine:Combine.check_separate",
+    "not step.has(AxisRole.STAGES)",
+    "True",
+)
+
+
+def test_a_planted_bug_of_coupled_leaves_is_found() -> None:
+    with planted(COUPLED), pytest.raises(pytest.fail.Exception):
+        test_a_function_that_couples_leaves_is_refused_in_a_pipeline(lambda f, g: T.replicated(g, reduce=f), 1)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
