@@ -8,8 +8,6 @@ _FORWARD = re.compile(r'File "[^"]*", line \d+, in forward')
 _ADVICE = "Name what cannot be traced in eager='...', compile the modules inside of it that can be, by path, or leave it out"
 _OF_COMPILER = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 
-EAGER_FIRST = "a step of this kind runs eagerly before it is traced"  # in the message of what a trace cannot do, for jit
-
 
 class Refusal(RuntimeError):
     """A block that ``T.compiled`` cannot run.

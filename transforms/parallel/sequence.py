@@ -13,11 +13,10 @@ from functional_ds.base import tree
 from functional_ds.base.device import generator_states
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.worlds.current import current_recorder
-from functional_ds.compiling.errors import EAGER_FIRST
 from functional_ds.parallel.sequence.axis import AXIS, IN_DOCUMENTS, SequenceAxis
 from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
 from functional_ds.state_dict.fingerprint import fingerprints
-from functional_ds.step.axes import IN_ORDER, asked
+from functional_ds.step.axes import EAGER_FIRST, IN_ORDER, asked
 from functional_ds.step.compose import wrap
 from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
 from functional_ds.step.pass_scope import current_pass

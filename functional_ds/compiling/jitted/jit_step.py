@@ -14,10 +14,10 @@ from functional_ds.base.torch_private import version_of
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.ledger import Row
 from functional_ds.compiling.compile_log import BlockClass, Compiles
-from functional_ds.compiling.errors import EAGER_FIRST
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
+from functional_ds.step.axes import EAGER_FIRST
 from functional_ds.step.over_ranks.mesh_axes import AxisRole
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import Trait
