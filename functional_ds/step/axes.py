@@ -10,6 +10,7 @@ from typing import Any
 
 from .pass_scope import Pass, current_pass
 
+EAGER_FIRST = "a step of this kind runs eagerly before it is traced"  # in the message of what a trace cannot do, for jit
 IN_ORDER = "the order of what a rank holds"  # what functions ask for that are known to depend on it: drops, other attentions
 _FOR_SHAPES = "results of the right shape will do"
 SUMS_EXPERTS = "tp sums experts"  # the slot of a pass that means: the caller of an experts function sums its results over tp

@@ -135,3 +135,29 @@ def test_a_jitted_step_is_the_step(name: str) -> None:
         assert all(map(torch.equal, leaves, theirs))
         assert bool(reasons) == bool(reason)
         assert all(reason in each for each in reasons), reasons
+
+
+def new_lengths(jits: bool, odd: bool = False) -> tuple[list[float], list[str]]:
+    """Sequences of two lengths in turn; ``odd`` gives ranks other values where a length is new."""
+
+    def loss(p: Any, batch: Any) -> fds.Weighted:
+        x = batch["x"] @ p["w"]
+        y = seq.ring()(x[:, None], x[:, None], x[:, None], causal=True)
+        return fds.Weighted(y.square().sum(), torch.tensor(float(y.numel())))
+
+    here = comm.world()
+    step = fds.compose(T.zero(1, here), T.sequence(here, dims={"x": 1}))(fds.train_step(loss, fds.sgd(0.1)))
+    step = fds.jit(step) if jits else step
+    state, losses = step.init({"w": torch.eye(4)}), []
+    for length in (8, 8, 12, 12, 8, 12):
+        x = torch.linspace(-1, 1, length * 4).view(1, length, 4) + (here.rank if odd and length == 12 else 0)
+        state, metrics = step(state, {"x": x})
+        losses.append(metrics["loss"].item())
+    return losses, step.reasons if jits else []
+
+
+def test_a_new_length_is_traced_in_its_second_step() -> None:
+    """Ranks compare batches of a new shape, in an eager step."""
+    assert comm.simulate(new_lengths, True, world_size=2) == comm.simulate(new_lengths, False, world_size=2)
+    with pytest.raises(ValueError, match="have another batch than rank 0"):
+        comm.simulate(new_lengths, True, True, world_size=2)

@@ -7,12 +7,20 @@ from typing import Any
 import pytest
 
 from functional_ds.comm.table.errors import DeadlockError
-from tests.compiling import test_jit
+from tests.compiling import test_jit, test_jit_axes
 from tests.planting import Bug, planted
 
 JIT, PASSES = "compiling.jitted.jit_step", "compiling.graphs.graph_passes"
 bound = partial(test_jit.test_no_more_whole_units_than_in_the_eager_step, test_jit.Tied, 2)
 BUGS: dict[Callable[[], Any], list[Bug]] = {
+    test_jit_axes.test_a_new_length_is_traced_in_its_second_step: [
+        Bug(
+            "a kind stays eager that was eager first",
+            "compiling.jitted.jit_step:JitStep._entry",
+            "EAGER_FIRST in entry.reason",
+            "False",
+        ),
+    ],
     bound: [
         Bug(
             "more units are whole",

@@ -16,7 +16,7 @@ from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.parallel.sequence.axis import AXIS, IN_DOCUMENTS, SequenceAxis
 from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
 from functional_ds.state_dict.fingerprint import fingerprints
-from functional_ds.step.axes import IN_ORDER, asked
+from functional_ds.step.axes import EAGER_FIRST, IN_ORDER, asked
 from functional_ds.step.compose import wrap
 from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
 from functional_ds.step.pass_scope import current_pass
@@ -214,6 +214,8 @@ class _SequenceParallel:
         signature = (group, layout, tuple((path, tuple(leaf.shape)) for path, leaf in pieces.items()))
         if signature in self.agreed or not self.mesh_axis.compares or any(x.is_meta for x in pieces.values()):
             return
+        if current_recorder() is not None:  # traced tensors have no values to compare
+            raise RuntimeError(f"{EAGER_FIRST}: ranks compare batches of a new shape")
         prints = fingerprints([leaf.contiguous().flatten() for leaf in pieces.values()]) if self.rules.whole else None
         shapes = {path: list(leaf.shape) for path, leaf in pieces.items()}
         told = comm.all_gather_object((layout, length, shapes, prints), group.channel("control"))

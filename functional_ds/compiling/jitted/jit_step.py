@@ -17,6 +17,7 @@ from functional_ds.compiling.compile_log import BlockClass, Compiles
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
+from functional_ds.step.axes import EAGER_FIRST
 from functional_ds.step.over_ranks.mesh_axes import AxisRole
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import Trait
@@ -183,7 +184,7 @@ class JitStep(Step, Compiles):
     # -- which graph ---------------------------------------------------------------------------------------------------
 
     def _entry(self, state: State, batch: Any) -> _Traced | None:
-        """The entry for this state and batch, agreed on by all ranks; None for a first step."""
+        """The entry for this state and batch, agreed on by all ranks; None for a step that is eager first."""
         cache, group = self._cache, self._group()
         if refused := self._refused:  # on all ranks, for any state
             if cache.later is None and state.batch is not None:
@@ -199,7 +200,10 @@ class JitStep(Step, Compiles):
         if numbers not in cache.entries:
             if max(numbers) > self.max_graphs or len(cache.entries) >= self.max_graphs:
                 return self._one_too_many()
-            cache.entries[numbers] = self._new_entry(state, batch, group, cache.kinds[mine - 1])
+            entry = self._new_entry(state, batch, group, cache.kinds[mine - 1])
+            if EAGER_FIRST in entry.reason:
+                return None
+            cache.entries[numbers] = entry
         return cache.entries[numbers]
 
     @property
@@ -266,6 +270,8 @@ class JitStep(Step, Compiles):
                 raise RuntimeError(f"fds.jit: {reason}")
         if failed is not None:
             raise failed
+        if EAGER_FIRST in reason:
+            return _Traced(None, reason)
         if reason or graph is None:
             _warn(f"the step runs eagerly: {reason}")
             return _Traced(None, reason)
