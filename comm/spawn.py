@@ -115,7 +115,8 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
     world_size = setting[0]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-    threading.Thread(target=_end_with_the_parent, args=(rank,), daemon=True, name="watch of the parent").start()
+    watch = threading.Thread(target=_end_with_the_parent, args=(rank,), daemon=True, name="watch of the parent")
+    watch.start()
     try:
         _become(rank, *setting)
         message: tuple[str, Any, float] = ("result", program(*args), time.monotonic())
@@ -123,7 +124,11 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
     except BaseException as error:  # KeyboardInterrupt and SystemExit, too
         when = time.monotonic()
         payload = pickle.dumps(("error", _carry(error, rank, world_size), when))
-    pipe.send_bytes(payload)
+    try:
+        pipe.send_bytes(payload)
+    except BrokenPipeError:  # the process that called spawn has ended, or ends this one
+        watch.join()
+        raise
     pipe.close()
     with contextlib.suppress(Exception):
         destroy_process_group()

@@ -195,7 +195,6 @@ def of_ranks(params: Any, batches: list[list[Any]], rate: float = 0.1, momentum:
 BY_RANKS = {  # the others are ok
     **dict.fromkeys(("oracle", "stages", "replicated", "clip before", "clip after", "slots", "bytes"), "not applicable"),
     **dict.fromkeys(("unused leaves", "pipelines"), "not applicable"),
-    "skipped steps": "wrong",  # one rank skips a step, and its round is another's next step
 }
 
 
