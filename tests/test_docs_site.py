@@ -292,6 +292,20 @@ def test_what_ran_on_gpus_is_said() -> None:
     assert "Nothing has been run on a GPU" in " ".join(README.read_text(encoding="utf-8").split())
 
 
+def test_the_table_of_hosts_is_its_file() -> None:
+    page = (TOP / "docs/benchmarks.md").read_text(encoding="utf-8").partition("## Two hosts")[2].partition("\n## ")[0]
+    found = {cells[0]: cells[1:] for line in page.splitlines() if len(cells := line.strip("| ").split(" | ")) == 7}
+    expected: dict[str, list[str]] = {}
+    rows = json.loads((TOP / "benchmarks/results/hosts.json").read_text(encoding="utf-8"))["rows"]
+    for row in rows:
+        cells = expected.setdefault(row["contender"], ["-"] * 6)
+        first = 3 * (row["ranks_per_host"] - 1)
+        if row["rate"] == "1gbit":
+            cells[first] = f"{row['sent_mb']:.1f}"
+        cells[first + 1 + (row["rate"] == "100mbit")] = f"{row['median_ms']:.0f}"
+    assert {name: cells for name, cells in found.items() if name in expected} == expected
+
+
 def test_the_readme_installs_what_type_checkers_see() -> None:
     """A plain editable install hides the package from type checkers (docs/troubleshooting.md); all extras are listed."""
     assert "pip install ." in README.read_text(encoding="utf-8")
