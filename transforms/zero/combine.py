@@ -12,6 +12,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.worlds.rng_state import RngState
 from functional_ds.optim.kernels import reals
 from functional_ds.sharding.sources import values_of
 from functional_ds.step.compose import wrap
@@ -85,7 +86,8 @@ class Combine:
         """
         if not step.has(AxisRole.STAGES) or state.step.is_meta:
             return
-        coupled = torch.full((), float(self._couples(leaves, memory, ranks)), device=state.step.device)
+        device = state.step.device
+        coupled = torch.full((), float(self._couples(leaves, memory, ranks, device)), device=device)
         if step.sum_over_ranks(state, coupled):
             raise ValueError(
                 f"{self}: in a pipeline reduce gets the leaves of one rank's stages, so it must treat each leaf by itself, and "
@@ -93,17 +95,23 @@ class Combine:
                 "depends on all leaves in the phase update, where step.norm is of all stages"
             )
 
-    def _couples(self, leaves: list[Tensor], memory: Any, ranks: comm.Group) -> bool:
-        """Whether other leaves' results change with the first leaf's gradient; False if they do without a change."""
+    def _couples(self, leaves: list[Tensor], memory: Any, ranks: comm.Group, device: torch.device) -> bool:
+        """Whether other leaves' results change with the first leaf's gradient; False if they do without a change.
+
+        Leaves may be deferred, and then have no values.
+        """
         if len(leaves) < 2:
             return False
-        sums = [_wide(torch.linspace(-1, 1, x.numel(), device=x.device).view(x.shape).to(x.dtype)) for x in reals(leaves)]
+        sums = [_wide(torch.linspace(-1, 1, x.numel(), device=device).view(x.shape).to(x.dtype)) for x in reals(leaves)]
 
         def others(factor: float) -> list[Tensor]:
             given = comm.varying([sums[0] * factor, *(grad.clone() for grad in sums[1:])], ranks)
-            return list(self.reduce(given, tree.map(torch.clone, memory), ranks)[0])[1:]
+            kept = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, memory)
+            return list(self.reduce(given, kept, ranks)[0])[1:]
 
+        before = RngState.now()
         plain, *calls = others(1.0), others(1.0), others(1024.0)
+        before.restore()
         again, changed = (all(map(_same, plain, found)) for found in calls)
         return again and not changed
 

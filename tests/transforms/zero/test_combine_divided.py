@@ -92,6 +92,29 @@ def test_a_function_that_couples_leaves_is_refused_in_a_pipeline(make: Any, wher
         comm.simulate(begin, reduce, 2, world_size=2)
 
 
+def test_deferred_leaves_are_combined_in_a_pipeline() -> None:
+    """They have no values yet when ``init`` looks at the function."""
+
+    def losses(reduce: Any) -> list[float]:
+        mesh = comm.mesh(dp=1, pp=2)
+        torch.manual_seed(0)
+        applies, params = zip(*(fds.deferred(lambda: torch.nn.Linear(2, 2)) for _ in range(2)), strict=True)
+        model = pp.stages([*applies], [*params], loss=lambda y, batch: y.square().mean())
+        parts = T.zero(2, mesh["dp"], aggregate=T.Combine(reduce)), T.pipeline(pp.gpipe(2, 2), model, mesh["pp"])
+        step = fds.compose(*parts)(fds.train_step(model, fds.sgd(0.1)))
+        drawn = torch.get_rng_state()
+        state = step.init([*params])
+        assert torch.equal(drawn, torch.get_rng_state())
+        _, metrics = step(state, torch.ones(4, 2))
+        return [metrics["loss"].item()]
+
+    for reduce in (clamp, noisy):
+        one, other = comm.simulate(losses, reduce, world_size=2)
+        assert one == other
+    with pytest.raises(ValueError, match="it must treat each leaf by itself"):
+        comm.simulate(losses, unit, world_size=2)
+
+
 KEPT = {
     "top k": (lambda group: feedback(None, group), "compressed_gradients"),
     "zero, top k": (lambda group: feedback(1, group), "combine"),
