@@ -16,7 +16,7 @@ from types import CodeType, FunctionType, ModuleType
 
 import attrs
 
-__all__ = ["Bug", "planted"]
+__all__ = ["Bug", "planted", "planted_source"]
 
 
 @attrs.frozen
@@ -149,6 +149,11 @@ def _changes(bug: Bug, module: ModuleType) -> dict[CodeType, CodeType]:
     trees = ast.parse(source), _planted_in(bug, source)
     before, after = (_codes(compile(tree, str(module.__file__), "exec", dont_inherit=True)) for tree in trees)
     return {a: b for a, b in zip(before, after, strict=True) if a != b}
+
+
+def planted_source(bug: Bug) -> str:
+    """The source of the bug's module with the bug, for another process."""
+    return ast.unparse(_planted_in(bug, inspect.getsource(importlib.import_module(f"functional_ds.{bug.module}"))))
 
 
 @cache

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from functional_ds.comm.backends import malloc
+from tests.planting import Bug, planted_source
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 
@@ -25,9 +26,9 @@ print(malloc.keep_freed_memory() is not None, malloc.keep_freed_memory.__wrapped
 """
 
 
-def _kept(before: str = "", **environment: str) -> str:
+def _kept(before: str = "", source: str = str(malloc.__file__), **environment: str) -> str:
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_", malloc.SETTING))}
-    command = [sys.executable, "-c", PROGRAM, str(Path(malloc.__file__)), before]
+    command = [sys.executable, "-c", PROGRAM, source, before]
     done = subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, check=False)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
@@ -64,7 +65,7 @@ static _Alignas(16) char heap[1 << 28];
 static size_t used;
 void *malloc(size_t size) {
     size_t *block = (size_t *)(heap + __atomic_fetch_add(&used, (size + 31) / 16 * 16, __ATOMIC_SEQ_CST));
-    *block = size;
+    block[0] = size, block[1] = size > 32 << 20 ? 2 : 0;  // as glibc marks its mappings
     return block + 2;
 }
 void free(void *block) {}
@@ -77,12 +78,18 @@ void *realloc(void *old, size_t size) {
 """
 
 
+OTHERS = Bug("any malloc is taken for glibc's", "comm.backends.malloc:_counts", "size <= grown < 2 * size", "True")
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_preloaded_allocator_stays(tmp_path: Path) -> None:
-    source, library = tmp_path / "preloaded.c", tmp_path / "preloaded.so"
+    """A planted bug is seen."""
+    source, library, bad = tmp_path / "preloaded.c", tmp_path / "preloaded.so", tmp_path / "bad.py"
     source.write_text(PRELOADED)
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-fno-builtin", "-o", str(library), str(source)], check=True)
     assert _kept(LD_PRELOAD=str(library)) == "False False"
+    bad.write_text(planted_source(OTHERS))
+    assert _kept(source=str(bad), LD_PRELOAD=str(library)) != "False False"
 
 
 def test_an_unknown_setting_is_refused() -> None:

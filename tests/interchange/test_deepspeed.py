@@ -403,6 +403,13 @@ def test_stages_by_name_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         load_pickle(tmp_path / "reaching.pt")
 
 
+def test_a_name_of_no_member_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = "isinstance(kind, EnumType) and name in kind.__members__"
+    bug = Bug("getattr reaches all names", "interchange.deepspeed_files:enum_member", members, "name")
+    with planted(bug), pytest.raises(pytest.fail.Exception):
+        test_stages_by_name_are_numbers(tmp_path, monkeypatch)
+
+
 def test_a_file_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = small(tmp_path)
     monkeypatch.chdir(tmp_path)

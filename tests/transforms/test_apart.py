@@ -9,7 +9,7 @@ import torch
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.testing import Problem
+from functional_ds.testing import Problem, assert_same
 from tests.planting import Bug, planted
 from tests.transforms.test_every import plain_local_sgd
 
@@ -141,6 +141,10 @@ def test_models_that_meet_skip_a_step_together(stage: int, n: int) -> None:
         assert counts == [0, 1, 2, 3, 4, 5, 6]
         assert skipped == [1, 0, 0, 0, 0, 0, 0]
         torch.testing.assert_close(params, plain_local_sgd())
+
+
+def test_models_of_processes_skip_a_step_together() -> None:
+    assert_same(comm.spawn(overflowing, 0, 4, world_size=2), comm.simulate(overflowing, 0, 4, world_size=2))
 
 
 ALONE = Bug("each model skips alone", "step.over_ranks.gradient_sums:finite", "meet and axis.role is AxisRole.APART", "False")

@@ -72,24 +72,34 @@ def noisy(grads: Any, memory: Any, group: comm.Group) -> Any:
     return [mean + torch.randn_like(mean) for mean in clamp(grads, memory, group)[0]], memory
 
 
-@pytest.mark.parametrize("make", [lambda f, g: T.replicated(g, reduce=f), lambda f, g: T.zero(2, g, aggregate=T.Combine(f))])
+def begin(reduce: Any, zero: bool, where: int, stages: int) -> Any:
+    """A state of a step that combines three leaves by the function, on ranks of a pipeline; ``where`` has two of them."""
+    params = {"a": torch.tensor([3.0, 2.0]), "b": torch.tensor([1.0, 2.0]), "c": torch.ones(2)}
+    uses = [("a", "b"), ("c",)] if where == 0 else [("a",), ("b", "c")]
+    pieces = [pp.Piece(lambda p, x: x * sum(fds.tree.leaves(p)), uses=each) for each in uses]
+    model, mesh = pp.stages(pieces, params, loss=lambda y, batch: y.mean()), comm.mesh(dp=1, pp=stages)
+    combines = T.zero(2, mesh["dp"], aggregate=T.Combine(reduce)) if zero else T.replicated(mesh["dp"], reduce=reduce)
+    more = [T.pipeline(pp.one_f_one_b(2, 2), model, mesh["pp"])] if stages > 1 else []
+    return fds.compose(combines, *more)(fds.train_step(model, fds.sgd(0.1))).init(params)
+
+
+COUPLES = "reduce gets the leaves of one rank's stages, so it must treat each leaf by itself"
+
+
+@pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("where", [0, 1])
-def test_a_function_that_couples_leaves_is_refused_in_a_pipeline(make: Any, where: int) -> None:
+def test_a_function_that_couples_leaves_is_refused_in_a_pipeline(zero: bool, where: int) -> None:
     """By the ranks of all stages, also those with one leaf; without a pipeline it is taken, and so is one by leaves."""
-
-    def begin(reduce: Any, stages: int) -> Any:
-        params = {"a": torch.tensor([3.0, 2.0]), "b": torch.tensor([1.0, 2.0]), "c": torch.ones(2)}
-        uses = [("a", "b"), ("c",)] if where == 0 else [("a",), ("b", "c")]
-        pieces = [pp.Piece(lambda p, x: x * sum(fds.tree.leaves(p)), uses=each) for each in uses]
-        model, mesh = pp.stages(pieces, params, loss=lambda y, batch: y.mean()), comm.mesh(dp=1, pp=stages)
-        more = [T.pipeline(pp.one_f_one_b(2, 2), model, mesh["pp"])] if stages > 1 else []
-        return fds.compose(make(reduce, mesh["dp"]), *more)(fds.train_step(model, fds.sgd(0.1))).init(params)
-
-    with pytest.raises(ValueError, match="reduce gets the leaves of one rank's stages, so it must treat each leaf by itself"):
-        comm.simulate(begin, unit, 2, world_size=2)
-    comm.simulate(begin, unit, 1, world_size=1)
+    with pytest.raises(ValueError, match=COUPLES):
+        comm.simulate(begin, unit, zero, where, 2, world_size=2)
+    comm.simulate(begin, unit, zero, where, 1, world_size=1)
     for reduce in (clamp, noisy):
-        comm.simulate(begin, reduce, 2, world_size=2)
+        comm.simulate(begin, reduce, zero, where, 2, world_size=2)
+
+
+def test_processes_refuse_it_too() -> None:
+    with pytest.raises(ValueError, match=COUPLES):
+        comm.spawn(begin, unit, True, 1, 2, world_size=2)
 
 
 def test_deferred_leaves_are_combined_in_a_pipeline() -> None:
@@ -215,7 +225,7 @@ COUPLED = Bug(
 
 def test_a_planted_bug_of_coupled_leaves_is_found() -> None:
     with planted(COUPLED), pytest.raises(pytest.fail.Exception):
-        test_a_function_that_couples_leaves_is_refused_in_a_pipeline(lambda f, g: T.replicated(g, reduce=f), 1)
+        test_a_function_that_couples_leaves_is_refused_in_a_pipeline(False, 1)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
