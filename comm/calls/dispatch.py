@@ -13,7 +13,7 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.base.marks import is_dtensor
-from functional_ds.base.torch_private import is_fake
+from functional_ds.base.torch_private import has_tangent, is_fake
 from functional_ds.comm.record.group import Group, Ready, call_site, poll_all
 from functional_ds.comm.record.ledger import LedgerCall, begin
 from functional_ds.comm.record.pending import Pending, Request
@@ -89,6 +89,11 @@ def check_call(call: Call, leaves: Sequence[Tensor], group: Group, prefix: str =
                 raise ValueError(f"a tensor of layout {leaf.layout} cannot be sent: pass leaf.to_dense(), or its parts")
             if is_dtensor(leaf):
                 raise ValueError("a DTensor cannot be sent: pass this rank's part, leaf.to_local(), or all, leaf.full_tensor()")
+            if has_tangent(leaf):
+                raise ValueError(
+                    "forward mode (torch.func.jvp, jacfwd) does not go through collectives: its derivative would be zero; use "
+                    "torch.autograd.grad, or detach the tensor"
+                )
             call.collective.check(leaf, here)
     except ValueError as error:
         raise ValueError(f"{prefix}{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None

@@ -64,6 +64,7 @@ __all__ = [
     "gradients",
     "graph_number",
     "has_late_hooks",
+    "has_tangent",
     "held_elsewhere",
     "hooks_of",
     "hooks_of_optimizer",
@@ -225,6 +226,11 @@ def dispatch_modes() -> list[AnyDispatchMode]:
 def in_dual_level() -> bool:
     """Whether a ``torch.autograd.forward_ad.dual_level`` is active."""
     return forward_ad._current_level >= 0
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward mode carries a derivative along with the tensor."""
+    return in_dual_level() and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def held_elsewhere(held: list[Any]) -> list[bool]:

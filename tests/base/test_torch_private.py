@@ -293,6 +293,18 @@ def forward_mode_levels_are_seen() -> None:
     assert not private.in_dual_level()
 
 
+@checks("has_tangent")
+def tangents_are_seen() -> None:
+    x = torch.ones(2)
+    assert not private.has_tangent(x)
+    with forward_ad.dual_level():
+        assert private.has_tangent(forward_ad.make_dual(x, x))
+        assert not private.has_tangent(x)
+    seen = []
+    torch.func.jvp(lambda y: seen.append(private.has_tangent(y)) or y * 2, (x,), (x,))
+    assert seen == [True]
+
+
 @checks("outside_functorch")
 def transforms_can_be_left() -> None:
     def f(x: Tensor) -> Tensor:

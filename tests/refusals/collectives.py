@@ -102,6 +102,15 @@ REFUSALS = [
         program=lambda: on_two(other_masks),
     ),
     Refusal(
+        what="forward mode (`torch.func.jvp`, `jacfwd`) through a collective",
+        error=ValueError,
+        says="forward mode .* does not go through collectives: its derivative would be zero",
+        advises=r"use torch\.autograd\.grad",
+        why="The result would lose its tangent.",
+        instead="Use `torch.autograd.grad`, or detach the tensor.",
+        program=lambda: on_two(lambda: torch.func.jvp(comm.all_reduce, (torch.ones(2),), (torch.ones(2),))),
+    ),
+    Refusal(
         what="ranks that call different collectives",
         error=comm.errors.MismatchError,
         says="called different collectives: rank . called all_reduce|called different collectives: rank . called all_gather",
