@@ -184,10 +184,10 @@ def _join(
             part.set(f"functional_ds/gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
             if ranks_here > torch.cuda.device_count():
                 _check_own_gpu(part, rank, size)
-        part.set(f"functional_ds/node/{rank}", str(rank // per_node) if per_node else socket.gethostname())
         # With a device, NCCL connects all ranks here, not at the first call, in which some of them may not take part.
         dist.init_process_group(chosen, store=part, rank=rank, world_size=size, timeout=timeout, device_id=device)
-
+        # After connecting: a rank that knows all nodes may leave again, and closes its connections.
+        part.set(f"functional_ds/node/{rank}", str(rank // per_node) if per_node else socket.gethostname())
         if rank == 0:  # one rank asks for all names
             part.set(_PER_NODE, str(neighbours([part.get(f"functional_ds/node/{other}") for other in range(size)])))
         agreed_per_node = int(part.get(_PER_NODE))

@@ -1,12 +1,15 @@
 """Collectives that go node by node: what they compute, what they send, and how ranks learn of nodes."""
 
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -149,6 +152,25 @@ def by_environment(folder: Path) -> list[int]:
 def test_torchrun_says_how_many_ranks_a_node_has(tmp_path: Path) -> None:
     """LOCAL_WORLD_SIZE counts; what is declared counts more; without either the hosts' names do."""
     assert comm.spawn(by_environment, tmp_path, world_size=4) == [[2, 1, 1]] * 4
+
+
+def connected_late(folder: Path) -> int:
+    """How many ranks are connected when this one has joined, of which each takes longer than the one before."""
+    rank, connects = comm.get_rank(), dist.init_process_group
+
+    def late(*args: Any, **options: Any) -> None:
+        connects(*args, **options)
+        time.sleep(0.3 * rank)
+        (folder / f"connected {rank}").touch()
+
+    with mock.patch.object(dist, "init_process_group", late):
+        joined_again(folder, "late", 1)
+    return len(list(folder.glob("connected *")))
+
+
+def test_all_ranks_are_connected_when_one_has_joined(tmp_path: Path) -> None:
+    """It may leave at once, which closes its connections."""
+    assert comm.spawn(connected_late, tmp_path, world_size=3) == [3] * 3
 
 
 @pytest.mark.parametrize("per_node", [0, 3, "2"])
