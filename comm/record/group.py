@@ -266,6 +266,11 @@ def _is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
+@cache
+def _site(path: str, line: int) -> str:
+    return f"{path.rpartition(os.sep)[2]}:{line}"
+
+
 class _SiteOfThread(threading.local):
     """State of the current thread: the call site that overrides its own."""
 
@@ -290,6 +295,6 @@ def call_site() -> str:
     if _SITES.site:
         return _SITES.site
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
+    while _is_library(frame.f_globals.get("__name__", "")) and frame.f_back is not None:
         frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
+    return _site(frame.f_code.co_filename, frame.f_lineno)

@@ -47,7 +47,7 @@ def simulate(
             afterwards. With a ``ledger`` this counts the traffic of thousands of ranks.
         rules: "nccl" also reports programs that run here but would hang on NCCL if all tensors were on GPUs.
         variance: checks declarations of values (``replicated``, ``invariant``, ``varying``, ``partial``) and propagates them
-            through the program, at some hundred microseconds, and a pass over the result, per operation.
+            through the program, at some ten microseconds, and a pass over the result, per operation.
         ranks_per_node: how many consecutive ranks share a node, as for ``init_distributed``.
 
     Raises:

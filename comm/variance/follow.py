@@ -4,18 +4,19 @@ Each group is checked separately. A value's variance follows from declarations, 
 ``gives``), and through operations from their inputs; a result whose bits differ between ranks is varying.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import attrs
 
-from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Variance
 
 from .declarations import Contradiction
-from .group_bits import GroupBits, input_key
+from .group_bits import GroupBits
 from .linearity import DRAWN_INTO, KEEPS, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF_PRODUCTS, TERMS, makes_constants
-from .op_trace import OpTrace, TracedEvent, Values
+from .op_trace import OpTrace, TracedEvent, TracedGroup, Values
+from .programs import Program, programs
 
 # "constant": made from plain numbers; "unknown": equal so far, without a declaration.
 _Variance = Literal["constant", "unknown"] | Variance
@@ -61,28 +62,31 @@ class _ContradictionError(Exception):
 
 
 def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
-    """The first contradiction in the trace of each rank, for each group."""
-    groups: dict[tuple[int, ...], Group] = {}
-    for trace in traces:
-        for event in trace.events:
-            if event.group is not None and event.group.size > 1:
+    """The first contradiction in each of the ranks' programs, for each group."""
+    by_rank = programs(traces)
+    groups: dict[tuple[int, ...], TracedGroup] = {}
+    for program in dict.fromkeys(by_rank):
+        for event in program.trace.events:
+            if event.group is not None and len(event.group.ranks) > 1:
                 groups.setdefault(event.group.ranks, event.group)
     firsts: list[Contradiction] = []
     for group in groups.values():
-        bits = GroupBits(group, traces)
-        for rank in group.ranks:
-            firsts += _GroupWalk(group, rank, traces[rank], bits).run()
+        bits = GroupBits(group.ranks, by_rank, traces)
+        for program in dict.fromkeys(by_rank[rank] for rank in group.ranks):
+            rank = next(rank for rank in group.ranks if by_rank[rank] is program)
+            firsts += _GroupWalk(group, rank, program, bits).run()
     return firsts
 
 
 class _GroupWalk:
-    """A walk through one rank's trace, for one group."""
+    """A walk through a program, for one group."""
 
-    def __init__(self, group: Group, rank: int, trace: OpTrace, bits: GroupBits) -> None:
-        self.group, self.rank, self.trace, self.bits = group, rank, trace, bits
+    def __init__(self, group: TracedGroup, rank: int, program: Program, bits: GroupBits) -> None:
+        self.group, self.rank, self.program, self.trace, self.bits = group, rank, program, program.trace, bits
         self.members = frozenset(group.ranks)
         self.states: dict[int, _ValueState] = {}
         self.event: TracedEvent
+        self.input_keys: Sequence[int] = ()
         self.steps: Mapping[str, Callable[[], None]] = {
             "first use": self._first_use,
             "draw": self._draw,
@@ -96,7 +100,7 @@ class _GroupWalk:
     def run(self) -> list[Contradiction]:
         """The first contradiction, if there is one."""
         for index, event in enumerate(self.trace.events):
-            self.event = event
+            self.event, self.input_keys = event, self.program.input_keys[index]
             try:
                 self.steps[event.kind]()
             except _ContradictionError as error:
@@ -112,10 +116,7 @@ class _GroupWalk:
     def _draw(self) -> None:
         self._check_partial()
         for number in self.event.outputs:
-            value = self.trace.values[number]
-            size = 1
-            for side in value.shape:
-                size *= side
+            size = math.prod(self.trace.shapes[number])
             alike = _ValueState("constant", drawn=self.event.site if size >= _MANY and self.event.name not in _TOKENS else "")
             self.states[number] = self._unless_different(number, alike, "draw different numbers", "draw")
 
@@ -126,16 +127,15 @@ class _GroupWalk:
             self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
 
     def _call(self) -> None:
-        event, group, call = self.event, self.event.group, self.event.call
-        if group is None or call is None:
+        event, group, takes, gives = self.event, self.event.group, self.event.takes, self.event.gives
+        if group is None or gives is None:
             return
-        takes, gives = call.takes(), call.collective.gives
         inputs = [self.states[number] for number in event.inputs]
         if not self.members <= set(group.ranks):
             return self._other_group(inputs, overlaps=len(self.members & set(group.ranks)) > 1)
         for place, (number, state) in enumerate(zip(event.inputs, inputs, strict=True)):
             if takes is _P:
-                self._check_summed(state, number, self._where(), input_key(event, place))
+                self._check_summed(state, number, self._where(), self.input_keys[place])
             elif takes is _I:
                 self._check_invariant(place, state)
             elif state.variance is _P:
@@ -153,7 +153,7 @@ class _GroupWalk:
             self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
 
     def _declaration(self) -> None:
-        event, variance = self.event, self.event.variance
+        event, variance = self.event, self.event.takes
         ranks = set() if event.group is None else set(event.group.ranks)
         for number, made in zip(event.inputs, event.outputs, strict=True):
             state = self.states[number]
@@ -166,11 +166,11 @@ class _GroupWalk:
                     "", state.since if state.variance is _V else ""
                 )  # the comparison of the ranks says more
             if variance is _P:
-                self._check_summed(state, number, f"comm.partial at {event.site}", self.trace.values[made].key)
+                self._check_summed(state, number, f"comm.partial at {event.site}", self.program.keys[made])
             self.states[made] = _ValueState(variance, f"comm.{variance.value} at {event.site}")
 
     def _gradient(self) -> None:
-        event, variance = self.event, self.event.variance
+        event, variance = self.event, self.event.takes
         concerned = event.group is not None and self.members <= set(event.group.ranks)
         for number, made in zip(event.inputs, event.outputs, strict=True):
             if concerned and variance is not None:
@@ -182,7 +182,7 @@ class _GroupWalk:
         """The state; varying if the ranks' bits differ, or if some ranks compute something else."""
         if state.variance in (_V, _P):
             return state
-        key, site = self.trace.values[number].key, self.event.site
+        key, site = self.program.keys[number], self.event.site
         if pair := self.bits.differ(key):
             return _ValueState(_V, f"{pair} {differ} at {site}")
         if ranks := self.bits.some(key):
@@ -231,10 +231,10 @@ class _GroupWalk:
             return ""
         before = next((state.repeated for state in states if state.repeated), "")
         if name in SUMS or name in ("cat", "stack", "write"):
-            shapes = {self.trace.values[number].shape for number in numbers}
+            shapes = {self.trace.shapes[number] for number in numbers}
             if name in ("cat", "stack", "write") or len(shapes) == 1:  # ``by_rows`` has biases
                 for number, state in zip(numbers, states, strict=True):
-                    if state.claimed and not self.trace.values[number].zero and not self._taken(number):
+                    if state.claimed and not self.trace.zero[number] and not self._taken(number):
                         return before or f"{name} at {self.event.site} ({state.since})"
         elif name in PRODUCTS | SCALES and any(state.variance is _V and not state.repeated for state in states):
             return ""
@@ -242,12 +242,11 @@ class _GroupWalk:
 
     def _by_rows(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> str:
         """Where a replicated value was added to each row of a varying one, as a bias is."""
-        name, shape = self.event.name, self.trace.values[self.event.outputs[0]].shape
+        name, shape = self.event.name, self.trace.shapes[self.event.outputs[0]]
         terms = numbers if name in SUMS else numbers[:1] if name in SUMS_OF_PRODUCTS else ()
         for number, state in zip(numbers, states, strict=True):
-            value = self.trace.values[number]
-            whole = value.shape == shape and name in SUMS  # ``repeated`` has these
-            if number in terms and state.claimed and not whole and not value.zero and not self._taken(number):
+            whole = self.trace.shapes[number] == shape and name in SUMS  # ``repeated`` has these
+            if number in terms and state.claimed and not whole and not self.trace.zero[number] and not self._taken(number):
                 return f"{name} at {self.event.site} ({state.since})"
         before = next((state.by_rows for state in states if state.by_rows), "")
         scaled = name in ("mul", "div") and not any(state.variance is _V and not state.by_rows for state in states)
@@ -295,12 +294,14 @@ class _GroupWalk:
     def _check_added(self, numbers: Sequence[int], partial: _ValueState) -> None:
         """Replicated values must not be added to a partial sum."""
         for number in numbers:
-            state, value = self.states[number], self.trace.values[number]
-            empty = state.variance == "constant" and value.bits is None  # uninitialized memory, which is overwritten
-            if state.variance not in (_P, _V) and not value.zero and not empty and not self._taken(number):
+            state, zero = self.states[number], self.trace.zero[number]
+            empty = (
+                state.variance == "constant" and self.trace.bits[number] is None
+            )  # uninitialized memory, which is overwritten
+            if state.variance not in (_P, _V) and not zero and not empty and not self._taken(number):
                 since = f" ({state.since})" if state.since else ""
                 text = f"{self.event.name} at {self.event.site} adds a value that all ranks have{since} to a partial sum"
-                self._fail(text, partial, f"the sum counts it {self.group.size} times: sum first, and add it then")
+                self._fail(text, partial, f"the sum counts it {len(self.group.ranks)} times: sum first, and add it then")
 
     def _check_scaled(self, numbers: Sequence[int]) -> None:
         """At most one factor may be partial, and no other may differ between ranks."""
@@ -318,7 +319,7 @@ class _GroupWalk:
 
     def _check_summed(self, state: _ValueState, number: int, what: str, key: int) -> None:
         """A value to be summed must not be replicated; ``key`` has its bits, as ranks may pass different replicated values."""
-        n, zero = self.group.size, self.trace.values[number].zero
+        n, zero = len(self.group.ranks), self.trace.zero[number]
         if state.claimed and not zero and not self.bits.differ(key):
             subject = "a gradient" if self.event.backward else "a value"
             raise _ContradictionError(
@@ -333,12 +334,12 @@ class _GroupWalk:
             )
 
     def _check_invariant(self, place: int, state: _ValueState) -> None:
-        differ = self.bits.differ(input_key(self.event, place))
+        differ = self.bits.differ(self.input_keys[place])
         if state.variance is _P:
             self._fail(f"{self._where()} takes a value that is the same on all ranks, and gets a partial sum", state)
         if not differ:
             return
-        if forward := self._forward():
+        if forward := self.event.transpose_of:
             raise _ContradictionError(
                 f"the gradient of what {forward} gave differs between {differ} of {self._name()}: the ranks use the "
                 "result in different ways, so put comm.copy_to before that use, which sums their gradients"
@@ -358,26 +359,20 @@ class _GroupWalk:
         raise _ContradictionError(f"{text} along {self._name()}{since}; {advice}")
 
     def _differ(self, number: int) -> str:
-        return self.bits.differ(self.trace.values[number].key)
+        return self.bits.differ(self.program.keys[number])
 
     def _taken(self, number: int) -> str:
         """Two ranks with different bits in an input of the event that is not partial.
 
         Ranks may pass different ones of several replicated values, such as pieces of one.
         """
-        if self.states[number].variance is _P:
+        if self.states[number].variance is _P or not self.input_keys:
             return ""
-        return self.bits.differ(input_key(self.event, self.event.inputs.index(number)))
+        return self.bits.differ(self.input_keys[self.event.inputs.index(number)])
 
     def _where(self) -> str:
-        transposed = self._forward()
-        return f"the backward pass of {transposed}" if transposed else f"{self.event.name} at {self.event.site}"
-
-    def _forward(self) -> str:
-        """The call whose transpose the event is, or an empty text."""
         event = self.event
-        forward = None if event.call is None else event.call.collective.adjoint(event.call.options)
-        return "" if event.transposed is None or forward is None else f"{forward.collective.name} at {event.transposed}"
+        return f"the backward pass of {event.transpose_of}" if event.transpose_of else f"{event.name} at {event.site}"
 
     def _name(self) -> str:
         return f"group {self.group.name.partition('/')[0]!r} {list(self.group.ranks)}"  # not a channel of it

@@ -2,31 +2,27 @@
 
 from collections.abc import Sequence
 
-from functional_ds.comm.record.group import Group
-
-from .op_trace import OpTrace, TracedEvent
-
-
-def input_key(event: TracedEvent, place: int) -> int:
-    """A key that identifies an input of an event on all ranks."""
-    return hash((event.key, "input", place))
+from .op_trace import OpTrace
+from .programs import Program
 
 
 class GroupBits:
     """The checksums of values on the ranks of a group, by key."""
 
-    def __init__(self, group: Group, traces: Sequence[OpTrace]) -> None:
-        self.group = group
+    def __init__(self, ranks: Sequence[int], programs: Sequence[Program], traces: Sequence[OpTrace]) -> None:
+        self.n_ranks = len(ranks)
         self.by_key: dict[int, list[tuple[int, int]]] = {}
-        for rank in group.ranks:
-            for value in traces[rank].values:
-                if value.bits is not None:
-                    self.by_key.setdefault(value.key, []).append((rank, value.bits))
-            for event in traces[rank].events:
-                for place, number in enumerate(event.inputs if event.key else ()):
-                    bits = traces[rank].values[number].bits
-                    if bits is not None:
-                        self.by_key.setdefault(input_key(event, place), []).append((rank, bits))
+        for rank in ranks:
+            program, bits = programs[rank], traces[rank].bits
+            for key, value in zip(program.keys, bits, strict=True):
+                self._add(key, rank, value)
+            for event, keys in zip(program.trace.events, program.input_keys, strict=True):
+                for place, key in enumerate(keys):
+                    self._add(key, rank, bits[event.inputs[place]])
+
+    def _add(self, key: int, rank: int, bits: int | None) -> None:
+        if bits is not None:
+            self.by_key.setdefault(key, []).append((rank, bits))
 
     def differ(self, key: int) -> str:
         """Two ranks with different bits, as text; empty if there are none."""
@@ -39,4 +35,4 @@ class GroupBits:
     def some(self, key: int) -> list[int]:
         """The ranks that have bits for the key, if not all have."""
         pairs = self.by_key.get(key, [])
-        return [rank for rank, _ in pairs] if len(pairs) < self.group.size else []
+        return [rank for rank, _ in pairs] if len(pairs) < self.n_ranks else []

@@ -54,6 +54,9 @@ TERMS = {
 # The first tensor plus a product of the others.
 SUMS_OF_PRODUCTS = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul"})
 
+# Operators whose tensors play different parts; ``copy`` reads its second alone.
+UNLIKE = SUMS_OF_PRODUCTS | TERMS.keys() | {"copy"}
+
 # Operators that combine a random draw with a value.
 DRAWN_INTO = frozenset({"mul", "add", "sub", "rsub", "div", "where", "masked_fill", "addcmul", "native_dropout"})
 

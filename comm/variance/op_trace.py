@@ -2,10 +2,10 @@
 
 import ctypes
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import attrs
 import torch
@@ -16,8 +16,7 @@ from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, s
 from functional_ds.comm.record.group import Group, call_site
 from functional_ds.comm.table.collective import Call, Variance
 
-from .declarations import raw_bytes
-from .linearity import ARITHMETIC, makes_constants
+from .linearity import UNLIKE
 
 _SWEEP = 1024  # after that many new storages, freed ones are removed
 
@@ -28,25 +27,14 @@ class Values(tuple[int, ...]):
     """The value numbers of an argument: one for a tensor, several for a list."""
 
 
-@attrs.frozen(eq=False)
-class TracedValue:
-    """A value of the trace.
+class TracedGroup(NamedTuple):
+    """The group of a collective or declaration, the same on all of its ranks."""
 
-    Attributes:
-        key: equal for values that come from the same operations on the same inputs, at the same lines.
-        bits: a checksum of its bytes; None if not computed.
-        zero: whether all bytes are zero.
-        shape: its sizes.
-    """
-
-    key: int
-    bits: int | None
-    zero: bool
-    shape: tuple[int, ...]
+    name: str
+    ranks: tuple[int, ...]
 
 
-@attrs.define(eq=False)
-class TracedEvent:
+class TracedEvent(NamedTuple):
     """An operation, collective or declaration of a rank.
 
     Attributes:
@@ -56,12 +44,11 @@ class TracedEvent:
         backward: whether it belongs to a backward pass.
         inputs: numbers of values.
         outputs: numbers of values.
-        operands: an operator's arguments, with ``Values`` for tensors.
+        operands: the arguments of an operator that is not linear in all of them alike, with ``Values`` for tensors.
         group: the group of a collective or declaration.
-        call: the collective.
-        variance: the declared variance.
-        transposed: for a backward pass, the source line of the forward call.
-        key: identifies collectives, declarations and arithmetic on all ranks; else 0.
+        takes: the declared variance, or that of the collective's input.
+        gives: the variance of the collective's results.
+        transpose_of: for the backward pass of a collective, the collective and its source line.
     """
 
     kind: Kind
@@ -69,13 +56,54 @@ class TracedEvent:
     site: str
     backward: bool
     inputs: tuple[int, ...]
-    outputs: list[int] = attrs.field(factory=list)
+    outputs: list[int]
     operands: tuple[Any, ...] = ()
-    group: Group | None = None
-    call: Call | None = None
-    variance: Variance | None = None
-    transposed: str | None = None
-    key: int = 0
+    group: TracedGroup | None = None
+    takes: Variance | None = None
+    gives: Variance | None = None
+    transpose_of: str = ""
+
+
+@attrs.frozen(eq=False)
+class _Operator:
+    """What the trace needs to know of an operator of torch.
+
+    Attributes:
+        name: its name without its overload and underscores.
+        by_tensor: whether it does the same to each tensor of lists.
+        writes: the places and names of the arguments that it writes to.
+        random: whether it draws, unless its dropout probability is zero.
+        dropout: the place of that argument; None if it has none.
+    """
+
+    name: str
+    by_tensor: bool
+    writes: tuple[tuple[int, str], ...]
+    random: bool
+    dropout: int | None
+
+    def written(self, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
+        """The tensors that a call writes to."""
+        return _tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in self.writes])
+
+    def draws(self, args: Sequence[Any], kwargs: Any) -> bool:
+        """Whether a call draws random numbers."""
+        if not self.random or self.dropout is None:
+            return self.random
+        return bool((args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p", 0.0)) != 0)
+
+
+@cache
+def _operator_of(func: Any) -> _Operator:
+    schema = schema_of(func)
+    name, arguments = schema.name.partition("::")[2], list(enumerate(schema.arguments))
+    return _Operator(
+        name.removeprefix("_foreach_").strip("_"),
+        name.startswith("_foreach_"),
+        tuple((place, x.name) for place, x in arguments if x.alias_info and x.alias_info.is_write),
+        torch.Tag.nondeterministic_seeded in func.tags,
+        next((place for place, x in arguments if x.name == "dropout_p"), None),
+    )
 
 
 @attrs.define(eq=False)
@@ -95,22 +123,29 @@ class OpTrace(TorchDispatchMode):
 
     Attributes:
         events: in order.
-        values: by number.
+        shapes: the sizes of each value, by its number.
+        bits: a checksum of each value's bytes; None if not computed.
+        zero: whether all bytes of a value are zero.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[TracedEvent] = []
-        self.values: list[TracedValue] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.bits: list[int | None] = []
+        self.zero: list[bool] = []
         self._memory: dict[int, _TracedStorage] = {}
         self._room = _SWEEP
-        self._times: Counter[int] = Counter()
         self._quiet = False
 
     @property
     def index(self) -> int:
         """The index of the last event."""
         return len(self.events) - 1
+
+    def same_program(self, other: "OpTrace") -> bool:
+        """Whether the traces differ in checksums alone."""
+        return self.events == other.events and self.zero == other.zero and self.shapes == other.shapes
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -125,35 +160,41 @@ class OpTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._quiet:
             return func(*args, **kwargs)
-        operands = tuple(self._operand(value) for value in (*args, *kwargs.values()))
+        operator = _operator_of(func)
+        operands = tuple([self._operand(value) for value in (*args, *kwargs.values())])
         out = func(*args, **kwargs)
-        written = _written(func, args, kwargs)
-        known = set(map(id, written))
-        made = [tensor for tensor in _tensors([out]) if id(tensor) not in known]
-        name = schema_of(func).name.partition("::")[2]
-        if name.startswith("_foreach_") and isinstance(operands[0], Values):
+        written = operator.written(args, kwargs) if operator.writes else []
+        made = [tensor for tensor in _tensors([out]) if not any(tensor is other for other in written)]
+        if operator.by_tensor and isinstance(operands[0], Values):
             for place in range(len(operands[0])):
                 sliced = tuple(Values(x[place : place + 1]) if isinstance(x, Values) else x for x in operands)
-                self._operator(name.removeprefix("_foreach_"), sliced, written[place : place + 1], made[place : place + 1])
+                self._operation("operator", operator.name, sliced, written[place : place + 1], made[place : place + 1])
         elif written or made:
-            draws = torch.Tag.nondeterministic_seeded in func.tags and _probability(func, args, kwargs) != 0
-            self._operator(name, operands, written, made, draws=draws)
+            kind: Kind = "draw" if operator.draws(args, kwargs) else "operator"
+            self._operation(kind, operator.name, operands, written, made)
         return out
 
-    def _operator(
-        self, name: str, operands: tuple[Any, ...], written: Sequence[Tensor], made: Sequence[Tensor], *, draws: bool = False
+    def _operation(
+        self, kind: Kind, name: str, operands: tuple[Any, ...], written: Sequence[Tensor], made: Sequence[Tensor]
     ) -> None:
-        inputs = tuple(number for operand in operands if isinstance(operand, Values) for number in operand)
-        event = self._event("draw" if draws else "operator", name.strip("_"), inputs, operands=operands)
+        inputs = tuple([number for operand in operands if type(operand) is Values for number in operand])
+        event = self._event(kind, name, inputs, operands=operands if name in UNLIKE else ())
         self._define(event, [*written, *made], writes=len(written))
 
     # -- collectives and declarations ----------------------------------------------------------------------------------
 
     def call(self, call: Call, leaves: Sequence[Tensor], group: Group, transposed: str | None) -> TracedEvent:
         """Records the start of a collective; ``give`` records its results."""
-        inputs = tuple(self.number(leaf) for leaf in leaves)
-        name = call.title(group.rank)[0]
-        return self._event("call", name, inputs, group=group, call=call, transposed=transposed)
+        forward = None if transposed is None else call.collective.adjoint(call.options)
+        return self._event(
+            "call",
+            call.title(group.rank)[0],
+            tuple(map(self.number, leaves)),
+            group=TracedGroup(group.name, group.ranks),
+            takes=call.takes(),
+            gives=call.collective.gives,
+            transpose_of="" if forward is None else f"{forward.collective.name} at {transposed}",
+        )
 
     def give(self, event: TracedEvent, results: Sequence[Tensor]) -> None:
         """Records the results of an event as new values."""
@@ -162,13 +203,10 @@ class OpTrace(TorchDispatchMode):
 
     def declare(self, variance: Variance, leaves: Sequence[Tensor], group: Group, *, gradient: bool, site: str) -> None:
         """Records a declaration of leaves or gradients."""
+        kind: Kind = "gradient" if gradient else "declaration"
         with self.paused():
-            inputs = tuple(self.number(leaf) for leaf in leaves)
-            event = self._event(
-                "gradient" if gradient else "declaration", variance.value, inputs, group=group, variance=variance
-            )
-            event.site = site
-            self._define(event, leaves, writes=0)
+            inputs, traced = tuple(map(self.number, leaves)), TracedGroup(group.name, group.ranks)
+            self._define(self._event(kind, variance.value, inputs, site, group=traced, takes=variance), leaves, writes=0)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -179,10 +217,8 @@ class OpTrace(TorchDispatchMode):
         if number is not None:
             return number
         with self.paused():
-            if memory is None:
-                event = self._event("first use", "", ())
-            else:  # a view that was made before the last write
-                event = self._event("operator", "view", (memory.whole,), operands=(Values((memory.whole,)),))
+            # A tensor of a known storage is a view that was made before the last write.
+            event = self._event("operator", "view", (memory.whole,)) if memory else self._event("first use", "", ())
             self._define(event, [tensor], writes=0)
             return event.outputs[0]
 
@@ -190,38 +226,27 @@ class OpTrace(TorchDispatchMode):
         if isinstance(value, Tensor):
             return Values((self.number(value),))
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-            return Values(self.number(item) for item in value if isinstance(item, Tensor))
-        return value
+            return Values([self.number(item) for item in value if isinstance(item, Tensor)])
+        return value if isinstance(value, (int, float)) else None
 
-    def _event(self, kind: Kind, name: str, inputs: tuple[int, ...], **fields: Any) -> TracedEvent:
-        event = TracedEvent(kind, name, call_site(), backward_pass() != -1, inputs, **fields)
-        if event.group is not None:  # its ranks make these calls in one order
-            event.key = self._new_key(kind, name, event.group.name)
-        elif name in ARITHMETIC:
-            event.key = self._new_key(kind, name, event.site)
+    def _event(self, kind: Kind, name: str, inputs: tuple[int, ...], site: str = "", **fields: Any) -> TracedEvent:
+        event = TracedEvent(kind, name, site or call_site(), backward_pass() != -1, inputs, [], **fields)
         self.events.append(event)
         return event
 
-    def _new_key(self, *what: Any) -> int:
-        key = hash(what)
-        self._times[key] += 1
-        return hash((key, self._times[key]))
-
     def _define(self, event: TracedEvent, tensors: Sequence[Tensor], *, writes: int) -> None:
         """New values for the tensors, of which the first ``writes`` were written into."""
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        key = event.key
-        if event.group is None:
-            alike = event.kind == "draw" or makes_constants(event.name)  # independent of the inputs
-            inputs = () if alike else tuple(self.values[number].key for number in event.inputs)
-            key = self._new_key(event.kind, event.name, event.site, inputs, shapes)
         for place, tensor in enumerate(tensors):
-            bits, zero = _checksum(tensor) if _has_content(event.name) else (None, False)
-            self.values.append(TracedValue(hash((key, place)), bits, zero, shapes[place]))
-            number = len(self.values) - 1
-            event.outputs.append(number)
+            number = self._value(event, tensor.shape, *(_checksum(tensor) if _has_content(event.name) else (None, False)))
             if _is_plain(tensor):
                 self._place(tensor, number, written=place < writes)
+
+    def _value(self, event: TracedEvent, shape: tuple[int, ...], bits: int | None, zero: bool) -> int:
+        self.shapes.append(shape)
+        self.bits.append(bits)
+        self.zero.append(zero)
+        event.outputs.append(len(self.bits) - 1)
+        return len(self.bits) - 1
 
     def _place(self, tensor: Tensor, number: int, *, written: bool) -> None:
         storage = storage_id(tensor)
@@ -236,11 +261,7 @@ class OpTrace(TorchDispatchMode):
 
     def _joined(self, whole: int, part: int) -> int:
         """The value of a storage after a write to a part of it."""
-        key = hash(("write", self.values[whole].key, self.values[part].key))
-        self.values.append(TracedValue(key, None, False, ()))
-        event = self._event("write", "write", (whole, part), operands=(Values((whole, part)),))
-        event.outputs.append(len(self.values) - 1)
-        return event.outputs[0]
+        return self._value(self._event("write", "write", (whole, part)), (), None, zero=False)
 
     def _forget(self) -> None:
         if len(self._memory) > self._room:
@@ -251,12 +272,6 @@ class OpTrace(TorchDispatchMode):
 def _has_content(name: str) -> bool:
     """Whether an operator's result is initialized."""
     return "empty" not in name
-
-
-def _probability(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """The dropout probability of an attention operator; None if it has none."""
-    place = next((place for place, argument in enumerate(schema_of(func).arguments) if argument.name == "dropout_p"), None)
-    return None if place is None else args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -277,25 +292,17 @@ def _checksum(tensor: Tensor) -> tuple[int | None, bool]:
         return None, False
     if not tensor.nbytes:
         return 0, True
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        tensor = raw_bytes(tensor).view(-1).view(tensor.dtype)
+    if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    tensor = tensor.detach().contiguous()
     data = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())  # NumPy lacks some dtypes
-    *low, high = data[: tensor.itemsize]
-    if any(low) or high & 0x7F:
-        return zlib.crc32(data), False
+    bits, first = zlib.crc32(data), bytes(data[: tensor.itemsize])
+    if first.rstrip(b"\x80").strip(b"\0"):
+        return bits, False
     countable = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # -0.0 is zero; torch cannot count float8
-    return zlib.crc32(data), not countable.detach().count_nonzero()
+    return bits, not countable.detach().count_nonzero()
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     flat = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
     return [item for item in flat if isinstance(item, Tensor)]
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
-    """The tensors that an operator writes to."""
-    if not schema_of(func).is_mutable:
-        return []
-    places = enumerate(schema_of(func).arguments)
-    given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in places if a.alias_info and a.alias_info.is_write]
-    return _tensors(given)

@@ -199,6 +199,19 @@ def test_what_is_added_to_each_ranks_own_counts_n_times() -> None:
     assert says(lambda: program(lambda mine, ours: comm.all_reduce(mine * ours))) == ""
 
 
+def test_what_the_last_rank_alone_does_is_followed() -> None:
+    """Ranks with equal operations are followed as one; a number of one rank alone, or a term that is zero on others, is not."""
+
+    def plus(x: Tensor) -> Tensor:
+        return comm.reduce_from(comm.partial(x) + 1 * (rank() == 2))
+
+    def sums(x: Tensor) -> Tensor:
+        return comm.all_reduce((comm.varying(x * rank()) + comm.replicated(matrix(1))) * (rank() == 2))
+
+    assert "adds 1 to each rank's term" in says(lambda: plus(matrix(rank())), 3)
+    assert "the former counts 3 times" in says(lambda: sums(matrix(2)), 3)
+
+
 def test_a_bias_of_each_row_counts_once_a_row() -> None:
     assert says(lambda: comm.all_reduce((comm.varying(matrix(rank())) + comm.replicated(matrix(7)[0])).sum())) == ""
 

@@ -33,6 +33,7 @@ def bugs_are_named() -> None:
         test_silent_bugs.test_the_bug_is_named(case)
     for name in ("bias", "addmm of products", "plus one", "foreach norm", "square", "masked by one"):
         test_follow.test_terms_go_through_what_is_linear_and_nothing_else(name)
+    test_follow.test_what_the_last_rank_alone_does_is_followed()
     test_follow.test_a_sum_over_two_axes_counts_what_one_axis_shares()
     test_follow.test_terms_along_one_axis_are_summed_along_it_and_stay_along_another()
     test_follow.test_a_sum_of_what_all_have_is_named(comm.all_reduce)
@@ -48,6 +49,14 @@ def declarations_hold() -> None:
 
 
 BUGS = (
+    (
+        bugs_are_named,
+        Bug("all operations are equal", "comm.variance.op_trace:OpTrace.same_program", "self.events == other.events", "True"),
+    ),
+    (
+        bugs_are_named,
+        Bug("all zeros are equal", "comm.variance.op_trace:OpTrace.same_program", "self.zero == other.zero", "True"),
+    ),
     (
         bugs_are_named,
         Bug(
