@@ -19,6 +19,7 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm
+from functional_ds import transforms as T
 
 RATE, MOMENTUM = 0.7, 0.9
 
@@ -63,7 +64,8 @@ def streaming(
             x.lerp_(outer, mix)
         return fds.tree.replace(state, params=fds.tree.unflatten(spec, local)).put(streaming=slot), metrics
 
-    return fds.wrap("streaming", slot="streaming", init=init, update=update)
+    whole = fds.wrap("streaming", slot="streaming", init=init, update=update)
+    return T.every(1, whole)  # workers skip a step together, so that they count the same updates
 
 
 def oracle(workers: int, steps: int, every: int, fragments: Any, delay: int, mix: float, lr: float) -> dict[str, Tensor]:

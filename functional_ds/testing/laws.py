@@ -15,6 +15,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.comm.debug.explore import explore
 from functional_ds.comm.spawn import spawn
+from functional_ds.optim.sgd import sgd
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
@@ -189,7 +190,7 @@ def _slots(method: Method) -> None:
             shared = {name: leaf for name, leaf in loaded.items() if name in wanted}
             difference = apart(shared, {name: wanted[name] for name in shared}, None, method.within)
             if difference is not None:
-                raise WrongError(f"{setup}, its state loaded on one device: {difference[1]}", setup)
+                raise WrongError(f"{setup}, its state loaded into {alone}: {difference[1]}", setup)
 
 
 def _donation(method: Method) -> None:
@@ -306,15 +307,16 @@ def _bytes(method: Method) -> None:
     if method.sends is None:
         raise NotApplicableError("no formula was given: sends=function of (stage, ranks)")
 
-    def sent(setup: Setup) -> int:
-        return max(result[2] for result in comm.simulate(train, method.recipe, setup, world_size=setup.ranks))
+    def sent(recipe: Recipe, setup: Setup) -> int:
+        return max(result[2] for result in comm.simulate(train, recipe, setup, world_size=setup.ranks))
 
+    plain = attrs.evolve(method.recipe, make=partial(sgd, 0.1)) if method.recipe.is_optimizer else method.recipe
     stages: dict[int | None, str] = {None: ""} if method.combines else dict(enumerate(_ZERO))
     for ranks in (2, 3):
         for stage, zero in stages.items():
             setup = method.on(ranks, zero, steps=2)
             without = attrs.evolve(setup, transforms=tuple(text for text in setup.transforms if text != "method"))
-            more, expected = sent(setup) - sent(without), method.sends(stage, ranks)
+            more, expected = sent(method.recipe, setup) - sent(plain, without), method.sends(stage, ranks)
             if more != expected:
                 raise WrongError(f"{setup}: a rank sends {more} bytes more than without it, not {expected}", setup)
 
