@@ -19,6 +19,7 @@ from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.sharding.leaf_map import LeafShard
 from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole, GradientParts
+from functional_ds.step.phases import Trait
 
 
 @fds.tree.record
@@ -77,6 +78,7 @@ def owned_in_turn(group: comm.Group, *, bug: bool = False) -> fds.Transform:
     return fds.wrap(
         "owned_in_turn",
         slot="owned",
+        traits=[Trait.HEEDS_SKIPS],  # its update gives the inner one params of another form, in skipped steps too
         axes=[Axis(group, AxisRole.BATCH, parts, summed_in="reduce")],
         init=init,
         leaf_map=leaf_map,

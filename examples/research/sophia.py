@@ -24,7 +24,7 @@ def signs(step: int, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
 
 
 def sophia(every: int, gamma: float = 0.05, eps: float = 1e-12) -> fds.Transform:
-    """Replaces the gradient by a clipped Newton step, for ``fds.sgd``. Put it after ``zero`` and before ``accumulate``."""
+    """Replaces the gradient by a clipped Newton step, for ``fds.sgd``. Put it after ``accumulate``, to see the whole batch."""
 
     def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
         state = inner(step, params)

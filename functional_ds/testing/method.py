@@ -241,7 +241,7 @@ class Method:
         0: raises an error with ``T.zero(1)``; 1: wrong with it; 2: wrong with the bf16 policy; 3: right.
         """
         wanted = self.on(2 if self.counts_ranks else 1, steps=2)
-        for score, parallel, within in ((1, ("T.zero(1)",), self.within), (2, (BF16, "T.zero(1)"), NEAR)):
+        for score, parallel, within in ((1, ("T.zero(1)",), self.within), (2, (BF16, "T.zero(1)"), max(NEAR, self.within))):
             try:
                 words = self.differs(self.on(2, *parallel, steps=2), wanted, within)[1]
             except Exception as error:

@@ -16,7 +16,7 @@ from functional_ds import comm, testing
 from functional_ds import transforms as T
 from functional_ds.comm.table.errors import CommError
 from functional_ds.testing.laws import LAWS
-from tests.testing.methods import METHODS
+from tests.testing.methods import METHODS, at_every_second, trained_apart
 from tests.testing.wrong_methods import WRONG, centred, changed, descent
 
 NAMES = [law.name for law in LAWS]
@@ -33,9 +33,8 @@ def bound(name: str) -> dict[str, testing.BoundLaw]:
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_hold(name: str, law: str) -> None:
     """Each row of the table is ok, or what tests/testing/methods.py says."""
-    result, but = bound(name)[law].result(), METHODS[name].but
-    wanted = but.get(law, "not applicable" if law in ("oracle", "ranks", "bytes") else "ok")
-    assert result.outcome == wanted, str(result)
+    result = bound(name)[law].result()
+    assert result.outcome == METHODS[name].outcome(law), str(result)
 
 
 @pytest.mark.parametrize("make", WRONG, ids=lambda make: make.__name__)
@@ -207,43 +206,12 @@ def met(step: fds.Step, state: fds.State, divides: float | None = None) -> fds.S
     return fds.tree.replace(state, params=fds.tree.unflatten(spec, [x / (divides or comm.world().size) for x in sums]))
 
 
-def local_sgd() -> fds.Transform:
-    return fds.compose(T.apart(comm.world()), T.every(2, met))
-
-
 def local_sgd_of_two() -> fds.Transform:
     """Right on 2 ranks."""
     return fds.compose(T.apart(comm.world()), T.every(2, lambda step, state: met(step, state, 2.0)))
 
 
-def of_ranks(params: Any, batches: list[list[Any]], rate: float = 0.1, momentum: float = 0.5) -> list[Any]:
-    """Local SGD with momentum and a round of two steps, in plain PyTorch."""
-    ranks, loss = range(len(batches[0])), testing.Problem().loss
-    spec, own = fds.tree.flatten(params)[1], [fds.tree.leaves(params) for _ in ranks]
-    speeds = [[torch.zeros_like(leaf) for leaf in own[0]] for _ in ranks]
-    for count, rows in enumerate(batches, 1):
-        for rank in ranks:
-            leaves = [leaf.detach().requires_grad_() for leaf in own[rank]]
-            grads = torch.autograd.grad(loss(fds.tree.unflatten(spec, leaves), rows[rank]), leaves)
-            speeds[rank] = [momentum * speed + grad for speed, grad in zip(speeds[rank], grads, strict=True)]
-            own[rank] = [leaf.detach() - rate * speed for leaf, speed in zip(leaves, speeds[rank], strict=True)]
-        if count % 2 == 0:
-            own = [[torch.stack(leaves).mean(0) for leaves in zip(*own, strict=True)] for _ in ranks]
-    return [fds.tree.unflatten(spec, leaves) for leaves in own]
-
-
-BY_RANKS = {  # the others are ok
-    **dict.fromkeys(("oracle", "stages", "replicated", "clip before", "clip after", "slots", "bytes"), "not applicable"),
-    **dict.fromkeys(("unused leaves", "pipelines"), "not applicable"),
-}
-
-
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("law", NAMES)
-def test_a_method_that_depends_on_the_ranks(law: str) -> None:
-    """It is compared with an oracle that has all ranks' rows, and with itself on as many ranks."""
-    result = testing.holds(local_sgd, by_ranks=of_ranks, only=[law])[law]
-    assert result.outcome == BY_RANKS.get(law, "ok"), str(result)
+of_ranks = partial(trained_apart, meet=at_every_second)
 
 
 def test_an_oracle_of_ranks_finds_what_is_wrong_on_three() -> None:
