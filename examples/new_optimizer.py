@@ -25,7 +25,7 @@ def ademamix(lr: float, betas: tuple[float, float, float] = (0.9, 0.99, 0.999), 
         count = state["count"] + 1
         lists = params, grads.sum, state["fast"], state["slow"], state["square"]
         for p, total, fast, slow, square in zip(*lists, strict=True):
-            g = total / grads.weight  # the mean gradient
+            g = total.to(p.dtype) / grads.weight  # the mean gradient
             fast.lerp_(g, 1 - betas[0])
             square.lerp_(g * g, 1 - betas[1])
             slow.lerp_(g, 1 - betas[2])

@@ -26,7 +26,8 @@ def noise_scale(decay: float) -> fds.Transform:
 
     def gradients(inner: Any, step: fds.Step, state: fds.State, batch: Any, carry: Any, last: bool) -> Any:
         state, own, metrics = inner(step, state, batch, None, True)
-        square = (step.norm(state, own.sum) / step.sum_over_ranks(state, own.weight)) ** 2
+        reduced, whole = step.reduce(state, own)  # sums over all ranks
+        square = (step.norm(reduced, whole.sum) / step.sum_over_ranks(state, whole.weight)) ** 2
         slot = state.slots["noise"]
         state = state.put(noise={**slot, "small": slot["small"] + square, "count": slot["count"] + 1})
         return state, own if carry is None else fds.tree.map(torch.add, carry, own), metrics

@@ -1,7 +1,7 @@
 """Your own ZeRO stage: whole leaves, owned in turn, compared with one device; a planted bug is found.
 
 ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) divides the optimizer's state over the ranks. The library cuts flat tensors;
-here leaf i belongs to rank i mod n, so that no leaf is cut. It is written with phases and collectives alone.
+here leaf i belongs to rank i mod n, so that no leaf is cut. A ``LeafMap`` says so to norms, optimizers and checkpoints.
 
 Law: it is training on one device, with clipping and accumulation on both sides. With a bug (the norm of a rank's own leaves),
 the same check shows which compositions are wrong.
@@ -11,50 +11,82 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 from shared import first, loss_fn, table, train
 
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
+from functional_ds.sharding.leaf_map import LeafShard
 from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole, GradientParts
+from functional_ds.step.phases import Trait
 
 
-def owned_in_turn(*, bug: bool = False) -> fds.Transform:
-    """ZeRO-1 over the world. ``bug`` leaves out that ranks have different parts of the gradient."""
+@fds.tree.record
+class Owned:
+    """The slot: which leaf is whose, and all params, while ``state.params`` are this rank's."""
+
+    leaf_map: fds.LeafMap = fds.tree.static()
+    whole: Any = None
+
+
+def owned_in_turn(group: comm.Group, *, bug: bool = False) -> fds.Transform:
+    """ZeRO-1 over a group. ``bug`` leaves out that ranks have different parts of the gradient."""
+    n, rank = group.size, group.rank
 
     def mine(leaves: Any) -> list[Any]:
-        here = comm.world()
-        return list(leaves)[here.rank :: here.size]
+        return fds.tree.leaves(leaves)[rank::n]  # type: ignore[no-any-return]
 
-    def scattered(state: fds.State) -> fds.State:
-        return fds.tree.replace(state, params=mine(fds.tree.leaves(state.params)))
-
-    def published(state: fds.State, like: Any) -> fds.State:
-        leaves, spec = fds.tree.flatten(like)
-        own, here = iter(state.params), comm.world()
-        sources = [next(own) if i % here.size == here.rank else leaf for i, leaf in enumerate(leaves)]
-        whole = [comm.broadcast(leaf, i % here.size) for i, leaf in enumerate(sources)]
-        return fds.tree.replace(state, params=fds.tree.unflatten(spec, whole))
+    def owned(params: Any) -> Owned:
+        whole = fds.LeafMap.of(params)
+        shards = [LeafShard(i, 0, i // n, 0, leaf.numel) for i, leaf in enumerate(whole.leaves)]
+        return Owned(attrs.evolve(whole, shards_by_rank=tuple(tuple(shards[r::n]) for r in range(n)), rank=rank))
 
     def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
-        params = comm.broadcast(params, 0)
-        state = inner(step, params)
-        return fds.tree.replace(state, optimizer=inner(step, mine(fds.tree.leaves(params))).optimizer)
+        params = comm.broadcast(params, 0, group)
+        slot = owned(params)
+        known = step.wrapped("owned", leaf_map=lambda inner, step, state: inner(step, state.put(owned=slot)))  # it has none yet
+        return fds.tree.replace(inner(known, mine(params)), params=params).put(owned=slot)  # type: ignore[no-any-return]
 
-    def gradients(inner: Any, step: fds.Step, state: fds.State, batch: Any, carry: Any, last: bool) -> Any:
-        state, grads, metrics = inner(step, state, batch, carry, last)
-        if last:
-            sums = [comm.reduce(grad, i % comm.world().size) for i, grad in enumerate(grads.sum)]
-            grads = fds.tree.replace(grads, sum=mine(sums))
-        return state, grads, metrics
+    def leaf_map(inner: Any, step: fds.Step, state: fds.State) -> fds.LeafMap:
+        return attrs.evolve(state.slots["owned"].leaf_map, group=group)
+
+    def scattered(state: fds.State) -> fds.State:
+        slot = state.slots.get("owned")
+        if slot is None or slot.whole is not None:  # in an inner init or update
+            return state
+        return fds.tree.replace(state, params=mine(state.params)).put(owned=Owned(slot.leaf_map, state.params))
+
+    def published(state: fds.State) -> fds.State:
+        slot, own = state.slots["owned"], iter(state.params)
+        leaves, spec = fds.tree.flatten(slot.whole)
+        news = [next(own) if i % n == rank else leaf for i, leaf in enumerate(leaves)]
+        sent = [comm.start(comm.broadcast, new, i % n, group) for i, new in enumerate(news)]
+        whole = fds.tree.unflatten(spec, [each.wait() for each in sent])
+        return fds.tree.replace(state, params=whole).put(owned=Owned(slot.leaf_map))
+
+    def reduce(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        state, grads = inner(step, state, grads)
+        sums = [comm.start(comm.reduce, grad, i % n, group) for i, grad in enumerate(grads.sum)]
+        return state, fds.Weighted(mine([each.wait() for each in sums]), grads.weight)
 
     def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
-        like = state.params
         state, metrics = inner(step, scattered(state), grads)
-        return published(state, like), metrics
+        return published(state), metrics
 
-    axis = Axis(None, AxisRole.BATCH, parts=None if bug else lambda step, state: GradientParts())
-    return fds.wrap("owned_in_turn", axes=[axis], init=init, gradients=gradients, update=update)
+    parts = None if bug else lambda step, state: GradientParts()
+    return fds.wrap(
+        "owned_in_turn",
+        slot="owned",
+        traits=[Trait.HEEDS_SKIPS],  # its update gives the inner one params of another form, in skipped steps too
+        axes=[Axis(group, AxisRole.BATCH, parts, summed_in="reduce")],
+        init=init,
+        leaf_map=leaf_map,
+        reduce=reduce,
+        update=update,
+        scatter=lambda inner, step, state: inner(step, scattered(state)),
+        publish=lambda inner, step, state: published(inner(step, state)),
+    )
 
 
 def differences(make: Any, ranks: int) -> list[tuple[str, float]]:
@@ -71,10 +103,13 @@ def differences(make: Any, ranks: int) -> list[tuple[str, float]]:
     def program(*strategy: fds.Transform) -> Any:
         return train(*strategy, optimizer=fds.adamw(1e-2), steps=2)[0]
 
+    def on_ranks(before: Sequence[fds.Transform], after: Sequence[fds.Transform]) -> Any:
+        return program(*before, make(comm.world()), *after)
+
     found = []
     for name, (before, after) in strategies.items():
         wanted = program(*before, *after)
-        every = comm.simulate(program, *before, make(), *after, world_size=ranks)
+        every = comm.simulate(on_ranks, before, after, world_size=ranks)
         found.append((name, max((params[path] - wanted[path]).abs().max().item() for params in every for path in wanted)))
     return found
 
@@ -88,7 +123,7 @@ def law() -> None:
 
 def size() -> int:
     """Elements of the optimizer's state on this rank."""
-    step = owned_in_turn()(fds.train_step(loss_fn, fds.adamw(1e-2)))
+    step = owned_in_turn(comm.world())(fds.train_step(loss_fn, fds.adamw(1e-2)))
     return sum(leaf.numel() for leaf in fds.tree.leaves(step.init(first()).optimizer) if leaf.dim())
 
 

@@ -20,14 +20,13 @@ def sam(rho: float) -> fds.Transform:
     """Put ``accumulate`` before it, so that it sees the whole batch."""
 
     def gradients(inner: Any, step: fds.Step, state: fds.State, batch: Any, carry: Any, last: bool) -> Any:
-        after, slope, metrics = inner(step, state, batch, None, True)
-        held = step.scatter(state)
-        leaves, spec = fds.tree.flatten(held.params)
-        length = rho / step.norm(state, slope.sum)
-        ahead = [leaf + length * grad.view_as(leaf) for leaf, grad in zip(leaves, slope.sum, strict=True)]
-        there = step.publish(fds.tree.replace(held, params=fds.tree.unflatten(spec, ahead)))
-        _, grads, _ = inner(step, there, batch, carry, last)
-        return after, grads, metrics
+        after, first, metrics = inner(step, state, batch, None, True)
+        reduced, first = step.reduce(after, first)  # sums over all ranks
+        length = rho / step.norm(reduced, first.sum)
+        pairs = zip(step.trained(state), first.sum, strict=True)
+        there = step.with_trained(state, [leaf + length * grad.view_as(leaf) for leaf, grad in pairs])
+        _, second, _ = inner(step, there, batch, carry, last)
+        return after, second, metrics
 
     return fds.wrap(f"sam({rho})", gradients=gradients)
 

@@ -24,7 +24,7 @@ def signs(step: int, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
 
 
 def sophia(every: int, gamma: float = 0.05, eps: float = 1e-12) -> fds.Transform:
-    """Replaces the gradient by a clipped Newton step, for ``fds.sgd``. Put it after ``zero`` and before ``accumulate``."""
+    """Replaces the gradient by a clipped Newton step, for ``fds.sgd``. Put it after ``accumulate``, to see the whole batch."""
 
     def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
         state = inner(step, params)
@@ -44,7 +44,8 @@ def sophia(every: int, gamma: float = 0.05, eps: float = 1e-12) -> fds.Transform
 
     def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
         slot = state.slots["sophia"]
-        mean = [old.lerp(g.view_as(old) / grads.weight, 1 - BETAS[0]) for old, g in zip(slot["mean"], grads.sum, strict=True)]
+        each = zip(slot["mean"], grads.sum, strict=True)
+        mean = [old.lerp(g.to(old.dtype).view_as(old) / grads.weight, 1 - BETAS[0]) for old, g in each]
         pairs = zip(mean, slot["diagonal"], strict=True)
         moves = [(m / (gamma * h).clamp(min=eps)).clamp(-1, 1) for m, h in pairs]
         state = state.put(sophia={**slot, "mean": mean})

@@ -4,25 +4,30 @@ DiLoCo sends all params at once every H steps. Streaming DiLoCo (Douillard et al
 at a time; the mean is used ``delay`` steps later, so that it can travel meanwhile, and is mixed with what the worker has
 learned since.
 
-Law: with one fragment, no delay and no mixing it is DiLoCo, bit for bit; with several it is a plain loop of PyTorch.
+Law: with one fragment, no delay and no mixing it is DiLoCo, bit for bit; with several it is a plain loop of PyTorch; workers
+of two ranks with ZeRO in stages 0 and 3 are workers of one rank.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from diloco import diloco
+from diloco import diloco, in_workers
 from shared import first, loss_fn, rows, table, validation
 from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm
+from functional_ds import transforms as T
 
 RATE, MOMENTUM = 0.7, 0.9
 
 
-def streaming(every: int, fragments: tuple[tuple[str, ...], ...], *, delay: int, mix: float) -> fds.Transform:
-    """Fragment f leaves ``f * every / len(fragments)`` updates after each multiple of ``every``; put it before ``T.zero``."""
+def streaming(
+    every: int, fragments: tuple[tuple[str, ...], ...], group: comm.Group | None = None, *, delay: int, mix: float
+) -> fds.Transform:
+    """Fragment f leaves ``f * every / len(fragments)`` updates after each multiple of ``every``; ``group`` as in ``diloco``."""
     apart = every // len(fragments)
 
     def turn(count: int) -> tuple[str, ...]:
@@ -49,7 +54,7 @@ def streaming(every: int, fragments: tuple[tuple[str, ...], ...], *, delay: int,
             return tensors[shard.tensor].view(-1)[shard.start : shard.start + shard.numel]
 
         leaves = [shard for path, shard in shards if path in turn(count)]
-        ways = comm.all_reduce([part(slot["outer"], shard) - part(local, shard) for shard in leaves], op="avg")
+        ways = comm.all_reduce([part(slot["outer"], shard) - part(local, shard) for shard in leaves], group, op="avg")
         for shard, way in zip(leaves, ways, strict=True):
             part(slot["sent"], shard).copy_(way)
         for shard in [shard for path, shard in shards if path in turn(count - delay)]:
@@ -59,7 +64,8 @@ def streaming(every: int, fragments: tuple[tuple[str, ...], ...], *, delay: int,
             x.lerp_(outer, mix)
         return fds.tree.replace(state, params=fds.tree.unflatten(spec, local)).put(streaming=slot), metrics
 
-    return fds.wrap("streaming", slot="streaming", init=init, update=update)
+    whole = fds.wrap("streaming", slot="streaming", init=init, update=update)
+    return T.every(1, whole)  # workers skip a step together, so that they count the same updates
 
 
 def oracle(workers: int, steps: int, every: int, fragments: Any, delay: int, mix: float, lr: float) -> dict[str, Tensor]:
@@ -106,6 +112,7 @@ def law() -> None:
         assert all(torch.equal(ours[path], wanted[path]) for path in wanted)
     found = comm.simulate(run, streaming(3, FRAGMENTS, delay=1, mix=0.5), inner, 8, world_size=2)[0][0]
     torch.testing.assert_close(found, oracle(2, 8, 3, FRAGMENTS, 1, 0.5, 0.3), rtol=1e-4, atol=1e-5)
+    in_workers(partial(streaming, 3, FRAGMENTS, delay=1, mix=0.5), 8)
 
 
 def main(steps: int = 120, every: int = 15, workers: int = 4) -> str:

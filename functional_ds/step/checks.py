@@ -73,8 +73,8 @@ def refuse_torch_func(step: Strategy, *args: Any) -> None:
     """
     if in_torch_func() and not step.keeps_graph:
         raise RuntimeError(
-            f"step: a transform of torch.func runs ({step}), and this step writes into memory and keeps no graph, so it would "
-            "find gradients of zero: use fds.differentiable(step)"
+            f"step: a transform of torch.func runs ({step}), and this step writes into memory and keeps no graph: use "
+            "fds.differentiable(step)"
         )
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import attrs
 
+from functional_ds.base.tree import rows_of
 from functional_ds.comm.record.notebook import html_table
+from functional_ds.step.step import Step
 
 from .laws import LAWS, Law
 from .method import Method, NotApplicableError, WrongError, refuses
-from .problem import Problem
+from .problem import DIVISOR, Problem
 from .recipe import Recipe, factory_of, imported
 
 _LIBRARY = "functional_ds."
@@ -27,7 +29,7 @@ class LawResult:
         says: what must hold.
         outcome: "ok", "refused" (an error was raised), "wrong" or "not applicable".
         words: how the law fails, the error message, or why it does not apply.
-        program: if it fails, a program that reproduces it.
+        program: if it fails or raises an error, a program that reproduces it.
         seconds: the time that it took.
     """
 
@@ -144,14 +146,13 @@ class BoundLaw:
             return "not applicable", f"this installation leaves out {error.name}", ""
         except Exception as error:
             words = f"{type(error).__name__}: {error}"
-            return ("refused", words, "") if refuses(error) else ("wrong", words, _program(method, self.law, error))
+            return "refused" if refuses(error) else "wrong", words, _program(method, self.law, error)
 
 
 def _title(method: Method) -> str:
-    order = {"after": "listed after T.zero", "before": "listed before T.zero", "alone": "reduces gradients itself"}
-    if method.by_ranks is not None:
-        return f"{method.name}, alone on its ranks, listed {method.order} T.mixed_precision"
-    return f"{method.name}, {order[method.order]}" + (f" (after it: {method.elsewhere})" if method.elsewhere else "")
+    how = "alone on its ranks, " if method.counts_ranks else "reduces gradients itself, " * method.sums
+    words = f"{method.name}, {how}listed {method.order} T.{'mixed_precision' if method.combines else 'zero'}"
+    return words + f" (after it: {method.elsewhere})" * bool(method.elsewhere)
 
 
 def _program(method: Method, law: Law, error: Exception) -> str:
@@ -159,31 +160,43 @@ def _program(method: Method, law: Law, error: Exception) -> str:
     recipe = method.recipe
     rule = "fds.sgd(0.1, momentum=0.5)" if recipe.optimizer is None else imported("optimizer", recipe.optimizer)
     lines = ["import torch", "import functional_ds as fds", "from functional_ds import comm, testing, transforms as T"]
+    if "T.replicated" in str(getattr(error, "setup", "")):
+        lines.append("from functional_ds.testing.recipe import mean_over_ranks")
     if recipe.is_optimizer:
         lines += ["method = fds.compose()", imported("optimizer", recipe.make)]
     else:
-        lines += [imported("method", recipe.make), f"optimizer = {rule}" if recipe.optimizer is None else rule]
+        lines += [
+            imported("method", recipe.make, outer=recipe.outer),
+            f"optimizer = {rule}" if recipe.optimizer is None else rule,
+        ]
     lines += ["problem = testing.Problem()" if recipe.standard else "# problem = ..., as holds was given it", ""]
-    setup, wanted = (error.setup, error.wanted) if isinstance(error, WrongError) else (None, None)
-    if setup is None or wanted is None or setup.loss != "loss" or not isinstance(error, WrongError) or not error.amount:
-        tested = "optimizer" if recipe.is_optimizer else "method"
-        given = f"lambda: {tested}, optimizer=lambda: optimizer, problem=problem, order={method.order!r}, only=[{law.name!r}]"
+    setup, amount = getattr(error, "setup", None), getattr(error, "amount", 0.0)
+    compared = isinstance(error, WrongError)
+    if setup is None or setup.loss != "loss" or recipe.outer or (compared and not (error.wanted and amount)):
+        tested = "method" if recipe.outer else f"lambda: {'optimizer' if recipe.is_optimizer else 'method'}"
+        given = f"{tested}, optimizer=lambda: optimizer, problem=problem, order={method.order!r}, only=[{law.name!r}]"
+        given += ", outer=True" * recipe.outer
         known = _ARGUMENTS.get(law.name, "")
         lines += [f"# {known} = ..., as holds was given it"] if known else []
         return "\n".join([*lines, f"testing.holds({given}{f', {known}={known}' if known else ''}).check()"])
+    lines += [
+        "def program(*strategy):",
+        "    step = fds.compose(*strategy)(fds.train_step(problem.loss, optimizer))",
+        "    state = step.init(problem.params)",
+        f"    for index in range({setup.steps}):",
+        "        state, metrics = step(state, problem.rows(index))",
+        "    return step.params(state)",
+        "",
+    ]
+    ranks = f"comm.simulate(lambda: program({', '.join(setup.transforms)}), world_size={setup.ranks})"
+    if not compared:
+        return "\n".join([*lines, ranks])
     return "\n".join(
         [
             *lines,
-            "def program(*strategy):",
-            "    step = fds.compose(*strategy)(fds.train_step(problem.loss, optimizer))",
-            "    state = step.init(problem.params)",
-            f"    for index in range({setup.steps}):",
-            "        state, metrics = step(state, problem.rows(index))",
-            "    return step.params(state)",
-            "",
-            f"alone = program({', '.join(wanted.transforms)})",
-            f"for params in comm.simulate(lambda: program({', '.join(setup.transforms)}), world_size={setup.ranks}):",
-            f"    torch.testing.assert_close(params, alone, rtol=0, atol={error.amount / 2:.1e})",
+            f"alone = program({', '.join(error.wanted.transforms)})",
+            f"for params in {ranks}:",
+            f"    torch.testing.assert_close(params, alone, rtol=0, atol={amount / 2:.1e})",
         ]
     )
 
@@ -223,10 +236,11 @@ def laws(
     optimizer: Callable[[], Any] | None = None,
     problem: Problem | None = None,
     order: str | None = None,
-    oracle: Callable[[Any, list[Any]], Any] | None = None,
+    oracle: Callable[[Any, list[Any]], Any] | Step | None = None,
     by_ranks: Callable[[Any, list[list[Any]]], Sequence[Any]] | None = None,
-    sends: Callable[[int, int], int] | None = None,
+    sends: Callable[[int | None, int], int] | None = None,
     within: float = 1e-4,
+    outer: bool = False,
     excused: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
 ) -> list[BoundLaw]:
@@ -239,18 +253,25 @@ def laws(
         optimizer: a function that makes the optimizer to combine with a transform; by default SGD with momentum.
         problem: the training problem; by default a regression with two layers.
         order: the position in ``compose``, "after" or "before" the data-parallel transform; by default the first that works.
-        oracle: ``(params, batches) -> params``: the expected result on whole batches, in plain PyTorch.
+        oracle: ``(params, batches) -> params``: the expected result on whole batches, in plain PyTorch; or a step, which is
+            run over the batches.
         by_ranks: ``(params, batches) -> [params of each rank]``, where ``batches[step][rank]`` are a rank's rows: the
             expected result of a method that depends on the number of ranks by design, such as local SGD, gossip, or votes of
             signs. It is run without ``T.zero``, and other laws compare it with itself on as many ranks.
-        sends: ``(stage, ranks) -> bytes``: the bytes that a rank sends in a step in addition to those of ``T.zero(stage)``.
+        sends: ``(stage, ranks) -> bytes``: the bytes that a rank sends in a step in addition to those of ``T.zero(stage)``; of
+            a method that reduces gradients itself, ``stage`` is None, and these are all.
         within: the tolerance, relative to a parameter's total change since its initial value, in addition to rounding.
+        outer: whether ``transform`` is a function of the outer axis of a mesh, along which two models are trained apart, as in
+            DiLoCo. ``T.zero`` and others are over ``mesh["inner"]``, and ``T.apart(mesh["outer"])`` is listed last. All laws
+            compare with models of one rank; ``batches[step][model]`` are the rows of ``by_ranks``, which returns each model's
+            params.
         excused: laws that do not apply to the method, with the reasons.
         only: the laws to check; by default all.
 
     Raises:
-        TypeError: ``transform`` is neither a transform, nor an optimizer, nor a function that makes one.
-        ValueError: a law's name is unknown.
+        TypeError: ``transform`` is neither a transform, nor an optimizer, nor a function that makes one, or with ``outer`` no
+            function of a group; ``oracle``, ``by_ranks`` or ``sends`` is no function.
+        ValueError: a law's name, ``order`` or ``within`` is unknown; the batches cannot be divided.
 
     >>> from functional_ds import transforms as T
     >>> only = laws(T.clip(1.0), only=["stages", "donation"])
@@ -262,6 +283,23 @@ def laws(
     unknown = [name for name in (*excuses, *(chosen or ())) if name not in names]
     if unknown or chosen == []:
         raise ValueError(f"there is no law {unknown[0] if unknown else ''!r}; the laws are {', '.join(names)}")
-    recipe = Recipe(factory_of(transform), optimizer, problem or Problem(), standard=problem is None)
-    plan = _Plan(recipe, {"order": order, "oracle": oracle, "by_ranks": by_ranks, "sends": sends, "within": within})
+    options = {"order": order, "oracle": oracle, "by_ranks": by_ranks, "sends": sends, "within": within}
+    _check_options(options)
+    recipe = Recipe(factory_of(transform, outer=outer), optimizer, problem or Problem(), standard=problem is None, outer=outer)
+    odd = [rows for rows in map(rows_of, recipe.problem.batches) if outer and rows % (2 * DIVISOR)]
+    if odd:
+        raise ValueError(f"outer=True: two models divide a batch; give multiples of {2 * DIVISOR} rows, not {odd}")
+    plan = _Plan(recipe, options)
     return [BoundLaw(law, plan, excuses.get(law.name, "")) for law in LAWS if chosen is None or law.name in chosen]
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises an error for what no law could use, before anything runs."""
+    order, within = options["order"], options["within"]
+    if order not in (None, "after", "before"):
+        raise ValueError(f"order={order!r} is neither 'after' nor 'before' what is data-parallel")
+    if not isinstance(within, int | float) or not 0 < within < float("inf"):
+        raise ValueError(f"within={within!r} is not a positive tolerance")
+    for name, arguments in (("oracle", "params, batches"), ("by_ranks", "params, batches"), ("sends", "stage, ranks")):
+        if options[name] is not None and not callable(options[name]):
+            raise TypeError(f"{name}={options[name]!r} is not a function of ({arguments})")

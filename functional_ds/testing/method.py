@@ -14,12 +14,13 @@ from functional_ds.base import tree
 from functional_ds.comm.table.errors import CommError
 from functional_ds.step.step import Step
 
-from .recipe import STEPS, Recipe, Setup, name_of, train
+from .recipe import STEPS, Recipe, Setup, name_of, rows_of_rank, train
 
 BF16 = "T.mixed_precision('bf16')"
 NEAR = 0.2  # of a leaf's change: half precision rounds each gradient by 2**-8 or more, and methods divide by gradients
 _PARALLEL = ("T.zero", "T.replicated")
 RANKS = (2, 3)  # of whole runs that a user's oracle describes
+MODELS = 2  # along an outer axis
 _ROUNDING = 64  # units in the last place of a leaf's largest element, for sums in other orders
 
 
@@ -87,9 +88,10 @@ class Method:
 
     Attributes:
         recipe: makes its steps.
-        order: "after" or "before" the data-parallel transform in ``compose``, or "alone" if it reduces gradients itself.
+        order: "after" or "before" the data-parallel transform in ``compose``.
+        sums: whether it reduces gradients itself; then it is tried without a data-parallel transform.
         within: the relative tolerance of comparisons with a single device, as in ``apart``.
-        oracle: ``(params, batches) -> params``, the expected result; None if unknown.
+        oracle: ``(params, batches) -> params``, the expected result, or a step that computes it; None if unknown.
         by_ranks: ``(params, batches) -> [params of each rank]``, of a method that depends on the number of ranks; None if it
             does not.
         sends: ``(stage, ranks) -> bytes``, the bytes that a rank sends in addition to ``T.zero(stage)``; None if unknown.
@@ -98,10 +100,11 @@ class Method:
 
     recipe: Recipe
     order: str = "after"
+    sums: bool = False
     within: float = 1e-4
-    oracle: Callable[[Any, list[Any]], Any] | None = None
+    oracle: Callable[[Any, list[Any]], Any] | Step | None = None
     by_ranks: Callable[[Any, list[list[Any]]], Sequence[Any]] | None = None
-    sends: Callable[[int, int], int] | None = None
+    sends: Callable[[int | None, int], int] | None = None
     elsewhere: str = ""
     _runs: dict[Setup, list[Any]] = attrs.field(factory=dict, repr=False)
 
@@ -113,36 +116,49 @@ class Method:
     @property
     def combines(self) -> bool:
         """Whether it is all that the ranks have in common, without ``T.zero``."""
-        return self.order == "alone" or self.by_ranks is not None
+        return self.sums or self.counts_ranks
+
+    @property
+    def counts_ranks(self) -> bool:
+        """Whether what it computes depends on the number of ranks, and not on that of models along an outer axis."""
+        return self.by_ranks is not None and not self.recipe.outer
 
     def listed(self, *parallel: str, first: str = "", last: str = "") -> tuple[str, ...]:
         """The method in its position among the ``parallel`` transforms; ``first`` and ``last`` come around all."""
         if self.combines:
             parallel = tuple(text for text in parallel if not text.startswith(_PARALLEL))
+        if self.recipe.outer:
+            parallel = tuple(f"{x[:-1]}, group=mesh['inner'])" if x.startswith(_PARALLEL) else x for x in parallel)
         core = ("method", *parallel) if self.order == "before" else (*parallel, "method")
-        return tuple(filter(None, (first, *core, last)))
+        return tuple(filter(None, (first, *core, last, "T.apart(mesh['outer'])" * self.recipe.outer)))
 
     def on(self, ranks: int, *parallel: str, loss: str = "loss", steps: int = STEPS, first: str = "", last: str = "") -> Setup:
-        """The setup of ``listed`` on a number of ranks."""
-        return Setup(self.listed(*parallel, first=first, last=last), ranks, steps, loss)
+        """The setup of ``listed`` on a number of ranks; of each model, over an outer axis."""
+        models = MODELS if self.recipe.outer else ranks if self.counts_ranks else 1
+        total = ranks * models if self.recipe.outer else ranks
+        return Setup(self.listed(*parallel, first=first, last=last), total, steps, loss, models)
 
     def run(self, setup: Setup) -> list[Any]:
         """Each rank's params and losses; cached."""
         if setup not in self._runs:
             seed = setup.ranks + len(self._runs)
-            results = comm.simulate(train, self.recipe, setup, world_size=setup.ranks, seed=seed)
+            try:
+                results = comm.simulate(train, self.recipe, setup, world_size=setup.ranks, seed=seed)
+            except Exception as error:
+                error.__dict__["setup"] = setup  # for a program that raises it
+                raise
             self._runs[setup] = [(params, losses) for params, losses, *_ in results]
         return self._runs[setup]
 
     def differs(self, setup: Setup, wanted: Setup, within: float) -> tuple[float, str]:
         """By how much the params differ from those of another run, and what differs; (0, "") if nothing does.
 
-        The other run is on one device, or on as many ranks.
+        The other run is on one device for each model.
         """
         others = self.run(wanted)
         first = tree.leaves(self.run(setup)[0][0])
         for rank, (own, own_losses) in enumerate(self.run(setup)):
-            params, losses = others[rank % len(others)]
+            params, losses = others[setup.model(rank)]
             if found := apart(own, params, self.recipe.problem.params, within):
                 return found[0], f"rank {rank}: {found[1]}"
             if found := apart(own_losses, losses, None, max(within, 1e-4)):
@@ -159,7 +175,9 @@ class Method:
             WrongError: one does not; with the fewest steps that show it.
         """
         bound = self.within if within is None else within
-        pairs = {setup: wanted if self.by_ranks is None else attrs.evolve(wanted, ranks=setup.ranks) for setup in setups}
+        pairs = dict.fromkeys(setups, wanted)
+        if self.counts_ranks:
+            pairs = {setup: attrs.evolve(wanted, ranks=setup.ranks, models=setup.models) for setup in pairs}
         if all(setup == other for setup, other in pairs.items()):
             raise NotApplicableError("it depends on the number of ranks by design: see the row ranks")
         for setup, other in pairs.items():
@@ -181,30 +199,40 @@ class Method:
             options: further attributes.
 
         Raises:
-            ValueError: it runs in neither order, or not on a single device; the result of ``oracle`` does not match params.
+            ValueError: it runs in neither order, or not on a single device; over an outer axis it reduces gradients itself; the
+                result of ``oracle`` or ``by_ranks`` does not match params.
+            TypeError: what ``sends`` returns is not a number of bytes.
         """
         method = Method(recipe, **options)
-        if order not in (None, "after", "before"):
-            raise ValueError(f"order={order!r} is neither 'after' nor 'before' what is data-parallel")
+        if method.oracle is not None:
+            _check_like(method.oracle_params(), recipe.problem.params)
+        if method.by_ranks is not None:
+            [*map(method.params_of_ranks, [MODELS] if recipe.outer else RANKS)]
         try:
             step = recipe.step(Setup(("method",)))
             if not isinstance(step, Step):
                 raise TypeError(f"it makes {step!r} of a step, and a transform makes a step")
-            [(params, _)] = method.run(Setup(("method",)))
+        except Exception as error:
+            hint = "; a function that makes transforms is given with all its arguments, as partial(T.clip, 1.0)"
+            words = f"{type(error).__name__}: {error}{hint if recipe.is_itself else ''}"
+            raise ValueError(f"holds: {method.name} does not run on one device: {words}") from error
+        method = attrs.evolve(method, sums=step.sums and not method.counts_ranks)
+        if method.sums and recipe.outer:
+            raise ValueError(f"outer=True: {method.name} reduces gradients itself, and models are trained apart")
+        sent = None if method.sends is None else method.sends(None if method.combines else 0, RANKS[0])
+        if not (sent is None or isinstance(sent, int)):
+            raise TypeError(f"sends: it gives {sent!r}, and not a number of bytes")
+        try:
+            method.run(method.on(1))
         except Exception as error:
             raise ValueError(f"holds: {method.name} does not run on one device: {type(error).__name__}: {error}") from error
-        if method.oracle is not None:
-            _check_like(method.oracle_params(), params)
-        if method.by_ranks is not None:
-            [*map(method.params_of_ranks, RANKS)]
-        elif step.sums:
-            return attrs.evolve(method, order="alone")
         places = [attrs.evolve(method, order=place) for place in (["after", "before"] if order is None else [order])]
         trials = [place.trial() for place in places]
         best = max(range(len(places)), key=lambda index: trials[index][0])
         if not trials[best][0]:
             words = "; ".join(f"{place.order} it, {text}" for place, (_, text) in zip(places, trials, strict=True))
-            raise ValueError(f"holds: {method.name} cannot be composed with T.zero(1): {words}")
+            where = "run on 2 ranks" if method.combines else "be composed with T.zero(1)"
+            raise ValueError(f"holds: {method.name} cannot {where}: {words}")
         return attrs.evolve(places[best], elsewhere=trials[0][1] if best else "")
 
     def trial(self) -> tuple[int, str]:
@@ -212,8 +240,8 @@ class Method:
 
         0: raises an error with ``T.zero(1)``; 1: wrong with it; 2: wrong with the bf16 policy; 3: right.
         """
-        wanted = self.on(1 if self.by_ranks is None else 2, steps=2)
-        for score, parallel, within in ((1, ("T.zero(1)",), self.within), (2, (BF16, "T.zero(1)"), NEAR)):
+        wanted = self.on(2 if self.counts_ranks else 1, steps=2)
+        for score, parallel, within in ((1, ("T.zero(1)",), self.within), (2, (BF16, "T.zero(1)"), max(NEAR, self.within))):
             try:
                 words = self.differs(self.on(2, *parallel, steps=2), wanted, within)[1]
             except Exception as error:
@@ -226,8 +254,13 @@ class Method:
 
     def oracle_params(self) -> Any:
         """The oracle's result for the params and the whole batches."""
-        oracle = self.oracle or (lambda params, batches: params)
-        return oracle(tree.map(torch.clone, self.recipe.problem.params), self._batches())
+        params, batches = tree.map(torch.clone, self.recipe.problem.params), self._batches()
+        if not isinstance(self.oracle, Step):
+            return params if self.oracle is None else self.oracle(params, batches)
+        state = self.oracle.init(params)
+        for batch in batches:
+            state, _ = self.oracle(state, batch)
+        return self.oracle.params(state)
 
     def params_of_ranks(self, ranks: int) -> Sequence[Any]:
         """The params that ``by_ranks`` expects on each rank.
@@ -236,7 +269,7 @@ class Method:
             ValueError: they are not as many as the ranks, or do not match the params.
         """
         problem = self.recipe.problem
-        rows = [[_rows(batch, rank, ranks) for rank in range(ranks)] for batch in self._batches()]
+        rows = [[rows_of_rank(batch, rank, ranks) for rank in range(ranks)] for batch in self._batches()]
         given = [] if self.by_ranks is None else [*self.by_ranks(tree.map(torch.clone, problem.params), rows)]
         if len(given) != ranks:
             raise ValueError(f"by_ranks: it gives {len(given)} values for {ranks} ranks: return a list of each rank's params")
@@ -247,10 +280,6 @@ class Method:
     def _batches(self) -> list[Any]:
         batches = self.recipe.problem.batches
         return [batches[index % len(batches)] for index in range(STEPS)]
-
-
-def _rows(batch: Any, rank: int, ranks: int) -> Any:
-    return tree.map(lambda leaf: leaf.chunk(ranks)[rank], batch)
 
 
 def _check_like(given: Any, params: Any) -> None:

@@ -97,7 +97,7 @@ def mutants(transform: Callable[..., Any], *, most: int = 20, seed: int = 0, **o
         ValueError: the source cannot be read; the method passes no law.
         TypeError: ``transform`` is not a function that makes a transform.
     """
-    make = factory_of(transform)
+    make = factory_of(transform, outer=options.get("outer", False))
     inner = make.func if isinstance(make, partial) else make
     if not isinstance(inner, FunctionType) or make is not transform:
         raise TypeError(f"transform={transform!r}: bugs are planted into a Python function that makes the transform; give that")
@@ -109,8 +109,7 @@ def mutants(transform: Callable[..., Any], *, most: int = 20, seed: int = 0, **o
     good = [bound for bound in laws(transform, **options) if bound.law.name not in _SLOW and bound.result().outcome == "ok"]
     if not good:
         raise ValueError(f"{name_of(make)} itself passes no law, so that no bug could break one")
-    order = good[0].plan.method.order
-    chosen = options | {"order": None if order == "alone" else order, "only": [bound.law.name for bound in good]}
+    chosen = options | {"order": good[0].plan.method.order, "only": [bound.law.name for bound in good]}
     planted = list(_planted(module))
     if len(planted) > most:
         planted = [planted[place] for place in sorted(random.Random(seed).sample(range(len(planted)), most))]

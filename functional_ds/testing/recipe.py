@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
 from functional_ds import comm
@@ -22,6 +21,7 @@ from functional_ds.step.step import Step, Transform
 from functional_ds.step.train_step import train_step
 
 from .problem import Problem
+from .same import same_or_nan
 
 STEPS = 3
 
@@ -51,15 +51,23 @@ class Setup:
         ranks: the number of simulated ranks.
         steps: the number of updates.
         loss: the loss of the problem: "loss", "unused", or "layers", whose ``stages`` a pipeline runs.
+        models: the number of models that ranks train apart, with equally many ranks each.
     """
 
     transforms: tuple[str, ...] = ()
     ranks: int = 1
     steps: int = STEPS
     loss: str = "loss"
+    models: int = 1
+
+    def model(self, rank: int) -> int:
+        """The model that a rank trains."""
+        return rank * self.models // self.ranks
 
     def __str__(self) -> str:
         where = f"{self.ranks} ranks" if self.ranks > 1 else "one device"
+        if 1 < self.models < self.ranks:
+            where = f"{self.models} models of {self.ranks // self.models} ranks"
         return f"compose({', '.join(self.transforms)}), {where}, {self.steps} steps"
 
 
@@ -72,31 +80,40 @@ class Recipe:
         optimizer: makes the optimizer to combine with a transform; None for SGD with momentum.
         problem: the training problem.
         standard: whether that is ``Problem()``.
+        outer: whether ``make`` takes the outer axis of a mesh, along which models are trained apart.
     """
 
-    make: Callable[[], Any]
+    make: Callable[..., Any]
     optimizer: Callable[[], Any] | None
     problem: Problem
     standard: bool = False
+    outer: bool = False
 
     @property
     def is_optimizer(self) -> bool:
         """Whether an optimizer is under test."""
-        return is_optimizer(self.make())
+        return not self.outer and is_optimizer(self.make())
 
-    def parts(self) -> tuple[Transform, Any]:
+    @property
+    def is_itself(self) -> bool:
+        """Whether a transform was given, and not a function that makes it."""
+        return isinstance(self.make, partial) and self.make.func is _itself
+
+    def parts(self, *outer: comm.Group) -> tuple[Transform, Any]:
         """The method as a transform and an optimizer."""
-        made = self.make()
+        made = self.make(*outer)
         if is_optimizer(made):
             return compose(), made
         return made, sgd(0.1, momentum=0.5) if self.optimizer is None else self.optimizer()
 
     def step(self, setup: Setup) -> Step:
         """The composed step."""
-        method, optimizer = self.parts()
-        scope: dict[str, Any] = {"T": T, "method": method, "mean_over_ranks": mean_over_ranks}
-        if any("mesh" in text for text in setup.transforms):
+        scope: dict[str, Any] = {"T": T, "mean_over_ranks": mean_over_ranks}
+        if self.outer:
+            scope["mesh"] = comm.mesh(outer=setup.models, inner=setup.ranks // setup.models)
+        elif any("mesh" in text for text in setup.transforms):
             scope["mesh"] = comm.mesh(nodes=2, dp=setup.ranks // 2)
+        scope["method"], optimizer = self.parts(*([scope["mesh"]["outer"]] if self.outer else []))
         loss = self.problem.loss if setup.loss == "loss" else self.problem.unused
         if setup.loss == "layers":
             from functional_ds.pipelining.schedules.generators import one_f_one_b
@@ -108,9 +125,17 @@ class Recipe:
         return compose(*chosen)(train_step(loss, optimizer))  # type: ignore[arg-type]
 
     def rows(self, setup: Setup, index: int) -> Any:
-        """This rank's rows of a step's batch; the ranks of a pipeline get the whole batch."""
+        """This rank's rows of a step's batch; the two ranks of a pipeline get the same."""
+        if setup.loss != "layers":
+            return self.problem.rows(index)
+        pipelines = max(1, setup.ranks // 2)
         whole = self.problem.batches[index % len(self.problem.batches)]
-        return whole if setup.loss == "layers" else self.problem.rows(index)
+        return rows_of_rank(whole, comm.world().rank % pipelines, pipelines)
+
+
+def rows_of_rank(batch: Any, rank: int, ranks: int) -> Any:
+    """A rank's rows of a batch."""
+    return tree.map(lambda leaf: leaf.chunk(ranks)[rank], batch)
 
 
 def started(recipe: Recipe, setup: Setup) -> tuple[Step, State]:
@@ -142,18 +167,26 @@ def train(
         losses.append(metrics["loss"])
         sent = book.bytes
         now = dict(tree.named(old)) if keep else {}
-        spoilt = [path for path, copy in copies if not torch.equal(now[path].nan_to_num(), copy.nan_to_num())]
+        spoilt = [path for path, copy in copies if not same_or_nan(now[path], copy)]
         if spoilt:
             raise AssertionError(f"with donate=False a step has changed state.{spoilt[0]} of the state that it was given")
     return step.params(state), losses, sent, step
 
 
-def factory_of(transform: Any) -> Callable[[], Any]:
+def factory_of(transform: Any, *, outer: bool = False) -> Callable[..., Any]:
     """A function without arguments that makes the transform: ``transform`` itself if it is one, as ``partial(T.clip, 1.0)``.
+
+    With ``outer`` it is a function of a group.
 
     Raises:
         TypeError: ``transform`` is neither a transform, nor an optimizer, nor a function that makes one.
     """
+    if outer:
+        try:
+            inspect.signature(transform).bind(None)
+        except TypeError as error:
+            raise TypeError(f"outer=True: transform={transform!r} must be a function of one group: {error}") from None
+        return transform  # type: ignore[no-any-return]
     if is_optimizer(transform):
         return partial(_itself, transform)
     if isinstance(transform, Step) or not callable(transform):
@@ -176,17 +209,20 @@ def _itself(value: Any) -> Any:
 def name_of(make: Callable[[], Any]) -> str:
     """The name of a method in the table: that of its maker, or its own."""
     inner: Any = make.func if isinstance(make, partial) else make
-    if inner is _itself or inner.__name__ == "<lambda>":
+    if inner is _itself or (inner.__name__ == "<lambda>" and not inspect.signature(inner).parameters):
         made = make()
-        return getattr(made, "__name__", None) or str(made)
+        return name_of(made) if isinstance(made, partial) else getattr(made, "__name__", None) or str(made)
     words = [*map(repr, make.args), *(f"{k}={v!r}" for k, v in make.keywords.items())] if isinstance(make, partial) else []
     return f"{inner.__name__}({', '.join(words)})"
 
 
-def imported(name: str, make: Callable[[], Any]) -> str:
-    """Source lines that make the object of ``make``; a comment if it cannot be imported."""
+def imported(name: str, make: Callable[..., Any], *, outer: bool = False) -> str:
+    """Source lines that make the object of ``make``, or with ``outer`` a function of a group; a comment if it has no name."""
     inner: Any = make.func if isinstance(make, partial) else make
     importable = getattr(sys.modules.get(inner.__module__), inner.__name__, None) == inner
     if not importable or inner is _itself or inner.__module__ == "__main__":
         return f"# {name} = ..., as holds was given it"
-    return f"from {inner.__module__} import {inner.__name__}\n{name} = {name_of(make)}"
+    made = name_of(make)
+    if outer:
+        made = f"lambda *group: {made[:-1]}{'' if made.endswith('()') else ', '}*group)"
+    return f"from {inner.__module__} import {inner.__name__}\n{name} = {made}"

@@ -17,6 +17,11 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     return torch.equal(raw_bytes(x), raw_bytes(y))
 
 
+def same_or_nan(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are equal, where NaN equals NaN."""
+    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
 def assert_same(actual: Any, expected: Any, *, bits: bool = True) -> None:
     """Asserts that two pytrees have equal structure, dtypes, shapes and bits; with ``bits=False``, equal values.
 

@@ -111,7 +111,7 @@ REFUSALS = [
         program=lambda: trained(None, fds.differentiable, T.mixed_precision("bf16")),
     ),
     Refusal(
-        what="`fds.differentiable` with `lamb`, `muon`, `per_matrix` or 1-bit Adam, also in `param_groups`",
+        what="`fds.differentiable` with `lamb`, `muon`, `per_matrix`, `per_leaf` or 1-bit Adam, also in `param_groups`",
         error=ValueError,
         says="differentiable: lamb.* has no derivative here",
         advises=r"use fds\.sgd, adam, adamw",

@@ -1,17 +1,23 @@
-"""The library's transforms and optimizers, and those that the docs work out, with what ``holds`` says of them."""
+"""The library's transforms and optimizers, those of the docs and of the gallery, with what ``holds`` says of them."""
 
-from collections.abc import Mapping
+import importlib
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
 
 import functional_ds as fds
-from functional_ds import comm
+from functional_ds import comm, testing
 from functional_ds import transforms as T
-from tests.step.worked import worked
+from tests.step.worked import defined, worked
+from tests.testing.wrong_methods import descent
 
-__all__ = ["METHODS", "Tested"]
+__all__ = ["METHODS", "Tested", "at_every_second", "trained_apart"]
 
 
 @attrs.frozen
@@ -22,13 +28,69 @@ class Tested:
     options: Mapping[str, Any] = attrs.field(factory=dict)
     but: Mapping[str, str] = attrs.field(factory=dict)
 
+    def outcome(self, law: str) -> str:
+        """What its row says."""
+        needs = {"oracle": "oracle", "ranks": "by_ranks", "bytes": "sends"}.get(law)
+        return self.but.get(law, "ok" if needs is None or needs in self.options else "not applicable")
+
 
 def mean(grads: Any, memory: Any, group: comm.Group) -> Any:
     return comm.all_reduce(grads, group, op="avg"), memory
 
 
+def by_torch(
+    params: Any, batches: list[Any], make: Callable[[list[Tensor]], torch.optim.Optimizer], limit: float = float("inf")
+) -> Any:
+    """The oracle of an optimizer: torch's, with gradients clipped to a limit."""
+    leaves, spec = fds.tree.flatten(params)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    optimizer = make(leaves)
+    for batch in batches:
+        optimizer.zero_grad()
+        testing.Problem().loss(fds.tree.unflatten(spec, leaves), batch).backward()
+        torch.nn.utils.clip_grad_norm_(leaves, limit)
+        optimizer.step()
+    return fds.tree.unflatten(spec, [leaf.detach() for leaf in leaves])
+
+
+def torchs(name: str, limit: float = float("inf"), **options: Any) -> dict[str, Any]:
+    """What ``holds`` is told of an optimizer that torch has, too."""
+    return {"oracle": partial(by_torch, make=partial(getattr(torch.optim, name), **options), limit=limit)}
+
+
+def beyond_sums(two: int, three: int) -> dict[str, Any]:
+    """What ``holds`` is told of a method that sends so many bytes more in stages 1 to 3 on two ranks, and on three."""
+    return {"sends": lambda stage, ranks: {2: two, 3: three}[ranks] if stage else 0}
+
+
 def top_k() -> fds.Transform:
     return T.compressed_gradients(comm.codecs.TopK(1.0))
+
+
+def one_bit() -> fds.Transform:
+    return T.compressed_gradients(comm.codecs.OneBit(size=8))
+
+
+def in_bf16(stage: int) -> fds.Transform:
+    codec = comm.codecs.Cast(torch.bfloat16)
+    return T.zero(stage, reduce_scatter=comm.codecs.compressed(comm.reduce_scatter, codec))
+
+
+def combined(stage: int) -> fds.Transform:
+    return T.zero(stage, aggregate=T.Combine(mean))
+
+
+def in_every_second() -> fds.Transform:
+    return T.every(2, T.clip(0.1))
+
+
+def groups() -> Any:
+    return fds.param_groups({"^0": fds.sgd(0.1)}, fds.adamw(0.05))
+
+
+def cosine() -> fds.Transform:
+    return T.schedule(T.warmup_cosine(2, 6))
 
 
 def warmup() -> fds.Transform:
@@ -46,9 +108,15 @@ KEPT_BY_RANK = dict.fromkeys(("slots", "checkpoints"), "refused")  # what a rank
 
 LIBRARY = {
     "accumulate": Tested(partial(T.accumulate, 2)),
-    "clip": Tested(partial(T.clip, 0.1)),
+    "clip": Tested(partial(T.clip, 0.1), torchs("SGD", 0.1, lr=0.1, momentum=0.5) | beyond_sums(4, 8)),
+    "codec bf16": Tested(partial(in_bf16, 2), {"within": 0.05}, OWN_REDUCTION),
+    "combine 0": Tested(partial(combined, 0), {}, OWN_REDUCTION),
+    "combine 3": Tested(partial(combined, 3), {}, OWN_REDUCTION),
+    "compressed one bit": Tested(one_bit, {"within": 1.0}, OWN_REDUCTION | KEPT_BY_RANK),
     "compressed_gradients": Tested(top_k, {}, OWN_REDUCTION | KEPT_BY_RANK),
-    "ema": Tested(partial(T.ema, 0.9)),
+    "cosine": Tested(cosine),
+    "ema": Tested(partial(T.ema, 0.9), {"oracle": descent}),
+    "every": Tested(in_every_second),
     "mixed_precision": Tested(
         partial(T.mixed_precision, "bf16"), {"order": "before", "within": 0.05}, dict.fromkeys(HALF, "refused")
     ),
@@ -57,13 +125,14 @@ LIBRARY = {
     "replicated": Tested(partial(T.replicated, reduce=mean), {}, OWN_REDUCTION),
     "schedule": Tested(warmup),
     **{f"zero {stage}": Tested(partial(T.zero, stage), {}, OWN_REDUCTION) for stage in range(4)},
-    "adagrad": Tested(partial(fds.adagrad, 0.05)),
-    "adam": Tested(partial(fds.adam, 0.05)),
-    "adamw": Tested(partial(fds.adamw, 0.05)),
-    "lamb": Tested(partial(fds.lamb, 0.05)),
+    "adagrad": Tested(partial(fds.adagrad, 0.05), torchs("Adagrad", lr=0.05)),
+    "adam": Tested(partial(fds.adam, 0.05), torchs("Adam", lr=0.05)),
+    "adamw": Tested(partial(fds.adamw, 0.05), torchs("AdamW", lr=0.05)),
+    "groups": Tested(groups),
+    "lamb": Tested(partial(fds.lamb, 0.05), beyond_sums(40, 56)),
     "lion": Tested(partial(fds.lion, 0.01), {}, dict.fromkeys(CLIPS, "not applicable")),
     "muon": Tested(muon),
-    "sgd": Tested(partial(fds.sgd, 0.1, momentum=0.5)),
+    "sgd": Tested(partial(fds.sgd, 0.1, momentum=0.5), torchs("SGD", lr=0.1, momentum=0.5)),
 }
 
 
@@ -86,4 +155,165 @@ DOCS: dict[str, dict[str, str]] = {
     "sign_gradient": {"clip after": "not applicable", "bf16": "wrong"},  # signs of rounded zeros
     "unit_gradient": {"clip after": "not applicable"},
 }
-METHODS = LIBRARY | {f"docs {name}": Tested(partial(documented, name), {}, DOCS.get(name, {})) for name in worked()}
+
+
+# -- worked examples that take arguments, or other params ----------------------------------------------------------------------
+
+RESEARCH = str(Path(__file__).parents[2] / "examples/research")
+
+
+def flat_loss(params: Any, batch: Tensor) -> Tensor:
+    y: Tensor = torch.tanh(batch @ params["hidden"] + params["bias"]) @ params["head"]
+    return (y - torch.sin(2 * batch[:, :2])).square().mean()
+
+
+def flat() -> testing.Problem:
+    """The problem's first leaves as a dict, with the names of the gallery."""
+    one, other = testing.Problem().params
+    params = {"hidden": one["w"], "bias": one["b"], "head": other["w"]}
+    return testing.Problem(params=params, loss=flat_loss)
+
+
+def block_loss(params: Any, batch: Tensor) -> Tensor:
+    return flat_loss({"hidden": params["blocks"][0], "bias": params["bias"], "head": params["head"]}, batch)
+
+
+def blocks() -> testing.Problem:
+    params = flat().params
+    params = {"blocks": [params["hidden"]], "bias": params["bias"], "head": params["head"]}
+    return testing.Problem(params=params, loss=block_loss)
+
+
+def of_page(page: str, name: str, *args: Any) -> Any:
+    """A function of a page, called; a group stands for the world."""
+    return defined(page)[name](*args)
+
+
+def over_world(page: str, name: str) -> Any:
+    return defined(page)[name](comm.world())
+
+
+def layerwise() -> Any:
+    return fds.per_leaf(torch.zeros_like, defined("docs/optimizers.md")["lars"], lr=1.0)
+
+
+def squashed() -> fds.Transform:
+    return fds.wrap("squashed", view=defined("docs/steps.md")["squashed"])
+
+
+def gallery(file: str) -> Any:
+    """A file of the gallery, as a module."""
+    sys.path.insert(0, RESEARCH)
+    try:
+        return importlib.import_module(file)
+    finally:
+        sys.path.remove(RESEARCH)
+
+
+def researched(file: str, name: str, *args: Any, **options: Any) -> Any:
+    """A function of a file of the gallery, called."""
+    return getattr(gallery(file), name)(*args, **options)
+
+
+def own_zero() -> fds.Transform:
+    return gallery("own_zero").owned_in_turn(comm.world())  # type: ignore[no-any-return]
+
+
+def noise_scale() -> fds.Transform:
+    """It compares micro-batches with the batch."""
+    return fds.compose(researched("noise_scale", "noise_scale", 0.9), T.accumulate(2))
+
+
+def trained_apart(
+    params: Any,
+    batches: list[list[Any]],
+    meet: Callable[[list[list[Tensor]], int], list[list[Tensor]]] = lambda own, count: own,
+    combine: Callable[[list[list[Tensor]]], list[list[Tensor]]] = lambda grads: grads,
+) -> list[Any]:
+    """Each rank's params after sgd with momentum in plain PyTorch, where ranks combine gradients, or meet after an update."""
+    ranks, loss = range(len(batches[0])), testing.Problem().loss
+    spec, own = fds.tree.flatten(params)[1], [fds.tree.leaves(params) for _ in ranks]
+    speeds = [[torch.zeros_like(leaf) for leaf in own[0]] for _ in ranks]
+    for count, rows in enumerate(batches, 1):
+        own = [[leaf.detach().requires_grad_() for leaf in leaves] for leaves in own]
+        losses = [loss(fds.tree.unflatten(spec, own[rank]), rows[rank]) for rank in ranks]
+        grads = combine([[*torch.autograd.grad(losses[rank], own[rank])] for rank in ranks])
+        for rank in ranks:
+            speeds[rank] = [0.5 * speed + grad for speed, grad in zip(speeds[rank], grads[rank], strict=True)]
+            own[rank] = [leaf.detach() - 0.1 * speed for leaf, speed in zip(own[rank], speeds[rank], strict=True)]
+        own = meet(own, count)
+    return [fds.tree.unflatten(spec, leaves) for leaves in own]
+
+
+def at_every_second(own: list[list[Tensor]], count: int) -> list[list[Tensor]]:
+    """Local SGD."""
+    means = [torch.stack(leaves).mean(0) for leaves in zip(*own, strict=True)]
+    return own if count % 2 else [means for _ in own]
+
+
+def with_neighbours(own: list[list[Tensor]], count: int) -> list[list[Tensor]]:
+    n = len(own)
+    around = [(own[(rank - 1) % n], own[rank], own[(rank + 1) % n]) for rank in range(n)]
+    return [[torch.stack(leaves).mean(0) for leaves in zip(*three, strict=True)] for three in around]
+
+
+def by_majority(grads: list[list[Tensor]]) -> list[list[Tensor]]:
+    votes = [torch.stack(leaves).sign().sum(0).sign() for leaves in zip(*grads, strict=True)]
+    return [votes for _ in grads]
+
+
+def gossip() -> fds.Transform:
+    file = gallery("gossip")
+    return fds.compose(T.apart(comm.world()), file.gossip(file.ring))
+
+
+def local_sgd() -> fds.Transform:
+    def average(step: fds.Step, state: fds.State) -> fds.State:
+        leaves, spec = fds.tree.flatten(state.params)
+        means = comm.all_reduce([leaf.clone() for leaf in leaves], op="avg")
+        return fds.tree.replace(state, params=fds.tree.unflatten(spec, means))
+
+    return fds.compose(T.apart(comm.world()), T.every(2, average))
+
+
+def majority() -> fds.Transform:
+    return T.replicated(reduce=defined("docs/phases.md")["majority"], name="majority")
+
+
+FRAGMENTS = (("0.w", "1.scale"), ("0.b", "1.w", "1.b"))
+FLAT = dict.fromkeys(("unused leaves", "pipelines"), "not applicable")
+BY_RANKS = {
+    **dict.fromkeys(("stages", "replicated", "clip before", "clip after", "slots"), "not applicable"),
+    **dict.fromkeys(("unused leaves", "pipelines"), "not applicable"),
+}
+SIGNS = {"bf16": "wrong"}  # of rounded numbers
+EXAMPLES = {
+    "ademamix": Tested(partial(of_page, "docs/quickstart-optimizer.md", "ademamix", 0.05)),
+    "data_parallel": Tested(partial(over_world, "docs/phases.md", "data_parallel"), {}, OWN_REDUCTION),
+    "galore": Tested(partial(of_page, "docs/optimizers.md", "galore")),
+    "lars": Tested(layerwise),
+    "local_sgd": Tested(local_sgd, {"by_ranks": partial(trained_apart, meet=at_every_second)}, BY_RANKS),
+    "majority": Tested(majority, {"by_ranks": partial(trained_apart, combine=by_majority)}, BY_RANKS | SIGNS),
+    "round_robin": Tested(partial(over_world, "docs/phases.md", "round_robin"), {}, OWN_REDUCTION),
+    "shampoo": Tested(partial(of_page, "docs/optimizers.md", "shampoo"), {"problem": blocks()}, FLAT),
+    "squashed": Tested(squashed, {"problem": flat()}, FLAT),
+    "research gossip": Tested(gossip, {"by_ranks": partial(trained_apart, meet=with_neighbours)}, BY_RANKS),
+    "research diloco": Tested(partial(researched, "diloco", "diloco", 2), {"outer": True}, {"pipelines": "not applicable"}),
+    "research dp_sgd": Tested(partial(researched, "dp_sgd", "dp_sgd", 0.5, 0.5), {"problem": flat()}, FLAT),
+    "research noise_scale": Tested(noise_scale, {}, {"slots": "wrong"}),  # the rows of a micro-batch depend on the ranks
+    "research own_zero": Tested(own_zero, {}, OWN_REDUCTION),
+    "research power_sgd": Tested(partial(researched, "compression", "power_sgd", 8), {}, OWN_REDUCTION | KEPT_BY_RANK),
+    "research sam": Tested(partial(researched, "sharpness", "sam", 0.05), {}, {"accumulate after": "wrong"}),
+    "research soap": Tested(
+        partial(researched, "soap", "soap", 0.05, 2, eps=1e-3), {"problem": flat(), "within": 0.02}, FLAT
+    ),  # QR of singular matrices
+    "research sophia": Tested(
+        partial(researched, "sophia", "sophia", 2), {}, {"accumulate after": "wrong", "pipelines": "refused"}
+    ),
+    "research streaming": Tested(
+        partial(researched, "streaming_diloco", "streaming", 2, FRAGMENTS, delay=1, mix=0.5),
+        {"outer": True},
+        {"pipelines": "not applicable"},
+    ),
+}
+METHODS = LIBRARY | {f"docs {name}": Tested(partial(documented, name), {}, DOCS.get(name, {})) for name in worked()} | EXAMPLES

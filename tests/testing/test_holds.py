@@ -16,7 +16,7 @@ from functional_ds import comm, testing
 from functional_ds import transforms as T
 from functional_ds.comm.table.errors import CommError
 from functional_ds.testing.laws import LAWS
-from tests.testing.methods import METHODS
+from tests.testing.methods import METHODS, at_every_second, trained_apart
 from tests.testing.wrong_methods import WRONG, centred, changed, descent
 
 NAMES = [law.name for law in LAWS]
@@ -33,9 +33,8 @@ def bound(name: str) -> dict[str, testing.BoundLaw]:
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_hold(name: str, law: str) -> None:
     """Each row of the table is ok, or what tests/testing/methods.py says."""
-    result, but = bound(name)[law].result(), METHODS[name].but
-    wanted = but.get(law, "not applicable" if law in ("oracle", "ranks", "bytes") else "ok")
-    assert result.outcome == wanted, str(result)
+    result = bound(name)[law].result()
+    assert result.outcome == METHODS[name].outcome(law), str(result)
 
 
 @pytest.mark.parametrize("make", WRONG, ids=lambda make: make.__name__)
@@ -94,6 +93,10 @@ def refused() -> fds.Transform:
     return fds.wrap("refused", check=check)
 
 
+def momentum_of(lr: float, momentum: float) -> fds.Optimizer:
+    return fds.sgd(lr, momentum=momentum)
+
+
 def beside_nothing() -> fds.Transform:
     def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
         if comm.world().size > 1:
@@ -101,6 +104,17 @@ def beside_nothing() -> fds.Transform:
         return inner(step, params)
 
     return fds.wrap("beside_nothing", init=init)
+
+
+def local_sgd_of_models(group: comm.Group | None) -> fds.Transform:
+    """Models of several ranks are averaged in every second update."""
+
+    def average(step: fds.Step, state: fds.State) -> fds.State:
+        leaves, spec = fds.tree.flatten(state.params)
+        means = comm.all_reduce([leaf.clone() for leaf in leaves], group, op="avg")
+        return fds.tree.replace(state, params=fds.tree.unflatten(spec, means))
+
+    return T.every(2, average)
 
 
 SHAPES = {"a": torch.zeros(2)}
@@ -132,6 +146,21 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "oracle: it gives .* and params are",
     ),
     "order": (identity, {"order": "inside"}, ValueError, "order='inside' is neither"),
+    "oracle": (identity, {"oracle": 3}, TypeError, r"oracle=3 is not a function of \(params, batches\)"),
+    "by ranks": (identity, {"by_ranks": 3}, TypeError, r"by_ranks=3 is not a function of \(params, batches\)"),
+    "sends": (identity, {"sends": 3}, TypeError, r"sends=3 is not a function of \(stage, ranks\)"),
+    "bytes": (identity, {"sends": lambda stage, ranks: "few"}, TypeError, "sends: it gives 'few', and not a number of bytes"),
+    "within": (identity, {"within": -1}, ValueError, "within=-1 is not a positive tolerance"),
+    "an argument": (partial(momentum_of, 0.1), {}, ValueError, r"momentum_of\(0.1\) does not run .* with all its arguments"),
+    "a function": (T.clip, {}, ValueError, "clip does not run on one device: TypeError.* with all its arguments, as partial"),
+    "outer": (identity, {"outer": True}, TypeError, "outer=True: transform=.*must be a function of one group"),
+    "a sum of models": (partial(T.zero, 1), {"outer": True}, ValueError, r"outer=True: Zero\(1\) reduces gradients itself"),
+    "rows of models": (
+        local_sgd_of_models,
+        {"outer": True, "problem": testing.Problem(batches=[torch.zeros(12, 5)])},
+        ValueError,
+        r"outer=True: two models divide a batch; give multiples of 24 rows, not \[12\]",
+    ),
     "law": (identity, {"only": ["stage"]}, ValueError, "there is no law 'stage'; the laws are oracle, ranks, stages"),
     "excuse": (identity, {"excused": {"stage": "no"}}, ValueError, "there is no law 'stage'"),
 }
@@ -147,6 +176,16 @@ def test_what_cannot_be_tested_is_refused(case: str) -> None:
 def test_batches_are_divisible() -> None:
     with pytest.raises(ValueError, match="multiples of 12 rows"):
         testing.Problem(batches=[torch.zeros(10, 5)])
+
+
+def test_the_oracle_is_tried_before_training() -> None:
+    """A loss that raises shows that nothing was trained."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        raise AssertionError("trained")
+
+    with pytest.raises(ValueError, match="oracle: it gives"):
+        testing.holds(identity, oracle=lambda params, batches: SHAPES, problem=testing.Problem(loss=loss))
 
 
 # -- the table -------------------------------------------------------------------------------------------------------------
@@ -167,43 +206,12 @@ def met(step: fds.Step, state: fds.State, divides: float | None = None) -> fds.S
     return fds.tree.replace(state, params=fds.tree.unflatten(spec, [x / (divides or comm.world().size) for x in sums]))
 
 
-def local_sgd() -> fds.Transform:
-    return fds.compose(T.apart(comm.world()), T.every(2, met))
-
-
 def local_sgd_of_two() -> fds.Transform:
     """Right on 2 ranks."""
     return fds.compose(T.apart(comm.world()), T.every(2, lambda step, state: met(step, state, 2.0)))
 
 
-def of_ranks(params: Any, batches: list[list[Any]], rate: float = 0.1, momentum: float = 0.5) -> list[Any]:
-    """Local SGD with momentum and a round of two steps, in plain PyTorch."""
-    ranks, loss = range(len(batches[0])), testing.Problem().loss
-    spec, own = fds.tree.flatten(params)[1], [fds.tree.leaves(params) for _ in ranks]
-    speeds = [[torch.zeros_like(leaf) for leaf in own[0]] for _ in ranks]
-    for count, rows in enumerate(batches, 1):
-        for rank in ranks:
-            leaves = [leaf.detach().requires_grad_() for leaf in own[rank]]
-            grads = torch.autograd.grad(loss(fds.tree.unflatten(spec, leaves), rows[rank]), leaves)
-            speeds[rank] = [momentum * speed + grad for speed, grad in zip(speeds[rank], grads, strict=True)]
-            own[rank] = [leaf.detach() - rate * speed for leaf, speed in zip(leaves, speeds[rank], strict=True)]
-        if count % 2 == 0:
-            own = [[torch.stack(leaves).mean(0) for leaves in zip(*own, strict=True)] for _ in ranks]
-    return [fds.tree.unflatten(spec, leaves) for leaves in own]
-
-
-BY_RANKS = {  # the others are ok
-    **dict.fromkeys(("oracle", "stages", "replicated", "clip before", "clip after", "slots", "bytes"), "not applicable"),
-    **dict.fromkeys(("unused leaves", "pipelines"), "not applicable"),
-}
-
-
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("law", NAMES)
-def test_a_method_that_depends_on_the_ranks(law: str) -> None:
-    """It is compared with an oracle that has all ranks' rows, and with itself on as many ranks."""
-    result = testing.holds(local_sgd, by_ranks=of_ranks, only=[law])[law]
-    assert result.outcome == BY_RANKS.get(law, "ok"), str(result)
+of_ranks = partial(trained_apart, meet=at_every_second)
 
 
 def test_an_oracle_of_ranks_finds_what_is_wrong_on_three() -> None:
@@ -214,10 +222,75 @@ def test_an_oracle_of_ranks_finds_what_is_wrong_on_three() -> None:
         exec(row.program, {"method": local_sgd_of_two, "by_ranks": of_ranks})
 
 
+# -- methods over an outer axis of a mesh ------------------------------------------------------------------------------------
+
+
+def mean_of_the_world(group: comm.Group) -> fds.Transform:
+    """Averages other shards, too."""
+    return local_sgd_of_models(None)
+
+
+OUTER = dict.fromkeys(("oracle", "pipelines", "bytes"), "not applicable")
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("law", NAMES)
+def test_a_method_over_an_outer_axis(law: str) -> None:
+    """Models of two and three ranks in all stages are those of one rank, and of the oracle."""
+    result = testing.holds(local_sgd_of_models, outer=True, by_ranks=of_ranks, only=[law])[law]
+    assert result.outcome == OUTER.get(law, "ok"), str(result)
+
+
+@pytest.mark.parametrize("law", ["ranks", "stages", "slots", "checkpoints", "unused leaves"])
+def test_a_mean_over_the_world_in_place_of_the_models_is_found(law: str) -> None:
+    row = testing.holds(mean_of_the_world, outer=True, by_ranks=of_ranks, order="before", only=[law])[law]
+    assert row.outcome == "wrong", str(row)
+    assert "group=mesh['inner']), T.apart(mesh['outer'])), 2 models of 2 ranks" in row.words
+    if law == "stages":
+        with pytest.raises(AssertionError, match="stages             wrong"):
+            exec(row.program, {})
+
+
+# -- bytes and oracles -------------------------------------------------------------------------------------------------------
+
+
 def test_bytes_are_those_of_the_formula() -> None:
     """A norm is one more number in stages 1 to 3, where each rank has a part."""
     sends = lambda stage, ranks: 0  # noqa: E731
     assert testing.holds(identity, sends=sends, only=["bytes"])["bytes"].outcome == "ok"
+
+
+def mean_of_halves() -> fds.Transform:
+    """Data parallelism whose sums have two bytes an element; lossy."""
+
+    def reduce(grads: Any, memory: Any, group: comm.Group) -> Any:
+        return [x.float() for x in comm.all_reduce([grad.bfloat16() for grad in grads], group, op="avg")], memory
+
+    return T.replicated(reduce=reduce)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_bytes_of_a_method_that_reduces_gradients_itself(more: int) -> None:
+    """There is no stage, and they are all that it sends: 2 bytes for each of 59 elements, and 40 for weights and losses."""
+    sends = lambda stage, ranks: {(None, 2): 2 * 59 + 40, (None, 3): 2 * 80 + 66}[stage, ranks] + more  # noqa: E731
+    assert testing.holds(mean_of_halves, sends=sends, only=["bytes"])["bytes"].outcome == ("wrong" if more else "ok")
+
+
+def test_bytes_of_an_optimizer_are_those_beyond_sgd() -> None:
+    """LAMB sums two squares for each of five leaves."""
+    sends = lambda stage, ranks: {2: 40, 3: 56}[ranks] if stage else 0  # noqa: E731
+    assert testing.holds(partial(fds.lamb, 0.05), sends=sends, only=["bytes"])["bytes"].outcome == "ok"
+
+
+@pytest.mark.parametrize(("within", "outcome"), [(1e-4, "wrong"), (0.02, "ok")])
+def test_a_lossy_method_is_compared_within_its_tolerance(within: float, outcome: str) -> None:
+    """The oracle is a step without loss."""
+    table = testing.holds(mean_of_halves, oracle=training(), within=within, only=["oracle", "stages", "clip before"])
+    assert table.outcomes() == dict.fromkeys(("oracle", "stages", "clip before"), outcome)
+
+
+def training() -> fds.Step:
+    return fds.train_step(testing.Problem().loss, fds.sgd(0.1, momentum=0.5))
 
 
 def test_rows_are_excused_with_a_reason() -> None:

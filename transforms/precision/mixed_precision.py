@@ -347,10 +347,16 @@ class _MixedPrecision:
 class _Share(torch.autograd.Function):
     """``loss.to(dtype) / parts``. Its backward pass casts first: a scale that the loss's dtype cannot represent is infinite."""
 
+    generate_vmap_rule = True  # losses of single rows, as in DP-SGD
+
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
-        ctx.parts, ctx.dtype = parts, loss.dtype
+    def forward(loss: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
         return loss.to(dtype) / parts
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        loss, ctx.parts, _ = inputs
+        ctx.dtype = loss.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
