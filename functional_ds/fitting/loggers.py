@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import attrs
 
 from functional_ds.base.disk.files import read_regular, write_atomically
-from functional_ds.base.progress import progress_bar
+from functional_ds.comm.record.notebook import progress_bar
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step

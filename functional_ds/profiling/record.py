@@ -9,7 +9,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.progress import progress_bar
+from functional_ds.comm.record.notebook import progress_bar
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tqdm.auto
 
-from functional_ds.base.progress import progress_bar
+from functional_ds.comm.record.notebook import progress_bar
 from tests.planting import Bug, planted
 
 
@@ -38,8 +38,8 @@ def test_a_notebook_shows_a_widget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BUGS = [
-    Bug("the bar of a console", "base.progress:progress_bar", "from tqdm.auto import tqdm", "from tqdm import tqdm"),
-    Bug("the pace of a file", "base.progress:progress_bar", '"ipykernel.zmqshell" in sys.modules', "False"),
+    Bug("the bar of a console", "comm.record.notebook:progress_bar", "from tqdm.auto import tqdm", "from tqdm import tqdm"),
+    Bug("the pace of a file", "comm.record.notebook:progress_bar", '"ipykernel.zmqshell" in sys.modules', "False"),
 ]
 
 
