@@ -70,7 +70,8 @@ def _jit(function: Function, x: Tensor) -> Pair:
     from functional_ds.compiling.jitted.jit_step import jit
 
     step = train_step(lambda w, batch: function(w).square().sum() + (w * batch).sum(), sgd(0.1))
-    jitted, ends = jit(step), []
+    jitted = jit(step)
+    ends: list[Any] = []
     for each in (jitted, step):
         state, _ = each(each.init(x.clone()), x)  # the first step is never a graph
         ends.append(each(state, x)[0].params)
