@@ -67,17 +67,6 @@ def neighbour_mean(x: Any, group: Any = None) -> Any:
     return request(Call(NEIGHBOUR_MEAN, {}), x, group)
 
 
-def laws(seed: int) -> tuple[Tensor, float, float, int]:
-    """A rank's result, <C x, y> and <x, Cᵀ y> summed over ranks, and the bytes it sends."""
-    x, y = torch.randn(2, 5, generator=torch.Generator().manual_seed(seed + comm.world().rank)).unbind()
-    x.requires_grad_()
-    with comm.ledger() as sent:
-        result = neighbour_mean(x)
-    (result * y).sum().backward()
-    forward, backward = comm.all_reduce(torch.stack([(result * y).sum(), (x * x.grad).sum()]).detach()).tolist()
-    return result.detach(), forward, backward, sent.bytes
-
-
 def decentralized() -> fds.Transform:
     """Each rank takes its own update, then mixes its parameters with its neighbours'."""
 
@@ -107,10 +96,7 @@ def train(steps: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    simulated, processes = comm.simulate(laws, 0, world_size=3), comm.spawn(laws, 0, world_size=3)
-    same = all(torch.equal(a[0], b[0]) for a, b in zip(simulated, processes, strict=True))
-    print("processes have the simulator's bits:", same)
-    print(f"<C x, y> = {simulated[0][1]:.5f}, <x, C^T y> = {simulated[0][2]:.5f}; bytes a rank: {simulated[0][3]}")
+    print(fds.testing.collective_holds(neighbour_mean))
     for steps in (1, 5, 20):
         wrong, apart = comm.simulate(train, steps, world_size=8)[0]
         print(f"{steps:>2} steps on 8 ranks: {wrong:.3f} from the truth, rank 0 is {apart:.3f} from the mean of all ranks")

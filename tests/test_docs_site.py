@@ -6,9 +6,11 @@ import inspect
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -176,6 +178,28 @@ def test_figures_name_files_that_exist() -> None:
     names = set(re.findall(r">((?:functional_ds|comm|transforms)/[\w/]+\.py)<", drawn))
     assert len(names) > 8
     assert sorted(name for name in names if not (TOP / name).is_file()) == []
+
+
+def _texts(node: ElementTree.Element, x: float = 0.0, y: float = 0.0) -> Iterator[tuple[str, float, float, float]]:
+    """Each text below an element of an SVG file, with its place and its height if that is said."""
+    for right, down in re.findall(r"translate\(([-\d.]+)[ ,]+([-\d.]+)\)", node.get("transform", "")):
+        x, y = x + float(right), y + float(down)
+    if node.tag.endswith("}text"):
+        size = re.search(r"font(?:-size)?:[\w ]*?([\d.]+)px", node.get("style", ""))
+        place = x + float(node.get("x", 0)), y + float(node.get("y", 0))
+        yield "".join(node.itertext()), *place, 0.7 * float(size.group(1)) if size else 0.0
+    for child in node:
+        yield from _texts(child, x, y)
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "figures").glob("*.svg")), ids=lambda path: path.stem)
+def test_figures_cut_off_no_words(path: Path) -> None:
+    """Each text begins, ends or has its middle inside the picture, and is not cut off at the top."""
+    root = ElementTree.parse(path).getroot()
+    _, _, wide, high = map(float, root.get("viewBox", "").split())
+    texts = list(_texts(root))
+    assert texts
+    assert [text for text, x, y, height in texts if not (0 <= x <= wide and height <= y <= high)] == []
 
 
 def test_worked_cases_are_read_as_they_are_printed() -> None:

@@ -116,6 +116,7 @@ LATE = {
     ("transforms.zero.cost_report", "dry_run.dry_run"): "a step is no prediction of it",
     ("testing.laws", "checkpointing.load"): "checkpointing may be left out",
     ("testing.laws", "checkpointing.save"): "checkpointing may be left out",
+    ("testing.collective_laws", "compiling.jitted.jit_step"): "compiling may be left out",
     ("testing.laws", "compiling.jitted.jit_step"): "compiling may be left out",
     ("testing.recipe", "pipelining.schedules.generators"): "pipelining may be left out",
     ("testing.recipe", "pipelining.stages.from_functions"): "pipelining may be left out",

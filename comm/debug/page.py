@@ -117,7 +117,7 @@ class Chart:
         if not self.curve:
             return ""
         most, room = max(value for _, value in self.curve) or 1.0, _CURVE - 6
-        corners = " ".join(f"H{x(time)} V{_CURVE - value / most * room:.2f}" for time, value in self.curve)
+        corners = " ".join(f"H{min(max(x(time), 0), 100)} V{_CURVE - value / most * room:.2f}" for time, value in self.curve)
         path = f'<path d="M0 {_CURVE} {corners} H100 V{_CURVE} Z" fill-opacity="0.4"/>'
         return (
             f'<svg y="{top}" width="100%" height="{_CURVE}" viewBox="0 0 100 {_CURVE}" preserveAspectRatio="none">{path}</svg>'
@@ -150,7 +150,12 @@ class _RankEvents(Protocol):
     def events(self) -> Sequence[Event]: ...
 
 
-def calls_chart(ledgers: Sequence[_RankEvents], *, offsets: Mapping[int, float] | Sequence[float] | None = None) -> Chart:
+def calls_chart(
+    ledgers: Sequence[_RankEvents],
+    *,
+    offsets: Mapping[int, float] | Sequence[float] | None = None,
+    memory: Sequence[tuple[float, float]] = (),
+) -> Chart:
     """A timeline of the ranks' timed calls, with a lane for each rank and group.
 
     A message's arrow goes from the sender's call to the receiver's result. A collective's arrows go from the last rank that
@@ -160,6 +165,8 @@ def calls_chart(ledgers: Sequence[_RankEvents], *, offsets: Mapping[int, float] 
         ledgers: the ranks' ledgers, with times, or the ranks of a profile.
         offsets: added to each rank's times: ``comm.debug.clock_offsets().seconds``. None if all ranks share a clock, as on one
             host.
+        memory: a curve below the lanes: a rank's (time, bytes from then on) pairs, such as ``run.events.curve()`` of
+            ``fds.memory.recorded``.
 
     Raises:
         ValueError: no ledger has times.
@@ -188,7 +195,7 @@ def calls_chart(ledgers: Sequence[_RankEvents], *, offsets: Mapping[int, float] 
             calls.setdefault((*sequence, counts[sequence]), {})[ledger.rank] = event
             lanes.setdefault(_lane(ledger.rank, event), []).extend(slices_of([event]))
     arrows = [arrow for by_rank in calls.values() for arrow in _arrows(by_rank)]
-    return Chart(f"Collectives of {len(ledgers)} ranks", lanes, arrows)
+    return Chart(f"Collectives of {len(ledgers)} ranks", lanes, arrows, memory)
 
 
 def _lane(rank: int, event: Event) -> str:

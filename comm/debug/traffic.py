@@ -84,7 +84,7 @@ def draw_traffic(ledgers: Sequence[Ledger], *, title: str = "") -> "Figure":
     if not by_axis:
         raise ValueError("ledgers: nothing was sent while they were open")
     n = len(ledgers)
-    figure = Figure(figsize=(0.5 + 3.1 * len(by_axis), 3.6), layout="constrained")
+    figure = Figure(figsize=(0.5 + 3.1 * len(by_axis), 4.2), layout="constrained")
     panels = figure.subplots(1, len(by_axis), sharey=True, squeeze=False)[0]
     for axes, (axis, sent), colours in zip(panels, by_axis.items(), itertools.cycle(_COLOURS), strict=False):
         most = float(sent.max())

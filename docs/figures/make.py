@@ -1,4 +1,5 @@
-"""Draws the docs' figures from runs on two simulated ranks: ``python docs/figures/make.py``, which `make docs` does.
+"""Draws the docs' figures from runs on two simulated ranks, and from tables of pages: ``python docs/figures/make.py``, which
+`make docs` does. Names of figures draw these alone.
 
 The horizontal axes of the first three count events, so a second run draws the same files. The pipeline's figure has measured
 times: ``--measure`` draws it anew, everything else leaves it as it is.
@@ -15,6 +16,7 @@ from unittest import mock
 
 import attrs
 import matplotlib as mpl
+import pages
 import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -437,6 +439,7 @@ def step_graph() -> Figure:
 
 FIGURES = {"zero-path": zero_path, "phases": phases, "zero-life": zero_life, "sequence-length": sequence_length}
 FIGURES |= {"mesh-traffic": mesh_traffic, "step-graph": step_graph}
+FIGURES |= {"gallery-bytes": pages.gallery_bytes, "gallery-mup": pages.gallery_mup}
 
 
 def save(name: str, figure: Figure) -> None:
@@ -446,11 +449,15 @@ def save(name: str, figure: Figure) -> None:
 
 
 def main() -> None:
-    """Draws what the command line asks for."""
+    """Draws the figures that the command line names, or all."""
+    names = [word for word in sys.argv[1:] if word != "--measure"] or [*FIGURES, "cheat-sheet"]
     if "--measure" in sys.argv:
         save("pipeline", pipeline())
-    for name, draw in FIGURES.items():
-        save(name, draw())
+    for name in names:
+        if name == "cheat-sheet":
+            (HERE / "cheat-sheet.svg").write_text(pages.cheat_sheet(), encoding="utf-8")
+        else:
+            save(name, FIGURES[name]())
 
 
 if __name__ == "__main__":

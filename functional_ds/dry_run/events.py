@@ -4,6 +4,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from time import perf_counter
 from typing import Any
 from weakref import ref
 
@@ -29,11 +31,17 @@ class AllocationEvent:
         bytes: of a storage; negative where it is freed or shrinks.
         storage: a number, unique in the run.
         label: what the storage holds: the collective that returned it, or a given label; may be empty.
+        seconds: when (``time.perf_counter``); equality ignores it.
     """
 
     bytes: int
     storage: int
     label: str = ""
+    seconds: float = attrs.field(factory=perf_counter, eq=False, repr=False)
+
+    def grown(self, bytes: int) -> "AllocationEvent":
+        """The storage grows by so many bytes now."""
+        return AllocationEvent(bytes, self.storage, self.label)
 
 
 Event = AllocationEvent | SizedOperation | Row  # of one call
@@ -63,6 +71,13 @@ class Events(list[Event]):
                 now += event.bytes
                 most = max(most, now) if place >= since else 0
         return most
+
+    def curve(self) -> list[tuple[float, int]]:
+        """The bytes of all storages over time: (time, bytes from then on) pairs, for ``comm.debug.calls_chart``."""
+        allocations = [event for event in self if isinstance(event, AllocationEvent)]
+        return list(
+            zip((event.seconds for event in allocations), accumulate(event.bytes for event in allocations), strict=True)
+        )
 
     @property
     def work(self) -> Counter[SizedOperation]:
@@ -166,7 +181,7 @@ class EventRecorder(OperationCounter):
         with self._lock:
             _, made = self._known.pop(place)
             self._labelled.discard(place)
-            self.events.append(attrs.evolve(made, bytes=-made.bytes))
+            self.events.append(made.grown(-made.bytes))
 
     def resized(self) -> None:
         """Records labelled tensors whose memory ``resize_``, which is not an operation, has freed or reallocated."""
@@ -177,7 +192,7 @@ class EventRecorder(OperationCounter):
                 storage = known()
                 if storage is not None and storage.nbytes() != made.bytes:
                     self._known[place] = known, attrs.evolve(made, bytes=storage.nbytes())
-                    changes.append(attrs.evolve(made, bytes=storage.nbytes() - made.bytes))
+                    changes.append(made.grown(storage.nbytes() - made.bytes))
             self.events += sorted(changes, key=lambda change: change.bytes)  # what was given back may have come first
 
 
@@ -218,7 +233,7 @@ class _CallEvents(Ledger):
 
         def arrives(wait: Callable[[], list[Tensor]]) -> list[Tensor]:
             results = wait()
-            self.recorder.events += [attrs.evolve(made, bytes=-made.bytes) for made in under_way]
+            self.recorder.events += [made.grown(-made.bytes) for made in under_way]
             under_way.clear()
             self.recorder.note(results, label)
             return results

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import attrs
 
 from functional_ds.base.disk.files import read_regular, write_atomically
+from functional_ds.comm.record.notebook import progress_bar
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
@@ -315,10 +316,7 @@ class MetricLogger:
             logger.begin(done)
         self._last = done, time.perf_counter()
         if self.policy.progress and self.active and self._bar is None:
-            from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
-
-            pause = 0.1 if sys.stderr.isatty() else 10.0  # seconds; files need no animation
-            self._bar = tqdm(total=self.steps, initial=done, unit="step", dynamic_ncols=True, mininterval=pause)
+            self._bar = progress_bar(total=self.steps, done=done)
         elif self._bar is not None:
             self._bar.n = done
             self._bar.refresh()

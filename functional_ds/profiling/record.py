@@ -8,6 +8,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from functional_ds import comm
+from functional_ds.comm.record.notebook import progress_bar
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
@@ -77,7 +79,7 @@ def _curve(column: list[float]) -> str:
     return f'<svg width="{wide}" height="{high}"><polyline points="{line}" fill="none" stroke="currentColor"/></svg>'
 
 
-def record(step: Step, state: State, batches: Iterable[Any]) -> Recording:
+def record(step: Step, state: State, batches: Iterable[Any], *, progress: bool = False) -> Recording:
     """Trains on the batches, one step each, and records each step's metrics as numbers.
 
     Law: it is the loop ``for batch in batches: state, metrics = step(state, batch)``; the columns are its metrics.
@@ -89,6 +91,7 @@ def record(step: Step, state: State, batches: Iterable[Any]) -> Recording:
         step: the training step.
         state: where it begins; it is consumed if the step donates.
         batches: this rank's, as the step takes them.
+        progress: whether rank 0 shows a progress bar; needs the extra ``fit``.
 
     Raises:
         ValueError: there is no batch; a metric is missing in some step, or has several elements.
@@ -101,7 +104,7 @@ def record(step: Step, state: State, batches: Iterable[Any]) -> Recording:
     [1.0, 0.25, 0.0625]
     """
     history: list[dict[str, Tensor]] = []
-    for batch in batches:
+    for batch in progress_bar(batches) if progress and comm.world().rank == 0 else batches:
         state, metrics = step(state, batch)
         history.append(metrics)
     if not history:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from functional_ds.simulated_cuda.gpu import SimulatedGpu
     from functional_ds.simulated_cuda.stand_ins import simulated_cuda
 
+    from .collective_laws import collective_holds
     from .difference import Difference, LeafDifference, difference
     from .holds import BoundLaw, LawResult, LawTable, holds, laws
     from .mutants import Mutant, MutantTable, mutants
@@ -57,6 +58,7 @@ __all__ = [
     "assert_like_one_rank",
     "assert_same",
     "check_pass",
+    "collective_holds",
     "difference",
     "holds",
     "inputs",

@@ -12,6 +12,8 @@ from typing import Any
 
 import attrs
 
+from functional_ds.comm.record.notebook import html_text
+
 from .holds import BoundLaw, laws
 from .recipe import factory_of, name_of
 
@@ -78,6 +80,9 @@ class MutantTable:
         return "\n".join([f"{self.title}: {len(self.survivors)} of {len(self.rows)} bugs survive", *map(str, self.rows)])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_text(self)
 
 
 def mutants(transform: Callable[..., Any], *, most: int = 20, seed: int = 0, **options: Any) -> MutantTable:

@@ -1,5 +1,6 @@
 """Law 67: what a run and a dry run allocate, compute and send are the same events, and these add up to what others count."""
 
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from functional_ds.comm.worlds.shapes import rank_on_shapes
 from functional_ds.dry_run.dry_run import dry_run
 from functional_ds.dry_run.events import AllocationEvent, EventRecorder, Events, recorded
 from functional_ds.dry_run.operations import OperationCounter
+from tests.planting import Bug, planted
 
 WIDTH = 64
 STRATEGIES: dict[str, Any] = {
@@ -99,6 +101,30 @@ def test_memory_that_is_gone_is_given_back() -> None:
     run.resized()
     assert sum(run.allocated().values()) == 4
     assert run.events.peak(since=len(run.events) - 1) == 4
+
+
+def check_curve() -> None:
+    with recorded() as run:
+        ones = torch.ones(10)
+        first = ones * 2
+        middle = perf_counter()
+        del ones, first
+        last = torch.ones(4)
+    times, sizes = zip(*run.events.curve(), strict=True)
+    assert sizes == (40, 80, 40, 0, last.nbytes)
+    assert sorted(times) == list(times)
+    assert times[1] < middle < times[2]
+
+
+def test_the_curve_is_what_is_allocated_over_time() -> None:
+    check_curve()
+
+
+def test_a_bug_is_seen() -> None:
+    bug = Bug("freed when it was made", "dry_run.events:EventRecorder._freed", "made.grown(-made.bytes)",
+              "attrs.evolve(made, bytes=-made.bytes)")  # fmt: skip
+    with planted(bug), pytest.raises(bug.shows):
+        check_curve()
 
 
 def test_what_is_apart_does_not_count() -> None:

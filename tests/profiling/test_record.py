@@ -63,6 +63,17 @@ def test_it_prints_and_draws(tmp_path: Path) -> None:
     assert fds.profiling.Recording(run.state, {"x": [math.nan, math.inf, 1.0]})._repr_html_().count(",") == 1  # one point
 
 
+def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    """One bar, of rank 0, and the same columns."""
+
+    def program() -> Any:
+        step = fds.train_step(loss, fds.sgd(0.1))
+        return fds.record(step, step.init({"w": torch.ones(3)}), [torch.ones(2, 3)] * 5, progress=True).columns
+
+    assert comm.simulate(program, world_size=2) == [recorded(5).columns] * 2
+    assert capsys.readouterr().err.count("5/5") == 1
+
+
 @pytest.mark.parametrize(
     ("several", "says"), [(True, r"metric 'more' has the shape \[3\]"), (False, r"step 2 has the metrics .* and step 1 ")]
 )

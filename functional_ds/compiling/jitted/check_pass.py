@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.comm.record.ledger import Row
+from functional_ds.comm.record.notebook import html_text
 from functional_ds.compiling.graphs.graph_collectives import START, carrying_out, site_of
 from functional_ds.compiling.graphs.graph_cost import InMemory
 from functional_ds.compiling.graphs.graph_record import StepGraph
@@ -46,6 +47,9 @@ class PassReport:
         rows = {"nodes": self.nodes, "bytes in memory": self.memory, "gathered units": self.units, "bytes sent": self.sent}
         lines = [f"{name:<16} {before:>14,} -> {after:>14,}" for name, (before, after) in rows.items()]
         return "\n".join([self.name, *lines])
+
+    def _repr_html_(self) -> str:
+        return html_text(self)
 
 
 def check_pass(

@@ -23,6 +23,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on PATH")
 
 PHONE, DESK = 390, 1200
+Curve = list[tuple[float, int]]
 MEASURES = """<body style="margin: 0">
 <iframe id="page" style="border: 0; width: WIDTHpx; height: 900px" srcdoc="PAGE"></iframe><script>
 document.getElementById("page").onload = event => {
@@ -69,12 +70,17 @@ def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
     return (torch.tanh(x @ params["a"]) @ params["b"]).square().mean()
 
 
-def sharded_run() -> comm.Ledger:
+def sharded_run() -> tuple[comm.Ledger, Curve]:
     step = T.zero(3)(fds.train_step(loss_fn, fds.sgd(0.1)))
     state = step.init({"a": torch.ones(8, 8), "b": torch.ones(8, 8)})
-    with comm.ledger(times=True) as book:
+    with fds.memory.recorded(state) as run, comm.ledger(times=True) as book:
         step(state, torch.ones(4, 8))
-    return book
+    return book, run.events.curve()
+
+
+def calls() -> Chart:
+    books, memory = zip(*comm.simulate(sharded_run, world_size=4), strict=True)
+    return comm.debug.calls_chart(books, memory=memory[0])
 
 
 def priced() -> Chart:
@@ -96,11 +102,20 @@ def deadlock() -> Chart:
     return comm.debug.waits_chart(caught.value)
 
 
+def recorded_pipeline() -> pp.Timeline:
+    schedule, recorder = pp.one_f_one_b(4, 8), pp.Recorder()
+    params = [torch.eye(8)] * 4
+    layers = [lambda w, x: torch.tanh(x @ w)] * 4
+    stages = pp.stages(layers, params, loss=lambda y, batch: y.square().mean())
+    step = T.pipeline(schedule, stages, recorder=recorder)(fds.train_step(stages, fds.sgd(0.1)))
+    step(step.init(params), (torch.ones(16, 8),))
+    return recorder.run(schedule, comm.world())
+
+
 def pipelines() -> list[Chart]:
-    """A prediction, and a run that was twice as slow."""
-    plan = pp.timeline(pp.one_f_one_b(4, 8))
-    times = [[(2 * start, 2 * end) for start, end in zip(*plan.times(rank), strict=True)] for rank in range(4)]
-    return [plan.chart(), pp.observed(plan.schedule, times).chart()]
+    """A run, and what its mean times predict."""
+    run = comm.simulate(recorded_pipeline, world_size=4)[0]
+    return [pp.timeline(run.schedule, pp.measured(run)).chart(), run.chart()]
 
 
 def check(charts: list[Chart], folder: Path, width: int) -> None:
@@ -122,9 +137,9 @@ def check(charts: list[Chart], folder: Path, width: int) -> None:
 
 @pytest.mark.parametrize("width", [PHONE, DESK])
 def test_what_a_browser_draws(width: int, tmp_path: Path) -> None:
-    books = comm.simulate(sharded_run, world_size=4)
-    priced_chart = comm.simulate(priced, world_size=2)[0]
-    check([comm.debug.calls_chart(books), priced_chart, deadlock(), *pipelines()], tmp_path, width)
+    charts = [calls(), comm.simulate(priced, world_size=2)[0], deadlock(), *pipelines()]
+    assert [bool(chart.curve) for chart in charts] == [True, True, False, False, False]
+    check(charts, tmp_path, width)
 
 
 BUGS = [
@@ -135,6 +150,7 @@ BUGS = [
         "(time - start) / length * 100",
         "(time - start) / length * 1000",
     ),
+    Bug("a curve that begins before the spans", "comm.debug.page:Chart._area", "min(max(x(time), 0), 100)", "x(time)"),
     Bug("names higher than their lanes", "comm.debug.page:Chart._drawn", "_head(name, _LANE)", "_head(name, _LANE) * 2"),
 ]
 
@@ -142,7 +158,9 @@ BUGS = [
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_bug_is_seen(bug: Bug, tmp_path: Path) -> None:
     names = [f"a long name of number {index}" for index in range(5)]
-    chart = Chart("long names", {name: [Slice("", name, index, index + 1)] for index, name in enumerate(names)})
+    chart = Chart(
+        "long names", {name: [Slice("", name, index, index + 1)] for index, name in enumerate(names)}, curve=[(-1, 8)]
+    )
     check([chart], tmp_path, PHONE)
     with planted(bug), pytest.raises(bug.shows):
         check([chart], tmp_path, PHONE)

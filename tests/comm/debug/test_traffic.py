@@ -71,6 +71,26 @@ def test_a_picture_has_a_square_for_each_axis() -> None:
     assert {text.get_text() for text in panels[1].texts} == {"32"}
 
 
+def on_axes(names: str) -> comm.Ledger:
+    mesh = comm.mesh(**dict.fromkeys(names, 2))
+    with comm.ledger() as book:
+        for axis in names:
+            comm.all_reduce(torch.ones(8, device="meta"), mesh[axis])
+    return book
+
+
+@pytest.mark.parametrize("title", ["", "a mesh"])
+@pytest.mark.parametrize("names", ["ab", "abc", "abcde"])
+def test_a_picture_shows_all_of_its_words(names: str, title: str) -> None:
+    agg = pytest.importorskip("matplotlib.backends.backend_agg")
+    books = comm.simulate(on_axes, names, world_size=2 ** len(names), shapes_only=True)
+    figure: Any = comm.debug.draw_traffic(books, title=title)
+    agg.FigureCanvasAgg(figure).draw()
+    box, (wide, high) = figure.get_tightbbox(), figure.get_size_inches()
+    assert 0 <= box.x0 < box.x1 <= wide
+    assert 0 <= box.y0 < box.y1 <= high
+
+
 def test_what_is_no_book_of_each_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name; without matplotlib there are still the numbers."""
     books = comm.simulate(on_a_mesh, world_size=12, shapes_only=True)

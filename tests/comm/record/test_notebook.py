@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import functional_ds as fds
-from functional_ds import comm
+from functional_ds import comm, testing
 from functional_ds import transforms as T
 from functional_ds.comm.record.notebook import html_table
 from tests.planting import Bug, planted
@@ -77,3 +77,10 @@ def test_a_graph_and_what_a_configuration_costs() -> None:
     assert html.escape(text) in shown
     report = T.zero(3).cost_report(params, n=2)
     assert html.escape(str(report)) in report._repr_html_()
+
+
+def test_reports_are_their_text() -> None:
+    report = testing.PassReport("a<b", (1, 2), (3, 4), (5, 6), (7, 8))
+    bugs = testing.MutantTable("mine", [testing.Mutant(3, "a < b", "a > b", "the other way round")])
+    for shown in (report, bugs):
+        assert shown._repr_html_() == f"<pre>{html.escape(str(shown))}</pre>"
