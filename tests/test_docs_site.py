@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 
 import functional_ds as fds
 from functional_ds import checkpointing, comm, compiling, fitting, memory, moe, seq, testing
@@ -318,15 +317,3 @@ def test_the_readme_installs_what_type_checkers_see() -> None:
 def test_the_citation_has_this_version() -> None:
     version = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert f"\nversion: {version}\n" in (TOP / "CITATION.cff").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("stage", [None, 1, 3])
-def test_compiled_losses_raise(stage: int | None) -> None:
-    """docs/zero.md: torch.compile around ``apply`` raises, in every stage and without ZeRO."""
-    apply, params = fds.functional(torch.nn.Linear(4, 2))
-    loss = torch.compile(lambda p, x: apply(p, x).square().mean(), backend="eager")
-    step = fds.train_step(loss, fds.sgd(0.1))
-    step = step if stage is None else T.zero(stage)(step)
-    state = step.init(params)
-    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError):
-        step(state, torch.ones(2, 4))

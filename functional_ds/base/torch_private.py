@@ -70,6 +70,7 @@ __all__ = [
     "hooks_of_optimizer",
     "in_dual_level",
     "in_torch_func",
+    "is_compiled",
     "is_fake",
     "is_transformed",
     "leaf_at_level",
@@ -402,3 +403,8 @@ def constant_when_compiled(function: F) -> F:
     """``torch.compiler.assume_constant_result`` without importing torch's compiler: torch.compile calls it while it traces."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def is_compiled(function: object) -> bool:
+    """Whether it is what ``torch.compile`` returned."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(function, "_torchdynamo_disable")

@@ -14,6 +14,7 @@ from functional_ds.base.marks import ModuleRef, mark_module
 from functional_ds.base.torch_private import (
     buffers_of,
     detect_fake_mode,
+    is_compiled,
     non_persistent_buffers_of,
     outside_functorch,
     unset_fake_temporarily,
@@ -382,6 +383,7 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
     the state.
 
     Raises:
+        TypeError: the module is compiled by ``torch.compile``.
         ValueError: the module has features that its copies cannot keep, such as parameters that share memory without being
             tied.
 
@@ -389,6 +391,16 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
     >>> sorted(params), apply(params, torch.ones(3, 2)).shape
     (['bias', 'weight'], torch.Size([3, 1]))
     """
+    if is_compiled(module):
+        raise TypeError(
+            "fds.functional: the module is compiled by torch.compile, so its parameters would be named _orig_mod.*: pass the "
+            "module itself, and compile blocks by T.compiled or the step by fds.jit"
+        )
+    return as_function(module)
+
+
+def as_function(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
+    """``functional(module)`` of any module, also a compiled one, as a DeepSpeed engine takes."""
     apply = Apply(module)
     ref = ModuleRef(apply)
     originals = parameter_places(module)[1]

@@ -641,6 +641,18 @@ def the_compiler_does_as_blocks_need() -> None:
     assert callable(torch_compiler.compiler_backend("inductor", mode="max-autotune", options=None, dynamic=False))
 
 
+@checks("is_compiled")
+def what_torch_compile_returns() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x
+
+    module = nn.Linear(2, 2)
+    assert private.is_compiled(torch.compile(function, backend="eager"))
+    assert private.is_compiled(torch.compile(module, backend="eager"))
+    others = function, module, torch.compiler.disable(function), torch.compiler.allow_in_graph(function)
+    assert not any(map(private.is_compiled, others))
+
+
 @pytest.mark.parametrize("name", [*private.__all__, *groups.__all__, *torch_compiler.__all__])
 def test_entry(name: str) -> None:
     """Does what the library needs of it."""
