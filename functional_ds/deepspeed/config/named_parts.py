@@ -152,7 +152,7 @@ def _parameters(s: Settings, block: str, keys: Sequence[ConfigKey]) -> dict[str,
         key = known[name]
         s.put(key, path, ABSENT if value == "auto" else value)
         if path in s and key.fate is not Fate.REFUSED:
-            s.note(path, key.fate, key.text.replace("=`", f"={s[path]}`"))
+            s.note(path, key.fate, key.reason(s[path]))
         if path in s:
             parsed[name] = s[path]
     s.rows.pop(s.spelled.get(block, block), None)
