@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         testing,
         transforms,
     )
+    from . import pipelining as pp
 
 __all__ = [
     "Apply",
@@ -140,6 +141,7 @@ __all__ = [
     "per_leaf",
     "per_matrix",
     "pipelining",
+    "pp",
     "profile",
     "profiling",
     "record",

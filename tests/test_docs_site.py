@@ -1,6 +1,7 @@
 """The generated parts of docs/contributing.md, the contents, names and keys in pages, and the pins of what builds the site."""
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import json
@@ -167,6 +168,32 @@ def test_pages_install_the_commands_that_they_run(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     extras = {extra for group in re.findall(r"pip install '\.\[([\w,]+)\]'", text) for extra in group.split(",")}
     assert not (extras and re.search(r"^\$ functional-ds ", text, re.MULTILINE)) or "cli" in extras
+
+
+def _of_the_reference() -> set[int]:
+    modules = re.findall(
+        r"automodule:: (\S+)", "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.rst"))
+    )
+    loaded = map(importlib.import_module, modules)
+    return {id(getattr(module, name)) for module in loaded for name in module.__all__ if hasattr(module, name)}
+
+
+@pytest.mark.parametrize("page", [each for each in PAGES if "internals" not in each.name], ids=lambda page: page.name)
+def test_what_pages_import_is_in_the_reference(page: Path) -> None:
+    """But for names of DeepSpeed's modules, which docs/deepspeed-api.md lists."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    imports = [
+        node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom) and not node.level
+    ]
+    documented = _of_the_reference()
+    lacking = [
+        f"{node.module}.{each.name}"
+        for node in imports
+        if re.match(r"functional_ds\.(?!deepspeed)", str(node.module))
+        for each in node.names
+        if id(getattr(importlib.import_module(str(node.module)), each.name)) not in documented
+    ]
+    assert lacking == []
 
 
 def test_figures_name_files_that_exist() -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable, like_marked, trainable
-from functional_ds.base.torch_private import is_compiled
+from functional_ds.base.marks import is_compiled, is_trainable, like_marked, trainable
 from functional_ds.base.tree import rows_of
 from functional_ds.base.weighted import Weighted, weigh
 from functional_ds.comm.worlds.rng_state import RngState

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from functional_ds import comm
 from functional_ds.base import torch_private as private
 from functional_ds.base import torch_replaced as replaced
+from functional_ds.base.marks import is_compiled
 from functional_ds.comm.backends import torch_groups as groups
 from functional_ds.compiling import torch_compiler
 from tests.planting import Bug, planted
@@ -641,16 +642,15 @@ def the_compiler_does_as_blocks_need() -> None:
     assert callable(torch_compiler.compiler_backend("inductor", mode="max-autotune", options=None, dynamic=False))
 
 
-@checks("is_compiled")
-def what_torch_compile_returns() -> None:
+def test_compiled_functions_are_known() -> None:
     def function(x: Tensor) -> Tensor:
         return x
 
     module = nn.Linear(2, 2)
-    assert private.is_compiled(torch.compile(function, backend="eager"))
-    assert private.is_compiled(torch.compile(module, backend="eager"))
+    assert is_compiled(torch.compile(function, backend="eager"))
+    assert is_compiled(torch.compile(module, backend="eager"))
     others = function, module, torch.compiler.disable(function), torch.compiler.allow_in_graph(function)
-    assert not any(map(private.is_compiled, others))
+    assert not any(map(is_compiled, others))
 
 
 @pytest.mark.parametrize("name", [*private.__all__, *groups.__all__, *torch_compiler.__all__])
