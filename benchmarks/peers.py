@@ -18,9 +18,11 @@ import json
 import os
 import platform
 import resource
+import shutil
 import signal
 import socket
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -574,11 +576,24 @@ def shown(ms: float) -> str:
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}"
 
 
+def cpu_model() -> str:
+    """Its name as Linux has it, or nothing."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return text.partition("model name")[2].partition("\n")[0].strip("\t :")
+
+
+def commit() -> str:
+    """The checkout's commit, with "+" where files are changed; nothing without git."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
+
+
 def facts() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores": cores(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": cpu_model() or platform.processor() or platform.machine(),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

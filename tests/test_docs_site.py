@@ -332,6 +332,23 @@ def test_the_table_of_hosts_is_its_file() -> None:
     assert {name: cells for name, cells in found.items() if name in expected} == expected
 
 
+def test_the_tables_of_peers_are_their_files() -> None:
+    """Times and memory in docs/benchmarks.md's first table, ratios in its second."""
+    page = (TOP / "docs/benchmarks.md").read_text(encoding="utf-8").partition("## A training step")[2].partition("\n## ")[0]
+    expected: dict[tuple[str, ...], list[str]] = {}
+    for place, ranks in enumerate((2, 4)):
+        text = (TOP / f"benchmarks/results/peers-{ranks}-ranks-fp32.json").read_text(encoding="utf-8")
+        for name, each in json.loads(text)["contenders"].items():
+            cells = expected.setdefault((name,), ["-"] * 4)
+            cells[2 * place : 2 * place + 2] = f"{each['median_ms']:.0f}", f"{each['peak_mb']:.0f}"
+            for rival, ratio in {"floor": each["floor_ratio"], **each["rival_ratios"]}.items():
+                if each["ours"] and name != rival:
+                    expected.setdefault((name, rival), ["-"] * 2)[place] = f"{ratio:.2f}"
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.count("|") > 4]
+    said = {tuple(row[: 2 - len(row) % 2]): row[2 - len(row) % 2 :] for row in rows}  # one name and four cells, or two and two
+    assert {key: cells for key, cells in said.items() if key in expected} == expected
+
+
 def test_the_readme_installs_what_type_checkers_see() -> None:
     """A plain editable install hides the package from type checkers (docs/troubleshooting.md); all extras are listed."""
     assert "pip install ." in README.read_text(encoding="utf-8")
