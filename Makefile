@@ -95,7 +95,7 @@ docs: $(VENV)/.extra-docs  ## draw the figures and build the site, into out/docs
 	@$(BIN)/python -m sphinx -a -W --keep-going -q -d out/docs/.doctrees docs out/docs $(ARGS)
 
 .PHONY: docs-check
-docs-check: docs $(VENV)/.extra-test  ## open the built site in chromium: widths, search, formulas
+docs-check: docs $(VENV)/.extra-test  ## open the built site in chromium: widths, links, search, formulas
 	@FUNCTIONAL_DS_SITE=out/docs $(BIN)/python -m pytest -q tests/test_site.py $(ARGS)
 
 .PHONY: lint
