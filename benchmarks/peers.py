@@ -550,7 +550,7 @@ def report_agreement(records: Mapping[str, Record], tolerance: float) -> bool:
 
 
 def table(records: Mapping[str, Record], *, floor: str) -> str:
-    """One line a contender; a column that nobody fills is left out."""
+    """One line a contender; an empty column is left out."""
     head = ("contender", "ms a step (min..max)", f"x {floor}", "x rivals", "peak MB", "sent MB", "wire MB")
     rows = [table_row(name, records, floor) for name in records]
     columns = [column for column in zip(head, *rows, strict=True) if set(column[1:]) != {"-"}]
@@ -690,7 +690,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--fresh", action="store_true", help="start processes anew for each turn: less memory, slower")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/peers-RANKS-ranks-DTYPE.json")
-    parser.add_argument("--png", type=Path, help="default: beside the JSON")
+    parser.add_argument("--png", type=Path, help="default: next to the JSON")
     return parser.parse_args()
 
 

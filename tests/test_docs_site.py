@@ -291,7 +291,7 @@ def test_keys_that_the_engine_reads_have_a_meaning() -> None:
 
 
 def test_words_to_avoid_are_noticed(tmp_path: Path) -> None:
-    """In sentences, docstrings and error messages, and not in other code; pages for contributors may number laws."""
+    """In sentences, docstrings, errors and helps, and not in other code; pages for contributors may number laws."""
     loader = SourceFileLoader("words", str(TOP / ".ci/words"))
     spec = importlib.util.spec_from_loader("words", loader)
     assert spec is not None
@@ -302,11 +302,15 @@ def test_words_to_avoid_are_noticed(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("Nobody waits (law 3).\n```python\nnobody\n```\n`whatever`\n", encoding="utf-8")
     function = 'def f(g):\n    """Waits for ever."""\n    raise TypeError(f"{g} is no group; there is no other")\n'
-    (tmp_path / "a.py").write_text(function + '    return "nobody"\n', encoding="utf-8")
-    found = {
-        name: [line.split("'")[1] for line in words.found(tmp_path / name)] for name in ("docs/page.md", "docs/laws.md", "a.py")
+    (tmp_path / "a.py").write_text(function + '    return "nobody", option(help="beside it")\n', encoding="utf-8")
+    (tmp_path / "Makefile").write_text("# nobody\ntest: x  ## try whatever\n", encoding="utf-8")
+    names = ("docs/page.md", "docs/laws.md", "a.py", "Makefile")
+    assert {name: [line.split("'")[1] for line in words.found(tmp_path / name)] for name in names} == {
+        "docs/page.md": ["Nobody", "law 3"],
+        "docs/laws.md": ["Nobody"],
+        "a.py": ["for ever", "is no ", "beside"],
+        "Makefile": ["whatever"],
     }
-    assert found == {"docs/page.md": ["Nobody", "law 3"], "docs/laws.md": ["Nobody"], "a.py": ["for ever", "is no "]}
 
 
 def test_what_ran_on_gpus_is_said() -> None:

@@ -1,4 +1,4 @@
-"""The built site in a browser: pages fit a phone, links lead somewhere, search finds the field's words, formulas are drawn: `make docs-check`."""
+"""The built site in a browser: pages fit a phone, links and search lead somewhere, formulas are drawn: `make docs-check`."""
 
 import functools
 import http.server
