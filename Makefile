@@ -106,8 +106,8 @@ lint: $(VENV)/.extra-lint  ## ruff's checks and format, the words of pages and d
 	@.ci/typecheck.sh $(BIN)/python
 
 .PHONY: release
-release: $(VENV)/.torch  ## build wheel and sdist into dist/, and try both in fresh virtual environments
-	@.ci/release $(BIN)/python
+release: $(VENV)/.torch  ## build wheel and sdist into dist/, and try both in fresh virtual environments; URL= of the repository
+	@.ci/release $(BIN)/python $(URL)
 
 .PHONY: typecheck
 typecheck: $(VENV)/.extra-lint  ## check the types of the built wheel

@@ -290,13 +290,19 @@ def test_keys_that_the_engine_reads_have_a_meaning() -> None:
     assert [key for key in sorted(read) if fates.get(key) is Fate.IGNORED] == []
 
 
+def _script(name: str) -> Any:
+    """A program of .ci as a module."""
+    loader = SourceFileLoader(name, str(TOP / ".ci" / name))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
 def test_words_to_avoid_are_noticed(tmp_path: Path) -> None:
     """In sentences, docstrings, errors and helps, and not in other code; pages for contributors may number laws."""
-    loader = SourceFileLoader("words", str(TOP / ".ci/words"))
-    spec = importlib.util.spec_from_loader("words", loader)
-    assert spec is not None
-    words = importlib.util.module_from_spec(spec)
-    loader.exec_module(words)
+    words = _script("words")
     words.TOP = tmp_path
     for name in ("docs/page.md", "docs/laws.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -362,6 +368,38 @@ def test_the_readme_installs_what_type_checkers_see() -> None:
     assert set(re.findall(r"`(\w+)`", listed)) == extras.keys()
 
 
-def test_the_citation_has_this_version() -> None:
+def _sections() -> list[tuple[str, str]]:
+    """CHANGELOG.md's versions with their text, newest first."""
+    parts = re.split(r"^## \[(.+?)\].*$", (TOP / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_versions_are_those_of_the_changelog() -> None:
+    """The citation has the newest release; with unreleased changes the package's version is a development version after it."""
+    (unreleased, text), (newest, _) = _sections()[:2]
     version = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    assert f"\nversion: {version}\n" in (TOP / "CITATION.cff").read_text(encoding="utf-8")
+    assert unreleased == "Unreleased"
+    assert f"\nversion: {newest}\n" in (TOP / "CITATION.cff").read_text(encoding="utf-8")
+    assert (version == newest) is (not text.strip())
+    assert not text.strip() or re.fullmatch(r"\d+\.\d+\.\d+\.dev0", version)
+
+
+def test_the_changelog_has_the_kinds_of_its_format() -> None:
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    found = re.findall(r"^### (.*)$", _sections()[0][1], re.MULTILINE)
+    assert len(found) == len(set(found))
+    assert set(found) <= kinds
+
+
+def test_a_published_readme_has_whole_links() -> None:
+    """`make release URL=...` leaves no relative link in the README, and adds the URLs to the metadata."""
+    publish = _script("publish")
+    url = "https://example.org/a/b"
+    readme = publish.absolute(README.read_text(encoding="utf-8"), url, "1.0")
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", readme)
+    assert len(links) > 20
+    assert [link for _, link in links if not link.startswith(("https:", "#"))] == []
+    assert ("!", f"{url}/raw/v1.0/docs/figures/zero-life.svg") in links
+    metadata = tomllib.loads(publish.with_urls((TOP / "pyproject.toml").read_text(encoding="utf-8"), url, "1.0"))
+    assert metadata["project"]["urls"]["Changelog"] == f"{url}/blob/v1.0/CHANGELOG.md"
+    assert "functional-ds" in metadata["project"]["scripts"]
