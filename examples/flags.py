@@ -141,7 +141,7 @@ def _changes(given: argparse.Namespace, plain: bool, job: jobs.Job) -> dict[str,
     wanted = {flag: getattr(given, flag) for flag in PATHS if getattr(given, flag) is not None}
     found: dict[str, Any] = {path: value for flag, value in wanted.items() for path in PATHS[flag]}
     if given.steps is not None:  # a tenth of the steps to warm up, but not under 30
-        found["schedule.warmup_cosine.warmup"] = min(max(given.steps // 10, 30), given.steps)
+        found["schedule.warmup_cosine.steps"] = min(max(given.steps // 10, 30), given.steps)
     if plain:
         found["strategy.mixed_precision"] = None
     if given.data is not None:
