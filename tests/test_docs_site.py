@@ -196,6 +196,12 @@ def test_what_pages_import_is_in_the_reference(page: Path) -> None:
     assert lacking == []
 
 
+def test_the_front_door_groups_its_names() -> None:
+    """The docstring of ``fds``, with which its page of the reference begins, has each public name once."""
+    grouped = re.findall(r"``(?:functional_ds\.)?(\w+)``", str(fds.__doc__))
+    assert sorted(grouped) == sorted([*(set(fds.__all__) - {"__version__"}), "step"])
+
+
 def test_figures_name_files_that_exist() -> None:
     """docs/figures/make.py draws them from a run; the drawings are kept, and the files may move."""
     drawn = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "figures").glob("*.svg"))

@@ -63,7 +63,10 @@ def test_warm_up_and_decay_is_deepspeeds(steps: int, more: int, floor: float, sh
 
 @pytest.mark.parametrize("shape", ["linear", "log"])
 def test_the_cosine_follows_a_warmup(shape: Any) -> None:
-    cosine, up = factors(transforms.warmup_cosine(3, 9, floor=0.2, shape=shape), 10), factors(transforms.warmup(3, shape=shape), 3)
+    cosine, up = (
+        factors(transforms.warmup_cosine(3, 9, floor=0.2, shape=shape), 10),
+        factors(transforms.warmup(3, shape=shape), 3),
+    )
     assert cosine[:3] == up
     assert cosine[3:] == pytest.approx(factors(transforms.warmup_cosine(0, 6, floor=0.2), 7))
 
