@@ -365,6 +365,18 @@ def test_the_tables_of_peers_are_their_files() -> None:
     assert {key: cells for key, cells in said.items() if key in expected} == expected
 
 
+def test_the_line_of_badges_is_the_metadata() -> None:
+    """In place of pictures, which a service would draw: no service runs the tests."""
+    project = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    python, (torch_,) = project["requires-python"], [need for need in project["dependencies"] if need.startswith("torch>")]
+    status, platform = (
+        next(each for each in project["classifiers"] if each.startswith(kind)) for kind in ("Development Status", "Operating")
+    )
+    expected = [f"Python ≥ {python[2:]}", f"PyTorch ≥ {torch_[7:]}", platform.rpartition(" :: ")[2], project["license"]]
+    expected.append(status.rpartition(" - ")[2].lower())
+    assert README.read_text(encoding="utf-8").splitlines()[2].split(" · ") == expected
+
+
 def test_the_readme_installs_what_type_checkers_see() -> None:
     """A plain editable install hides the package from type checkers (docs/troubleshooting.md); all extras are listed."""
     assert "pip install ." in README.read_text(encoding="utf-8")
