@@ -20,7 +20,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: train
-train: $(VENV)/.extra-train  ## train a GPT on two local ranks, into out/; again: go on
+train: $(VENV)/.extra-train  ## train a GPT on two local ranks, into out/; again: resume
 	@$(BIN)/python examples/train_gpt.py --save out/checkpoints --resume $(ARGS)
 
 .PHONY: mixture
@@ -28,7 +28,7 @@ mixture: $(VENV)/.extra-train  ## train a mixture of experts on two local ranks,
 	@$(BIN)/python examples/mixture.py $(ARGS)
 
 .PHONY: mesh
-mesh: $(VENV)/.extra-train $(VENV)/.extra-test  ## train a Llama on 2 x 2 x 2 simulated ranks; go on on four processes
+mesh: $(VENV)/.extra-train $(VENV)/.extra-test  ## train a Llama on 2 x 2 x 2 simulated ranks; resume on four processes
 	@$(BIN)/python examples/llama_mesh.py $(ARGS)
 
 .PHONY: on-paper
@@ -36,7 +36,7 @@ on-paper: $(VENV)/.extra-train  ## plan a 70 B model on 1,024 ranks in under a m
 	@$(BIN)/python examples/on_paper.py $(ARGS)
 
 .PHONY: long-context
-long-context: $(VENV)/.extra-train  ## train on long contexts cut among ranks; draw what length costs
+long-context: $(VENV)/.extra-train  ## train on long contexts split among ranks; draw what length costs
 	@$(BIN)/python examples/long_context.py $(ARGS)
 
 .PHONY: test
@@ -44,7 +44,7 @@ test: $(VENV)/.extra-test  ## run the tests
 	@$(PYTEST) $(ARGS)
 
 .PHONY: laws
-laws: $(VENV)/.extra-test  ## run the laws alone, with many more examples each, and all cases of sampled tests
+laws: $(VENV)/.extra-test  ## run the property-based tests alone, with many more examples each, and all cases of sampled tests
 	@HYPOTHESIS_PROFILE=laws $(PYTEST) -m "law or sample" --timeout=3600 $(ARGS)
 
 .PHONY: faults
@@ -81,7 +81,7 @@ bench-gpu: $(VENV)/.extra-train  ## measure one GPU against plain PyTorch
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 .PHONY: bench-checkpoint
-bench-checkpoint: $(VENV)/.extra-train  ## measure checkpoints beside torch's and dd
+bench-checkpoint: $(VENV)/.extra-train  ## compare checkpoints with torch's and dd
 	@$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 
 .PHONY: bench-offload
@@ -95,7 +95,7 @@ docs: $(VENV)/.extra-docs  ## draw the figures and build the site, into out/docs
 	@$(BIN)/python -m sphinx -a -W --keep-going -q -d out/docs/.doctrees docs out/docs $(ARGS)
 
 .PHONY: docs-check
-docs-check: docs $(VENV)/.extra-test  ## open the built site in chromium: widths, search, formulas
+docs-check: docs $(VENV)/.extra-test  ## open the built site in chromium: widths, links, search, formulas
 	@FUNCTIONAL_DS_SITE=out/docs $(BIN)/python -m pytest -q tests/test_site.py $(ARGS)
 
 .PHONY: lint
@@ -106,8 +106,8 @@ lint: $(VENV)/.extra-lint  ## ruff's checks and format, the words of pages and d
 	@.ci/typecheck.sh $(BIN)/python
 
 .PHONY: release
-release: $(VENV)/.torch  ## build wheel and sdist into dist/, and try both in fresh virtual environments
-	@.ci/release $(BIN)/python
+release: $(VENV)/.torch  ## build wheel and sdist into dist/, and try both in fresh virtual environments; URL= of the repository
+	@.ci/release $(BIN)/python $(URL)
 
 .PHONY: typecheck
 typecheck: $(VENV)/.extra-lint  ## check the types of the built wheel

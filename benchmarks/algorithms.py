@@ -138,7 +138,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bytes", type=positive, default=1000, help="at which the numbers of ranks are compared")
     parser.add_argument("--max-ranks", type=positive, default=65_536)
     parser.add_argument("--png", type=Path, default=RESULTS / "algorithms.png")
-    parser.add_argument("--text", type=Path, help="default: beside the picture")
+    parser.add_argument("--text", type=Path, help="default: next to the picture")
     return parser.parse_args()
 
 

@@ -18,9 +18,11 @@ import json
 import os
 import platform
 import resource
+import shutil
 import signal
 import socket
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -548,7 +550,7 @@ def report_agreement(records: Mapping[str, Record], tolerance: float) -> bool:
 
 
 def table(records: Mapping[str, Record], *, floor: str) -> str:
-    """One line a contender; a column that nobody fills is left out."""
+    """One line a contender; an empty column is left out."""
     head = ("contender", "ms a step (min..max)", f"x {floor}", "x rivals", "peak MB", "sent MB", "wire MB")
     rows = [table_row(name, records, floor) for name in records]
     columns = [column for column in zip(head, *rows, strict=True) if set(column[1:]) != {"-"}]
@@ -574,11 +576,24 @@ def shown(ms: float) -> str:
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}"
 
 
+def cpu_model() -> str:
+    """Its name as Linux has it, or nothing."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return text.partition("model name")[2].partition("\n")[0].strip("\t :")
+
+
+def commit() -> str:
+    """The checkout's commit, with "+" where files are changed; nothing without git."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
+
+
 def facts() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores": cores(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": cpu_model() or platform.processor() or platform.machine(),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
@@ -675,7 +690,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--fresh", action="store_true", help="start processes anew for each turn: less memory, slower")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/peers-RANKS-ranks-DTYPE.json")
-    parser.add_argument("--png", type=Path, help="default: beside the JSON")
+    parser.add_argument("--png", type=Path, help="default: next to the JSON")
     return parser.parse_args()
 
 

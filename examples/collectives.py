@@ -233,7 +233,7 @@ def distance(found: Any, expected: Any) -> float:
 
 
 def tour(seed: int) -> bool:
-    """What each rank runs, wherever it is one: all stops; whether all ranks found at each what one device found."""
+    """Runs all stops on each rank; whether all ranks found the values of a single device at each."""
     here, good = comm.world(), True
     xs = torch.randn(here.size, 4 * here.size, WIDTH, generator=torch.Generator().manual_seed(seed)).unbind()
     say(f"{here.size} ranks, each with a tensor of {list(xs[0].shape)}\n\n{'':<11}{'one device':>10}{'bytes sent':>12}")

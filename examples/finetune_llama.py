@@ -1,7 +1,7 @@
 """Fine-tunes a Hugging Face Llama: LoRA, bf16, ZeRO-3 and activation checkpointing, from a folder to a folder.
 
     python examples/finetune_llama.py                                     a tiny random model, two local processes
-    python examples/finetune_llama.py --steps 12                          again: resumes, and goes on to step 12
+    python examples/finetune_llama.py --steps 12                          again: resumes, and trains to step 12
     python examples/finetune_llama.py --model path/to/a/llama             a model that is there, as save_pretrained writes it
     torchrun --nproc-per-node 8 examples/finetune_llama.py --model ...    the ranks that torchrun starts
 

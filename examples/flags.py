@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py: flags in the place of entries of train_gpt.toml, checked before any rank starts."""
+"""The command line of train_gpt.py: flags that replace entries of train_gpt.toml, checked before any rank starts."""
 
 import argparse
 import math
@@ -141,7 +141,7 @@ def _changes(given: argparse.Namespace, plain: bool, job: jobs.Job) -> dict[str,
     wanted = {flag: getattr(given, flag) for flag in PATHS if getattr(given, flag) is not None}
     found: dict[str, Any] = {path: value for flag, value in wanted.items() for path in PATHS[flag]}
     if given.steps is not None:  # a tenth of the steps to warm up, but not under 30
-        found["schedule.warmup_cosine.warmup"] = min(max(given.steps // 10, 30), given.steps)
+        found["schedule.warmup_cosine.steps"] = min(max(given.steps // 10, 30), given.steps)
     if plain:
         found["strategy.mixed_precision"] = None
     if given.data is not None:
@@ -176,7 +176,7 @@ def _parser(doc: str | None, job: jobs.Job) -> argparse.ArgumentParser:
     where.add_argument("--simulate", type=_positive, metavar="N", help="simulated ranks, in this one process")
     flag("--out", type=Path, default=Path("out"), metavar="DIR", help="what is written (default: %(default)s)")
     flag("--save", type=Path, metavar="DIR", help="checkpoints, every so many steps and at the end (default: none)")
-    flag("--resume", action="store_true", help="go on from the newest of them, if there is one")
+    flag("--resume", action="store_true", help="resume from the newest of them, if there is one")
     flag("--every", type=_positive, metavar="N", help="steps between validations, and checkpoints (default: a tenth of all)")
     flag("--check", action="store_true", help="train on one device too, and print how far the losses differ")
     flag("--profile", action="store_true", help="measure steps: where time, operations and bytes go")

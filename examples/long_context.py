@@ -1,4 +1,4 @@
-"""Trains a byte-level model on long contexts that are cut among ranks, and draws what length costs.
+"""Trains a byte-level model on long contexts that are split among ranks, and draws what length costs.
 
     python examples/long_context.py                                    two processes, ring attention in zigzag, 2,048 bytes
     python examples/long_context.py --way ulysses --context 4096

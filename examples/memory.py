@@ -20,7 +20,7 @@ The peak counts everything: Python, torch, the text, activations (with --simulat
 class Expected:
     """What the laws say of Adam at a stage, Ψ being `psi`.
 
-    Law 20: in bf16 2 + 4 + 8 + 2 bytes a parameter for params, masters, moments and gradients; in fp32 4 + 0 + 8 + 4.
+    In bf16 2 + 4 + 8 + 2 bytes a parameter for params, masters, moments and gradients; in fp32 4 + 0 + 8 + 4.
     """
 
     stage: int
@@ -35,7 +35,7 @@ class Expected:
         return by_stage(self.stage, half if self.dtype == "bf16" else SINGLE)
 
     def elements_sent(self) -> str:
-        """Law 21, by each rank in a step."""
+        """The elements that each rank sends in a step."""
         factor = elements_sent(self.stage, micro_batches=self.micro_batches)
         return f"{factor}Ψ(n-1)/n = {factor * self.psi * (self.ranks - 1) / self.ranks:,.0f}"
 

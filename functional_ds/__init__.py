@@ -1,4 +1,21 @@
-"""Composable distributed training for PyTorch: training steps as pure functions, and transforms that parallelise them."""
+"""Composable distributed training for PyTorch: training steps as pure functions, and transforms that parallelise them.
+
+- **Make a step**: ``functional``, ``train_step``, ``compose``, ``jit``, ``Weighted``, ``Key``, ``freeze``; ``Apply``, ``Step``,
+  ``State``, ``Transform``, ``DonatedStateError``, ``UpdateError``.
+- **Strategies**: ``transforms`` (``T.zero``, ``T.mixed_precision``, ``T.accumulate``, ``T.clip`` and others) over the groups
+  and meshes of ``comm``; ``units``, ``deferred``, ``from_source``.
+- **Memory**: ``remat``, ``RematPolicy``, ``checkpoint_name``, ``remat_report``, ``RematReport``, ``tiled``.
+- **Model parallelism**: ``tp``, ``seq``, ``moe``, ``pp`` (``pipelining``).
+- **Optimizers**: ``adamw``, ``adam``, ``sgd``, ``adagrad``, ``lion``, ``lamb``, ``muon``, ``one_bit_adam``, ``zero_one_adam``,
+  ``param_groups``.
+- **Run**: ``fit``, ``Checkpoints``, ``Evaluation``, ``Logging``, ``fitting``; ``save``, ``load``, ``checkpointing``;
+  ``export``, ``load_params``, ``interchange``; ``load_job``, ``run_job``, ``Job``, ``jobs``.
+- **DeepSpeed**: ``deepspeed``, ``from_ds_config``, ``from_deepspeed``.
+- **Look**: ``memory``, ``profile``, ``profiling``, ``record``, ``compile_report``, ``CompileReport``, ``scaling``.
+- **Invent**: ``wrap``, ``innermost``, ``outermost``, ``View``, ``OpenPass``, ``Gradients``; ``Optimizer``, ``PerParameter``,
+  ``per_leaf``, ``per_matrix``; ``Layout``, ``LeafMap``, ``shard``, ``unshard``, ``tree``; ``hvp``, ``differentiable``;
+  ``compiling``; ``testing``. ``functional_ds.step`` has more.
+"""
 
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -76,6 +93,7 @@ if TYPE_CHECKING:
         testing,
         transforms,
     )
+    from . import pipelining as pp
 
 __all__ = [
     "Apply",
@@ -140,6 +158,7 @@ __all__ = [
     "per_leaf",
     "per_matrix",
     "pipelining",
+    "pp",
     "profile",
     "profiling",
     "record",

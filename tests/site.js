@@ -1,6 +1,6 @@
 // Runs in the browser, in a page that defines `plan`: opens each page in a frame as wide as a phone, then the search page for
 // each word, and sends what it has found.
-const found = {wide: {}, formulas: {}, searched: {}};
+const found = {wide: {}, formulas: {}, searched: {}, dead: {}};
 const pause = ms => new Promise(done => setTimeout(done, ms));
 
 async function open(frame, url) {
@@ -16,6 +16,13 @@ function culprits(page) {
     .slice(0, 3).map(node => node.outerHTML.slice(0, 120));
 }
 
+// The site's own addresses that a page links or shows.
+function addresses(page) {
+  return [...page.querySelectorAll("a[href], img[src]")]
+    .map(node => new URL(node.getAttribute("href") ?? node.getAttribute("src"), page.baseURI))
+    .filter(url => url.origin === location.origin);
+}
+
 async function results(page) {
   const box = page.querySelector("#search-results");
   for (let i = 0; i < 100 && !/\d|not match/.test(box.querySelector("p")?.textContent ?? ""); i++) await pause(50);
@@ -23,11 +30,18 @@ async function results(page) {
 }
 
 (async () => {
-  const frame = document.querySelector("iframe");
+  const frame = document.querySelector("iframe"), linked = {}, places = {}, answers = {};
   for (const name of plan.pages) {
     const page = await open(frame, name), width = page.documentElement.scrollWidth, beyond = culprits(page);
     if (width > plan.width || beyond.length) found.wide[name] = [width, ...beyond];
+    for (const url of addresses(page)) (linked[url.pathname + url.hash] ??= []).push(name);
+    places["/" + name] = new Set([...page.querySelectorAll("[id]")].map(node => "#" + node.id));
     found.formulas[name] = [...page.querySelectorAll("math")].filter(each => each.getBoundingClientRect().height > 5).length;
+  }
+  for (const [address, from] of Object.entries(linked)) {
+    const [path, place] = address.split("#");
+    answers[path] ??= (await fetch(path, {method: "HEAD"})).ok;
+    if (!answers[path] || place && places[path] && !places[path].has("#" + decodeURIComponent(place))) found.dead[address] = from.slice(0, 3);
   }
   for (const word of plan.words) found.searched[word] = await results(await open(frame, "search.html?q=" + encodeURIComponent(word)));
   await fetch("/found", {method: "POST", body: JSON.stringify(found)});

@@ -1,6 +1,7 @@
 """The generated parts of docs/contributing.md, the contents, names and keys in pages, and the pins of what builds the site."""
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import json
@@ -14,7 +15,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-import torch._dynamo
 
 import functional_ds as fds
 from functional_ds import checkpointing, comm, compiling, fitting, memory, moe, seq, testing
@@ -172,6 +172,38 @@ def test_pages_install_the_commands_that_they_run(page: Path) -> None:
     assert not (extras and re.search(r"^\$ functional-ds ", text, re.MULTILINE)) or "cli" in extras
 
 
+def _of_the_reference() -> set[int]:
+    modules = re.findall(
+        r"automodule:: (\S+)", "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.rst"))
+    )
+    loaded = map(importlib.import_module, modules)
+    return {id(getattr(module, name)) for module in loaded for name in module.__all__ if hasattr(module, name)}
+
+
+@pytest.mark.parametrize("page", [each for each in PAGES if "internals" not in each.name], ids=lambda page: page.name)
+def test_what_pages_import_is_in_the_reference(page: Path) -> None:
+    """But for names of DeepSpeed's modules, which docs/deepspeed-api.md lists."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    imports = [
+        node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom) and not node.level
+    ]
+    documented = _of_the_reference()
+    lacking = [
+        f"{node.module}.{each.name}"
+        for node in imports
+        if re.match(r"functional_ds\.(?!deepspeed)", str(node.module))
+        for each in node.names
+        if id(getattr(importlib.import_module(str(node.module)), each.name)) not in documented
+    ]
+    assert lacking == []
+
+
+def test_the_front_door_groups_its_names() -> None:
+    """The docstring of ``fds``, with which its page of the reference begins, has each public name once."""
+    grouped = re.findall(r"``(?:functional_ds\.)?(\w+)``", str(fds.__doc__))
+    assert sorted(grouped) == sorted([*(set(fds.__all__) - {"__version__"}), "step"])
+
+
 def test_figures_name_files_that_exist() -> None:
     """docs/figures/make.py draws them from a run; the drawings are kept, and the files may move."""
     drawn = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "figures").glob("*.svg"))
@@ -288,23 +320,33 @@ def test_keys_that_the_engine_reads_have_a_meaning() -> None:
     assert [key for key in sorted(read) if fates.get(key) is Fate.IGNORED] == []
 
 
-def test_words_to_avoid_are_noticed(tmp_path: Path) -> None:
-    """In sentences, docstrings and error messages, and not in other code; pages for contributors may number laws."""
-    loader = SourceFileLoader("words", str(TOP / ".ci/words"))
-    spec = importlib.util.spec_from_loader("words", loader)
+def _script(name: str) -> Any:
+    """A program of .ci as a module."""
+    loader = SourceFileLoader(name, str(TOP / ".ci" / name))
+    spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
-    words = importlib.util.module_from_spec(spec)
-    loader.exec_module(words)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_words_to_avoid_are_noticed(tmp_path: Path) -> None:
+    """In sentences, docstrings, errors and helps, and not in other code; pages for contributors may number laws."""
+    words = _script("words")
     words.TOP = tmp_path
     for name in ("docs/page.md", "docs/laws.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("Nobody waits (law 3).\n```python\nnobody\n```\n`whatever`\n", encoding="utf-8")
     function = 'def f(g):\n    """Waits for ever."""\n    raise TypeError(f"{g} is no group; there is no other")\n'
-    (tmp_path / "a.py").write_text(function + '    return "nobody"\n', encoding="utf-8")
-    found = {
-        name: [line.split("'")[1] for line in words.found(tmp_path / name)] for name in ("docs/page.md", "docs/laws.md", "a.py")
+    (tmp_path / "a.py").write_text(function + '    return "nobody", option(help="beside it")\n', encoding="utf-8")
+    (tmp_path / "Makefile").write_text("# nobody\ntest: x  ## try whatever\n", encoding="utf-8")
+    names = ("docs/page.md", "docs/laws.md", "a.py", "Makefile")
+    assert {name: [line.split("'")[1] for line in words.found(tmp_path / name)] for name in names} == {
+        "docs/page.md": ["Nobody", "law 3"],
+        "docs/laws.md": ["Nobody"],
+        "a.py": ["for ever", "is no ", "beside"],
+        "Makefile": ["whatever"],
     }
-    assert found == {"docs/page.md": ["Nobody", "law 3"], "docs/laws.md": ["Nobody"], "a.py": ["for ever", "is no "]}
 
 
 def test_what_ran_on_gpus_is_said() -> None:
@@ -330,6 +372,35 @@ def test_the_table_of_hosts_is_its_file() -> None:
     assert {name: cells for name, cells in found.items() if name in expected} == expected
 
 
+def test_the_tables_of_peers_are_their_files() -> None:
+    """Times and memory in docs/benchmarks.md's first table, ratios in its second."""
+    page = (TOP / "docs/benchmarks.md").read_text(encoding="utf-8").partition("## A training step")[2].partition("\n## ")[0]
+    expected: dict[tuple[str, ...], list[str]] = {}
+    for place, ranks in enumerate((2, 4)):
+        text = (TOP / f"benchmarks/results/peers-{ranks}-ranks-fp32.json").read_text(encoding="utf-8")
+        for name, each in json.loads(text)["contenders"].items():
+            cells = expected.setdefault((name,), ["-"] * 4)
+            cells[2 * place : 2 * place + 2] = f"{each['median_ms']:.0f}", f"{each['peak_mb']:.0f}"
+            for rival, ratio in {"floor": each["floor_ratio"], **each["rival_ratios"]}.items():
+                if each["ours"] and name != rival:
+                    expected.setdefault((name, rival), ["-"] * 2)[place] = f"{ratio:.2f}"
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.count("|") > 4]
+    said = {tuple(row[: 2 - len(row) % 2]): row[2 - len(row) % 2 :] for row in rows}  # one name and four cells, or two and two
+    assert {key: cells for key, cells in said.items() if key in expected} == expected
+
+
+def test_the_line_of_badges_is_the_metadata() -> None:
+    """In place of pictures, which a service would draw: no service runs the tests."""
+    project = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    python, (torch_,) = project["requires-python"], [need for need in project["dependencies"] if need.startswith("torch>")]
+    status, platform = (
+        next(each for each in project["classifiers"] if each.startswith(kind)) for kind in ("Development Status", "Operating")
+    )
+    expected = [f"Python ≥ {python[2:]}", f"PyTorch ≥ {torch_[7:]}", platform.rpartition(" :: ")[2], project["license"]]
+    expected.append(status.rpartition(" - ")[2].lower())
+    assert README.read_text(encoding="utf-8").splitlines()[2].split(" · ") == expected
+
+
 def test_the_readme_installs_what_type_checkers_see() -> None:
     """A plain editable install hides the package from type checkers (docs/troubleshooting.md); all extras are listed."""
     assert "pip install ." in README.read_text(encoding="utf-8")
@@ -339,18 +410,38 @@ def test_the_readme_installs_what_type_checkers_see() -> None:
     assert set(re.findall(r"`(\w+)`", listed)) == extras.keys()
 
 
-def test_the_citation_has_this_version() -> None:
+def _sections() -> list[tuple[str, str]]:
+    """CHANGELOG.md's versions with their text, newest first."""
+    parts = re.split(r"^## \[(.+?)\].*$", (TOP / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_versions_are_those_of_the_changelog() -> None:
+    """The citation has the newest release; with unreleased changes the package's version is a development version after it."""
+    (unreleased, text), (newest, _) = _sections()[:2]
     version = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    assert f"\nversion: {version}\n" in (TOP / "CITATION.cff").read_text(encoding="utf-8")
+    assert unreleased == "Unreleased"
+    assert f"\nversion: {newest}\n" in (TOP / "CITATION.cff").read_text(encoding="utf-8")
+    assert (version == newest) is (not text.strip())
+    assert not text.strip() or re.fullmatch(r"\d+\.\d+\.\d+\.dev0", version)
 
 
-@pytest.mark.parametrize("stage", [None, 1, 3])
-def test_compiled_losses_raise(stage: int | None) -> None:
-    """docs/zero.md: torch.compile around ``apply`` raises, in every stage and without ZeRO."""
-    apply, params = fds.functional(torch.nn.Linear(4, 2))
-    loss = torch.compile(lambda p, x: apply(p, x).square().mean(), backend="eager")
-    step = fds.train_step(loss, fds.sgd(0.1))
-    step = step if stage is None else T.zero(stage)(step)
-    state = step.init(params)
-    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError):
-        step(state, torch.ones(2, 4))
+def test_the_changelog_has_the_kinds_of_its_format() -> None:
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    found = re.findall(r"^### (.*)$", _sections()[0][1], re.MULTILINE)
+    assert len(found) == len(set(found))
+    assert set(found) <= kinds
+
+
+def test_a_published_readme_has_whole_links() -> None:
+    """`make release URL=...` leaves no relative link in the README, and adds the URLs to the metadata."""
+    publish = _script("publish")
+    url = "https://example.org/a/b"
+    readme = publish.absolute(README.read_text(encoding="utf-8"), url, "1.0")
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", readme)
+    assert len(links) > 20
+    assert [link for _, link in links if not link.startswith(("https:", "#"))] == []
+    assert ("!", f"{url}/raw/v1.0/docs/figures/zero-life.svg") in links
+    metadata = tomllib.loads(publish.with_urls((TOP / "pyproject.toml").read_text(encoding="utf-8"), url, "1.0"))
+    assert metadata["project"]["urls"]["Changelog"] == f"{url}/blob/v1.0/CHANGELOG.md"
+    assert "functional-ds" in metadata["project"]["scripts"]

@@ -26,6 +26,7 @@ SHOWN_BY = {
     "Gradients": "OpenPass",
     "RematReport": "remat_report",
     "comm.Recv": "comm.batch_p2p",
+    "comm.debug.Slice": "comm.debug.Chart",
     "comm.Send": "comm.batch_p2p",
     "comm.algorithms.cost.Cost": "comm.algorithms.cost.predict",
     "comm.algorithms.cost.Load": "comm.algorithms.cost.Link",

@@ -948,7 +948,7 @@ def schedules_multiply_the_rate() -> None:
         state, metrics = step(state, torch.ones(()))
         found.append((step.params(state)["w"].item(), metrics["rate"].item()))
     assert found == [(-1.0, 1.0), (-1.5, 0.5), (-1.75, 0.25)]
-    fn = transforms.warmup_cosine(4, 8, 0.5)
+    fn = transforms.warmup_cosine(4, 8, floor=0.5)
     factors = torch.stack([fn(torch.tensor(i)) for i in (0, 1, 3, 4, 6, 8, 9)])
     close(factors, torch.tensor([0.25, 0.5, 1.0, 1.0, 0.75, 0.5, 0.5]))
 
@@ -1581,8 +1581,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a warm-up's first update is void",
             "transforms.schedule:warmup_cosine.factor",
-            "(done + 1) / max(warmup, 1)",
-            "done / max(warmup, 1)",
+            "up(count, dtype)",
+            "up(count - 1, dtype)",
         ),
         Bug("updates are not counted", "step.train_step:updating.update", "state.step + count", "state.step"),
     ],

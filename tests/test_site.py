@@ -1,4 +1,4 @@
-"""The built site in a browser: pages fit a phone, search finds the field's words, formulas are drawn: `make docs-check`."""
+"""The built site in a browser: pages fit a phone, links and search lead somewhere, formulas are drawn: `make docs-check`."""
 
 import functools
 import http.server
@@ -105,6 +105,11 @@ def test_pages_are_as_wide_as_a_phone(found: dict[str, Any]) -> None:
     """Nothing is cut off or reaches beyond the window; wide tables, code and formulas scroll within themselves."""
     assert found["wide"] == {}
     assert len(found["formulas"]) > 40
+
+
+def test_links_lead_somewhere(found: dict[str, Any]) -> None:
+    """Links and images of the site's pages: files that are there, and places within pages."""
+    assert found["dead"] == {}
 
 
 def test_search_finds_the_words_of_the_field(found: dict[str, Any]) -> None:

@@ -362,7 +362,7 @@ SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
         ("transforms/parallel",),
         {"": {"moe", "seq", "tiled", "tp"}, "transforms": {"Experts", "balance", "experts", "sequence", "tensor_parallel"}},
     ),
-    "pipelining": (("transforms/pipeline.py",), {"": {"pipelining", "scaling"}, "transforms": {"pipeline"}}),
+    "pipelining": (("transforms/pipeline.py",), {"": {"pipelining", "pp", "scaling"}, "transforms": {"pipeline"}}),
     "profiling": ((), {"": {"profile", "profiling", "record"}}),
     "scaling": ((), {"": {"scaling"}}),
     "transforms/offloading": (("transforms/offload.py",), {"transforms": {"OffloadError", "offload", "offloading"}}),

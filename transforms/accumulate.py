@@ -17,7 +17,7 @@ from functional_ds.step.step import Step, Transform
 def accumulate(k: int) -> Transform:
     """Gradient accumulation: splits each batch into k micro-batches and sums their gradients before the update.
 
-    Law 23: ``accumulate(k)`` equals the step on the whole batch, and ``accumulate(j) ∘ accumulate(k) = accumulate(j k)``.
+    ``accumulate(k)`` equals the step on the whole batch, and ``accumulate(j) ∘ accumulate(k) = accumulate(j k)``.
 
     Leaves of the batch are split along dim 0; a leaf with one row, or without rows, is passed to every micro-batch.
     Half-precision gradients are accumulated in fp32 and, in ZeRO stages 0 and 1, reduced in fp32. All data-parallel ranks must

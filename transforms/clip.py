@@ -21,7 +21,7 @@ def clip(limit: float | Tensor) -> Transform:
     """Clips gradients by their global 2-norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     ``g ↦ g · min(1, limit / (‖g‖ + 1e-6))``, where the norm is over all leaves and all ranks; the metric ``grad_norm`` is ‖g‖
-    before clipping. Laws: ``clip ∘ clip = clip`` within a relative 1e-6 / limit; clipping commutes with sharding (law 27).
+    before clipping. ``clip ∘ clip = clip`` within a relative 1e-6 / limit; clipping commutes with sharding.
 
     Clipping divides the gradients' scalar weight, so it costs no pass over them. With fp64 gradients it multiplies them, to
     match torch bitwise.

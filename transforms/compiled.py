@@ -33,7 +33,7 @@ def compiled(
 ) -> Transform:
     """Runs a module's blocks under ``torch.compile``.
 
-    Law 58: the results are unchanged: bitwise with a backend that generates no code ("eager", "aot_eager"), within rounding
+    The results are unchanged: bitwise with a backend that generates no code ("eager", "aot_eager"), within rounding
     with inductor. The collectives stay the same, and no more FSDP units are gathered at a time. The transform commutes with
     those that wrap other phases, and with ``T.remat``.
 

@@ -39,7 +39,7 @@ def offload(
 ) -> Transform:
     """Offloads the optimizer's state, with master weights, and the params to host memory or disk.
 
-    Law 28: results are unchanged, bitwise on CPUs, in every stage of ZeRO; offload, then fetch, is the identity.
+    Results are unchanged, bitwise on CPUs, in every stage of ZeRO; offload, then fetch, is the identity.
 
     With ``optimizer="cpu"`` the state is in host memory, pinned if there is a GPU, and the update runs on the host; gradients
     and params are copied while other pieces are computed. With ``optimizer="disk"`` the state is in files under ``path``, two

@@ -37,8 +37,8 @@ def pipeline(
 ) -> Transform:
     """Pipeline parallelism: runs the stages of a model on the ranks of ``group``, in the order of a schedule.
 
-    Law 36: on any mesh, with any ZeRO stage along another axis, it equals the single-device step ``train_step(stages,
-    optimizer)`` on the whole batch. Law 34: gradients do not depend on the schedule.
+    On any mesh, with any ZeRO stage along another axis, it equals the single-device step ``train_step(stages,
+    optimizer)`` on the whole batch. Gradients do not depend on the schedule.
 
     Each rank stores the params and optimizer state of its stages only, under their paths in the user's tree. All ranks of the
     group get the same batch, which is split along dim 0 into the schedule's micro-batches; if the rows do not divide evenly,

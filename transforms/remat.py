@@ -25,7 +25,7 @@ from functional_ds.step.step import Step, Transform
 def remat(blocks: str | None = None, *, policy: str | RematPolicy = "recompute", group: comm.Group | None = None) -> Transform:
     """Activation checkpointing: recomputes, offloads or partitions the activations of a module's blocks.
 
-    Law 28: results are unchanged, dropout included, for every policy, in every stage of ZeRO. The transform commutes with those
+    Results are unchanged, dropout included, for every policy, in every stage of ZeRO. The transform commutes with those
     that wrap other phases. It wraps ``prepare``, to check the blocks' paths, and ``forward``.
 
     | policy | between forward and backward |

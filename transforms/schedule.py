@@ -202,7 +202,7 @@ def schedule(fn: Callable[..., float | Tensor]) -> Transform:
     if isinstance(fn, LRScheduler):
         raise TypeError(
             f"fn={type(fn).__name__}(...) sets the learning rate of a torch optimizer; pass a function from the number of "
-            "updates to a factor, such as T.warmup_cosine(warmup, total), or the one that LambdaLR was given"
+            "updates to a factor, such as T.warmup_cosine(steps, total), or the one that LambdaLR was given"
         )
     if not callable(fn):
         raise TypeError(f"fn={fn!r} must be a function from the number of updates to a factor")
@@ -222,32 +222,34 @@ def schedule(fn: Callable[..., float | Tensor]) -> Transform:
     return wrap(name, traits=[Trait.HEEDS_SKIPS], options={"fn": fn}, rate=rate, update=update)
 
 
-def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Factor:
-    """Rises linearly to 1 over ``warmup`` updates, then follows a cosine to ``floor`` at ``total``, and stays there.
+def warmup_cosine(steps: int, total: int, *, floor: float = 0.0, shape: Literal["linear", "log"] = "linear") -> Factor:
+    """``warmup(steps)``, then a cosine to ``floor``, which is reached at ``total`` and stays.
 
-    Update i (from 0) of the warmup has the factor (i + 1) / warmup, so the first update already moves.
+    Update i (from 0) of a linear warmup has the factor (i + 1) / steps, so the first update already moves.
 
     Args:
-        warmup: the length of the warmup, in updates.
+        steps: the length of the warmup, in updates.
         total: the update at which the factor reaches ``floor``.
-        floor: the lowest factor, in 0..1.
+        floor: the lowest factor after the warmup, in 0..1.
+        shape: of the warmup: "linear" or "log".
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number out of range, or an unknown shape.
 
     >>> fn = warmup_cosine(2, 6)
     >>> [round(fn(i).item(), 3) for i in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
-    if not 0 <= warmup <= total:
-        raise ValueError(f"warmup={warmup} must be in 0..total={total}")
     check_floor(floor)
+    if not 0 <= steps <= total:
+        raise ValueError(f"steps={steps} must be in 0..total={total}")
+    up = warmup(steps, shape=shape)
 
     def factor(count: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         done = torch.as_tensor(count).to(dtype)
-        part = ((done - warmup) / max(total - warmup, 1)).clamp(0, 1)
+        part = ((done - steps) / max(total - steps, 1)).clamp(0, 1)
         cosine = floor + (1 - floor) * 0.5 * (1 + torch.cos(math.pi * part))
-        return torch.where(done < warmup, (done + 1) / max(warmup, 1), cosine)
+        return torch.where(done < steps, up(count, dtype), cosine)
 
-    factor.__name__ = f"warmup_cosine({warmup}, {total}, {floor})"
+    factor.__name__ = f"warmup_cosine({steps}, {total}, floor={floor}, shape={shape!r})"
     return factor

@@ -71,7 +71,7 @@ def _run(name: str, total: Total, op: str, leaves: Sequence[Tensor]) -> list[Ten
 
 
 def _coalesced(total: Callable[[Tensor], Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Reduces the leaves of one dtype and device as one payload, which is equal to reducing each (law 12)."""
+    """Reduces the leaves of one dtype and device as one payload, which is equal to reducing each."""
     payloads: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
         payloads.setdefault((leaf.dtype, leaf.device), []).append(i)

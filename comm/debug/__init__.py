@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from .clock import Offsets, clock_offsets
     from .explore import explore
     from .page import Arrow, Chart, calls_chart, waits_chart, write_page
-    from .trace import Spread, spreads, write_trace
+    from .trace import Slice, Spread, spreads, write_trace
     from .traffic import draw_traffic, traffic
 
 __all__ = [
     "Arrow",
     "Chart",
     "Offsets",
+    "Slice",
     "Spread",
     "calls_chart",
     "checked",

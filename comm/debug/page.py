@@ -42,7 +42,7 @@ class Chart:
         curve: a curve below the lanes: (position on the axis, bytes in memory from there on) pairs, in order.
         unit: the axis's unit; empty for the units of a schedule, None for no axis.
 
-    >>> from functional_ds.comm.debug.trace import Slice
+    >>> from functional_ds.comm.debug import Slice
     >>> chart = Chart("two ranks", {f"rank {rank}": [Slice("", "forward", rank, rank + 1)] for rank in range(2)}, unit="")
     >>> chart
     Chart(title='two ranks', unit='')

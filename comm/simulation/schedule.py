@@ -65,7 +65,7 @@ class GroupCall:
         return f"{arrival} on group {self.group.name!r} at {arrival.site} for rank {missing}"
 
     def complete(self) -> None:
-        """Applies the reference implementation to each leaf, which is the meaning of a call on a tree (law 12)."""
+        """Applies the reference implementation to each leaf, which is the meaning of a call on a tree."""
         arrivals = [self.arrivals[rank] for rank in self.members]
         call = arrivals[0].call
         options = call.merged([arrival.call.private() for arrival in arrivals])

@@ -22,7 +22,7 @@ Mixing = Callable[[list[Tensor], int], list[Tensor]]
 
 
 def ring(leaves: list[Tensor], count: int) -> list[Tensor]:
-    """A third of each neighbour's, a third of one's own."""
+    """A third of each neighbour's, a third of the rank's."""
     n = comm.world().size
     left = comm.permute(leaves, [(a, (a + 1) % n) for a in range(n)])
     right = comm.permute(leaves, [(a, (a - 1) % n) for a in range(n)])

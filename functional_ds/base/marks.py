@@ -19,6 +19,11 @@ def is_trainable(leaf: Tensor) -> bool:
     return type(leaf) is Tensor or leaf.requires_grad or not isinstance(leaf, nn.Parameter)  # the cheapest first
 
 
+def is_compiled(function: object) -> bool:
+    """Whether it is what ``torch.compile`` returned."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(function, "_torchdynamo_disable")
+
+
 def is_dtensor(leaf: Tensor) -> bool:
     """Whether a tensor is a DTensor."""
     if type(leaf) in (Tensor, nn.Parameter):

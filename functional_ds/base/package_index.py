@@ -21,7 +21,7 @@ class _Index(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module, attribute = self._index[name]
         try:
-            value = import_module(f"{module}.{name}") if module == self.__name__ else _imported(module, attribute)
+            value = import_module(f"{module}.{attribute}") if module == self.__name__ else _imported(module, attribute)
         except ModuleNotFoundError as error:
             if not isinstance(sys.modules.get(str(error.name).rpartition(".")[0]), _Index):
                 raise  # an error inside an installed folder

@@ -283,10 +283,7 @@ def backward_pass() -> int:
 
 
 def storage_id(held: Tensor | torch.UntypedStorage) -> int:
-    """An id of a tensor's storage, which may be reused once the storage is freed.
-
-    Fake and meta tensors and empty storages have ids, but no addresses.
-    """
+    """An id of a tensor's storage, also of one without an address; it may be reused once the storage is freed."""
     storage = held.untyped_storage() if isinstance(held, Tensor) else held
     return int(storage._cdata)
 
@@ -388,10 +385,7 @@ def foreach_add_(into: list[Tensor], values: list[Tensor]) -> None:
 
 
 def unscale_(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Multiplies gradients in place by a scalar, and sets ``found_inf`` to 1 if one is not finite, in one kernel.
-
-    As in torch's GradScaler.
-    """
+    """Multiplies gradients in place by a scalar, and sets ``found_inf`` to 1 if one is not finite: GradScaler's kernel."""
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
 
 

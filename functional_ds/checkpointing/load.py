@@ -78,7 +78,7 @@ def load(
 ) -> Any:
     """Loads a checkpoint into a new state with ``like``'s structure: its ranks, ZeRO stage, units, precision and devices.
 
-    Laws 37 and 50: ``load_M ∘ save_N = id``, bitwise, slices included; ``run(k + j) = run(j) ∘ load ∘ save ∘ run(k)``, bitwise
+    ``load_M ∘ save_N = id``, bitwise, slices included; ``run(k + j) = run(j) ∘ load ∘ save ∘ run(k)``, bitwise
     for equal n.
 
     Collective over ``group``. Each rank reads and checks the 1 MiB blocks that contain its elements; nothing is unpickled. If

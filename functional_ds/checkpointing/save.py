@@ -253,7 +253,7 @@ def save(
 ) -> str:
     """Writes a state as the checkpoint ``tag`` in the folder ``path``, and returns the tag when it is published.
 
-    Laws 37 and 50: ``load_M ∘ save_N = id``, bitwise, for any numbers of ranks N and M, stages, units, meshes and slices.
+    ``load_M ∘ save_N = id``, bitwise, for any numbers of ranks N and M, stages, units, meshes and slices.
 
     Collective over ``group``. Each element is written by one of the ranks that have it, directly from the state's memory; a
     rank needs a few MB more, and for offloaded tensors two pieces of a file. A checkpoint with the same tag is replaced. If the

@@ -101,7 +101,7 @@ def convert(
     everything: Annotated[
         bool, typer.Option("--all", help="The optimizer's tensors, too, under their full names; functional-ds has them always.")
     ] = False,
-    shard_bytes: Annotated[str | None, typer.Option(help="The most of a safetensors file in a folder: 5GB.")] = None,
+    shard_bytes: Annotated[str | None, typer.Option(help="The largest safetensors file in a folder: 5GB.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:

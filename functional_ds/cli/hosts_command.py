@@ -178,7 +178,7 @@ def hosts(
     hostfile: Annotated[str, typer.Argument(metavar="HOSTFILE", help="Lines of the form 'name slots=N'.")],
     script: Annotated[list[str] | None, typer.Argument(metavar="[--] SCRIPT [ARGS]...", help="What to run.")] = None,
     include: Annotated[str, typer.Option(help="Only these: host, host:slot,slot, joined by @.")] = "",
-    exclude: Annotated[str, typer.Option(help="All but these, written alike.")] = "",
+    exclude: Annotated[str, typer.Option(help="The hosts or slots to leave out, in the same form.")] = "",
     num_nodes: Annotated[int, typer.Option(min=0, help="Only the first so many hosts; 0 for all.")] = 0,
     num_gpus: Annotated[int, typer.Option(min=0, help="Only the first so many slots of each host; 0 for all.")] = 0,
     master_addr: Annotated[str | None, typer.Option(help="Where ranks meet; the first host by default.")] = None,

@@ -45,7 +45,7 @@ def plan(
     seq: Annotated[int, typer.Option(min=1, help="Tokens of a row, for a Hugging Face model.")] = 1024,
     limit: Annotated[str | None, typer.Option(help="Memory of a rank: 80GB; the machine's by default.")] = None,
     machine: Annotated[str | None, typer.Option(help="For times: h100, h200, a100-80gb, here, or a JSON file.")] = None,
-    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Whose kernels are meant without a machine.")] = "cuda",
+    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Device type without --machine.")] = "cuda",
     out: Annotated[
         str | None, typer.Option(help="Also write the fastest that fits: a job, .toml, or its DeepSpeed config, .json.")
     ] = None,

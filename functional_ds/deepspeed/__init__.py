@@ -1,5 +1,7 @@
 """The DeepSpeed-compatible API: configs, read key by key into a plan, the engine, and other names of ``deepspeed``."""
 
+import sys
+
 from functional_ds.base.package_index import optional
 
 from . import accelerator, checkpointing, comm, ops, runtime, utils, zero
@@ -11,6 +13,7 @@ from .config import ConfigError, ConfigPlan, ExplainedKey, Explanation, UsageErr
 from .config_arguments import add_config_arguments
 from .config_objects import DeepSpeedConfig, DeepSpeedConfigError
 from .engine import DeepSpeedEngine, initialize
+from .module_finder import ModuleFinder
 from .utils import OnDevice, log_dist, logger
 
 with optional("functional_ds.parallel"):
@@ -54,6 +57,7 @@ __all__ = [
 ]
 
 answer_missing_names()
+sys.meta_path.append(ModuleFinder(__name__))  # after the finders of files, so it is asked for what is missing
 
 
 def __dir__() -> list[str]:

@@ -89,7 +89,7 @@ def module_at(path: str) -> FoundModule | None:
     'functional_ds.deepspeed.pipe'
     """
     if path in INDEXES:
-        return FoundModule(path, IndexModule(f"deepspeed.{path}", _US, INDEXES[path]))
+        return FoundModule(path, IndexModule(f"{_US}.{path}", _US, INDEXES[path]))
     target = ALIASES.get(path, path if path in HERE else None)
     if target is None:
         return None
@@ -142,6 +142,7 @@ def answer_missing_names() -> None:
         module = sys.modules.get(f"{_US}.{ALIASES.get(path, path)}".rstrip("."))
         if module is not None:
             vars(module)["__getattr__"] = _answers(path, vars(module).get("__getattr__"))
+            vars(module).setdefault("__path__", [])  # "from module import name" then asks the finder for missing names
 
 
 def _answers(path: str, getter: Callable[[str], Any] | None) -> Callable[[str], Any]:

@@ -27,7 +27,7 @@ def dry_run(step: Step, state: State, batch: Any) -> Events:
     It is a later step, in which the order of units is known. In a world of shapes nothing is computed, so the model may have
     any size, on any number of ranks.
 
-    Law 67: the events are the same with values or without; they are the ledger's rows, the operations of a run, and its
+    The events are the same with values or without; they are the ledger's rows, the operations of a run, and its
     allocations.
 
     Args:

@@ -33,7 +33,7 @@ def fit(
 ) -> State:
     """Trains until ``steps`` steps are made in total and returns the state; resumes from the latest checkpoint, if any.
 
-    Law 37: ``run(k + j) = run(j) ∘ resume ∘ run(k)``, bitwise for equal numbers of ranks, wherever the first run was
+    ``run(k + j) = run(j) ∘ resume ∘ run(k)``, bitwise for equal numbers of ranks, wherever the first run was
     interrupted. Evaluations do not affect torch's generators.
 
     Call it on every rank of the world. Checkpoints are written asynchronously. SIGTERM and SIGINT end the run after the current

@@ -81,7 +81,7 @@ def local_position(stored: Any) -> Any:
 def gathered_generators() -> Any:
     """The states of torch's default generators on all ranks, as JSON. Collective.
 
-    So law 37 holds for steps with ``nn.Dropout``: ``restore_generators ∘ gathered_generators = id`` on as many ranks.
+    So runs with ``nn.Dropout`` resume: ``restore_generators ∘ gathered_generators = id`` on as many ranks.
     """
     states, device = {"cpu": torch.get_rng_state()}, in_use()
     if device is not None:

@@ -77,7 +77,7 @@ _FIRST = {"params": 3, "masters": 1, "optimizer": 1, "gradients": 2}  # the firs
 
 
 def by_stage(stage: int, convention: Convention = SIXTEEN) -> dict[str, Formula]:
-    """The formula of each category in a stage; law 20 is about their sums.
+    """The formula of each category in a stage; their sum is the memory of the stage.
 
     >>> [str(sum(by_stage(stage).values(), Formula())) for stage in range(4)]
     ['16Ψ', '4Ψ + 12Ψ/n', '2Ψ + 14Ψ/n', '16Ψ/n']
@@ -95,7 +95,7 @@ def by_stage(stage: int, convention: Convention = SIXTEEN) -> dict[str, Formula]
 
 
 def elements_sent(stage: int, *, micro_batches: int = 1) -> int:
-    """Law 21: the elements that each rank sends in a step, in units of Ψ(n-1)/n.
+    """The elements that each rank sends in a step, in units of Ψ(n-1)/n.
 
     Stages 0 and 1 reduce once a step, stage 2 reduces in each micro-batch, and stage 3 also gathers twice in each.
 
@@ -106,7 +106,7 @@ def elements_sent(stage: int, *, micro_batches: int = 1) -> int:
 
 
 def layer_elements_sent(tokens: int, width: int, *, n: int, blocks: int = 2) -> int:
-    """Law 40: the elements that each tensor-parallel rank sends for a layer in a forward and a backward pass.
+    """The elements that each tensor-parallel rank sends for a layer in a forward and a backward pass.
 
     Each block, attention or MLP, has an all-reduce of ``tokens · width`` elements forward and one backward, of which each rank
     sends ``2 (n - 1) / n``. Sequence parallelism gathers and scatters instead, and sends equally many (Shoeybi et al. 2019,

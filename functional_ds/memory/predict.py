@@ -31,7 +31,7 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
     gradients of a loss that uses every leaf, in the tree's order, go through the step's phases twice, because only later passes
     prefetch units.
 
-    Law 20: these are exactly ``measured``'s bytes. On a GPU the allocator rounds each tensor up to 512 bytes.
+    These are exactly ``measured``'s bytes. On a GPU the allocator rounds each tensor up to 512 bytes.
 
     Gathered units count in the form in which they arrive, compressed if the gather is. Not counted: activations
     (``activations``), gradients before they are reduced (at most three units in stages 2 and 3), and what kernels need. The

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from functional_ds.base.torch_private import FakeTensor, FakeTensorConverter, FakeTensorMode, buffers_of, parameters_of
 from functional_ds.sharding.sources import from_source
 
-from .functional import Apply, functional
+from .functional import Apply, as_function
 from .init_recorder import Initialisation, Place
 from .shared_memory import SharedMemory
 
@@ -124,7 +124,7 @@ class Deferral:
             for tensors in (buffers_of(owner), owner.__dict__):
                 fake = {name: x for name, x in tensors.items() if isinstance(x, FakeTensor)}
                 tensors.update({name: recording.compute(recording.place(x)).to(device) for name, x in fake.items()})
-        apply, params = functional(module)
+        apply, params = as_function(module)
         leaves = from_source({name: params[name] for name in places}, _Built(recording, places), device=device)
         return apply, {name: leaves.get(name, x) for name, x in params.items()}
 

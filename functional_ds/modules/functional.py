@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.marks import ModuleRef, mark_module
-from functional_ds.base.torch_private import (
-    buffers_of,
-    detect_fake_mode,
-    non_persistent_buffers_of,
-    outside_functorch,
-    unset_fake_temporarily,
-)
+from functional_ds.base.torch_private import buffers_of, non_persistent_buffers_of, outside_functorch, unset_fake_temporarily
 from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.remat.entered import called, current_region
 from functional_ds.step.pass_scope import Pass, current_pass
@@ -28,10 +22,18 @@ from .deep_copy import Put, deep_copy, reached
 from .module_changes import BareParameter, ModuleChanges
 from .module_places import OF_EVERY_MODULE, Place, buffer_names, joined, mutable_attributes, parameter_places
 from .parameter_marks import ParameterMarks, attributes_on
-from .refusals import check_elsewhere, check_module, refuse_flags, refuse_loading, refuse_lost_writes, refuse_placeholders
+from .refusals import (
+    check_elsewhere,
+    check_module,
+    refuse_compiled,
+    refuse_flags,
+    refuse_loading,
+    refuse_lost_writes,
+    refuse_placeholders,
+)
 from .shared_memory import SharedMemory
 from .skeleton import Skeleton
-from .write_watch import refuse_aliases, same_versions, watched
+from .write_watch import is_trial, refuse_aliases, same_versions, watched
 
 
 class Apply:
@@ -148,7 +150,7 @@ class Apply:
         self.notice()
         held = self._fresh({name: x for name, x in variables.items() if name not in self._bare})
         params = {name: variables[name] for name in self._bare if name in variables}
-        output = self._run(held, params, lambda module: module(*args, **kwargs), None, trial=_is_trial())
+        output = self._run(held, params, lambda module: module(*args, **kwargs), None, trial=is_trial())
         return output, {name: buffer for name, buffer in held.values.items() if buffer is not None}
 
     def within(self, params: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
@@ -164,7 +166,7 @@ class Apply:
             given = {name: x for name, x in params.items() if name not in self._bare}
             params = {name: x for name, x in params.items() if name in self._bare}
         self.notice()
-        pass_, trial = current_pass(), _is_trial()
+        pass_, trial = current_pass(), is_trial()
         if given or pass_ is None or trial:
             return self._run(self._fresh(given), params, function, pass_, trial=trial)
         held, known = self._held(pass_)
@@ -369,26 +371,26 @@ class Apply:
         )
 
 
-def _is_trial() -> bool:
-    """Whether this run is only for shapes and leaves nothing behind; not so when a step is traced into a graph."""
-    return detect_fake_mode() is not None and current_recorder() is None
-
-
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
     """Turns a module into a pure function and its parameters, by name; a tied parameter appears once, under its first name.
 
     The parameters share the module's memory (``step.init`` copies them); those that do not require grad stay frozen in a step.
-    The module is not changed, and ``apply`` does not need it any more. ``step.init(params)`` copies the module's buffers into
-    the state.
+    The module is not changed, and ``apply`` does not need it any more. ``step.init(params)`` copies its buffers into the state.
 
     Raises:
-        ValueError: the module has features that its copies cannot keep, such as parameters that share memory without being
-            tied.
+        TypeError: the module is compiled by ``torch.compile``.
+        ValueError: the module has features that its copies cannot keep, such as parameters in one memory that are not tied.
 
     >>> apply, params = functional(nn.Linear(2, 1))
     >>> sorted(params), apply(params, torch.ones(3, 2)).shape
     (['bias', 'weight'], torch.Size([3, 1]))
     """
+    refuse_compiled(module)
+    return as_function(module)
+
+
+def as_function(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
+    """``functional(module)`` of any module, also a compiled one, as a DeepSpeed engine takes."""
     apply = Apply(module)
     ref = ModuleRef(apply)
     originals = parameter_places(module)[1]

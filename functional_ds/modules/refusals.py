@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from functional_ds.base.marks import is_dtensor
+from functional_ds.base.marks import is_compiled, is_dtensor
 from functional_ds.base.torch_private import hooks_of, is_fake
 
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
@@ -57,6 +57,19 @@ def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
                 "weight); w.register_hook(hook), which torch.nn.utils.parametrize can do for any module; or change gradients "
                 "in a transform: fds.wrap(..., reduce=...)"
             )
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Raises an error for a module that ``torch.compile`` returned.
+
+    Raises:
+        TypeError: with what to do instead.
+    """
+    if is_compiled(module):
+        raise TypeError(
+            "fds.functional: the module is compiled by torch.compile, so its parameters would be named _orig_mod.*: pass the "
+            "module itself, and compile blocks by T.compiled or the step by fds.jit"
+        )
 
 
 def _name_in_keys(value: Any, names: Mapping[int, str]) -> str | None:

@@ -25,7 +25,7 @@ def remat(
 ) -> Callable[..., R]:
     """Activation checkpointing: ``function`` with its saved tensors recomputed, offloaded or partitioned, by a policy.
 
-    Law 28: value and gradients are the function's, dropout included: a second run has torch's random state and the autocast of
+    Value and gradients are the function's, dropout included: a second run has torch's random state and the autocast of
     the first. As for ``torch.utils.checkpoint``, the function must compute the same each time, so what it reads besides its
     arguments must not change. Its side effects happen in every run, except writes to module buffers: of a module that the
     function is, is a method of, or calls by ``fds.functional``'s ``apply``. Remats nest: the inner policy applies to tensors

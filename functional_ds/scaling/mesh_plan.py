@@ -169,7 +169,7 @@ class RankShare:
 def rank_share(model: Transformer, plan: MeshPlan, place: int = 0) -> RankShare:
     """What a rank at some place of the pipeline stores, computes and sends.
 
-    Laws 21, 40 and 55: ``sent`` is what a ledger counts, except padding and scalars. Over tp, and in products, it is what
+    ``sent`` is what a ledger counts, except padding and scalars. Over tp, and in products, it is what
     ``stage_passes`` has. A boundary between stages on two ranks sends an activation and its gradient. Over dp it is what ZeRO
     sends; stage 3 gathers each unit twice a micro-batch. A tied head on another rank than the embedding is a separate table;
     the communication that keeps both equal is not counted.

@@ -134,7 +134,7 @@ def mapped(layer: Layer, change: Callable[[str, Phase], Phase]) -> Layer:
 def compose_phase(phase: str, base: Phase, layers: tuple[Layer, ...], *, guarded: bool = True) -> Phase:
     """The base function inside of all that wrap it, in their order.
 
-    Law 66: guards change no value.
+    Guards change no value.
     """
     places: dict[str, list[tuple[str, list[Phase]]]] = {"innermost": [], "": [], "outermost": []}
     for layer in layers:

@@ -41,7 +41,7 @@ class Step(AtParams):
 
     A step consists of phases, each a function whose first argument is the finished step, so that a phase calls every other
     phase as finally composed (open recursion). Hence transforms that wrap different phases commute; only those that wrap the
-    same phase have an order (law 30). ``Phases`` documents each phase; docs/steps.md has the table.
+    same phase have an order. ``Phases`` documents each phase; docs/steps.md has the table.
 
     Gradients are a ``Weighted`` list: a sum for each trained stored leaf, and one weight. ``gradients`` adds to ``carry``, the
     ``Weighted`` list of earlier micro-batches (or None); ``last`` means that no further one follows. It returns the state with
@@ -118,7 +118,7 @@ class Step(AtParams):
 
         ``donate=True`` reuses the state's memory once the gradients are computed, and using the state again raises
         DonatedStateError; an error before that leaves it intact. ``donate=False`` keeps it, at the cost of a copy. Both give
-        the same result (law 31).
+        the same result.
 
         Raises:
             ValueError: the batch has another structure than the last, the loss is not a scalar, the params have no values, or
@@ -141,7 +141,7 @@ class Step(AtParams):
     def open(self, state: State, batch: Any = None, so_far: Gradients | None = None, *, trains: bool = True) -> OpenPass:
         """Opens a forward pass, whose ``backward`` gives gradients for ``finish``: the first half of a step, in custom loops.
 
-        Law 57: ``step.finish(state, step.open(state, batch).backward()) = step(state, batch)``, bitwise; a loop over
+        ``step.finish(state, step.open(state, batch).backward()) = step(state, batch)``, bitwise; a loop over
         micro-batches, ``grads = step.open(state, micro, grads).backward(last=...)``, equals the step with ``T.accumulate(k)``.
         If the loss draws by ``key`` or is a mean in fp16, use ``T.accumulate`` instead, since both depend on the number of
         micro-batches.
@@ -340,7 +340,7 @@ class Step(AtParams):
     def without_guards(self) -> "Step":
         """The step without checks for misuse: the same values for correct programs.
 
-        Law 66: bitwise equal results, and from the third step on equal communication; ``guards`` lists what is no longer
+        Results are bitwise equal, and so is communication from the third step on; ``guards`` lists what is no longer
         checked.
         """
         return attrs.evolve(self, guarded=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable, like_marked, trainable
+from functional_ds.base.marks import is_compiled, is_trainable, like_marked, trainable
 from functional_ds.base.tree import rows_of
 from functional_ds.base.weighted import Weighted, weigh
 from functional_ds.comm.worlds.rng_state import RngState
@@ -56,7 +56,7 @@ def train_step(
             momentum and weight decay still apply.
 
     Raises:
-        TypeError: ``loss_fn`` is not callable, or ``optimizer`` is not an optimizer.
+        TypeError: ``loss_fn`` is not callable or is compiled by ``torch.compile``, or ``optimizer`` is not an optimizer.
         ValueError: an unknown word for ``buffers`` or ``unused``.
 
     >>> import functional_ds as fds
@@ -67,6 +67,11 @@ def train_step(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} is not callable")
+    if is_compiled(loss_fn):
+        raise TypeError(
+            "loss_fn is compiled by torch.compile: pass the plain function, and compile blocks by T.compiled or the step by "
+            "fds.jit"
+        )
     if buffers not in POLICIES:
         raise ValueError(f"buffers={buffers!r} is not one of {', '.join(POLICIES)}")
     if unused not in ("skip", "zeros"):

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from functional_ds import comm
 from functional_ds.base import torch_private as private
 from functional_ds.base import torch_replaced as replaced
+from functional_ds.base.marks import is_compiled
 from functional_ds.comm.backends import torch_groups as groups
 from functional_ds.compiling import torch_compiler
 from tests.planting import Bug, planted
@@ -639,6 +640,17 @@ def the_compiler_does_as_blocks_need() -> None:
     with torch_compiler.refuse_graph_breaks(True), pytest.raises(Exception, match="print"):
         compiled(x, breaks=True)
     assert callable(torch_compiler.compiler_backend("inductor", mode="max-autotune", options=None, dynamic=False))
+
+
+def test_compiled_functions_are_known() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x
+
+    module = nn.Linear(2, 2)
+    assert is_compiled(torch.compile(function, backend="eager"))
+    assert is_compiled(torch.compile(module, backend="eager"))
+    others = function, module, torch.compiler.disable(function), torch.compiler.allow_in_graph(function)
+    assert not any(map(is_compiled, others))
 
 
 @pytest.mark.parametrize("name", [*private.__all__, *groups.__all__, *torch_compiler.__all__])

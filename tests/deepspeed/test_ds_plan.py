@@ -1,6 +1,7 @@
 """Plans: the transforms, optimizers and schedules that configs become, and that they train as DeepSpeed would."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import Tensor
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds.deepspeed import ConfigError
+from functional_ds.deepspeed.config.ds_optimizers import OPTIMIZERS
 from functional_ds.deepspeed.config.extra_transforms import LossScaleError
 from functional_ds.deepspeed.config.keys.config_key import Fate
+from functional_ds.deepspeed.config.keys.config_table import KEYS
+from functional_ds.deepspeed.config.schedules.ds_schedules import SCHEDULERS
 from functional_ds.testing import assert_same
 from tests.deepspeed.real import real
 from tests.deepspeed.test_ds_reader import plan_of, refused
@@ -476,3 +480,46 @@ def test_betas_that_cannot_cycle_are_refused() -> None:
     config = {"train_batch_size": 4, "scheduler": cycle}
     with pytest.raises(ConfigError, match="not part of the config"):
         fds.from_ds_config(config, 1, lr=0.1)
+
+
+# Keys whose reason the plan writes itself, with all that it depends on.
+NOTED = ("gradient_clipping", "prescale_gradients", "gradient_accumulation_steps", "train_", "optimizer.type", "scheduler.type")
+VALUES = {"int": (0, 1, 7), "float": (0.0, 0.5), "bool": (False, True), "betas": ((0.9, 0.95),)}
+
+
+def test_reasons_are_of_the_value() -> None:
+    """A printed reason has no condition on the value, and no argument without its value."""
+    template = re.compile(r"\bif (true|false|0)\b|; 0 (is|does|fetches)|=`|\{value\}|=[,)]|unless `|Whether |None if")
+    config_keys = [*KEYS.values(), *(key for rule in (*OPTIMIZERS, *SCHEDULERS.values()) for key in rule.keys)]
+    printed = {
+        (key.path, value): key.reason(value)
+        for key in config_keys
+        if key.fate in (Fate.BECAME, Fate.ENGINE) and not key.path.startswith(NOTED)
+        for value in key.choices or VALUES.get(key.kind, ("x",))
+        if not (value in (False, "none") and key.default == value and key in KEYS.values())  # it is off
+    }
+    assert {row: reason for row, reason in printed.items() if template.search(reason)} == {}
+
+
+def test_explain_says_what_became_of_each_value() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "tensorboard": {"enabled": False, "job_name": "a"},
+        "csv_monitor": {"enabled": True},
+        "steps_per_print": 5,
+        "zero_optimization": {"stage": 2, "reduce_scatter": False, "cpu_offload": False},
+        "fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 7},
+    }
+    explained = fds.from_ds_config(config, 1).explain()
+    assert {row.key: (row.fate.value, row.reason) for row in explained.rows if "enabled" not in row.key} == {
+        "train_micro_batch_size_per_gpu": ("supported", "Rows: micro-batch 2 · accumulation 1 · ranks 1."),
+        "tensorboard.job_name": ("ignored", "`tensorboard.enabled` is false."),
+        "steps_per_print": ("engine", "Each 5 updates the log has a line, with rate and momentum."),
+        "zero_optimization.stage": ("supported", "`T.zero(2, world, aggregate=all_reduce)`."),
+        "zero_optimization.reduce_scatter": ("supported", '`T.zero(aggregate="all_reduce")`.'),
+        "zero_optimization.cpu_offload": ("ignored", "It is off, as it is by default."),
+        "fp16.loss_scale": ("supported", "`T.StaticScale(128)`."),
+        "fp16.loss_scale_window": ("ignored", "The loss scale is constant."),
+        "gradient_clipping": ("supported", "`T.clip(1.0)`: DeepSpeed's default is 1.0."),
+    }
+    assert [explained[f"{block}.enabled"].fate.value for block in ("tensorboard", "csv_monitor")] == ["ignored", "engine"]

@@ -152,6 +152,21 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         ],
     ),
     (
+        (plans.test_reasons_are_of_the_value,),
+        [
+            Bug(
+                "reasons are sentences of the table",
+                "deepspeed.config.keys.config_key:ConfigKey.reason",
+                "self.says.get('else', self.text)",
+                "self.text",
+            )
+        ],
+    ),
+    (
+        (plans.test_explain_says_what_became_of_each_value,),
+        [Bug("a switch is on", "deepspeed.config.config_reader:Settings._why_off", "value is False", "value is None")],
+    ),
+    (
         (reader.test_known_dead_names_can_warn,),
         [
             Bug("every unknown name only warns", "deepspeed.config.config_reader:_unknown", "path in DEAD and warn", "warn"),

@@ -384,7 +384,9 @@ def test_defaults_are_the_main_job(
 def test_flags_that_are_left_out_are_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever edits the file need not know of the flags."""
     text = (SCRIPT.parent / "train_gpt.toml").read_text()
-    edited = text.replace("    {clip = 1.0},\n", "").replace("warmup = 30", "warmup = 7").replace("every = 30", "every = 9")
+    edited = (
+        text.replace("    {clip = 1.0},\n", "").replace("\nsteps = 30\n", "\nsteps = 7\n").replace("every = 30", "every = 9")
+    )
     shutil.copytree(SCRIPT.parent, tmp_path, dirs_exist_ok=True)  # a job may name functions of the files beside it
     (tmp_path / "train_gpt.toml").write_text(edited)
     monkeypatch.setattr("flags.JOB", tmp_path / "train_gpt.toml")
@@ -392,4 +394,4 @@ def test_flags_that_are_left_out_are_the_files(tmp_path: Path, monkeypatch: pyte
     assert [each.name for each in job.strategy] == ["mixed_precision", "zero", "accumulate"]
     assert job.schedule is not None
     assert job.evaluation is not None
-    assert (job.schedule.arguments["warmup"], job.evaluation.every, job.model.arguments["config"]["layers"]) == (7, 9, 1)
+    assert (job.schedule.arguments["steps"], job.evaluation.every, job.model.arguments["config"]["layers"]) == (7, 9, 1)

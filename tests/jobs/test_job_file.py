@@ -61,7 +61,7 @@ _JOBS = st.fixed_dictionaries(
         "seed": st.integers(0, 2**63 - 1),
         "ranks": st.integers(1, 8),
         "strategy": st.lists(_TRANSFORMS, max_size=3),
-        "schedule": st.just({"warmup_cosine": {"warmup": 2, "total": 9}}),
+        "schedule": st.just({"warmup_cosine": {"steps": 2, "total": 9}}),
         "data": st.fixed_dictionaries({}, optional={"rows": st.integers(1, 9), "files": st.lists(_texts), "tokenizer": _texts}),
         "evaluation": st.sampled_from([{}, {"every": 3}]),
         "checkpoints": st.sampled_from([{"folder": "a b", "minutes": 3}, {"folder": "c", "keep_last": 0}]),

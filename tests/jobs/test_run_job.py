@@ -44,7 +44,7 @@ def job(text: Path) -> Job:
         "seed": 3,
         "strategy": [{"clip": LIMIT}],
         "optimizer": {"adamw": {"lr": 0.05, "weight_decay": 0.1}},
-        "schedule": {"warmup_cosine": {"warmup": 2, "total": 4, "floor": 0.1}},
+        "schedule": {"warmup_cosine": {"steps": 2, "total": 4, "floor": 0.1}},
         "data": {"files": [str(text)], "rows": 4, "context": 8},
         "evaluation": {"every": 2, "batches": 2},
         "logs": {"every": 1},
@@ -319,8 +319,8 @@ def test_logs_and_profiles_are_written(job: Job, tmp_path: Path) -> None:
         ({"model.tiny_models:plain.vocab": 32}, "the tokens go up to 116, and the model's largest embedding has 32 rows"),
         ({"model": "torch.nn:Flatten"}, "next_token takes logits of shape [4, 8, 'vocabulary'], and the model returned [4, 8]"),
         (
-            {"schedule": {"warmup_cosine": {"warmup": 5, "total": 4}}},
-            "{'warmup': 5, 'total': 4}: warmup=5 must be in 0..total=4",
+            {"schedule": {"warmup_cosine": {"steps": 5, "total": 4}}},
+            "{'steps': 5, 'total': 4}: steps=5 must be in 0..total=4",
         ),
         (
             {"strategy": [{"zero": {"stage": 1, "group": "dq"}}], "mesh": {"dp": 2}},

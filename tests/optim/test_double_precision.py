@@ -129,7 +129,7 @@ SCHEDULES: dict[str, tuple[Any, Callable[[int], float]]] = {
     ),
     "range_test": (T.range_test(3, rate=0.4), lambda i: 1 + 0.4 * (i + 1) / 3),
     "warmup_cosine": (
-        T.warmup_cosine(3, 7, 0.1),
+        T.warmup_cosine(3, 7, floor=0.1),
         lambda i: (i + 1) / 3 if i < 3 else 0.1 + 0.45 * (1 + math.cos(math.pi * (i - 3) / 4)),
     ),
 }

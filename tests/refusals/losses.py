@@ -149,6 +149,15 @@ REFUSALS = [
         program=a_module_itself,
     ),
     Refusal(
+        what="a loss compiled by `torch.compile`",
+        error=TypeError,
+        says="loss_fn is compiled by torch.compile",
+        advises="blocks by T.compiled or the step by fds.jit",
+        why="It would trace the step's own bookkeeping.",
+        instead="Compile blocks by `T.compiled`, or the step by `fds.jit`.",
+        program=lambda: once(torch.compile(square, backend="eager")),
+    ),
+    Refusal(
         what="metrics whose names change in a later step, on several ranks",
         error=ValueError,
         says=r"returned the metrics \['task 1'\], and \['task 0'\] before",

@@ -240,6 +240,15 @@ REFUSALS = [
         program=lambda: train(nn.Embedding(4, 3, max_norm=0.1), batches=(torch.arange(4),)),
     ),
     Refusal(
+        what="a module compiled by `torch.compile`",
+        error=TypeError,
+        says=r"compiled by torch.compile, so its parameters would be named _orig_mod\.",
+        advises="pass the module itself, and compile blocks by T.compiled or the step by fds.jit",
+        why="Its parameters would have other names than the module's, in states and files.",
+        instead="Pass the module itself; compile blocks by `T.compiled`, or the step by `fds.jit`.",
+        program=lambda: fds.functional(torch.compile(nn.Linear(3, 2), backend="eager")),  # type: ignore[arg-type]
+    ),
+    Refusal(
         what="a lazy module that has not run",
         error=ValueError,
         says="has no shape yet",

@@ -84,7 +84,7 @@ OTHERS: dict[str, tuple[Strategy, Strategy, str]] = {
     "schedule": (
         (ADAM, (T.schedule(T.warmup_cosine(2, 6)), T.zero(1))),
         (ADAM, (T.schedule(T.warmup_cosine(2, 8)), T.zero(1))),
-        r"warmup_cosine\(2, 6, 0.0\).*warmup_cosine\(2, 8, 0.0\)",
+        r"warmup_cosine\(2, 6, floor=0.0.*warmup_cosine\(2, 8, floor=0.0",
     ),
     "own schedule": (
         (ADAM, (T.schedule(down(0.5)), T.zero(1))),

@@ -284,6 +284,12 @@ def test_the_docs_say_who_wraps_what() -> None:
         transforms.local_gradients(),
         transforms.compressed_gradients(comm.codecs.Blocks(8)),
         transforms.replicated(reduce=lambda grads, memory, group: (grads, memory)),
+        transforms.compiled(backend="eager"),
+        transforms.sequence(comm.mesh(sp=1)["sp"]),
+        transforms.experts("experts", comm.mesh(ep=1)["ep"]),
+        transforms.balance(0.1, {"router": 2}),
+        transforms.apart(comm.mesh(dp=1)["dp"]),
+        transforms.every(2, lambda step, state: state),
     ]
     wraps: dict[str, set[str]] = {phase: set() for phase in base.phases}
     for step in (transform(base) for transform in made):

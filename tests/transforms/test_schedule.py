@@ -61,11 +61,21 @@ def test_warm_up_and_decay_is_deepspeeds(steps: int, more: int, floor: float, sh
     assert factors(transforms.warmup_decay(steps, total, floor=floor, shape=shape)) == pytest.approx(expected, abs=WITHIN)
 
 
+@pytest.mark.parametrize("shape", ["linear", "log"])
+def test_the_cosine_follows_a_warmup(shape: Any) -> None:
+    cosine, up = (
+        factors(transforms.warmup_cosine(3, 9, floor=0.2, shape=shape), 10),
+        factors(transforms.warmup(3, shape=shape), 3),
+    )
+    assert cosine[:3] == up
+    assert cosine[3:] == pytest.approx(factors(transforms.warmup_cosine(0, 6, floor=0.2), 7))
+
+
 @given(total=st.integers(2, 20), floor=floors)
 def test_the_cosine_is_torchs(total: int, floor: float) -> None:
     """CosineAnnealingLR up to its end; after it, this one stays."""
     expected = by_torch(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, total, floor))[: total + 1]
-    assert factors(transforms.warmup_cosine(0, total, floor), total + 1) == pytest.approx(expected, abs=WITHIN)
+    assert factors(transforms.warmup_cosine(0, total, floor=floor), total + 1) == pytest.approx(expected, abs=WITHIN)
 
 
 @given(up=sizes, down=st.none() | sizes, floor=floors)
@@ -114,7 +124,7 @@ def test_a_step_follows_them() -> None:
     [
         (lambda: transforms.warmup(-1), "steps=-1"),
         (lambda: transforms.warmup(3, floor=2.0), "floor=2.0"),
-        (lambda: transforms.warmup_cosine(1, 5, -3.0), "floor=-3.0"),
+        (lambda: transforms.warmup_cosine(1, 5, floor=-3.0), "floor=-3.0"),
         (lambda: transforms.warmup_cosine(1, 5, floor=2.0), "floor=2.0"),
         (lambda: transforms.warmup(3, shape="cubic"), "shape='cubic'"),  # type: ignore[arg-type]
         (lambda: transforms.warmup_decay(5, 3), r"steps=5 must be in 0..total=3"),

@@ -20,7 +20,7 @@ def compressed_gradients(codec: comm.codecs.Codec, group: comm.Group | None = No
     q = Σ C(p) / n + e';  e' ← q - C(q)   before sending back, on the rank that sums a piece
     ```
 
-    Law 38: ``Σₜ C(qₜ) = Σₜ gₜ - (e + e' at the end)``: errors are sent later, never lost, so biased codecs such as 1-bit and
+    ``Σₜ C(qₜ) = Σₜ gₜ - (e + e' at the end)``: errors are sent later, never lost, so biased codecs such as 1-bit and
     top-k converge (Seide et al. 2014; Stich and Karimireddy 2019; both directions, Tang et al. 2019). The residuals are of
     means, so a loss scale and a batch's weight may change between steps. A skipped step, and one whose gradients are not finite
     on any rank, of any stage or slice, leaves the residuals unchanged. In a pipeline the law holds for each stage's leaves, and

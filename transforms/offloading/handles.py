@@ -264,7 +264,7 @@ def is_handle(leaf: Any) -> bool:
 def fetched(state: Any) -> Any:
     """The tree with every handle replaced by its tensor, for example for a checkpoint.
 
-    Law 28: ``restored(fetched(s), s) = s``, and ``fetched`` of an offloaded run's state equals the other run's, both bitwise.
+    ``restored(fetched(s), s) = s``, and ``fetched`` of an offloaded run's state equals the other run's, both bitwise.
     """
     return optree.tree_map(
         lambda leaf: leaf.end(leaf.begin()) if is_handle(leaf) else leaf, state, is_leaf=is_handle, namespace=NAMESPACE

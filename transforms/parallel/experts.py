@@ -42,7 +42,7 @@ class Experts:
     E/n`` to ``(r + 1) E/n - 1``, and the loss sees only these: it sends each token to the ranks that hold its experts. For all
     other leaves the ranks are data-parallel. ``axis("ep")`` gives a model's functions the group.
 
-    Law 47: for any size of ``ep`` it equals the single-device step on the whole leaves and the concatenated batch. The
+    For any size of ``ep`` it equals the single-device step on the whole leaves and the concatenated batch. The
     gradients of experts cross ``ep`` through the transpose of the loss's exchange; ``zero`` sums them over ``edp``, the ranks
     that hold the same experts, and divides them by the weight of all ranks' batches. The norm counts each expert once.
 

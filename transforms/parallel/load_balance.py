@@ -34,7 +34,7 @@ def balance(rate: float, routers: Mapping[str, int] | str, *, over: comm.Group |
     A router selects experts by its scores plus b, and weights them by the scores alone. The loss function reads b with
     ``fds.moe.router_bias(name)`` and reports its choices with ``fds.moe.count_demand(name, routing.demand())``.
 
-    Law 48: the biases equal the single-device ones bitwise: c is counted over all micro-batches and ranks, and compared with
+    The biases equal the single-device ones bitwise: c is counted over all micro-batches and ranks, and compared with
     its mean as integers. Recomputation is not counted twice, and a skipped update moves no bias.
 
     Put it after ``offload``. The metric ``max_violation`` is the largest (c_i - mean) / mean of all routers.

@@ -43,7 +43,7 @@ def sequence(
 ) -> Transform:
     """Sequence (context) parallelism: each rank of ``group`` computes the loss of its positions of the same sequences.
 
-    Laws 44, 49, 53: for any layout, it equals the single-device step on the whole batch, if the loss sums over tokens and
+    For any layout, it equals the single-device step on the whole batch, if the loss sums over tokens and
     returns ``Weighted(sum, tokens)``; ranks may have different numbers of counted tokens. A ``Key`` draws for each position
     along dim 1 what a single device draws there; use ``places={1: None}`` for tensors without a sequence dim. Attention across
     ranks is the model's: ``fds.seq.ring`` and similar functions get group, layout and masks from ``axis("sp")``.

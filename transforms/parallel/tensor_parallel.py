@@ -70,7 +70,7 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     functions, leaves take the same words, laid out as in ``torch.nn.Linear``, or ``{regular expression: dim}``. The most
     specific key for a layer applies: with ``"experts.up": "replicated"`` in addition to ``"up": "colwise"`` experts stay whole.
 
-    Law 40: it equals the single-device step on the whole leaves (loss, gradients, norms, updates) on any mesh, with any stage
+    It equals the single-device step on the whole leaves (loss, gradients, norms, updates) on any mesh, with any stage
     of ZeRO, pipeline, precision and remat. Replicated leaves are bitwise equal on all ranks. Batch and loss are the same on
     every rank of the group, as are the activations between blocks; activations inside blocks and slices differ.
 

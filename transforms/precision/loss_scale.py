@@ -16,7 +16,7 @@ S = TypeVar("S")
 class LossScale(Protocol):
     """A pytree with the current scale; no method waits for the device.
 
-    Law 24: for a power of two ``unscale(Weighted(scale(x), w)).mean() = x / w``, bitwise, unless something overflows or
+    For a power of two ``unscale(Weighted(scale(x), w)).mean() = x / w``, bitwise, unless something overflows or
     underflows.
     """
 

@@ -43,11 +43,11 @@ def mixed_precision(
 
     With the policy ``"bf16"`` the stored params, and so the loss, the gathers and the gradients, are bf16; fp32 masters are
     stored, and sharded, like the optimizer's state. With Adam that is 2 + 2 + 12 bytes a parameter for params, gradients and
-    optimizer (law 20). Floating leaves of a batch are cast; the loss is returned in fp32, and ``step.params`` returns the
+    optimizer. Floating leaves of a batch are cast; the loss is returned in fp32, and ``step.params`` returns the
     masters. ``"fp16"`` is the same with fp16 and a loss scale.
 
-    A loss scale multiplies both the loss and its weight, so gradients need no unscaling (law 24). If a gradient is not finite
-    on any rank, all ranks skip the step: params, optimizer state and step count stay unchanged (law 25), and the metric
+    A loss scale multiplies both the loss and its weight, so gradients need no unscaling. If a gradient is not finite
+    on any rank, all ranks skip the step: params, optimizer state and step count stay unchanged, and the metric
     ``skipped`` is 1.0. The metric ``loss_scale`` is the scale that the step used. The host does not wait for the device.
 
     Put it before ``zero``. Integer and complex leaves stay as they are, as do frozen leaves in the stored dtype. Buffers keep
@@ -61,7 +61,7 @@ def mixed_precision(
         states: the dtype of the optimizer's state between updates, scalars excepted; None for the optimizer's own. Updates
             compute in fp32.
         stochastic: rounds to bf16 stochastically, for params without masters and for ``states``, so that small updates are not
-            lost. Draws depend on seed, step and place in the tree (law 29).
+            lost. Draws depend on seed, step and place in the tree.
 
     Raises:
         ValueError: an unknown policy; autocast to fp32; ``states`` neither bf16 nor fp32; ``stochastic`` where nothing is

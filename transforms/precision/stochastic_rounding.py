@@ -31,7 +31,7 @@ def round_stochastically(wide: Tensor, uniform: Tensor) -> Tensor:
 class Draws:
     """The uniform numbers for one update.
 
-    Laws 29, 49: an element's number depends on the seed, the step, the leaf and the place in the whole leaf, however leaves are
+    An element's number depends on the seed, the step, the leaf and the place in the whole leaf, however leaves are
     split.
 
     Attributes:

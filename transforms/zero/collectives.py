@@ -29,7 +29,7 @@ class Collectives:
 
     | arguments | params | gradients |
     |---|---|---|
-    | stage 0 | never | AR; with replicas ``AG_group ∘ AR_replicas ∘ RS_group`` (law 14) |
+    | stage 0 | never | AR; with replicas ``AG_group ∘ AR_replicas ∘ RS_group`` |
     | aggregate="reduce_scatter" | ``AG_intra ∘ AG_inter`` | ``AR_replicas ∘ RS_inter ∘ RS_intra`` |
     | aggregate="all_reduce" | the same | AR over the group, of which each rank keeps its shard |
     | aggregate="owner" | broadcast from the owner | reduce to the owner |

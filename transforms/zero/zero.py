@@ -48,11 +48,11 @@ class Zero(ZeroConfig):
     | 2 | as 1, gradients 1/n too | after the update | reduce-scatter, each micro-batch |
     | 3 | 1/n of everything | each unit, at first use | reduce-scatter, each micro-batch |
 
-    Law 19: for any stage, group, unit partition and other arguments it equals the single-device step on the concatenated batch.
+    For any stage, group, unit partition and other arguments it equals the single-device step on the concatenated batch.
     Ranks may leave params unused, and use them in different orders and several times.
 
-    Bytes (law 20) for mixed-precision Adam with Ψ params: 16Ψ; 4Ψ + 12Ψ/n; 2Ψ + 14Ψ/n; 16Ψ/n, plus padding. Elements that each
-    rank sends in a step (law 21): 2Ψ(n-1)/n in stages 0 to 2, 3Ψ(n-1)/n in stage 3, less what ``reshard_last_units=False``
+    Bytes for mixed-precision Adam with Ψ params: 16Ψ; 4Ψ + 12Ψ/n; 2Ψ + 14Ψ/n; 16Ψ/n, plus padding. Elements that each
+    rank sends in a step: 2Ψ(n-1)/n in stages 0 to 2, 3Ψ(n-1)/n in stage 3, less what ``reshard_last_units=False``
     saves; docs/zero.md has the formulas for all other arguments. ``print(zero(...).cost_report(params, n=8))`` shows the costs.
 
     Gradients are sent in the dtype that the policy of ``mixed_precision`` names; reductions overlap the backward pass. ``init``

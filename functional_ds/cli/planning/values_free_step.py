@@ -55,7 +55,7 @@ class StepShape:
 def step_shape(subject: Subject, candidate: Job, *, rank: int = 0, device: str = "cpu") -> StepShape:
     """Runs a candidate's step without values, as one rank of ``candidate.world_size`` whose other ranks do the same.
 
-    Law 20: the bytes of the state are those that ``fds.memory.measured`` gives in a run. Law 21: so are those sent.
+    The bytes of the state are those that ``fds.memory.measured`` gives in a run, and so are those sent.
 
     Args:
         subject: the model, on the meta device.

@@ -148,7 +148,7 @@ def _bytes(axes: Any, cost: GraphCost, scale: float) -> None:
     axes.fill_between(times, [now.bytes / size for now in held], step="post", color="#e4eaf5", linewidth=0)
     axes.step(times, [now.bytes / size for now in held], where="post", color="#4c72b0", linewidth=1)
     axes.set_ylim(0, 1.12 * most / size or 1)
-    axes.set_ylabel(f"memory beside\nthe state ({unit})", fontsize=8.5)
+    axes.set_ylabel(f"memory besides\nthe state ({unit})", fontsize=8.5)
     _open(axes)
 
 

@@ -252,7 +252,7 @@ class StepGraph:
 
     def __repr__(self) -> str:
         nodes, peak = len(self.module.graph.nodes), max(now.bytes for now in self.live().values())
-        return f"StepGraph({nodes} nodes, {len(self.sites)} collectives, at most {peak:,} bytes beside the state)"
+        return f"StepGraph({nodes} nodes, {len(self.sites)} collectives, at most {peak:,} bytes besides the state)"
 
 
 def _root(node: fx.Node) -> fx.Node:

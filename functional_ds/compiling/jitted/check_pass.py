@@ -62,7 +62,7 @@ def check_pass(
     atol: float | None = None,
     same_ledger: bool = True,
 ) -> PassReport:
-    """Raises an error unless a pass preserves law 58: values on all ranks, payloads, and the order of collectives.
+    """Raises an error unless a pass preserves values on all ranks, payloads, and the order of collectives.
 
     Every simulated rank makes its step, its state and its batch, traces the step with its passes, and runs the graph before and
     after ``change`` on copies of the state.

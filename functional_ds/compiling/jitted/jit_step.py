@@ -342,7 +342,7 @@ def jit(
 ) -> JitStep:
     """Traces a step into a graph of ATen operators and collectives, once for each structure and shape of state and batch.
 
-    Law 58: ``jit(step)`` equals ``step`` bitwise (with inductor, within rounding), in states, metrics and payloads; if stage 3
+    ``jit(step)`` equals ``step`` bitwise (with inductor, within rounding), in states, metrics and payloads; if stage 3
     recomputes, a unit may be gathered less often. What cannot be traced runs eagerly, with a ``JitWarning`` that gives the
     reason. Each state's first step is eager, because ranks agree on their orders in it. The graph contains view, loss,
     backward, reductions, norm and update; it writes into a donated state's memory.

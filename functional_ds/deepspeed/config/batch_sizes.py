@@ -58,7 +58,7 @@ def batch_sizes(settings: Settings, world_size: int) -> BatchSizes | None:
         return None
     for name in (_TRAIN, _MICRO, _STEPS):
         if name in settings:
-            settings.note(name, Fate.BECAME, f"{micro} rows of a micro-batch · {steps} of them · {world_size} ranks")
+            settings.note(name, Fate.BECAME, f"Rows: micro-batch {micro} · accumulation {steps} · ranks {world_size}.")
     return BatchSizes(train, micro, steps, world_size)
 
 

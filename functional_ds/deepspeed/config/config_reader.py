@@ -26,6 +26,10 @@ T = TypeVar("T")
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
 ABSENT = object()  # the value of an "auto" that is not replaced
+_OF_DYNAMIC_SCALES = tuple(
+    f"fp16.{name}"
+    for name in ("hysteresis", "consecutive_hysteresis", "initial_scale_power", "loss_scale_window", "min_loss_scale")
+)
 _OPEN = ("optimizer.params", "scheduler.params")
 
 
@@ -75,9 +79,9 @@ class Settings:
             if name in self.rows:
                 rows[name] = self.rows[name]
             elif key is not None:
-                off = self._why_off(key) if key.fate is Fate.BECAME else None
+                off = self._why_off(key) if key.fate in (Fate.BECAME, Fate.ENGINE) else None
                 fate = Fate.IGNORED if off or key.fate is Fate.REFUSED else key.fate
-                rows[name] = ExplainedKey(name, value, fate, off or key.text)
+                rows[name] = ExplainedKey(name, value, fate, off or key.reason(self[path]))
         return Explanation(tuple((rows | self.rows).values()))
 
     def _why_off(self, key: ConfigKey) -> str | None:
@@ -86,8 +90,16 @@ class Settings:
         if block is not None and block is not key and self[block.path] is False:
             return f"`{block.path}` is false."
         value, stage = self[key.path], self["zero_optimization.stage"]
-        if value == key.default and (value is False or value == "none"):
+        if (value is False or value == "none") and key.default in (value, None):
             return "It is off, as it is by default."
+        if key.name == "nvme_path" and self[f"{key.block}.device"] != "nvme":
+            return "It is read with `device: nvme`."
+        if key.path in _OF_DYNAMIC_SCALES and self["fp16.loss_scale"]:
+            return "The loss scale is constant."
+        if key.path in _OF_DYNAMIC_SCALES[:2] and not stage:
+            return "DeepSpeed's stage 0 ignores it."
+        if key.path == "gradient_predivide_factor" and self["prescale_gradients"]:
+            return "`prescale_gradients` takes its place."
         if key in SECTIONS["ZeRO stage 3"] and stage < 3:
             return f"It is for stage 3, and the stage is {stage}."
         return None
@@ -96,7 +108,10 @@ class Settings:
         """Parses and stores a key's value; records if it is unsupported, or off."""
         if value is ABSENT:
             if key.auto:
-                self.note(path, key.fate, f"DeepSpeed reads auto as its default, {key.default!r}. {key.text}")
+                off = key.default is False
+                why = "It is off." if off else key.reason(key.default)
+                fate = Fate.IGNORED if off else key.fate
+                self.note(path, fate, f"DeepSpeed reads auto as its default, {key.default!r}. {why}")
             elif key.default == "auto":
                 self.values[path] = "auto"
             else:

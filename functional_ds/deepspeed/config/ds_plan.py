@@ -107,7 +107,7 @@ def from_ds_config(
     BatchSizes(train_batch_size=32, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=1, world_size=4)
     >>> print(plan.explain())
     supported:
-      train_batch_size: 32 -> 8 rows of a micro-batch · 1 of them · 4 ranks
+      train_batch_size: 32 -> Rows: micro-batch 8 · accumulation 1 · ranks 4.
       bf16.enabled: True -> `T.mixed_precision('params=f32,compute=bf16,output=f32,reduce=bf16', ...)`.
       zero_optimization.stage: '2' -> `T.zero(2, world)`.
       gradient_clipping: left out -> `T.clip(1.0)`: DeepSpeed's default is 1.0.

@@ -27,7 +27,7 @@ def optimizer_of(s: Settings) -> tuple[OptimizerRule | None, dict[str, Any]]:
     name = s["optimizer.type"]
     if name is None:
         if "optimizer.params" in s:
-            s.note("optimizer.params", Fate.IGNORED, "DeepSpeed reads it only beside `optimizer.type`.")
+            s.note("optimizer.params", Fate.IGNORED, "DeepSpeed reads it only with `optimizer.type`.")
         return None, {}
     rule = rule_of(name)
     if rule is None:
@@ -62,7 +62,7 @@ def schedule_of(
     name = s["scheduler.type"]
     if name is None:
         if "scheduler.params" in s:
-            s.note("scheduler.params", Fate.IGNORED, "DeepSpeed reads it only beside `scheduler.type`.")
+            s.note("scheduler.params", Fate.IGNORED, "DeepSpeed reads it only with `scheduler.type`.")
         return None, arguments
     if rule is None and lr is None:
         if s["optimizer.type"] is None:
@@ -152,7 +152,7 @@ def _parameters(s: Settings, block: str, keys: Sequence[ConfigKey]) -> dict[str,
         key = known[name]
         s.put(key, path, ABSENT if value == "auto" else value)
         if path in s and key.fate is not Fate.REFUSED:
-            s.note(path, key.fate, key.text.replace("=`", f"={s[path]}`"))
+            s.note(path, key.fate, key.reason(s[path]))
         if path in s:
             parsed[name] = s[path]
     s.rows.pop(s.spelled.get(block, block), None)

@@ -31,7 +31,7 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, EngineWeights, n
     engine.step()                   at a boundary: state, metrics = step.finish(state, grads)
     ```
 
-    Law 57: a loop of these is bitwise ``step(state, batch)``.
+    A loop of these is bitwise ``step(state, batch)``.
 
     Attributes:
         module: the user's own. In stages 0 to 2 its parameters and buffers are views of the state.

@@ -19,7 +19,7 @@ from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.deepspeed.config.explain import UsageError
 from functional_ds.deepspeed.config.model.leaf_modules import get_z3_leaf_modules, mark_leaf_parameters
 from functional_ds.deepspeed.utils.loaders import EngineLoader, data_loader
-from functional_ds.modules.functional import functional
+from functional_ds.modules.functional import as_function
 from functional_ds.optim.sgd import sgd
 from functional_ds.step.train_step import train_step
 
@@ -114,7 +114,7 @@ def initialize(
     groups = _groups(plan, client, model, model_parameters, names)
     trained: set[str] = set().union(*(group.paths for group in groups))
     parameters = dict(model.named_parameters())
-    apply, params = functional(model) if made is None else made
+    apply, params = as_function(model) if made is None else made
     for name, parameter in params.items():
         if name not in trained and groups:
             parameter.requires_grad_(False)

@@ -82,7 +82,7 @@ class PipelineParts:
 def pipeline_parts(module: PipelineModule) -> PipelineParts:
     """The stages of a ``PipelineModule``, its params, and the groups of ranks.
 
-    Law: on any ranks the step is the single-device step of the module on the joined batch (law 36), tied layers included: a
+    On any ranks the step is the single-device step of the module on the joined batch, tied layers included: a
     module that several stages call is stored on each, and its gradients are summed.
 
     Raises:

@@ -24,7 +24,7 @@ def balance_loss(
 
         fds.Weighted(cross_entropy_sum + 0.01 * balance_loss(routing, group=dp), tokens)
 
-    Law 48: with the counts of f summed over ``group``, the sum over its ranks, divided by their tokens, is the loss of all
+    With the counts of f summed over ``group``, the sum over its ranks, divided by their tokens, is the loss of all
     their tokens at once. No factor depends on the number of ranks.
 
     Args:

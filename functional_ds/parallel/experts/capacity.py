@@ -32,7 +32,7 @@ class Capacity:
     """Capacity: at most ``ceil(factor · rows · k / E)`` choices per expert in each group of ``rows`` tokens, as in GShard.
 
     Groups are counted from the first token, so as long as ranks and micro-batches hold whole groups, which choices are dropped
-    does not depend on their number (law 52). A good value for ``rows`` is the sequence length.
+    does not depend on their number. A good value for ``rows`` is the sequence length.
 
     Attributes:
         factor: 1 accepts as many as an even routing gives.

@@ -49,9 +49,9 @@ class ExchangeVolume:
 
 
 def exchange_volume(tokens: int, k: int, *, width: int, ranks: int, reach: int | None = None) -> ExchangeVolume:
-    """What an exchange sends: ``2 T k M (P - 1)/P`` elements by all-to-all, ``2 T M (P - 1)`` by gathering; less iff k > P.
+    """What an exchange sends: ``2 T k M (P - 1)/P`` elements by all-to-all, ``2 T M (P - 1)`` by gathering; less if k > P.
 
-    By rank it is ``2 T r M (P - 1)/P``, if a token's experts are on r ranks: less than both iff r < k and r < P.
+    By rank it is ``2 T r M (P - 1)/P``, if a token's experts are on r ranks: less than both if r < k and r < P.
 
     Args:
         tokens: T, of one rank.
@@ -78,10 +78,10 @@ def exchange(
 ) -> Tensor:
     """The mixture of experts ``Σ_j w_j f_{e_j}(x)``, with E / P experts on each rank of ``group``.
 
-    Law 46: for any routing, value and gradients (by x, the weights and the experts' params) equal a single device's with all
+    For any routing, value and gradients (by x, the weights and the experts' params) equal a single device's with all
     experts, also if a rank has no tokens or gets all of them. A choice dropped by capacity adds nothing. Each rank has its own
     tokens, results, and gradients of x and the weights. The gradients of a rank's experts are summed over the tokens of all
-    ranks of ``group``, so divide them by the weight of these tokens, as ``T.zero`` over all data-parallel ranks does (law 47).
+    ranks of ``group``, so divide them by the weight of these tokens, as ``T.zero`` over all data-parallel ranks does.
 
     Cost, in elements forward, and again backward:
 

@@ -55,7 +55,7 @@ def spread(x: Tensor, order: TokenOrder) -> Tensor:
 def combine(rows: Tensor, weights: Tensor | None, order: TokenOrder) -> Tensor:
     """Each token's rows times their weights, summed in the order of its choices, in fp32 at least: [R, M] to [T, M].
 
-    Law 46: ``combine(spread(x), weights) = (Σ kept weights) x``.
+    ``combine(spread(x), weights) = (Σ kept weights) x``.
     """
     tokens: Tensor = _CombineRows.apply(rows, weights, order)
     return tokens

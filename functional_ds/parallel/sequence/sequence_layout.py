@@ -15,7 +15,7 @@ _KINDS = ("contiguous", "zigzag", "striped", "per_document")
 class SequenceLayout:
     """Which positions of a sequence each rank holds: a permutation of positions, split into equal pieces.
 
-    Law: loss, gradients and draws do not depend on the layout (law 44). Of P ranks, rank r of a sequence of N positions holds
+    Loss, gradients and draws do not depend on the layout. Of P ranks, rank r of a sequence of N positions holds
 
     - contiguous: positions r N/P to (r + 1) N/P - 1. Causal attention reaches P / (2P - 1) of full efficiency, as the last rank
       works longest.

@@ -53,7 +53,7 @@ def column(
 
     Several weights for one input, such as those of queries, keys and values, share its collective.
 
-    Law 40: ``row(column(x, A), B) = x Aᵀ Bᵀ`` with whole weights, in value and gradients.
+    ``row(column(x, A), B) = x Aᵀ Bᵀ`` with whole weights, in value and gradients.
 
     Args:
         x: [..., inputs], replicated over the group. With ``sequence_dim`` it is this rank's part along that dim.
@@ -118,7 +118,7 @@ def row(
 ) -> Tensor:
     """Row-parallel linear: each rank has some columns of the weight, and the products are summed over ranks.
 
-    Law 40: as for ``column``.
+    The same equation as that of ``column`` holds.
 
     Args:
         x: [..., inputs / n], this rank's features, as from ``column``.

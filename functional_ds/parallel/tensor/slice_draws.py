@@ -16,7 +16,7 @@ Drawn = tuple[str, list[int], list[float]]  # a draw's name, the shape of what i
 def places(x: Tensor, dim: int, *, group: comm.Group | None = None) -> Places:
     """The indices of this rank's part of an activation along an evenly split dim, for draws by ``Key``.
 
-    Law 49: ``key.dropout(x_r, p, name, places=places(x_r, dim))`` is this rank's part of ``key.dropout(x, p, name)``. A
+    ``key.dropout(x_r, p, name, places=places(x_r, dim))`` is this rank's part of ``key.dropout(x, p, name)``. A
     replicated activation needs no places: all ranks draw the same.
 
     Args:

@@ -85,7 +85,7 @@ def cross_entropy(
 ) -> Weighted:
     """Vocabulary-parallel cross entropy: the sum over tokens and their number.
 
-    Law 41: ``F.cross_entropy`` of the whole logits, with smoothing over the whole vocabulary, plus ``z_loss`` times the mean of
+    It is ``F.cross_entropy`` of the whole logits, with smoothing over the whole vocabulary, plus ``z_loss`` times the mean of
     ``logsumexp²`` (Chowdhery et al. 2022). With m the largest logit, ``log Σ_r Σ exp(z - m) + m - Σ_r z_label``.
 
     Args:

@@ -13,11 +13,11 @@ from .schedule import Schedule, ScheduleError
 def validate(schedule: Schedule, *, training: bool = True, in_flight: int | Sequence[int] | None = None) -> Schedule:
     """Proves that a schedule can run, and returns it.
 
-    Law 32, for all stages s and micro-batches j: each action occurs exactly once, on the rank that holds its stage; F(s, j)
+    For all stages s and micro-batches j: each action occurs exactly once, on the rank that holds its stage; F(s, j)
     comes after F(s - 1, j); B(s, j) or I(s, j) after that of s + 1 and after F(s, j); W(s, j) after I(s, j); and there is
     either B or I and W. "After" means later in a rank's row, or after what the rank waits for; together they have no cycle.
 
-    Law 33, for a schedule with messages: each required message occurs exactly once, a send after the action that computes its
+    For a schedule with messages: each required message occurs exactly once, a send after the action that computes its
     value, a receive before the action that needs it; no rank waits forever, even if each step of messages waits for all its
     other ends; and between two ranks messages are received in the order in which they are sent, as transports deliver them. (If
     a schedule without messages passes, so does its lowered form.) Gathers and reductions, if there are any, match their uses.

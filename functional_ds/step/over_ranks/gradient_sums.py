@@ -18,7 +18,7 @@ from .mesh_axes import Axis, AxisRole, Divided, GradientParts, axes_of
 
 
 def norm(step: Divided, state: State, grads: list[Tensor]) -> Tensor:
-    """‖g‖² = AR Σ ‖parts‖² / holders + ‖the rest‖² over each axis (law 27). Padding does not count.
+    """‖g‖² = AR Σ ‖parts‖² / holders + ‖the rest‖² over each axis. Padding does not count.
 
     Raises:
         ValueError: the optimizer sums the gradients.

@@ -47,7 +47,7 @@ class Pulling:
 class Pull(Protocol):
     """The transpose (VJP) of a view: from gradients of what was computed from its params to those of the stored leaves.
 
-    Law 64: it is linear, ``<pull(c), dp> = <c, view'(dp)>``.
+    It is linear, ``<pull(c), dp> = <c, view'(dp)>``.
     """
 
     def __call__(

@@ -193,6 +193,35 @@ def test_what_is_said_of_a_missing_name(path: str, message: str) -> None:
     assert why_missing(path).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("from functional_ds.deepspeed import init_inference", "deepspeed.init_inference is not in .* fds.export$"),
+        ("from functional_ds.deepspeed import intialize", "did you mean initialize"),
+        ("import functional_ds.deepspeed.autotuning", "functional-ds tune and plan choose settings"),
+        ("from functional_ds.deepspeed.ops.adam import FusedAdm", "did you mean FusedAdam"),
+        ("from functional_ds.deepspeed.runtime.config import X", "has every key"),
+        ("import functional_ds.deepspeed.runtme", "did you mean runtime"),
+    ],
+)
+def test_what_is_said_of_a_missing_import(line: str, message: str) -> None:
+    with pytest.raises(ImportError, match=message):
+        exec(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from functional_ds.deepspeed.runtime.zero.partition_parameters import Init",
+        "import functional_ds.deepspeed.runtime.pipe.module",
+        "from functional_ds.deepspeed.runtime.config import DeepSpeedConfig",
+    ],
+)
+def test_deepspeeds_paths_are_found_under_the_changed_import(line: str) -> None:
+    exec(line)
+    assert sys.modules["functional_ds.deepspeed.zero"].__spec__.name == "functional_ds.deepspeed.zero"
+
+
 SCRIPT = """
 import os, sys
 import deepspeed

@@ -269,3 +269,17 @@ def test_small_names() -> None:
     moved = move_to_device({"a": [x], "b": (x,)}, "cpu", lambda each: True)
     assert moved["a"][0] is x
     assert isinstance(moved["b"], tuple)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_compiled_model_is_trained_as_the_plain_one(stage: int) -> None:
+    """With names that begin with ``_orig_mod.``, as in DeepSpeed."""
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(2, 1)
+        engine = made(torch.compile(model, backend="eager") if compiled else model, stage=stage, **SGD)[0]
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        ends.append(engine.module_state_dict())
+    assert {name: x.tolist() for name, x in ends[1].items()} == {f"_orig_mod.{name}": x.tolist() for name, x in ends[0].items()}

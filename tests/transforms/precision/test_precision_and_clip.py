@@ -153,7 +153,7 @@ def test_schedules_multiply_the_rate() -> None:
         (lambda: transforms.accumulate(0), "k=0"),
         (lambda: transforms.accumulate(2.0), "k=2.0"),  # type: ignore[arg-type]
         (lambda: transforms.clip(0.0), "limit=0.0"),
-        (lambda: transforms.warmup_cosine(5, 3), "warmup=5"),
+        (lambda: transforms.warmup_cosine(5, 3), "steps=5"),
     ],
 )
 def test_bad_input(make: Any, message: str) -> None:

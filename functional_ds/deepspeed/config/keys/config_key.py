@@ -1,8 +1,9 @@
 """One key of DeepSpeed's config as a record, and how its value is read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from math import inf, isfinite
+from types import MappingProxyType
 from typing import Any, Literal
 
 import attrs
@@ -43,6 +44,7 @@ class ConfigKey:
         harmless: values without effect, in addition to the default, which an unsupported key may have.
         auto: whether DeepSpeed itself reads "auto" as its default, as it does in some blocks.
         removed: whether DeepSpeed 0.19.8 raises an error for any use of the key.
+        says: by value, what takes the place of ``text``; "else" is of other values.
     """
 
     path: str
@@ -57,6 +59,7 @@ class ConfigKey:
     harmless: tuple[Any, ...] = ()
     auto: bool = False
     removed: bool = False
+    says: Mapping[str, str] = attrs.field(default=MappingProxyType({}), hash=False)
 
     @property
     def name(self) -> str:
@@ -67,6 +70,17 @@ class ConfigKey:
     def block(self) -> str:
         """The path without its last name."""
         return self.path.rpartition(".")[0]
+
+    def reason(self, value: Any) -> str:
+        """What becomes of the key with this value.
+
+        >>> from functional_ds.deepspeed.config.keys.config_table import KEYS
+        >>> KEYS["fp16.loss_scale"].reason(0.0), KEYS["fp16.loss_scale"].reason(128.0)
+        ('`T.DynamicScale`.', '`T.StaticScale(128)`.')
+        """
+        word = f"{value:g}" if isinstance(value, float) and value < 1e15 else str(value)
+        text = self.says.get(word.lower() if isinstance(value, bool) else word, self.says.get("else", self.text))
+        return text.replace("{value}", word).replace("=`", f"={value}`")
 
     def is_harmless(self, value: Any) -> bool:
         """Whether an unsupported key has no effect with this value: DeepSpeed's default, or one that turns it off."""

@@ -42,7 +42,7 @@ def _key(group: dict[str, Any], name: str, entry: Any) -> ConfigKey:
     row = {**group, **row}
     default: Any = row.get("default")
     default, text = tuple(default) if row.get("type") == "betas" else default, row[fate.column]
-    more: dict[str, Any] = {column: row[column] for column in ("least", "most", "auto", "removed") if column in row}
+    more: dict[str, Any] = {column: row[column] for column in ("least", "most", "auto", "removed", "says") if column in row}
     more |= {column: tuple(row[column]) for column in _TUPLES if column in row}
     path = f"{group.get('block', '')}.{name}".lstrip(".")
     return ConfigKey(path, row.get("type", type(default).__name__), default, fate, _TABLE["texts"].get(text, text), **more)

@@ -36,7 +36,7 @@ def encoded(value: Any) -> Any:
     try:
         return _encoded(value)
     except RecursionError:
-        raise ValueError("what is saved beside the state is nested too deeply, or contains itself") from None
+        raise ValueError("what is saved with the state is nested too deeply, or contains itself") from None
 
 
 def _encoded(value: Any) -> Any:

@@ -21,13 +21,13 @@ from functional_ds.step.views.view import wide_dtype
 def tiled(function: Callable[..., Any], tiles: int, *, dim: int = 1, sums: bool = False) -> Callable[..., Any]:
     """Computes ``function(params, *args)`` for one of ``tiles`` parts of the tokens at a time, to save activation memory.
 
-    Law 45: for a function that acts on each token, value and gradients are unchanged; with ``sums``, for one that returns sums
+    For a function that acts on each token, value and gradients are unchanged; with ``sums``, for one that returns sums
     over tokens. Intermediates exist for one tile at a time: 1/tiles of the peak. The backward pass recomputes each tile, which
     costs one more forward pass. Gradients of params are accumulated over the tiles, in fp32 for half precision.
 
     The first argument is passed to every tile: params and anything that all tokens share; ZeRO-3 gathers it once per pass, not
     per tile. Every tensor in the further arguments is split along ``dim``, into parts whose sizes differ by at most one. A
-    ``Key`` draws as for the whole tensors (law 49). Other values are passed to every tile. Torch's generators repeat their
+    ``Key`` draws as for the whole tensors. Other values are passed to every tile. Torch's generators repeat their
     draws in the backward pass, but draw differently from the function without tiles.
 
     Args:

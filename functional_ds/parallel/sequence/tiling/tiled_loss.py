@@ -22,7 +22,7 @@ def tiled_loss(
 ) -> Weighted:
     """Cross entropy of ``hidden @ weight.T + bias``, tile by tile: the sum over tokens, and the number of tokens.
 
-    Law 45: value and gradients equal ``F.cross_entropy(logits.float(), labels, reduction="sum")``. Logits exist for one of
+    Value and gradients equal ``F.cross_entropy(logits.float(), labels, reduction="sum")``. Logits exist for one of
     ``tiles`` parts of the tokens at a time: T/tiles x V elements, twice in fp32 at least, instead of T x V. Each tile's
     gradients are computed with its logits, so no product is computed twice, and the backward pass only scales them. Sums over
     tiles are in fp32.

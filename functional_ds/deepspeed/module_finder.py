@@ -1,0 +1,47 @@
+"""Finds modules by their paths in DeepSpeed, and says why one is missing."""
+
+import importlib.abc
+import importlib.machinery
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import attrs
+
+from .api_names import module_at, why_missing
+
+
+@attrs.frozen
+class ModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds DeepSpeed's modules under a package's name.
+
+    A missing one is an ImportError that explains why, or suggests the nearest one. ``from module import name`` asks here for a
+    name that the module lacks, too.
+    """
+
+    package: str
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of the package or a part of it; None for other modules."""
+        if fullname != self.package and not fullname.startswith(f"{self.package}."):
+            return None
+        inner = fullname.removeprefix(self.package).removeprefix(".")
+        if module_at(inner) is None:
+            raise ImportError(f"deepspeed.{inner} is not in functional_ds.deepspeed: {why_missing(inner)}", name=fullname)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """The module itself, unchanged under its own name."""
+        held = module_at(spec.name.removeprefix(self.package).removeprefix("."))
+        if held is None:
+            return None
+        spec.loader_state = held.module.__spec__
+        return held.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Restores the module's own spec, which the import system has replaced; there is nothing to run."""
+        spec: Any = module.__spec__
+        if spec is not None and spec.loader is self:
+            module.__spec__ = spec.loader_state
