@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from functional_ds import comm, testing
 from functional_ds import transforms as T
 from functional_ds.comm.table.errors import CommError
 from functional_ds.testing.laws import LAWS
+from tests.planting import Bug, planted
 from tests.testing.methods import METHODS, at_every_second, trained_apart
-from tests.testing.wrong_methods import WRONG, centred, changed, descent
+from tests.testing.wrong_methods import WRONG, centred, changed, descent, one_rank_sums, with_slot
 
 NAMES = [law.name for law in LAWS]
 
@@ -46,16 +48,32 @@ def test_wrong_methods_are_caught(make: Any) -> None:
         table.check()
 
 
-@pytest.mark.parametrize("make", [make for make, (law, options) in WRONG.items() if not options and law == "stages"])
+@pytest.mark.parametrize("make", [make for make, (law, _) in WRONG.items() if law in ("stages", "replicated")])
 def test_the_program_of_a_wrong_row_fails(make: Any) -> None:
     """It stands alone, and raises; what no program can import is named in a comment."""
-    program = testing.holds(make, only=["stages"])["stages"].program
+    law, options = WRONG[make]
+    program = testing.holds(make, only=[law], **options)[law].program
     with pytest.raises((AssertionError, CommError)):
         exec(program, {})
-    unnamed = testing.holds(make(), only=["stages"])["stages"].program
+    unnamed = testing.holds(make(), only=[law], **options)[law].program
     assert "# method = ..., as holds was given it" in unnamed
     with pytest.raises((AssertionError, CommError)):
         exec(unnamed, {"method": make()})
+
+
+def test_a_row_that_raises_an_error_prints_the_composition() -> None:
+    row = testing.holds(one_rank_sums, only=["stages"])["stages"]
+    assert row.words.startswith("DeadlockError")
+    assert row.program.endswith("\ncomm.simulate(lambda: program(T.zero(0), method), world_size=2)")
+    with pytest.raises(CommError):
+        exec(row.program, {})
+
+
+def test_the_program_of_a_row_that_is_refused() -> None:
+    row = testing.holds(beside_replicated, only=["replicated"])["replicated"]
+    assert row.outcome == "refused"
+    with pytest.raises(ValueError, match="beside_replicated: leave it out"):
+        exec(row.program, {})
 
 
 def test_a_program_runs_by_itself(tmp_path: Path) -> None:
@@ -115,6 +133,14 @@ def local_sgd_of_models(group: comm.Group | None) -> fds.Transform:
         return fds.tree.replace(state, params=fds.tree.unflatten(spec, means))
 
     return T.every(2, average)
+
+
+def beside_replicated() -> fds.Transform:
+    def check(step: fds.Step) -> None:
+        if any("replicated" in name for name in step.names):
+            raise ValueError("beside_replicated: leave it out")
+
+    return fds.wrap("beside_replicated", check=check)
 
 
 SHAPES = {"a": torch.zeros(2)}
@@ -194,6 +220,29 @@ def test_the_oracle_is_tried_before_training() -> None:
 def test_an_oracle_is_compared_with() -> None:
     """A transform that changes nothing is sgd with momentum."""
     assert testing.holds(identity, oracle=descent, only=["oracle", "stages"]).outcomes() == {"oracle": "ok", "stages": "ok"}
+
+
+def undefined() -> fds.Transform:
+    """A slot that is NaN from its first step on, and reads no gradient."""
+
+    def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        state, metrics = inner(step, state, grads)
+        return state.put(kept=state.slots["kept"] * 0), metrics
+
+    return with_slot("undefined", lambda step, state: torch.tensor(float("nan")), update=update)
+
+
+def test_a_slot_that_stays_nan_is_not_changed() -> None:
+    table = testing.holds(undefined, only=["donation", "skipped steps"])
+    assert set(table.outcomes().values()) == {"ok"}, str(table)
+
+
+@pytest.mark.parametrize("order", ["before", None, "after"])
+def test_a_method_that_reduces_gradients_is_tried_on_both_sides(order: str | None) -> None:
+    """A ZeRO stage of one's own has masters of its own shards only if mixed precision comes after it."""
+    table = testing.holds(METHODS["round_robin"].make, order=order, only=["bf16"])
+    assert f"reduces gradients itself, listed {order or 'before'} T.mixed_precision" in table.title
+    assert table["bf16"].outcome == ("wrong" if order == "after" else "ok")
 
 
 # -- methods that depend on the number of ranks ----------------------------------------------------------------------------
@@ -291,6 +340,48 @@ def test_a_lossy_method_is_compared_within_its_tolerance(within: float, outcome:
 
 def training() -> fds.Step:
     return fds.train_step(testing.Problem().loss, fds.sgd(0.1, momentum=0.5))
+
+
+EQUAL = "torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())"
+BUGS: list[tuple[Bug, Callable[[], None]]] = [
+    (
+        Bug("all ranks train one model", "testing.recipe:Setup.model", "rank * self.models // self.ranks", "0"),
+        partial(test_a_method_over_an_outer_axis, "ranks"),
+    ),
+    (
+        Bug("zero is over the world", "testing.method:Method.listed", "if self.recipe.outer: ...", ""),
+        partial(test_a_method_over_an_outer_axis, "stages"),
+    ),
+    (
+        Bug("NaN is not NaN", "testing.same:same_or_nan", EQUAL, "torch.equal(x, y)"),
+        test_a_slot_that_stays_nan_is_not_changed,
+    ),
+    (
+        Bug(
+            "reductions come after mixed precision",
+            "testing.method:Method.of",
+            "['after', 'before']",
+            "['after']",
+        ),
+        partial(test_a_method_that_reduces_gradients_is_tried_on_both_sides, None),
+    ),
+    (
+        Bug(
+            "an optimizer is compared with itself",
+            "testing.laws:_bytes",
+            "sent(plain, without)",
+            "sent(method.recipe, without)",
+        ),
+        test_bytes_of_an_optimizer_are_those_beyond_sgd,
+    ),
+]
+
+
+@pytest.mark.parametrize(("bug", "check"), BUGS, ids=[bug.name for bug, _ in BUGS])
+def test_a_planted_bug_is_found(bug: Bug, check: Callable[[], None]) -> None:
+    check()
+    with planted(bug), pytest.raises((AssertionError, ValueError)):
+        check()
 
 
 def test_rows_are_excused_with_a_reason() -> None:

@@ -214,6 +214,29 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
         holds()
 
 
+# -- algorithms ----------------------------------------------------------------------------------------------------------
+
+ALGORITHMS = ("ring", "tree", "double_tree", "halving_doubling", "recursive_doubling")
+
+
+def summed_by(all_reduce: Any = None) -> Any:
+    strategy = T.zero(0) if all_reduce is None else T.zero(0, all_reduce=all_reduce)
+    step = fds.compose(T.clip(0.1), strategy)(fds.train_step(PROBLEM.loss, fds.adamw(0.05)))
+    state = step.init(PROBLEM.params)
+    for index in range(3):
+        state, _ = step(state, PROBLEM.rows(index))
+    return step.params(state)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradients_are_summed_by_any_algorithm(name: str) -> None:
+    """All ranks have the same bits, which are those of zero(0) up to rounding."""
+    first, *others = comm.simulate(summed_by, getattr(comm.algorithms, name), world_size=4)
+    for found in others:
+        assert_same(found, first)
+    torch.testing.assert_close(first, comm.simulate(summed_by, world_size=4)[0], rtol=1e-4, atol=1e-6)
+
+
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 
