@@ -33,8 +33,8 @@ _MOST_CELLS = 2**14  # micro-batches of all ranks in a picture of a schedule
 def draw(
     what: Annotated[Literal["schedule", "memory", "traffic", "trace"], typer.Argument(help="What is drawn.")],
     of: Annotated[str | None, typer.Argument(metavar="[OF]", help="A schedule or its CSV, a model, a trace.json.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Of a schedule, or that share memory.")] = 4,
-    microbatches: Annotated[int, typer.Option(min=1, help="Of a schedule.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of a schedule, or that share memory.")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="Micro-batches of a schedule.")] = 8,
     costs: Annotated[str, typer.Option(help="Times of F, I, W of a schedule: 1,1,1.")] = "1,1,1",
     params: Annotated[float, typer.Option(min=1, max=1e18, help="Parameters, for memory.")] = 7.5e9,
     convention: Annotated[Literal["16", "18", "fp32"], typer.Option(help="Bytes of a parameter, for memory.")] = "16",

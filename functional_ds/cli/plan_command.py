@@ -33,7 +33,7 @@ def plan(
         str | None, typer.Option(help="The ranks by axis: dp=8, or dp=8,tp=2; dp, pp, sp, tp, and ep within dp.")
     ] = None,
     schedule: Annotated[
-        str, typer.Option(help="Of the pipeline: gpipe, zb_h1, zbv, interleaved_one_f_one_b, ...")
+        str, typer.Option(help="The pipeline's: gpipe, zb_h1, zbv, interleaved_one_f_one_b, ...")
     ] = "one_f_one_b",
     zero: Annotated[str | None, typer.Option(help="Stages to compare; 0,1,2,3 for a model.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or several of them; bf16 for a model.")] = None,

@@ -38,19 +38,19 @@ def tune(
     config: Annotated[str | None, typer.Option(help="A DeepSpeed config, of which these options replace keys.")] = None,
     ranks: Annotated[int, typer.Option(min=0, help="Processes of this machine; one for each GPU by default, else 1.")] = 0,
     zero: Annotated[str, typer.Option(help="Stages.")] = "0,1,2,3",
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16; bf16 on a GPU and fp32 else.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16; bf16 on a GPU, fp32 otherwise.")] = None,
     micro_batch: Annotated[str | None, typer.Option(help="Rows of micro-batches; all that divide by default.")] = None,
-    recompute: Annotated[Literal["no", "yes", "both"], typer.Option(help="Of the repeated blocks.")] = "no",
+    recompute: Annotated[Literal["no", "yes", "both"], typer.Option(help="Recompute the repeated blocks.")] = "no",
     axis: Annotated[
         list[str] | None, typer.Option(help="Ranks of tp, sp, pp or ep: tp=1,2; all that divide by default, if the model can.")
     ] = None,
-    schedule: Annotated[str, typer.Option(help="Of pipelines: gpipe, zb_h1, ... or several of them.")] = "one_f_one_b",
+    schedule: Annotated[str, typer.Option(help="Pipeline schedules: gpipe, zb_h1, ...; one or several.")] = "one_f_one_b",
     seq: Annotated[int, typer.Option(min=1, help="Tokens of a row, for a Hugging Face model.")] = 1024,
     limit: Annotated[str | None, typer.Option(help="Memory of a rank: 80GB; the GPU's by default.")] = None,
     machine: Annotated[str, typer.Option(help="For predicted times, as for plan.")] = "here",
     best: Annotated[int, typer.Option(min=1, help="How many to measure.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the first round; later rounds have twice as many.")] = 4,
-    timeout: Annotated[float, typer.Option(help="Seconds, after which a run is given up.")] = 300.0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a run is stopped.")] = 300.0,
     out: Annotated[
         str | None, typer.Option(help="Also write the winner: a job, .toml, or its DeepSpeed config, .json.")
     ] = None,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,18 @@ from functional_ds.interchange import export
 from tests.comm.simulation.test_simulator import test_a_rank_that_exits_as_if_all_were_well_is_an_error as exits_with
 from tests.jobs.test_job_file import test_what_is_wrong_is_named_with_its_line as job_is_wrong
 from tests.planting import Bug, planted
-from tests.refusals.engines import REFUSALS
-from tests.refusals.strategies import REFUSALS as STRATEGIES
+from tests.refusals import engines, losses, modules, strategies
+from tests.refusals.refusal import Refusal
 from tests.refusals.test_refusals_table import test_it_is_refused_by_name as is_refused
 
 
-def strategy(what: str) -> Callable[[Path], None]:
-    """The same of a strategy."""
-    [refusal] = [refusal for refusal in STRATEGIES if refusal.what.startswith(what)]
-    return lambda folder: is_refused(refusal)
-
-
-def engine(what: str) -> Callable[[Path], None]:
+def row(refusals: list[Refusal], what: str) -> Callable[[Path], None]:
     """The test of a row of docs/refused.md, which begins so."""
-    [refusal] = [refusal for refusal in REFUSALS if refusal.what.startswith(what)]
+    [refusal] = [refusal for refusal in refusals if refusal.what.startswith(what)]
     return lambda folder: is_refused(refusal)
+
+
+engine, strategy = partial(row, engines.REFUSALS), partial(row, strategies.REFUSALS)
 
 
 def raises(error: type[BaseException], says: str, program: Callable[[Path], Any]) -> Callable[[Path], None]:
@@ -87,6 +85,14 @@ CASES: list[tuple[Callable[[Path], None], Bug]] = [
     (
         strategy("two transforms that divide a batch over the same ranks"),
         Bug("ranks are divided twice", "step.guards:refuse_ranks_twice", "len(shared) > 1", "False"),
+    ),
+    (
+        row(losses.REFUSALS, "a loss compiled"),
+        Bug("a compiled loss is traced", "step.train_step:train_step", "is_compiled(loss_fn)", "False"),
+    ),
+    (
+        row(modules.REFUSALS, "a module compiled"),
+        Bug("names have a prefix", "modules.refusals:refuse_compiled", "is_compiled(module)", "False"),
     ),
     (
         engine("an optimizer that has made updates"),

@@ -78,7 +78,7 @@ class ConfigKey:
         >>> KEYS["fp16.loss_scale"].reason(0.0), KEYS["fp16.loss_scale"].reason(128.0)
         ('`T.DynamicScale`.', '`T.StaticScale(128)`.')
         """
-        word = f"{value:g}" if isinstance(value, float) and value < 1e15 else str(value)
+        word = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
         text = self.says.get(word.lower() if isinstance(value, bool) else word, self.says.get("else", self.text))
         return text.replace("{value}", word).replace("=`", f"={value}`")
 
