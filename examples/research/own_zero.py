@@ -17,9 +17,7 @@ from shared import first, loss_fn, table, train
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.sharding.leaf_map import LeafShard
-from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole, GradientParts
-from functional_ds.step.phases import Trait
+from functional_ds.step import Axis, AxisRole, GradientParts, LeafShard, Trait
 
 
 @fds.tree.record
