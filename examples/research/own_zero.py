@@ -33,7 +33,7 @@ def owned_in_turn(group: comm.Group, *, bug: bool = False) -> fds.Transform:
     n, rank = group.size, group.rank
 
     def mine(leaves: Any) -> list[Any]:
-        return fds.tree.leaves(leaves)[rank::n]  # type: ignore[no-any-return]
+        return fds.tree.leaves(leaves)[rank::n]
 
     def owned(params: Any) -> Owned:
         whole = fds.LeafMap.of(params)

@@ -14,7 +14,7 @@ from functional_ds.step.step import Step
 from .laws import LAWS, Law
 from .method import Method, NotApplicableError, WrongError, refuses
 from .problem import DIVISOR, Problem
-from .recipe import Recipe, factory_of, imported
+from .recipe import Recipe, Setup, factory_of, imported
 
 _LIBRARY = "functional_ds."
 _ARGUMENTS = {"oracle": "oracle", "ranks": "by_ranks", "bytes": "sends"}  # what a law compares with
@@ -170,13 +170,14 @@ def _program(method: Method, law: Law, error: Exception) -> str:
             f"optimizer = {rule}" if recipe.optimizer is None else rule,
         ]
     lines += ["problem = testing.Problem()" if recipe.standard else "# problem = ..., as holds was given it", ""]
-    setup, amount = getattr(error, "setup", None), getattr(error, "amount", 0.0)
-    compared = isinstance(error, WrongError)
-    if setup is None or setup.loss != "loss" or recipe.outer or (compared and not (error.wanted and amount)):
+    setup: Setup | None = getattr(error, "setup", None)
+    wanted, amount = (error.wanted, error.amount) if isinstance(error, WrongError) else (None, 0.0)
+    short = wanted.ranks == 1 and amount > 0 if wanted else not isinstance(error, WrongError)
+    if setup is None or setup.loss != "loss" or recipe.outer or not short:
         tested = "method" if recipe.outer else f"lambda: {'optimizer' if recipe.is_optimizer else 'method'}"
         given = f"{tested}, optimizer=lambda: optimizer, problem=problem, order={method.order!r}, only=[{law.name!r}]"
         given += ", outer=True" * recipe.outer
-        known = _ARGUMENTS.get(law.name, "")
+        known = "by_ranks" if method.counts_ranks else _ARGUMENTS.get(law.name, "")
         lines += [f"# {known} = ..., as holds was given it"] if known else []
         return "\n".join([*lines, f"testing.holds({given}{f', {known}={known}' if known else ''}).check()"])
     lines += [
@@ -189,12 +190,12 @@ def _program(method: Method, law: Law, error: Exception) -> str:
         "",
     ]
     ranks = f"comm.simulate(lambda: program({', '.join(setup.transforms)}), world_size={setup.ranks})"
-    if not compared:
+    if wanted is None:
         return "\n".join([*lines, ranks])
     return "\n".join(
         [
             *lines,
-            f"alone = program({', '.join(error.wanted.transforms)})",
+            f"alone = program({', '.join(wanted.transforms)})",
             f"for params in {ranks}:",
             f"    torch.testing.assert_close(params, alone, rtol=0, atol={amount / 2:.1e})",
         ]

@@ -93,6 +93,28 @@ def cosine() -> fds.Transform:
     return T.schedule(T.warmup_cosine(2, 6))
 
 
+APPLY, WEIGHTS = fds.functional(torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2)))
+
+
+def module_loss(params: Any, batch: Tensor) -> Tensor:
+    y: Tensor = APPLY(params, batch)
+    return (y - torch.sin(2 * batch[:, :2])).square().mean()
+
+
+def modules() -> testing.Problem:
+    weights = torch.Generator().manual_seed(0)
+    params = fds.tree.map(lambda leaf: torch.nn.Parameter(torch.randn(leaf.shape, generator=weights) / 2), WEIGHTS)
+    return testing.Problem(params=params, loss=module_loss)
+
+
+def one_bit_adam() -> Any:
+    return fds.one_bit_adam(0.05, warmup=10)
+
+
+def local_gradients() -> fds.Transform:
+    return T.local_gradients(comm.world())
+
+
 def warmup() -> fds.Transform:
     return T.schedule(T.warmup(3))
 
@@ -101,6 +123,7 @@ def muon() -> Any:
     return fds.muon(0.05, fds.adamw(0.05))
 
 
+FLAT = dict.fromkeys(("unused leaves", "pipelines"), "not applicable")  # no layers, and all leaves are used
 HALF = ("skipped steps", "bf16", "fp16")  # refused: it has a precision, or must come after it
 CLIPS = ("clip before", "clip after")  # not applicable: the gradient's length does not matter
 OWN_REDUCTION = dict.fromkeys(("replicated", "pipelines"), "not applicable")
@@ -112,6 +135,7 @@ LIBRARY = {
     "codec bf16": Tested(partial(in_bf16, 2), {"within": 0.05}, OWN_REDUCTION),
     "combine 0": Tested(partial(combined, 0), {}, OWN_REDUCTION),
     "combine 3": Tested(partial(combined, 3), {}, OWN_REDUCTION),
+    "compiled": Tested(partial(T.compiled, backend="eager"), {"problem": modules()}, FLAT),
     "compressed one bit": Tested(one_bit, {"within": 1.0}, OWN_REDUCTION | KEPT_BY_RANK),
     "compressed_gradients": Tested(top_k, {}, OWN_REDUCTION | KEPT_BY_RANK),
     "cosine": Tested(cosine),
@@ -121,7 +145,12 @@ LIBRARY = {
         partial(T.mixed_precision, "bf16"), {"order": "before", "within": 0.05}, dict.fromkeys(HALF, "refused")
     ),
     "offload": Tested(partial(T.offload, "cpu"), {}, dict.fromkeys(HALF, "refused")),
-    "remat": Tested(partial(T.remat, "")),
+    "one_bit_adam": Tested(
+        local_gradients,
+        {"optimizer": one_bit_adam},
+        OWN_REDUCTION | KEPT_BY_RANK | dict.fromkeys((*CLIPS, "unused leaves"), "refused"),  # no rank has the whole gradient
+    ),
+    "remat": Tested(partial(T.remat, ""), {"problem": modules()}, FLAT),
     "replicated": Tested(partial(T.replicated, reduce=mean), {}, OWN_REDUCTION),
     "schedule": Tested(warmup),
     **{f"zero {stage}": Tested(partial(T.zero, stage), {}, OWN_REDUCTION) for stage in range(4)},
@@ -131,7 +160,7 @@ LIBRARY = {
     "groups": Tested(groups),
     "lamb": Tested(partial(fds.lamb, 0.05), beyond_sums(40, 56)),
     "lion": Tested(partial(fds.lion, 0.01), {}, dict.fromkeys(CLIPS, "not applicable")),
-    "muon": Tested(muon),
+    "muon": Tested(muon, beyond_sums(32, 52)),  # each matrix to its owner, and back
     "sgd": Tested(partial(fds.sgd, 0.1, momentum=0.5), torchs("SGD", lr=0.1, momentum=0.5)),
 }
 
@@ -281,7 +310,6 @@ def majority() -> fds.Transform:
 
 
 FRAGMENTS = (("0.w", "1.scale"), ("0.b", "1.w", "1.b"))
-FLAT = dict.fromkeys(("unused leaves", "pipelines"), "not applicable")
 BY_RANKS = {
     **dict.fromkeys(("stages", "replicated", "clip before", "clip after", "slots"), "not applicable"),
     **dict.fromkeys(("unused leaves", "pipelines"), "not applicable"),

@@ -39,6 +39,24 @@ def test_methods_hold(name: str, law: str) -> None:
     assert result.outcome == METHODS[name].outcome(law), str(result)
 
 
+EVERYDAY = {
+    "ademamix": "bf16",
+    "research diloco": "stages",
+    "research dp_sgd": "skipped steps",
+    "research noise_scale": "replicated",
+    "research own_zero": "skipped steps",
+    "research sam": "replicated",
+    "research sophia": "bf16",
+    "research streaming": "skipped steps",
+    "round_robin": "skipped steps",
+}
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_worked_examples_hold_where_they_failed(name: str) -> None:
+    test_methods_hold(name, EVERYDAY[name])
+
+
 @pytest.mark.parametrize("make", WRONG, ids=lambda make: make.__name__)
 def test_wrong_methods_are_caught(make: Any) -> None:
     law, options = WRONG[make]

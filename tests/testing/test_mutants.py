@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import functional_ds as fds
-from functional_ds import testing
+from functional_ds import comm, testing
 from functional_ds import transforms as T
+from tests.testing.methods import at_every_second, trained_apart
 
 
 def shortened(limit: float = 0.1) -> fds.Transform:
@@ -38,6 +39,36 @@ def test_bugs_of_one_rank_are_noticed_and_others_need_an_oracle() -> None:
     assert {bug.caught for bug in with_oracle.rows} == {"accumulate before", "oracle"}
     assert with_oracle.survivors == []
     assert "0 of" in str(with_oracle)
+
+
+def averaged(group: comm.Group) -> fds.Transform:
+    """Local SGD of models of several ranks."""
+
+    def average(step: fds.Step, state: fds.State) -> fds.State:
+        leaves, spec = fds.tree.flatten(state.params)
+        sums = comm.all_reduce([leaf.clone() for leaf in leaves], group)
+        return fds.tree.replace(state, params=fds.tree.unflatten(spec, [x / group.size for x in sums]))
+
+    return T.every(2, average)
+
+
+def test_bugs_of_a_method_over_an_outer_axis() -> None:
+    """Params grow with the number of models, whatever ranks they have; the oracle notices."""
+    oracle = partial(trained_apart, meet=at_every_second)
+    found = testing.mutants(averaged, outer=True, by_ranks=oracle, only=["ranks", "donation"])
+    assert [(bug.old, bug.new, bug.caught) for bug in found.rows] == [("x / group.size", "x * group.size", "ranks")]
+
+
+def summed() -> fds.Transform:
+    def reduce(grads: Any, memory: Any, group: comm.Group) -> Any:
+        return [x / group.size for x in comm.all_reduce(grads, group)], memory
+
+    return T.replicated(reduce=reduce)
+
+
+def test_bugs_of_a_method_that_reduces_gradients_itself() -> None:
+    found = testing.mutants(summed, only=["stages"])
+    assert [(bug.old, bug.caught) for bug in found.rows] == [("x / group.size", "stages")]
 
 
 def test_the_method_itself_is_not_changed() -> None:
