@@ -16,7 +16,7 @@ from .declarations import Contradiction
 from .group_bits import GroupBits
 from .linearity import DRAWN_INTO, KEEPS, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF_PRODUCTS, TERMS, makes_constants
 from .op_trace import OpTrace, TracedEvent, TracedGroup, Values
-from .programs import Program, programs
+from .programs import TracedProgram, programs
 
 # "constant": made from plain numbers; "unknown": equal so far, without a declaration.
 _Variance = Literal["constant", "unknown"] | Variance
@@ -81,7 +81,7 @@ def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
 class _GroupWalk:
     """A walk through a program, for one group."""
 
-    def __init__(self, group: TracedGroup, rank: int, program: Program, bits: GroupBits) -> None:
+    def __init__(self, group: TracedGroup, rank: int, program: TracedProgram, bits: GroupBits) -> None:
         self.group, self.rank, self.program, self.trace, self.bits = group, rank, program, program.trace, bits
         self.members = frozenset(group.ranks)
         self.states: dict[int, _ValueState] = {}

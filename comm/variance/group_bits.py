@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from .op_trace import OpTrace
-from .programs import Program
+from .programs import TracedProgram
 
 
 class GroupBits:
     """The checksums of values on the ranks of a group, by key."""
 
-    def __init__(self, ranks: Sequence[int], programs: Sequence[Program], traces: Sequence[OpTrace]) -> None:
+    def __init__(self, ranks: Sequence[int], programs: Sequence[TracedProgram], traces: Sequence[OpTrace]) -> None:
         self.n_ranks = len(ranks)
         self.by_key: dict[int, list[tuple[int, int]]] = {}
         for rank in ranks:

@@ -65,7 +65,7 @@ class TracedEvent(NamedTuple):
 
 
 @attrs.frozen(eq=False)
-class _Operator:
+class _TracedOperator:
     """What the trace needs to know of an operator of torch.
 
     Attributes:
@@ -94,10 +94,10 @@ class _Operator:
 
 
 @cache
-def _operator_of(func: Any) -> _Operator:
+def _operator_of(func: Any) -> _TracedOperator:
     schema = schema_of(func)
     name, arguments = schema.name.partition("::")[2], list(enumerate(schema.arguments))
-    return _Operator(
+    return _TracedOperator(
         name.removeprefix("_foreach_").strip("_"),
         name.startswith("_foreach_"),
         tuple((place, x.name) for place, x in arguments if x.alias_info and x.alias_info.is_write),

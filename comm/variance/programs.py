@@ -6,7 +6,7 @@ from .linearity import ARITHMETIC, makes_constants
 from .op_trace import OpTrace, TracedEvent
 
 
-class Program:
+class TracedProgram:
     """What some ranks have run: one of their traces, from which the others differ in checksums alone.
 
     Attributes:
@@ -48,13 +48,13 @@ class Program:
         return hash((key, times))
 
 
-def programs(traces: Sequence[OpTrace]) -> list[Program]:
+def programs(traces: Sequence[OpTrace]) -> list[TracedProgram]:
     """The program of each rank, one object for ranks with the same."""
-    different: list[Program] = []
+    different: list[TracedProgram] = []
     by_rank = []
     for trace in traces:
         program = next((one for one in different if one.trace.same_program(trace)), None)
         if program is None:
-            different.append(program := Program(trace))
+            different.append(program := TracedProgram(trace))
         by_rank.append(program)
     return by_rank
