@@ -117,7 +117,7 @@ def _observed(function: Function, inputs: Sequence[Tensor], in_process: bool = F
     return runs
 
 
-def _parts(function: Function) -> tuple[Function, tuple[Any, ...], dict[str, Any]]:
+def _parts(function: Function) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     return (function.func, function.args, function.keywords) if isinstance(function, partial) else (function, (), {})
 
 
@@ -194,7 +194,7 @@ def collective_holds(
     def on_ranks(law: str, check: Callable[[Function, Tensor], Pair]) -> Iterator[Compared]:
         for size, like in product(world_sizes, doubles if law in _ONCE else inputs):
             within = 16 * max(torch.finfo(like.dtype).eps if like.is_floating_point() else 0, 1e-7) * (law in _ROUNDED)
-            pairs = comm.simulate(lambda like=like: check(function, _values(like)), world_size=size)
+            pairs = comm.simulate(lambda x: check(function, _values(x)), like, world_size=size)
             yield from ((f"rank {rank} of {size}, {like.dtype}", *pair, within) for rank, pair in enumerate(pairs))
 
     def on_shapes() -> list[list[dict[str, Any]]]:
