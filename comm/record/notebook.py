@@ -26,7 +26,7 @@ def html_text(text: object) -> str:
     return f"<pre>{escape(str(text))}</pre>"
 
 
-def progress_bar(steps: Iterable[Any] | None = None, *, total: int | None = None, done: int = 0) -> Any:
+def progress_bar(steps: Iterable[Any] | None = None, *, total: int | None = None, done: int = 0, shown: bool = True) -> Any:
     """A bar of tqdm's that counts steps: a widget in a notebook with ipywidgets, else a line of text on stderr.
 
     It moves every 0.1 s, and in files every 10 s.
@@ -35,8 +35,10 @@ def progress_bar(steps: Iterable[Any] | None = None, *, total: int | None = None
         steps: what the bar iterates over; None for ``bar.update()``.
         total: the number of steps; None for that of ``steps``, or if it is open.
         done: the number of earlier steps.
+        shown: whether it is shown at all.
     """
     from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
 
     moves = sys.stderr.isatty() or "ipykernel.zmqshell" in sys.modules
-    return tqdm(steps, total=total, initial=done, unit="step", dynamic_ncols=True, mininterval=0.1 if moves else 10.0)
+    pause = 0.1 if moves else 10.0
+    return tqdm(steps, total=total, initial=done, disable=not shown, unit="step", dynamic_ncols=True, mininterval=pause)

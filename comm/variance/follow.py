@@ -295,9 +295,8 @@ class _GroupWalk:
         """Replicated values must not be added to a partial sum."""
         for number in numbers:
             state, zero = self.states[number], self.trace.zero[number]
-            empty = (
-                state.variance == "constant" and self.trace.bits[number] is None
-            )  # uninitialized memory, which is overwritten
+            # Uninitialized memory will be overwritten.
+            empty = state.variance == "constant" and self.trace.bits[number] is None
             if state.variance not in (_P, _V) and not zero and not empty and not self._taken(number):
                 since = f" ({state.since})" if state.since else ""
                 text = f"{self.event.name} at {self.event.site} adds a value that all ranks have{since} to a partial sum"

@@ -21,7 +21,12 @@ def is_trainable(leaf: Tensor) -> bool:
 
 def is_compiled(function: object) -> bool:
     """Whether it is what ``torch.compile`` returned."""
-    return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(function, "_torchdynamo_disable")
+    function = getattr(function, "__func__", function)
+    held = getattr(function, "__dict__", {})
+    if isinstance(function, nn.Module):
+        return "_orig_mod" in held.get("_modules", {})
+    # functools.wraps copies the id of the wrapped function; torch.compiler.disable leaves one more mark.
+    return held.get("_torchdynamo_wrapper_id") == id(function) and "_torchdynamo_disable" not in held
 
 
 def is_dtensor(leaf: Tensor) -> bool:

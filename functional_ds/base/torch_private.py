@@ -230,6 +230,8 @@ def in_dual_level() -> bool:
 
 def has_tangent(tensor: Tensor) -> bool:
     """Whether forward mode carries a derivative along with the tensor."""
+    while in_dual_level() and torch._C._functorch.is_batchedtensor(tensor):  # unpack_dual has no batching rule
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return in_dual_level() and forward_ad.unpack_dual(tensor).tangent is not None
 
 

@@ -57,7 +57,8 @@ __all__ = [
 ]
 
 answer_missing_names()
-sys.meta_path.append(ModuleFinder(__name__))  # after the finders of files, so it is asked for what is missing
+if (_finder := ModuleFinder(__name__)) not in sys.meta_path:
+    sys.meta_path.append(_finder)  # after the finders of files, so it is asked for what is missing
 
 
 def __dir__() -> list[str]:

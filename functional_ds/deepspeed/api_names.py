@@ -28,6 +28,7 @@ __all__ = [
     "REST",
     "VERSION",
     "answer_missing_names",
+    "is_deepspeeds",
     "module_at",
     "why_missing",
 ]
@@ -101,6 +102,17 @@ def module_at(path: str) -> FoundModule | None:
     except ModuleNotFoundError:
         module = getattr(package, target.partition(".")[0], None)
         return FoundModule(path, module) if isinstance(module, ModuleType) else None
+
+
+def is_deepspeeds(path: str) -> bool:
+    """Whether a path belongs to DeepSpeed, whose module, package or refused name it or the path above it is.
+
+    >>> is_deepspeeds("runtime.nothing"), is_deepspeeds("config.from_ds_config")  # the latter is this library's own
+    (True, False)
+    """
+    above = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
+    known = (HERE, ALIASES, INDEXES)
+    return any(path.rpartition(".")[0] in names for names in known) or any(x in REFUSED or x in REST for x in above)
 
 
 def why_missing(path: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from .api_names import module_at, why_missing
+from .api_names import is_deepspeeds, module_at, why_missing
 
 
 @attrs.frozen
@@ -24,17 +24,27 @@ class ModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of the package or a part of it; None for other modules."""
-        if fullname != self.package and not fullname.startswith(f"{self.package}."):
+        """The spec of the package or a part of it; None for other modules.
+
+        Raises:
+            ModuleNotFoundError: DeepSpeed's module, or one near it, is missing.
+        """
+        inner = self._inner(fullname)
+        if inner is None or not is_deepspeeds(inner):
             return None
-        inner = fullname.removeprefix(self.package).removeprefix(".")
         if module_at(inner) is None:
-            raise ImportError(f"deepspeed.{inner} is not in functional_ds.deepspeed: {why_missing(inner)}", name=fullname)
+            raise ModuleNotFoundError(f"deepspeed.{inner} is not in functional_ds.deepspeed: {why_missing(inner)}")
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def _inner(self, fullname: str) -> str | None:
+        """The name within the package; None for other modules."""
+        package, dot, inner = fullname.partition(f"{self.package}.")
+        return "" if fullname == self.package else inner if dot and not package else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         """The module itself, unchanged under its own name."""
-        held = module_at(spec.name.removeprefix(self.package).removeprefix("."))
+        inner = self._inner(spec.name)
+        held = None if inner is None else module_at(inner)
         if held is None:
             return None
         spec.loader_state = held.module.__spec__

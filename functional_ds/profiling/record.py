@@ -104,7 +104,7 @@ def record(step: Step, state: State, batches: Iterable[Any], *, progress: bool =
     [1.0, 0.25, 0.0625]
     """
     history: list[dict[str, Tensor]] = []
-    for batch in progress_bar(batches) if progress and comm.world().rank == 0 else batches:
+    for batch in progress_bar(batches, shown=comm.world().rank == 0) if progress else batches:
         state, metrics = step(state, batch)
         history.append(metrics)
     if not history:

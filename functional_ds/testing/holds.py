@@ -299,8 +299,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
     order, within = options["order"], options["within"]
     if order not in (None, "after", "before"):
         raise ValueError(f"order={order!r} is neither 'after' nor 'before' what is data-parallel")
-    if not isinstance(within, int | float) or not 0 < within < float("inf"):
-        raise ValueError(f"within={within!r} is not a positive tolerance")
+    if not isinstance(within, int | float) or not 0 <= within < float("inf"):
+        raise ValueError(f"within={within!r} is not a tolerance of 0 or more")
     for name, arguments in (("oracle", "params, batches"), ("by_ranks", "params, batches"), ("sends", "stage, ranks")):
         if options[name] is not None and not callable(options[name]):
             raise TypeError(f"{name}={options[name]!r} is not a function of ({arguments})")

@@ -3,6 +3,7 @@
 import linecache
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import attrs
@@ -219,8 +220,8 @@ class Method:
         method = attrs.evolve(method, sums=step.sums and not method.counts_ranks)
         if method.sums and recipe.outer:
             raise ValueError(f"outer=True: {method.name} reduces gradients itself, and models are trained apart")
-        sent = None if method.sends is None else method.sends(None if method.combines else 0, RANKS[0])
-        if not (sent is None or isinstance(sent, int)):
+        sent = 0 if method.sends is None else method.sends(None if method.combines else 0, RANKS[0])
+        if not isinstance(sent, Real):
             raise TypeError(f"sends: it gives {sent!r}, and not a number of bytes")
         try:
             method.run(method.on(1))

@@ -1,6 +1,8 @@
 """Each private thing of torch that the library uses still does what is needed; the failing test's name says which does not."""
 
 import ast
+import copy
+import functools
 import importlib
 import re
 import weakref
@@ -304,6 +306,9 @@ def tangents_are_seen() -> None:
     seen = []
     torch.func.jvp(lambda y: seen.append(private.has_tangent(y)) or y * 2, (x,), (x,))
     assert seen == [True]
+    torch.func.jvp(torch.func.vmap(lambda y: seen.append(private.has_tangent(y)) or y), (x,), (x,))
+    torch.func.jvp(torch.func.vmap(lambda y: seen.append(private.has_tangent(y.detach())) or y), (x,), (x,))
+    assert seen == [True, True, False]
 
 
 @checks("outside_functorch")
@@ -649,8 +654,19 @@ def test_compiled_functions_are_known() -> None:
     module = nn.Linear(2, 2)
     assert is_compiled(torch.compile(function, backend="eager"))
     assert is_compiled(torch.compile(module, backend="eager"))
+    assert is_compiled(copy.deepcopy(torch.compile(module, backend="eager")))
+
+    class Forwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.compile(module, backend="eager")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(super().__getattr__("inner"), name) if name != "inner" else super().__getattr__(name)
+
+    wrapper = functools.wraps(torch.compile(function, backend="eager"))(lambda x: x)
     others = function, module, torch.compiler.disable(function), torch.compiler.allow_in_graph(function)
-    assert not any(map(is_compiled, others))
+    assert not any(map(is_compiled, (*others, wrapper, Forwards())))
 
 
 @pytest.mark.parametrize("name", [*private.__all__, *groups.__all__, *torch_compiler.__all__])

@@ -64,7 +64,9 @@ def test_integers() -> None:
         ({"function": plain}, TypeError, "is not a collective: pass comm.all_gather or its like, or put your function under"),
         ({"function": comm.table.composed(lambda x: 1.0)}, TypeError, "returns float for a tensor"),
         ({"world_sizes": []}, ValueError, "pass at least one of each"),
-        ({"only": ["starts"]}, ValueError, "there is no law 'starts'; the laws are start, input"),
+        ({"only": []}, ValueError, "pass some of the laws start, input"),
+        ({"shape": ()}, ValueError, "pass at least one of each"),
+        ({"only": ["starts"]}, ValueError, "pass some of the laws start, input"),
     ],
 )
 def test_bad_input(given: Any, error: type[Exception], says: str) -> None:

@@ -90,7 +90,7 @@ class Settings:
         if block is not None and block is not key and self[block.path] is False:
             return f"`{block.path}` is false."
         value, stage = self[key.path], self["zero_optimization.stage"]
-        if (value is False or value == "none") and key.default in (value, None):
+        if (value is False and key.default in (False, None)) or value == key.default == "none":
             return "It is off, as it is by default."
         if key.name == "nvme_path" and self[f"{key.block}.device"] != "nvme":
             return "It is read with `device: nvme`."
