@@ -220,7 +220,7 @@ class Method:
         method = attrs.evolve(method, sums=step.sums and not method.counts_ranks)
         if method.sums and recipe.outer:
             raise ValueError(f"outer=True: {method.name} reduces gradients itself, and models are trained apart")
-        sent = 0 if method.sends is None else method.sends(None if method.combines else 0, RANKS[0])
+        sent: object = 0 if method.sends is None else method.sends(None if method.combines else 0, RANKS[0])
         if not isinstance(sent, Real):
             raise TypeError(f"sends: it gives {sent!r}, and not a number of bytes")
         try:
