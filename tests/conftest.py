@@ -1,5 +1,6 @@
-"""Hypothesis profiles: ``default`` for every run, ``laws`` (HYPOTHESIS_PROFILE=laws) with many more examples, 200 or as many as
-FUNCTIONAL_DS_EXAMPLES says; and what keeps the tests short: ``sample(n)`` lets n cases of a test run in the default profile.
+"""Hypothesis profiles: ``default`` for every run, the same few examples each time; ``laws`` (HYPOTHESIS_PROFILE=laws) with many
+more, 200 or as many as FUNCTIONAL_DS_EXAMPLES says, drawn anew unless CI is set; and what keeps the tests short: ``sample(n)``
+lets n cases of a test run in the default profile.
 """
 
 import gc
@@ -11,10 +12,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Drawing trees of tensors is slow at first, when torch warms up; that says nothing about the strategies.
-_COMMON = {"deadline": None, "derandomize": "CI" in os.environ, "suppress_health_check": [HealthCheck.too_slow]}
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+_MANY = int(os.environ.get("FUNCTIONAL_DS_EXAMPLES", "200"))
 
-settings.register_profile("default", max_examples=6, **_COMMON)
-settings.register_profile("laws", max_examples=int(os.environ.get("FUNCTIONAL_DS_EXAMPLES", "200")), **_COMMON)
+# Six random examples would miss a planted bug now and then.
+settings.register_profile("default", max_examples=6, derandomize=True, **_COMMON)
+settings.register_profile("laws", max_examples=_MANY, derandomize="CI" in os.environ, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
