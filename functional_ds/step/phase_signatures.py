@@ -171,16 +171,8 @@ def bound(name: str, phase: str, outer: Phase, inner: Phase) -> Phase:
 def _check_result(name: str, phase: str, result: Any) -> Any:
     if phase in RESULTS:
         words, types = RESULTS[phase]
-        fits = isinstance(result, types[0]) if len(types) == 1 else _is_pair(result, *types)
-        if not fits:
+        values = result if isinstance(result, tuple) and len(types) > 1 else (result,)
+        if len(values) != len(types) or not all(map(isinstance, values, types)):
             shown = f"({', '.join(type(x).__name__ for x in result)})" if isinstance(result, tuple) else type(result).__name__
             raise TypeError(f"{name}: its {phase} returned {shown}, and must return {words}")
     return result
-
-
-def _is_pair(result: Any, *types: type) -> bool:
-    return (
-        isinstance(result, tuple)
-        and len(result) == len(types)
-        and all(isinstance(value, type_) for value, type_ in zip(result, types, strict=True))
-    )

@@ -1,6 +1,5 @@
 """The arguments of ``zero``, validated before anything is allocated."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from math import isfinite
@@ -11,6 +10,7 @@ import attrs
 from functional_ds import comm
 from functional_ds.sharding.grouping import UnitOf
 from functional_ds.sharding.layout import Layout
+from functional_ds.sharding.path_patterns import nearest
 from functional_ds.sharding.segment import Segment
 
 from .combine import Combine
@@ -71,9 +71,13 @@ class ZeroConfig:
         self._check_collectives()
         self._check_stage()
         if self.group is not None:
-            ProcessGroups.by(self)  # raises an error for groups that do not factor
+            self.groups()  # raises an error for groups that do not factor
 
     # -- what follows from it ------------------------------------------------------------------------------------------
+
+    def groups(self) -> ProcessGroups:
+        """The groups of this rank; without ``group`` those of the current world."""
+        return ProcessGroups.of(self.group or comm.world(), self.intra_node, self.replicate)
 
     def layout(self, params: Any, n: int, ranks: Sequence[int] | None = None) -> Layout:
         """The layout of ``params`` in the shards of ``n`` ranks, in shard order; None for ranks 0 to n - 1."""
@@ -140,10 +144,9 @@ class ZeroConfig:
                     "the group and undivided; leave it out"
                 )
         elif self.aggregate not in AGGREGATIONS:
-            near = difflib.get_close_matches(str(self.aggregate), AGGREGATIONS, 1, 0.0)[0]
             raise ValueError(
-                f"aggregate={self.aggregate!r} is unknown: use one of {', '.join(AGGREGATIONS)}, or T.Combine(reduce); the "
-                f"nearest is {near!r}"
+                f"aggregate={self.aggregate!r} is unknown: use one of {', '.join(AGGREGATIONS)}, or T.Combine(reduce); "
+                f"{nearest(str(self.aggregate), AGGREGATIONS)}"
             )
         factor: Any = self.gradient_predivide_factor
         if not isinstance(factor, int | float) or not isfinite(factor) or factor <= 0:

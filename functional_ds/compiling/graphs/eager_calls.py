@@ -75,10 +75,7 @@ class EagerSite:
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The result, and a token with what the backward pass needs."""
         kept = _Kept.of(xs)
-        outer = [
-            (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-            for device_type, *_ in self.autocasts
-        ]
+        outer = _autocasts()
         _set_autocasts(self.autocasts)
         try:
             out = kept.called(self.function, xs, self.asks)

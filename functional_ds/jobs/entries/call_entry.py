@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 from torch import Tensor
 
-from .job_errors import JobError, nearest
+from .job_errors import JobError, nearest, within
 
 
 def plain(value: Any) -> Any:
@@ -147,10 +147,8 @@ def call_entry(value: Any, kind: str) -> CallEntry:
         return CallEntry(name, dict(given))
     function = KINDS[kind].function(name)
     arguments = dict(given) if isinstance(given, Mapping) else {next(iter(parameters_of(function))): given}
-    try:
+    with within(name):
         check_arguments(function, arguments, partial=kind in ("loss", "unit partition"))  # these get more when they are called
-    except JobError as error:
-        raise error.within(name) from None
     return CallEntry(name, arguments)
 
 
