@@ -22,7 +22,7 @@ from functional_ds.sharding.sources import values_of
 
 from .over_ranks.mesh_axes import axes_of
 from .pass_scope import Pass, current_pass, detached, differentiated, evaluated, whole_if_needed, with_buffers
-from .phase_signatures import Metrics, Phase
+from .phase_signatures import Metrics, Passed, Phase
 from .phases import Trait
 from .state.buffer_scope import BufferScope
 from .state.buffers import BUFFERS, POLICIES
@@ -208,12 +208,10 @@ def _select(step: Step, state: State, paths: Collection[str]) -> tuple[State, tu
     return tree.replace(state, params=chosen), tuple(i for i, path in enumerate(trained) if path in paths)
 
 
-def autograd(
-    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-) -> tuple[State, Weighted, dict[str, Weighted]]:
+def autograd(step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
     """Autograd through loss ∘ view. The graph of a state's first batch is inspected for lost gradients."""
 
-    def run(whole: bool) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def run(whole: bool) -> Passed:
         scope = BufferScope(state.slots.get(BUFFERS))
         with Pass(buffers=scope, graphs=state.graphs if step.guarded else None) as pass_:
             pass_.view = step.view(state, whole=whole)

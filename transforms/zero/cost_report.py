@@ -18,6 +18,7 @@ from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.sharding.segment import Segment
 from functional_ds.step.compose import wrap
+from functional_ds.step.phase_signatures import Passed
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import train_step
@@ -154,9 +155,7 @@ class CostReport:
                 else computed
             )
 
-        def gradients(
-            inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-        ) -> tuple[State, Weighted, dict[str, Weighted]]:
+        def gradients(inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
             for i in range(micro_batches):
                 state, carry, metrics = inner(step, state, batch, carry, last and i == micro_batches - 1)
             return state, carry, metrics  # type: ignore[return-value]
