@@ -36,6 +36,17 @@ C = TypeVar("C", bound=type)
 R = TypeVar("R")
 
 
+class Uncompared:
+    """A part of a pytree's structure in which two structures may differ: equal to every other of its class."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def replace(record: R, **changes: Any) -> R:
     """The record with some fields changed.
 

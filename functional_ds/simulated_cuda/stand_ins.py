@@ -142,10 +142,6 @@ def _record_stream(gpu: SimulatedGpu, self: Tensor, stream: SimulatedStream) -> 
 # -- torch.cuda ----------------------------------------------------------------------------------------------------------
 
 
-def _get_rng_state(gpu: SimulatedGpu, device: Any = None) -> Tensor:
-    return gpu.random.clone()
-
-
 def _set_rng_state(gpu: SimulatedGpu, state: Tensor, device: Any = None) -> None:
     gpu.random = state.clone()
 
@@ -173,7 +169,7 @@ _CUDA: dict[str, Callable[..., Any]] = {
     "default_stream": lambda gpu, device=None: gpu.default,
     "set_stream": _set_stream,
     "synchronize": SimulatedGpu.synchronize,
-    "get_rng_state": _get_rng_state,
+    "get_rng_state": lambda gpu, device=None: gpu.random.clone(),
     "set_rng_state": _set_rng_state,
     "manual_seed": _seed,
     "manual_seed_all": _seed,

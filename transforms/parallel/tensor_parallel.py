@@ -120,7 +120,7 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
 
 
 @attrs.define(eq=False)
-class _KnownCuts:
+class _KnownCuts(tree.Uncompared):
     """A plan's slices in the state: not compared with another state's structure.
 
     Attributes:
@@ -132,11 +132,6 @@ class _KnownCuts:
     cuts: Cuts
     calls: TensorCalls | None = None
     draws: DrawLog = attrs.field(factory=DrawLog)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _KnownCuts)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
         return _KnownCuts, (self.cuts,)
