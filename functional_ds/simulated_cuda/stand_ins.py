@@ -19,6 +19,7 @@ from functional_ds.base.torch_replaced import (
     instead_of_make_wrapper_subclass,
     lift_on_the_host,
 )
+from functional_ds.base.tree import setting
 from functional_ds.comm.simulation.simulator import SimulatedWorld
 
 from .communicators import started
@@ -85,11 +86,8 @@ def _to(gpu: SimulatedGpu, original: Callable[..., Tensor], self: Tensor, *args:
         return original(self, **{"dtype": self.dtype, **options})
 
     def move(x: Tensor) -> Tensor:
-        gpu.moves_to_host = not there
-        try:
+        with setting(gpu, moves_to_host=not there):
             return original(x, **{**options, "device": DEVICE if there else HOST, "copy": True})
-        finally:
-            gpu.moves_to_host = False
 
     return _Move.apply(self, move) if self.requires_grad and torch.is_grad_enabled() else move(self)
 
