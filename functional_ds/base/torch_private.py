@@ -295,15 +295,6 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def check_version(tensor: Tensor, version: int) -> None:
-    """Raises RuntimeError if a tensor that autograd saved was written to since it was at this version."""
-    if version_of(tensor) != version:
-        raise RuntimeError(
-            f"a tensor of shape {list(tensor.shape)} that the backward pass needs has been modified by an inplace operation: "
-            f"it is at version {version_of(tensor)}, expected {version}; use the out-of-place one"
-        )
-
-
 def graph_number(tensor: Tensor) -> int:
     """The sequence number of a tensor's autograd node in its thread; -1 without one."""
     return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.device_streams import Arrival, CopyStream
-from functional_ds.base.torch_private import check_version, is_fake, saved_tensors_hooks_in_force, storage_id, version_of
+from functional_ds.base.torch_private import is_fake, saved_tensors_hooks_in_force, storage_id, version_of
 from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.step.pass_scope import current_pass
+from functional_ds.step.views.graph_checks import check_version
 
 from .partitioned import PartitionedTensor, PartitionLog, partition
 from .policy import Keep

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from functional_ds.base.torch_private import check_version, held_elsewhere, is_fake, version_of
+from functional_ds.base.torch_private import held_elsewhere, is_fake, version_of
 from functional_ds.sharding.layout import Layout
-from functional_ds.step.views.graph_checks import bit_sums
+from functional_ds.step.views.graph_checks import bit_sums, check_version
 
 
 class SavedPlace:
