@@ -31,9 +31,10 @@ from .step import Step
 from .views.plain_view import stored_view
 
 
-def _takes_key(loss_fn: Callable[..., Any]) -> bool:
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name."""
     try:
-        return "key" in inspect.signature(loss_fn).parameters
+        return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # builtins have no signature
         return False
 
@@ -77,7 +78,7 @@ def train_step(
     if unused not in ("skip", "zeros"):
         raise ValueError(f"unused={unused!r} is neither 'skip' nor 'zeros'")
     rule = BoundOptimizer(as_optimizer(optimizer))
-    with_key = _takes_key(loss_fn)
+    with_key = takes(loss_fn, "key")
 
     def init(step: Step, params: Any) -> State:
         stored = tree.map(lambda x: like_marked(values_of(x), x), params)
