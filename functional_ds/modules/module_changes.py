@@ -181,9 +181,8 @@ class _Snapshot:
             snapshot.marks[path, "__class__"] = (id(type(owner)),)
             snapshot._vars.append(vars(owner))
             for key, value in vars(owner).items():
-                if key not in _PASSED_OVER and not (
-                    key in _STRUCTURE and not isinstance(value, dict)
-                ):  # scripted modules keep theirs
+                scripted = key in _STRUCTURE and not isinstance(value, dict)  # scripted modules keep theirs
+                if key not in _PASSED_OVER and not scripted:
                     snapshot.marks[path, key] = snapshot._tensors_of(value) if key in _TENSORS else snapshot._mark(value)
         snapshot._listed = [*snapshot._vars, *(fields for fields in snapshot._dicts if fields)]
         values = snapshot._values()

@@ -91,12 +91,9 @@ class EagerSite:
         grads = kept.gradients(xs, grad)
         of = [x for x, asks in zip(xs, self.asks, strict=True) if asks]
         memory = grad.untyped_storage().data_ptr()
-        return [
-            x.new_zeros(x.shape)
-            if g is None
-            else (g.clone() if g.untyped_storage().data_ptr() == memory else g).reshape(x.shape).contiguous()
-            for x, g in zip(of, grads, strict=True)
-        ]
+        given = [x.new_zeros(x.shape) if g is None else g for x, g in zip(of, grads, strict=True)]
+        own = [g.clone() if g.untyped_storage().data_ptr() == memory else g for g in given]
+        return [g.reshape(x.shape).contiguous() for x, g in zip(of, own, strict=True)]
 
 
 def eager_site(node: fx.Node, sites: Sequence[Any]) -> EagerSite | None:

@@ -199,18 +199,12 @@ def _mismatch(value: Any, annotation: Any) -> str | None:
     origin = get_origin(annotation)
     if origin is Literal:
         words = get_args(annotation)
-        return (
-            None
-            if value in words and type(value) in {type(word) for word in words}
-            else f"one of {', '.join(map(repr, words))}"
-        )
+        matches = value in words and type(value) in {type(word) for word in words}
+        return None if matches else f"one of {', '.join(map(repr, words))}"
     if origin in (Union, UnionType):
         mismatches = [_mismatch(value, choice) for choice in get_args(annotation) if choice is not Tensor]  # no file has one
-        return (
-            None
-            if None in mismatches
-            else " or ".join(dict.fromkeys(mismatch for mismatch in mismatches if mismatch and mismatch != "left out"))
-        )
+        named = dict.fromkeys(mismatch for mismatch in mismatches if mismatch and mismatch != "left out")
+        return None if None in mismatches else " or ".join(named)
     if origin is tuple and isinstance(value, list | tuple):
         parts = get_args(annotation)
         fits = len(parts) == len(value) and not any(_mismatch(*pair) for pair in zip(value, parts, strict=True))
