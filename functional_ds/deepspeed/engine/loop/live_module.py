@@ -208,7 +208,7 @@ class LiveModule:
             frozen: whether to include params that are not trained.
         """
         dtypes = {name: parameter.dtype for name, parameter in self.params.items()}
-        leaves = {} if self.shows else step.params(state)
+        leaves: dict[str, Tensor] = {} if self.shows else step.params(state)
         values = {id(self.params[name]): leaf.detach().to("cpu", dtypes[name]) for name, leaf in leaves.items()}
         named = self.module.named_parameters(remove_duplicate=False)
         frozen_names = {name for name, parameter in named if not parameter.requires_grad}
