@@ -280,12 +280,8 @@ def new_group(ranks: Sequence[int], name: str = "group") -> Group:
         raise TypeError(f"ranks={ranks!r}: pass ranks of the world, like [0, 2]") from None
     outside = [rank for rank in chosen if not 0 <= rank < everyone.size]
     if outside or not chosen:
-        what = (
-            f"rank {outside[0]} is not one of the world's, which are 0..{everyone.size - 1}"
-            if outside
-            else "a group needs a rank"
-        )
-        raise ValueError(f"ranks={chosen}: {what}")
+        known = f"is not one of the world's, which are 0..{everyone.size - 1}"
+        raise ValueError(f"ranks={chosen}: {f'rank {outside[0]} {known}' if outside else 'a group needs a rank'}")
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"ranks={chosen}: a rank is listed twice")
     return everyone.world.group(chosen, name)

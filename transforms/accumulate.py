@@ -9,6 +9,7 @@ from functional_ds.base.batch import split
 from functional_ds.base.tree import rows_of
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
+from functional_ds.step.phase_signatures import Passed
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
@@ -35,9 +36,7 @@ def accumulate(k: int) -> Transform:
     if not isinstance(k, int) or k < 1:  # type: ignore[redundant-expr]
         raise ValueError(f"k={k!r}: the number of micro-batches must be a positive integer")
 
-    def gradients(
-        inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def gradients(inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
         parts = split(batch, k)
         rows = rows_of(batch) // k
         metrics: dict[str, Weighted] = {}

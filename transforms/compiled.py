@@ -15,6 +15,7 @@ from functional_ds.remat.block_paths import check_blocks, check_pattern
 from functional_ds.step.compose import wrap
 from functional_ds.step.over_ranks.mesh_axes import AxisRole
 from functional_ds.step.pass_scope import current_pass
+from functional_ds.step.phase_signatures import Passed
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
@@ -111,9 +112,7 @@ class _Compiled(Compiles):
             )
         return inner(step, params)
 
-    def gradients(
-        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def gradients(self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
         """The inner gradients; translates compiler errors of the backward pass."""
         try:
             return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]

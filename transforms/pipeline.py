@@ -22,6 +22,7 @@ from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.compose import wrap
 from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole, GradientParts
+from functional_ds.step.phase_signatures import Passed
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
@@ -184,9 +185,7 @@ class _Pipeline:
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 
-    def gradients(
-        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def gradients(self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
         """Runs the schedule instead of autograd through the whole loss."""
         return gradients(self._spec(self.schedule, self.recorder), step, state, batch, carry, last)
 

@@ -70,11 +70,8 @@ def every(k: int, what: Transform | Callable[[Step, State], State]) -> Transform
         for layer in new:
             wrong = sorted(layer.phases.keys() - OF_A_STEP - _FORM)
             if wrong or layer.periodic:
-                why = (
-                    f"it wraps {', '.join(wrong)}, which give params their form in all steps"
-                    if wrong
-                    else "it has a period already"
-                )
+                wraps = f"it wraps {', '.join(wrong)}, which give params their form in all steps"
+                why = wraps if wrong else "it has a period already"
                 raise ValueError(f"every({k}, {layer.name}): {why}; use it as it is")
         gated = (attrs.evolve(layer, name=f"every({k}, {layer.name})", due=due, periodic=True) for layer in new)
         return attrs.evolve(whole, layers=(*step.layers, *gated))

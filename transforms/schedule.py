@@ -4,7 +4,6 @@
 of the coming update. The shapes are those of DeepSpeed's schedulers of the same names, as multiples of the optimizer's rate.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
+from functional_ds.step.train_step import takes
 
 Factor = Callable[..., Tensor]
 
@@ -168,13 +168,6 @@ def _named(name: str, factor: Callable[[Tensor], Tensor]) -> Factor:
     return of
 
 
-def _takes_dtype(fn: Callable[..., Any]) -> bool:
-    try:
-        return "dtype" in inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # builtins have no signature
-        return False
-
-
 def _rate_dtype(step: Step, state: State) -> torch.dtype:
     """fp64 if any trained leaf is fp64, also where ``state`` has only some of the leaves; else fp32."""
     dtypes = {leaf.dtype for leaf in step.leaf_map(state).leaves} | {leaf.dtype for leaf in tree.leaves(state.params)}
@@ -206,7 +199,7 @@ def schedule(fn: Callable[..., float | Tensor]) -> Transform:
         )
     if not callable(fn):
         raise TypeError(f"fn={fn!r} must be a function from the number of updates to a factor")
-    takes_dtype = _takes_dtype(fn)
+    takes_dtype = takes(fn, "dtype")
 
     def rate(inner: Any, step: Step, state: State) -> float | Tensor:
         further = {"dtype": _rate_dtype(step, state)} if takes_dtype else {}

@@ -43,9 +43,7 @@ class Prepared:
 
     def run(self) -> Tensor:
         """Posts the messages and waits for them."""
-        for work in self.post():
-            work.wait()
-        return self.finish()
+        return self.start().wait()
 
 
 @attrs.frozen(eq=False, slots=False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from functional_ds.base.package_index import new_figure
 from functional_ds.comm.record.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -74,17 +75,11 @@ def draw_traffic(ledgers: Sequence[Ledger], *, title: str = "") -> "Figure":
         ImportError: matplotlib is not installed (the extra ``train``).
         ValueError: nothing was sent, or as for ``traffic``.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "pictures need matplotlib: pip install 'functional-ds[train]'; traffic(ledgers) does without"
-        ) from error
     by_axis = traffic(ledgers)
     if not by_axis:
         raise ValueError("ledgers: nothing was sent while they were open")
     n = len(ledgers)
-    figure = Figure(figsize=(0.5 + 3.1 * len(by_axis), 4.2), layout="constrained")
+    figure = new_figure(0.5 + 3.1 * len(by_axis), 4.2, needs="pictures need", instead="traffic(ledgers)")
     panels = figure.subplots(1, len(by_axis), sharey=True, squeeze=False)[0]
     for axes, (axis, sent), colours in zip(panels, by_axis.items(), itertools.cycle(_COLOURS), strict=False):
         most = float(sent.max())

@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.base.tree import setting
 from functional_ds.comm.table.collective import Call, Handle, Variance
 
 from .ledger import Ledger
@@ -280,14 +281,9 @@ class _SiteOfThread(threading.local):
 _SITES = _SiteOfThread()
 
 
-@contextmanager
-def at_site(site: str) -> Iterator[None]:
+def at_site(site: str) -> AbstractContextManager[None]:
     """Makes ``call_site`` return the site in this thread, inside the block."""
-    _SITES.site = site
-    try:
-        yield
-    finally:
-        _SITES.site = None
+    return setting(_SITES, site=site)
 
 
 def call_site() -> str:

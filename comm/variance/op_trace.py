@@ -2,8 +2,8 @@
 
 import ctypes
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, schema_of, storage_id
+from functional_ds.base.tree import setting
 from functional_ds.comm.record.group import Group, call_site
 from functional_ds.comm.table.collective import Call, Variance
 
@@ -147,14 +148,9 @@ class OpTrace(TorchDispatchMode):
         """Whether the traces differ in checksums alone."""
         return self.events == other.events and self.zero == other.zero and self.shapes == other.shapes
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Records nothing inside the block."""
-        before, self._quiet = self._quiet, True
-        try:
-            yield
-        finally:
-            self._quiet = before
+        return setting(self, _quiet=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

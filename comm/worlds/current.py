@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor
 
 from functional_ds.base.torch_private import is_fake
+from functional_ds.base.tree import setting
 from functional_ds.comm.record.call_recorder import CallRecorder
 from functional_ds.comm.record.group import Group, Solo, World
 from functional_ds.comm.table.errors import CommError
@@ -47,15 +48,9 @@ def simulated_world() -> Group | None:
     return group
 
 
-@contextmanager
-def enter(world: World, ranks: Sequence[int]) -> Iterator[None]:
+def enter(world: World, ranks: Sequence[int]) -> AbstractContextManager[None]:
     """Makes this thread the world's rank inside the block; ``ranks`` are all ranks of the world."""
-    outer = _THREAD.group
-    _THREAD.group = Group(tuple(ranks), world.rank, "world", world)
-    try:
-        yield
-    finally:
-        _THREAD.group = outer
+    return setting(_THREAD, group=Group(tuple(ranks), world.rank, "world", world))
 
 
 @contextmanager
@@ -64,12 +59,8 @@ def exclusive_simulation() -> Iterator[None]:
     if _THREAD.group is not None or _THREAD.simulates:
         yield
         return
-    with _RUNNING:
-        _THREAD.simulates = True
-        try:
-            yield
-        finally:
-            _THREAD.simulates = False
+    with _RUNNING, setting(_THREAD, simulates=True):
+        yield
 
 
 _SOLO = Group((0,), 0, "world", Solo())
@@ -89,15 +80,9 @@ def current_recorder() -> CallRecorder | None:
     return _THREAD.recorder
 
 
-@contextmanager
-def recording(recorder: CallRecorder) -> Iterator[None]:
+def recording(recorder: CallRecorder) -> AbstractContextManager[None]:
     """Records this thread's collectives inside the block."""
-    outer = current_recorder()
-    _THREAD.recorder = recorder
-    try:
-        yield
-    finally:
-        _THREAD.recorder = outer
+    return setting(_THREAD, recorder=recorder)
 
 
 def labelled(name: str) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ import attrs
 from torch import Tensor
 from torch.distributed import Work
 
+from functional_ds.base.tree import setting
 from functional_ds.comm.backends.primitives import Communicator, Options, Started
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, Handle
@@ -44,8 +45,5 @@ class GlooShapesWorld(ShapesWorld):
             result = call.collective.gloo(silent, payload, options).run()
             return Started((), lambda: result)
 
-        self.communicating = True
-        try:
+        with setting(self, communicating=True):
             return ProcessHandle.begin(call, tensors, group, begin)
-        finally:
-            self.communicating = False

@@ -8,7 +8,30 @@ from importlib import import_module
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float, *, needs: str, instead: str = "") -> "Figure":
+    """A figure of matplotlib's.
+
+    Args:
+        width: in inches.
+        height: in inches.
+        needs: begins the error's sentence: "draw needs".
+        instead: what does without, for the error.
+
+    Raises:
+        ImportError: matplotlib is not installed (the extra ``train``).
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        without = f"; {instead} does without" if instead else ""
+        raise ImportError(f"{needs} matplotlib: pip install 'functional-ds[train]'{without}") from error
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 class _Index(ModuleType):

@@ -1,6 +1,7 @@
 """Pytrees: thin wrappers of optree, in the library's namespace."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, dataclass_transform
 
 import attrs
@@ -36,6 +37,17 @@ C = TypeVar("C", bound=type)
 R = TypeVar("R")
 
 
+class Uncompared:
+    """A part of a pytree's structure in which two structures may differ: equal to every other of its class."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def replace(record: R, **changes: Any) -> R:
     """The record with some fields changed.
 
@@ -47,6 +59,28 @@ def replace(record: R, **changes: Any) -> R:
     Point(x=1, y=2)
     """
     return attrs.evolve(record, **changes)  # type: ignore[misc]  # mypy does not see that ``record`` makes attrs classes
+
+
+@contextmanager
+def setting(owner: Any, **values: Any) -> Iterator[None]:
+    """A context in which some attributes of an object have other values.
+
+    >>> from types import SimpleNamespace
+    >>> point = SimpleNamespace(x=1)
+    >>> with setting(point, x=2):
+    ...     point
+    namespace(x=2)
+    >>> point
+    namespace(x=1)
+    """
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def static(*, default: Any = attrs.NOTHING) -> Any:

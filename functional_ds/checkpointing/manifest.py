@@ -63,12 +63,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
-    slices: tuple[LeafRegion, ...] = attrs.field()
+    slices: tuple[LeafRegion, ...] = attrs.Factory(lambda self: (LeafRegion(self.shape),), takes_self=True)
     whole: bool = True
-
-    @slices.default
-    def _all(self) -> tuple[LeafRegion, ...]:
-        return (LeafRegion(self.shape),)
 
     @property
     def numel(self) -> int:

@@ -78,11 +78,8 @@ def inspect(
     if checkpoint.left_out:
         page.append(f"no whole tensors: {', '.join(checkpoint.left_out)}")
     if verify:
-        page.append(
-            "this kind has no checksums; sizes and headers were read"
-            if damage is None
-            else damage or "every byte is as it was written"
-        )
+        unchecked = "this kind has no checksums; sizes and headers were read"
+        page.append(unchecked if damage is None else damage or "every byte is as it was written")
     emit(page, data, as_json=as_json)
     return 1 if damage else 0
 

@@ -250,11 +250,8 @@ class TrainingRun:
             self._evaluate()
 
     def _report(self, verdict: Verdict, rule: Any) -> str:
-        last = (
-            "no checkpoint was made"
-            if self.checkpoints.saved is None
-            else f"the last checkpoint is that of step {self.checkpoints.saved}"
-        )
+        saved = self.checkpoints.saved
+        last = "no checkpoint was made" if saved is None else f"the last checkpoint is that of step {saved}"
         times = f", after {self.progress.rollbacks} roll-backs" if self.progress.rollbacks else ""
         return (
             f"by step {self.done} the loss was not finite {verdict.worst} times in a row{times} (on_non_finite={rule}); "

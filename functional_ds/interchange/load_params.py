@@ -150,12 +150,8 @@ def _weight_map(index: Path, opened: BinaryIO) -> dict[str, str]:
     if wrong:
         raise ValueError(f"path: {index} is damaged, or not an index: its weight_map does not go from names to files")
     for file in sorted(set(where.values())):
-        outside = (
-            PurePosixPath(file).is_absolute()
-            or PureWindowsPath(file).drive
-            or "\\" in file
-            or ".." in PurePosixPath(file).parts
-        )
+        path = PurePosixPath(file)
+        outside = path.is_absolute() or PureWindowsPath(file).drive or "\\" in file or ".." in path.parts
         if outside or not file:
             raise ValueError(
                 f"path: {index} names the file {file!r}, which is not in its folder; nothing was opened. Put the file there"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from functional_ds.base.disk.files import read_regular
 from functional_ds.jobs.entries.call_entry import CallEntry
-from functional_ds.jobs.entries.job_errors import JobError
+from functional_ds.jobs.entries.job_errors import JobError, within
 
 from .job import Job
 from .resolve import made
@@ -185,14 +185,12 @@ def text_of(job: Job) -> Any:
         JobError: there is no such text, or it is too short.
     """
     data = job.data
-    try:
+    with within("data"):
         if data.text is not None:
             return _own(job, data.text)
         source = data.dataset or ", ".join(data.files) or "Python's standard library"
         tokens = _bytes(job) if data.tokenizer is None else _tokens(job, data.tokenizer)
         return TokenText.cut(tokens, data.validation, source=source, context=data.context)
-    except JobError as error:
-        raise error.within("data") from None
 
 
 def _own(job: Job, call: CallEntry) -> Any:
@@ -209,10 +207,8 @@ def _documents(job: Job) -> Iterator[bytes]:
     if data.dataset is not None:
         yield from _rows_of_dataset(job, data.dataset)
     elif data.files:
-        try:
+        with within("files"):
             yield from read_files(data.files, pattern=data.pattern, folder=job.folder)
-        except JobError as error:
-            raise error.within("files") from None
     else:
         yield read_standard_library()
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from functional_ds.base.package_index import new_figure
+
 from .account import Memory
 from .formulas import SIXTEEN, Convention, Formula, by_stage
 
@@ -94,7 +96,7 @@ def draw_zero(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXTE
         n: how many ranks.
         convention: the optimizer's bytes for each parameter.
     """
-    figure = _figure(7, 4.5)
+    figure = new_figure(7, 4.5, needs="pictures need")
     axes = figure.subplots()
     table = [by_stage(stage, convention) for stage in range(4)]
     names = [f"stage {stage}" for stage in range(4)]
@@ -118,7 +120,7 @@ def draw_compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: 
         psi: Ψ, how many parameters.
         ranks: each rank's memory, in rank order.
     """
-    figure = _figure(11, 4.5)
+    figure = new_figure(11, 4.5, needs="pictures need")
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     names = ["formula", *(f"rank {i}" for i in range(len(ranks)))]
     heights = {
@@ -136,14 +138,6 @@ def draw_compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: 
         axes.tick_params(axis="x", rotation=0 if len(names) < 6 else 90)
     figure.suptitle(title)
     return figure
-
-
-def _figure(width: float, height: float) -> "Figure":
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'functional-ds[train]'") from error
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _stack(axes: Any, names: Sequence[str], heights: Mapping[str, Sequence[float]], labels: Mapping[str, str]) -> list[float]:

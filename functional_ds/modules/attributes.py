@@ -115,13 +115,10 @@ def is_mutable(value: Any) -> bool:
     >>> is_mutable((3, (1, 1))), is_mutable([3, 3]), is_mutable((3, [1, 1]))
     (False, True, True)
     """
-    return (
-        not _is_fixed(value)
-        and isinstance(value, (Tensor, list, tuple, dict, deque))
-        and all(
-            not (x.requires_grad or x.is_meta) if isinstance(x, Tensor) else type(x) in _NUMBERS for x in tree.leaves(value)
-        )
-    )
+    if _is_fixed(value) or not isinstance(value, (Tensor, list, tuple, dict, deque)):
+        return False
+    leaves = tree.leaves(value)
+    return all(not (x.requires_grad or x.is_meta) if isinstance(x, Tensor) else type(x) in _NUMBERS for x in leaves)
 
 
 def _is_fixed(value: Any) -> bool:

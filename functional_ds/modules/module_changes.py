@@ -19,7 +19,7 @@ from functional_ds.base.torch_private import version_of
 
 from .attributes import ABSENT, put_attribute
 from .deep_copy import fields_of
-from .module_places import Place
+from .module_places import Place, joined
 
 _TENSORS = ("_parameters", "_buffers")
 _STRUCTURE = (*_TENSORS, "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -138,13 +138,13 @@ class ModuleChanges:
         if key != "_buffers":
             value = vars(after.owners[path]).get(key, ABSENT) if path in after.owners else ABSENT
             plain = path in after.owners and all(type(mark) is int or mark is None for mark in (was, now))
-            self._made.append(_Change(_joined(path, key), place, value, plain))
+            self._made.append(_Change(joined(path, key), place, value, plain))
             self._edits += key != "training"
             return
         was, now = was or {}, now or {}
         for name in [name for name in {**was, **now} if was.get(name) != now.get(name)]:
             plain = name in was and name in now and was[name][0] == now[name][0]
-            self._made.append(_Change(_joined(path, name), place, None, plain))
+            self._made.append(_Change(joined(path, name), place, None, plain))
         self._edits += was.keys() != now.keys()
 
 
@@ -181,9 +181,8 @@ class _Snapshot:
             snapshot.marks[path, "__class__"] = (id(type(owner)),)
             snapshot._vars.append(vars(owner))
             for key, value in vars(owner).items():
-                if key not in _PASSED_OVER and not (
-                    key in _STRUCTURE and not isinstance(value, dict)
-                ):  # scripted modules keep theirs
+                scripted = key in _STRUCTURE and not isinstance(value, dict)  # scripted modules keep theirs
+                if key not in _PASSED_OVER and not scripted:
                     snapshot.marks[path, key] = snapshot._tensors_of(value) if key in _TENSORS else snapshot._mark(value)
         snapshot._listed = [*snapshot._vars, *(fields for fields in snapshot._dicts if fields)]
         values = snapshot._values()
@@ -302,7 +301,7 @@ def _written_parameter(before: _Snapshot, after: _Snapshot) -> str | None:
     """
     was, now = (
         {
-            _joined(path, name): mark
+            joined(path, name): mark
             for (path, key), held in snapshot.marks.items()
             if key == "_parameters"
             for name, mark in held.items()
@@ -321,7 +320,3 @@ def _written_parameter(before: _Snapshot, after: _Snapshot) -> str | None:
                 "throughout: set it before fds.functional, or train parts by steps of their own (fds.freeze)"
             )
     return next((name for name in now if was[name] != now[name]), None)
-
-
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key

@@ -33,7 +33,7 @@ class PlainSteps:
     def step(self) -> Iterator[None]:
         """A step; a failed one does not count, and ends the row."""
         if self._since is None:
-            _wait()
+            wait_for_device()
             self._since = self._ended = self.clock()
         between = self.clock() - self._ended
         try:
@@ -51,13 +51,14 @@ class PlainSteps:
         now = self.clock() if follows else self._ended
         self.outside += now - self._ended
         if in_use() is not None:
-            _wait()
+            wait_for_device()
             now = self.clock()
         self.seconds += now - self._since
         self._since = None
 
 
-def _wait() -> None:
+def wait_for_device() -> None:
+    """Waits for all work of the accelerator in use."""
     device = in_use()
     if device is not None:
         synchronize([device])

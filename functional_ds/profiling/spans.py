@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import attrs
 from torch import Tensor
 
-from functional_ds.base.device import in_use, synchronize
 from functional_ds.comm.debug.trace import Slice
 from functional_ds.comm.record.ledger import Ledger, LedgerCall
 from functional_ds.comm.table.collective import Handle, WatchedHandle
@@ -18,6 +17,8 @@ from functional_ds.step.phase_signatures import Phase
 from functional_ds.step.phases import mapped
 from functional_ds.step.step import Step
 from functional_ds.step.views.view import View
+
+from .plain_steps import wait_for_device
 
 STAGES = ("forward", "backward", "passes", "reduce", "update", "other")
 """Of a step: "passes" is what transforms do around passes, and a pipeline's backward passes, which alternate with messages."""
@@ -159,9 +160,7 @@ class SpanClock:
         self._last = now
 
     def _now(self) -> float:
-        device = in_use()
-        if device is not None:
-            synchronize([device])
+        wait_for_device()
         return self.clock()
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, version_of
+from functional_ds.base.tree import setting
 
 from .operator_arguments import tensors_given, tensors_written
 from .policy import Keep, RematPolicy
@@ -169,11 +170,8 @@ class OpRecorder(TorchDispatchMode):
         """
         if self._store is not None:
             self._store.hold_device()  # anything may be written in there
-        before, self._known = self._known, {address_of(t) for t in known if _is_plain(t)}
-        try:
+        with setting(self, _known={address_of(t) for t in known if _is_plain(t)}):
             yield
-        finally:
-            self._known = before
 
     def end(self) -> None:
         """Ends the first run. Outputs that were changed in place since they were made are dropped, and recomputed."""

@@ -14,6 +14,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
 from functional_ds.base.torch_private import detect_fake_mode
+from functional_ds.base.tree import setting
 from functional_ds.comm.worlds.current import current_recorder, recomputing
 from functional_ds.step.pass_scope import Moment
 
@@ -162,12 +163,11 @@ class Region:
 
     @contextmanager
     def _entered(self, *, again: bool = False) -> Iterator[None]:
-        before, self.replaying = self.replaying, again or (self.parent is not None and self.parent.replaying)
+        replaying = again or (self.parent is not None and self.parent.replaying)
         try:
-            with entered(self):
+            with setting(self, replaying=replaying), entered(self):
                 yield
         finally:
-            self.replaying = before
             if self.store is not None and not again:
                 self.store.hold_device()  # what follows may write into what is being copied
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, disable_dispatch_modes, is_fake, parameters_of, version_of
+from functional_ds.base.tree import setting
 from functional_ds.comm.worlds.current import current_recorder
 
 _SHARED = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
@@ -199,15 +200,9 @@ class ModuleCalls:
     _left: Iterator[Rewind] | None = None  # those that this run has not reached yet; None in the first run
     _inside: frozenset[nn.Module] = frozenset()  # the modules that are being called, and their submodules
 
-    @contextmanager
-    def rewound(self) -> Iterator[None]:
+    def rewound(self) -> AbstractContextManager[None]:
         """A later run, perhaps in the middle of the first, for a backward pass inside the function."""
-        before, self._left = (self._left, self._inside), iter(self._snapshots)
-        self._inside = frozenset()
-        try:
-            yield
-        finally:
-            self._left, self._inside = before
+        return setting(self, _left=iter(self._snapshots), _inside=frozenset())
 
     @contextmanager
     def calling(self, module: nn.Module) -> Iterator[None]:
@@ -215,12 +210,8 @@ class ModuleCalls:
         if not self.reruns or module in self._inside:
             yield
             return
-        before, self._inside = self._inside, self._inside.union(module.modules())
-        try:
-            with self._snapshot(module):
-                yield
-        finally:
-            self._inside = before
+        with setting(self, _inside=self._inside.union(module.modules())), self._snapshot(module):
+            yield
 
     def _snapshot(self, module: nn.Module) -> AbstractContextManager[None]:
         if self._left is None:

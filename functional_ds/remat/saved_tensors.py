@@ -18,6 +18,7 @@ from functional_ds.base.device_streams import Arrival, CopyStream
 from functional_ds.base.torch_private import is_fake, saved_tensors_hooks_in_force, storage_id, version_of
 from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.step.pass_scope import current_pass
+from functional_ds.step.views.graph_checks import check_version
 
 from .partitioned import PartitionedTensor, PartitionLog, partition
 from .policy import Keep
@@ -153,7 +154,7 @@ class Resident:
         Raises:
             RuntimeError: it was changed in place.
         """
-        _check_version(self.tensor, self.version)
+        check_version(self.tensor, self.version)
         return self.tensor.detach()
 
 
@@ -194,18 +195,10 @@ class Offloaded:
             self._fetched, self._left = self.place.fetch(), max(self.uses, 1)
             self._version = version_of(self._fetched)
         flat, self._left = self._fetched, self._left - 1
-        _check_version(flat, self._version)
+        check_version(flat, self._version)
         if not self._left:
             self._fetched = None
         return self._strides.restore(flat)
-
-
-def _check_version(tensor: Tensor, version: int) -> None:
-    if version_of(tensor) != version:
-        raise RuntimeError(
-            f"a tensor of shape {list(tensor.shape)} that the backward pass needs has been modified by an inplace operation: "
-            f"it is at version {version_of(tensor)}, expected {version}; use the out-of-place one"
-        )
 
 
 @attrs.define(eq=False)

@@ -111,9 +111,8 @@ class MatrixOwners:
         group = self.leaf_map.group
         device = group.world.device if group is not None else None
         flat = torch.cat(blocks) if blocks else torch.empty(0, dtype=dtype, device=device)
-        if group is None or all(
-            self.owner[s.leaf] == rank for rank, shards in enumerate(self.leaf_map.shards_by_rank) for s in shards
-        ):
+        held = ((rank, s.leaf) for rank, shards in enumerate(self.leaf_map.shards_by_rank) for s in shards)
+        if group is None or all(self.owner[leaf] == rank for rank, leaf in held):
             return flat
         received: Tensor = comm.all_to_all(flat, group, input_splits=sends, output_splits=receives)
         return received

@@ -16,6 +16,7 @@ from functional_ds.base.torch_private import (
     schema_of,
     storage_id,
 )
+from functional_ds.base.tree import setting
 
 from .communicators import collective
 from .gpu import DEVICE, HOST, SimulatedGpu, has_own_dispatch, tensors_in
@@ -90,12 +91,8 @@ class Functions(TorchFunctionMode):
 
     def _give_on(self, subclass: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Passes the function to a tensor subclass, and intercepts the functions that it calls."""
-        before, self._given_on = self._given_on, func
-        try:
-            with self:
-                result = subclass.__torch_function__(func, types, args, kwargs)
-        finally:
-            self._given_on = before
+        with setting(self, _given_on=func), self:
+            result = subclass.__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
 
 

@@ -19,6 +19,7 @@ from functional_ds.base.torch_replaced import (
     instead_of_make_wrapper_subclass,
     lift_on_the_host,
 )
+from functional_ds.base.tree import setting
 from functional_ds.comm.simulation.simulator import SimulatedWorld
 
 from .communicators import started
@@ -85,11 +86,8 @@ def _to(gpu: SimulatedGpu, original: Callable[..., Tensor], self: Tensor, *args:
         return original(self, **{"dtype": self.dtype, **options})
 
     def move(x: Tensor) -> Tensor:
-        gpu.moves_to_host = not there
-        try:
+        with setting(gpu, moves_to_host=not there):
             return original(x, **{**options, "device": DEVICE if there else HOST, "copy": True})
-        finally:
-            gpu.moves_to_host = False
 
     return _Move.apply(self, move) if self.requires_grad and torch.is_grad_enabled() else move(self)
 
@@ -142,10 +140,6 @@ def _record_stream(gpu: SimulatedGpu, self: Tensor, stream: SimulatedStream) -> 
 # -- torch.cuda ----------------------------------------------------------------------------------------------------------
 
 
-def _get_rng_state(gpu: SimulatedGpu, device: Any = None) -> Tensor:
-    return gpu.random.clone()
-
-
 def _set_rng_state(gpu: SimulatedGpu, state: Tensor, device: Any = None) -> None:
     gpu.random = state.clone()
 
@@ -173,7 +167,7 @@ _CUDA: dict[str, Callable[..., Any]] = {
     "default_stream": lambda gpu, device=None: gpu.default,
     "set_stream": _set_stream,
     "synchronize": SimulatedGpu.synchronize,
-    "get_rng_state": _get_rng_state,
+    "get_rng_state": lambda gpu, device=None: gpu.random.clone(),
     "set_rng_state": _set_rng_state,
     "manual_seed": _seed,
     "manual_seed_all": _seed,

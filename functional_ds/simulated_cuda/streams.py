@@ -1,12 +1,13 @@
 """Streams and events as vector clocks: which work is known to be finished when other work begins."""
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
 import torch
+
+from functional_ds.base.tree import setting
 
 from .thread import current_gpu, require_gpu
 
@@ -106,15 +107,7 @@ class SimulatedEvent:
         return (end._time - self._time) * 1000
 
 
-@contextmanager
-def on_stream(stream: SimulatedStream | None) -> Iterator[None]:
+def on_stream(stream: SimulatedStream | None) -> AbstractContextManager[None]:
     """Replaces ``torch.cuda.stream``."""
     gpu = current_gpu()
-    if gpu is None or stream is None:
-        yield
-        return
-    before, gpu.stream = gpu.stream, stream
-    try:
-        yield
-    finally:
-        gpu.stream = before
+    return nullcontext() if gpu is None or stream is None else setting(gpu, stream=stream)

@@ -80,11 +80,9 @@ def describe(state: State) -> list[TensorShard]:
     walk.visit(("idle",), state.idle, (), places.parts)
     for name, slot in sorted(state.slots.items()):
         walk.slot(name, slot, frames, places.parts)
-    return (
-        [_of_model(state, shard) for shard in walk.shards]
-        if any(isinstance(x, Apart) for x in state.slots.values())
-        else walk.shards
-    )
+    if any(isinstance(x, Apart) for x in state.slots.values()):
+        return [_of_model(state, shard) for shard in walk.shards]
+    return walk.shards
 
 
 def _of_model(state: State, shard: TensorShard) -> TensorShard:

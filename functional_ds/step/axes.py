@@ -5,8 +5,10 @@ simulated ranks are threads of one process. They look it up in the running step.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+from functional_ds.base.tree import setting
 
 from .pass_scope import Pass, current_pass
 
@@ -41,18 +43,10 @@ def axes() -> Mapping[str, Any]:
     return {} if pass_ is None else pass_.axes
 
 
-@contextmanager
-def with_axes(by_name: Mapping[str, Any]) -> Iterator[None]:
+def with_axes(by_name: Mapping[str, Any]) -> AbstractContextManager[None]:
     """A context in which these are the axes."""
     pass_ = current_pass()
-    if pass_ is None:
-        yield
-        return
-    before, pass_.axes = pass_.axes, by_name
-    try:
-        yield
-    finally:
-        pass_.axes = before
+    return nullcontext() if pass_ is None else setting(pass_, axes=by_name)
 
 
 @contextmanager

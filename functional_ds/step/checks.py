@@ -19,16 +19,15 @@ from functional_ds.base.marks import like_marked, trainable
 from functional_ds.base.torch_private import in_torch_func, storage_id
 from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.comm.worlds.process import ProcessWorld
-from functional_ds.sharding.leaf_map import LeafMap
 
 from .phases import Layer
 from .state.buffers import BUFFERS
-from .state.state import State, refuse_donated
+from .state.state import State, Summing, refuse_donated
 
 _PLAIN = (bool, int, float, complex, str, bytes)  # leaves of a batch that are not tensors
 
 
-class Strategy(Protocol):
+class Strategy(Summing, Protocol):
     """The part of a step that these checks read."""
 
     @property
@@ -39,14 +38,6 @@ class Strategy(Protocol):
 
     @property
     def buffers(self) -> str: ...
-
-    @property
-    def skips_unused(self) -> bool: ...
-
-    def leaf_map(self, state: State) -> LeafMap: ...
-
-    @property
-    def sums(self) -> bool: ...
 
     @property
     def keeps_graph(self) -> bool: ...

@@ -11,7 +11,7 @@ from functional_ds.base import tree
 from functional_ds.base.prng import Key
 from functional_ds.base.weighted import Weighted
 
-from .phase_signatures import Phase
+from .phase_signatures import Passed, Phase
 from .phases import Layer, Trait
 from .state.state import State, Summing, refuse_open
 from .views.view import View, wide
@@ -131,7 +131,7 @@ class Gradients:
             self._key = step.at_rows(state, rows * step.micro_batches(state)).key
         return self._key.at(step=state.step, rows=self._rows) if self._key is not None and self._rows else self._key
 
-    def total(self, step: RunsPasses, state: State, *, donate: bool) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def total(self, step: RunsPasses, state: State, *, donate: bool) -> Passed:
         """The reduced gradients of all passes, with the state after them and their metrics."""
         self.check(state)
         after, carry, final = tree.replace(self.after(), key=state.key), self.carry, self.final

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import at_backward_end, graph_number, storage_id
+from functional_ds.base.tree import setting
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.worlds.rng_state import RngState
 
@@ -125,11 +126,8 @@ class Pass:
     @contextmanager
     def run_by(self, *calls: Any, inside: tuple[Any, ...] = ()) -> Iterator[None]:
         """A context in which ``calls`` run modules inside of a module, before the present ones, and ``inside`` after them."""
-        before, self.calls = self.calls, (*calls, *self.calls, *inside)
-        try:
+        with setting(self, calls=(*calls, *self.calls, *inside)):
             yield
-        finally:
-            self.calls = before
 
     @contextmanager
     def holding(self, slot: str, value: Any) -> Iterator[None]:
@@ -326,10 +324,6 @@ class Moment:
         if pass_ is None:
             yield
             return
-        now = pass_.calls, pass_.axes
-        pass_.calls, pass_.axes = self.calls, self.axes
-        try:
-            with nullcontext() if current_pass() is pass_ else pass_.resumed():  # a device's backward has its own thread
-                yield
-        finally:
-            pass_.calls, pass_.axes = now
+        resumed = nullcontext() if current_pass() is pass_ else pass_.resumed()  # a device's backward has its own thread
+        with setting(pass_, calls=self.calls, axes=self.axes), resumed:
+            yield

@@ -18,6 +18,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Metrics = dict[str, Tensor]
+Losses = tuple[Weighted, dict[str, Weighted]]
+Passed = tuple[State, Weighted, dict[str, Weighted]]  # what gradients gives
 Phase = Callable[..., Any]
 Wraps = Callable[Concatenate[Callable[Concatenate[Any, P], R], Any, P], R]  # of (inner, step, *what the phase takes)
 
@@ -49,7 +51,7 @@ class Phases:
         """
         return self.phases["view"](self, state, trains, whole)  # type: ignore[no-any-return]
 
-    def loss(self, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
+    def loss(self, state: State, params: Any, batch: Any) -> Losses:
         """The loss of a batch and further metrics."""
         return self.phases["loss"](self, state, params, batch)  # type: ignore[no-any-return]
 
@@ -61,9 +63,7 @@ class Phases:
         """This rank's share of the loss and further metrics, without gradients: sums with their weights."""
         return self.phases["measure"](self, state, batch)  # type: ignore[no-any-return]
 
-    def gradients(
-        self, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def gradients(self, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
         """The state after the forward and backward passes, ``carry`` plus a batch's gradients, and the batch's metrics.
 
         The sums may be this rank's only: ``reduce`` gives those over all ranks. The state is not donated yet: a phase puts new
@@ -135,8 +135,6 @@ RESULTS: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
     {phase: result for phase in PHASES if (result := _results(phase)) is not None}
 )
 
-Losses = tuple[Weighted, dict[str, Weighted]]
-
 
 class PhaseFunctions(TypedDict, total=False):
     """What ``wrap`` takes by phase, for type checkers; a test compares it with ``Phases``."""
@@ -147,7 +145,7 @@ class PhaseFunctions(TypedDict, total=False):
     loss: Wraps[[State, Any, Any], Losses]
     forward: Wraps[[State, Callable[[Any], Any], Any], Any]
     measure: Wraps[[State, Any], dict[str, Any]]
-    gradients: Wraps[[State, Any, Weighted | None, bool], tuple[State, Weighted, dict[str, Weighted]]]
+    gradients: Wraps[[State, Any, Weighted | None, bool], Passed]
     reduce: Wraps[[State, Weighted], tuple[State, Weighted]]
     comm_dtype: Wraps[[State, torch.dtype], torch.dtype]
     scatter: Wraps[[State], State]
@@ -171,16 +169,8 @@ def bound(name: str, phase: str, outer: Phase, inner: Phase) -> Phase:
 def _check_result(name: str, phase: str, result: Any) -> Any:
     if phase in RESULTS:
         words, types = RESULTS[phase]
-        fits = isinstance(result, types[0]) if len(types) == 1 else _is_pair(result, *types)
-        if not fits:
+        values = result if isinstance(result, tuple) and len(types) > 1 else (result,)
+        if len(values) != len(types) or not all(map(isinstance, values, types)):
             shown = f"({', '.join(type(x).__name__ for x in result)})" if isinstance(result, tuple) else type(result).__name__
             raise TypeError(f"{name}: its {phase} returned {shown}, and must return {words}")
     return result
-
-
-def _is_pair(result: Any, *types: type) -> bool:
-    return (
-        isinstance(result, tuple)
-        and len(result) == len(types)
-        and all(isinstance(value, type_) for value, type_ in zip(result, types, strict=True))
-    )

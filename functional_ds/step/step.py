@@ -25,7 +25,7 @@ from .open_pass import OpenPass
 from .over_ranks.gradient_sums import GRADIENT_SUMS
 from .over_ranks.mesh_axes import OVER_RANKS, Axis, AxisRole, axes_of
 from .pass_gradients import Gradients
-from .phase_signatures import Metrics, Phase
+from .phase_signatures import Metrics, Passed, Phase
 from .phases import Layer, Trait, check_phases, compose_phase
 from .state.buffer_sync import agreed_anew, unagreed
 from .state.buffers import BUFFERS, Buffers, Modules
@@ -230,7 +230,7 @@ class Step(AtParams):
     def _updated(
         self,
         state: State,
-        computed: tuple[State, Weighted, dict[str, Weighted]],
+        computed: Passed,
         structure: optree.PyTreeSpec | None,
         donate: bool,
     ) -> tuple[State, Metrics]:
@@ -277,9 +277,7 @@ class Step(AtParams):
                 function = with_axis(axis.name, axis.value or axis.ranks(), function)
         return super().forward(state, function, batch)
 
-    def gradients(
-        self, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def gradients(self, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
         """Sums of gradients over this rank's batch and ``carry``, those of earlier micro-batches; not reduced yet."""
         return super().gradients(tree.replace(state, reduced=False), batch, carry, last)
 

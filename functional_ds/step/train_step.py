@@ -22,7 +22,7 @@ from functional_ds.sharding.sources import values_of
 
 from .over_ranks.mesh_axes import axes_of
 from .pass_scope import Pass, current_pass, detached, differentiated, evaluated, whole_if_needed, with_buffers
-from .phase_signatures import Metrics, Phase
+from .phase_signatures import Metrics, Passed, Phase
 from .phases import Trait
 from .state.buffer_scope import BufferScope
 from .state.buffers import BUFFERS, POLICIES
@@ -31,9 +31,10 @@ from .step import Step
 from .views.plain_view import stored_view
 
 
-def _takes_key(loss_fn: Callable[..., Any]) -> bool:
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name."""
     try:
-        return "key" in inspect.signature(loss_fn).parameters
+        return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # builtins have no signature
         return False
 
@@ -77,7 +78,7 @@ def train_step(
     if unused not in ("skip", "zeros"):
         raise ValueError(f"unused={unused!r} is neither 'skip' nor 'zeros'")
     rule = BoundOptimizer(as_optimizer(optimizer))
-    with_key = _takes_key(loss_fn)
+    with_key = takes(loss_fn, "key")
 
     def init(step: Step, params: Any) -> State:
         stored = tree.map(lambda x: like_marked(values_of(x), x), params)
@@ -208,12 +209,10 @@ def _select(step: Step, state: State, paths: Collection[str]) -> tuple[State, tu
     return tree.replace(state, params=chosen), tuple(i for i, path in enumerate(trained) if path in paths)
 
 
-def autograd(
-    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-) -> tuple[State, Weighted, dict[str, Weighted]]:
+def autograd(step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
     """Autograd through loss ∘ view. The graph of a state's first batch is inspected for lost gradients."""
 
-    def run(whole: bool) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def run(whole: bool) -> Passed:
         scope = BufferScope(state.slots.get(BUFFERS))
         with Pass(buffers=scope, graphs=state.graphs if step.guarded else None) as pass_:
             pass_.view = step.view(state, whole=whole)

@@ -69,21 +69,11 @@ class Problem:
     )
     loss: Callable[..., Any] = _loss
     batches: Sequence[Any] = attrs.field(factory=lambda: [2 * _normal(10 + index, 24, 5) for index in range(6)])
-    unused: Callable[..., Any] | None = attrs.field()
-    layers: Sequence[Callable[..., Any]] | None = attrs.field()
-    error: Callable[..., Any] | None = attrs.field()
-
-    @unused.default
-    def _without_bias(self) -> Any:
-        return _unused if self.loss is _loss else None
-
-    @layers.default
-    def _two_layers(self) -> Any:
-        return (_first, _second) if self.loss is _loss else None
-
-    @error.default
-    def _of_output(self) -> Any:
-        return _error if self.loss is _loss else None
+    unused: Callable[..., Any] | None = attrs.Factory(lambda self: _unused if self.loss is _loss else None, takes_self=True)
+    layers: Sequence[Callable[..., Any]] | None = attrs.Factory(
+        lambda self: (_first, _second) if self.loss is _loss else None, takes_self=True
+    )
+    error: Callable[..., Any] | None = attrs.Factory(lambda self: _error if self.loss is _loss else None, takes_self=True)
 
     def __attrs_post_init__(self) -> None:
         wrong = [rows_of(batch) for batch in self.batches if rows_of(batch) % DIVISOR or not rows_of(batch)]

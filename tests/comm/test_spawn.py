@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from functional_ds import comm
+from tests.planting import Bug, planted
 
 
 class Adds:
@@ -254,6 +255,39 @@ def test_ranks_end_with_the_process_that_called_spawn(method: str, stops: bool, 
                 line.close()
             assert process.stderr is not None
             assert process.stderr.read().count("ends: the process that called spawn has ended") == 2
+
+
+class Unread:
+    """A pipe that nobody reads."""
+
+    def __init__(self) -> None:
+        self.written = threading.Event()
+
+    def send_bytes(self, payload: bytes) -> None:
+        """Raises what a pipe does whose reader has ended."""
+        self.written.set()
+        raise BrokenPipeError
+
+
+def check_the_watch_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose caller has ended is ended by its watch, which says why, and not by a traceback of its pipe."""
+    pipe, ended = Unread(), []
+
+    def watch(rank: int) -> None:
+        pipe.written.wait()
+        time.sleep(0.1)
+        ended.append(rank)
+
+    monkeypatch.setattr(MODULE, "_end_with_the_parent", watch)
+    with pytest.raises(BrokenPipeError):
+        MODULE._run(pipe, adds, (1, 2), 0, (1,))
+    assert ended == [0]
+
+
+def test_a_rank_that_cannot_report_waits_for_its_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_the_watch_comes_first(monkeypatch)
+    with planted(Bug("the rank does not wait", "comm.spawn:_run", "watch.join()", "pass")), pytest.raises(AssertionError):
+        check_the_watch_comes_first(monkeypatch)
 
 
 def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:

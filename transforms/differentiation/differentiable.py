@@ -16,7 +16,7 @@ from functional_ds.optim.bind import BoundOptimizer
 from functional_ds.optim.formula import out_of_place
 from functional_ds.sharding.sources import is_deferred, values_of
 from functional_ds.step.pass_scope import Pass, with_buffers
-from functional_ds.step.phase_signatures import Phase
+from functional_ds.step.phase_signatures import Passed, Phase
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.buffer_scope import BufferScope
 from functional_ds.step.state.buffers import BUFFERS, Buffers
@@ -145,9 +145,7 @@ def _all_linked(linked: Callable[[Tensor], Tensor], loss: Weighted, metrics: dic
     return {name: tree.replace(m, sum=linked(m.sum)) for name, m in {"loss": loss, **metrics}.items()}
 
 
-def _gradients(
-    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-) -> tuple[State, Weighted, dict[str, Weighted]]:
+def _gradients(step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
     """Autograd through the loss; the gradients have graphs where gradients are enabled."""
     _refuse(step)
     scope, again = BufferScope(state.slots.get(BUFFERS)), torch.is_grad_enabled()

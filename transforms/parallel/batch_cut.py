@@ -93,13 +93,8 @@ class BatchCut:
 
     def prepared(self, batch: Any) -> Any:
         """The batch with shifted labels, and with a lone tensor of tokens as a dict."""
-        if (
-            isinstance(batch, Tensor)
-            and self.dims is None
-            and self.shift
-            and batch.dim() == 2
-            and not batch.is_floating_point()
-        ):
+        tokens = isinstance(batch, Tensor) and batch.dim() == 2 and not batch.is_floating_point()
+        if tokens and self.dims is None and self.shift:
             batch = {"input_ids": batch, "labels": batch}
         if not isinstance(batch, Mapping) or "labels" not in batch or "shift_labels" in batch or not self.shift:
             return batch

@@ -17,7 +17,7 @@ from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.step.axes import with_axis
 from functional_ds.step.compose import wrap
 from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
-from functional_ds.step.phase_signatures import Metrics
+from functional_ds.step.phase_signatures import Metrics, Passed
 from functional_ds.step.phases import Trait
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State
@@ -135,9 +135,7 @@ class _Balance:
 
         return inner(step, state, with_axis("balance", RouterBiases(self._biases(state), demands), counted), batch)
 
-    def gradients(
-        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def gradients(self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
         """The inner gradients; adds this micro-batch's demands to the earlier ones."""
         slot: Balanced = state.slots["balance"]
         demands = Demands(dict(slot.demand))

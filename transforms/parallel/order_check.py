@@ -54,16 +54,20 @@ def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch,
         places[held.flatten()] = held[:, order].flatten()
         return documents.index_select(1, places.to(documents.device))
 
+    return (
+        CutBatch(piece.batch, whole(numbers, piece.documents), axis),
+        CutBatch(_moved(piece.batch, dims, order), whole(numbers[:, order], at(piece.documents)), axis),
+    )
+
+
+def _moved(batch: Any, dims: Mapping[str, int], order: Tensor) -> Any:
+    """The batch with this rank's positions in another order."""
+
     def moved(path: str, leaf: Any) -> Any:
         dim = dims.get(path, 1 if path == "position_ids" else None)
         return leaf if dim is None else leaf.index_select(dim, order.to(leaf.device))
 
-    leaves = [moved(path, leaf) for path, leaf in tree.named(piece.batch)]
-    batch = tree.unflatten(tree.structure(piece.batch), leaves)
-    return (
-        CutBatch(piece.batch, whole(numbers, piece.documents), axis),
-        CutBatch(batch, whole(numbers[:, order], at(piece.documents)), axis),
-    )
+    return tree.unflatten(tree.structure(batch), [moved(path, leaf) for path, leaf in tree.named(batch)])
 
 
 def in_halves(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch, CutBatch]:
@@ -86,12 +90,8 @@ def in_halves(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBa
         if piece.documents is not None:
             given = piece.documents.index_select(1, places.to(piece.documents.device))
             numbers = numbers.to(given.device).where(given >= 0, -1)
-        leaves = []
-        for path, leaf in tree.named(piece.batch):
-            dim = dims.get(path, 1 if path == "position_ids" else None)
-            leaves.append(leaf if dim is None else leaf.index_select(dim, order.to(leaf.device)))
-        device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-        return CutBatch(tree.unflatten(tree.structure(piece.batch), leaves), numbers.to(device), axis)
+        device = next(leaf.device for leaf in tree.leaves(piece.batch) if isinstance(leaf, Tensor))
+        return CutBatch(_moved(piece.batch, dims, order), numbers.to(device), axis)
 
     a, b, rest = every[:half], every[half : 2 * half], every[2 * half :]
     return of(every), of(torch.cat([a, a, rest])), of(torch.cat([b, b, rest]))

@@ -20,6 +20,7 @@ from functional_ds.step.axes import EAGER_FIRST, IN_ORDER, asked
 from functional_ds.step.compose import wrap
 from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole
 from functional_ds.step.pass_scope import current_pass
+from functional_ds.step.phase_signatures import Passed
 from functional_ds.step.phases import outermost
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
@@ -147,9 +148,7 @@ class _SequenceParallel:
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def gradients(
-        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def gradients(self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
         """The gradients of this rank's positions."""
         if self._has_no_sequences(batch):
             return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]
@@ -245,9 +244,7 @@ class _SequenceParallel:
 
     # -- guards --------------------------------------------------------------------------------------------------------
 
-    def guard_gradients(
-        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def guard_gradients(self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
         """Raises an error for losses that see order outside attention, or are not sums over tokens.
 
         It checks the first step, and the second if a matrix was zeros at first.

@@ -26,6 +26,7 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.guards import check_same_leaves
 from functional_ds.step.over_ranks.mesh_axes import Axis, AxisRole, GradientParts
 from functional_ds.step.pass_scope import current_pass
+from functional_ds.step.phase_signatures import Passed
 from functional_ds.step.phases import Trait, innermost, outermost
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
@@ -119,7 +120,7 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
 
 
 @attrs.define(eq=False)
-class _KnownCuts:
+class _KnownCuts(tree.Uncompared):
     """A plan's slices in the state: not compared with another state's structure.
 
     Attributes:
@@ -131,11 +132,6 @@ class _KnownCuts:
     cuts: Cuts
     calls: TensorCalls | None = None
     draws: DrawLog = attrs.field(factory=DrawLog)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _KnownCuts)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
         return _KnownCuts, (self.cuts,)
@@ -210,9 +206,7 @@ class _TensorParallel:
 
     # -- how the loss runs -------------------------------------------------------------------------------------------------
 
-    def gradients(
-        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+    def gradients(self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
         """The inner gradients, with checks of a key's draws and of unsliced leaves."""
         key, group = state.key, self.axis.ranks()
         if group.world.watch is not None:

@@ -1,6 +1,5 @@
 """Mixed-precision policies: the dtypes of a step, as data."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import mark_stored
+from functional_ds.sharding.path_patterns import nearest
 
 Where = str | Callable[[str], bool]
 
@@ -88,7 +88,7 @@ class Policy:
             elif _PATTERN & set(key) and equals:
                 rules[key] = _dtype(word, text)
             else:
-                raise ValueError(f"policy={text!r}: {key!r} is unknown; {_nearest(key, _FIELDS)}; a path has one of * ? [ .")
+                raise ValueError(f"policy={text!r}: {key!r} is unknown; {nearest(key, _FIELDS)}; a path has one of * ? [ .")
         return Policy(**given, exceptions=rules)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Policy:
         smooth = [path for path, leaf in zip(paths, leaves, strict=True) if leaf.is_floating_point()]
         for where, _ in self.exceptions:
             if not any(_fits(where, path) for path in smooth):
-                raise ValueError(f"policy: {where!r} fits no floating leaf; {_nearest(str(where).strip('*'), smooth)}")
+                raise ValueError(f"policy: {where!r} fits no floating leaf; {nearest(str(where).strip('*'), smooth)}")
         marks = [next((dtype for where, dtype in self.exceptions if _fits(where, path)), None) for path in paths]
         return tree.unflatten(spec, [mark_stored(leaf, dtype) for leaf, dtype in zip(leaves, marks, strict=True)])
 
@@ -154,10 +154,5 @@ def _fits(where: Where, path: str) -> bool:
 def _dtype(word: str, text: str) -> torch.dtype:
     dtype = _DTYPES.get(_ALIASES.get(word, word))
     if dtype is None:
-        raise ValueError(f"policy={text!r} is unknown: {word!r} names no dtype; {_nearest(word, [*_DTYPES, *_ALIASES])}")
+        raise ValueError(f"policy={text!r} is unknown: {word!r} names no dtype; {nearest(word, [*_DTYPES, *_ALIASES])}")
     return dtype
-
-
-def _nearest(word: str, words: Any) -> str:
-    near = difflib.get_close_matches(word, [*words], 1, 0.0)
-    return f"the nearest is {near[0]!r}" if near else "there is none"

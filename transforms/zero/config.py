@@ -1,6 +1,5 @@
 """The arguments of ``zero``, validated before anything is allocated."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from math import isfinite
@@ -11,6 +10,7 @@ import attrs
 from functional_ds import comm
 from functional_ds.sharding.grouping import UnitOf
 from functional_ds.sharding.layout import Layout
+from functional_ds.sharding.path_patterns import nearest
 from functional_ds.sharding.segment import Segment
 
 from .combine import Combine
@@ -140,10 +140,9 @@ class ZeroConfig:
                     "the group and undivided; leave it out"
                 )
         elif self.aggregate not in AGGREGATIONS:
-            near = difflib.get_close_matches(str(self.aggregate), AGGREGATIONS, 1, 0.0)[0]
             raise ValueError(
-                f"aggregate={self.aggregate!r} is unknown: use one of {', '.join(AGGREGATIONS)}, or T.Combine(reduce); the "
-                f"nearest is {near!r}"
+                f"aggregate={self.aggregate!r} is unknown: use one of {', '.join(AGGREGATIONS)}, or T.Combine(reduce); "
+                f"{nearest(str(self.aggregate), AGGREGATIONS)}"
             )
         factor: Any = self.gradient_predivide_factor
         if not isinstance(factor, int | float) or not isfinite(factor) or factor <= 0:

@@ -18,6 +18,7 @@ from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.sharding.segment import Segment
 from functional_ds.step.compose import wrap
+from functional_ds.step.phase_signatures import Passed
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.train_step import train_step
@@ -149,15 +150,11 @@ class CostReport:
         def comm_dtype(inner: Any, step: Step, state: State, dtype: torch.dtype) -> torch.dtype:
             computed: torch.dtype = inner(step, state, dtype)
             stored = {self._dtype(segment) for segment in self.layout.segments}
-            return (
-                self.comm_dtype
-                if self.comm_dtype is not None and computed.is_floating_point and computed in stored
-                else computed
-            )
+            if self.comm_dtype is None or not computed.is_floating_point or computed not in stored:
+                return computed
+            return self.comm_dtype
 
-        def gradients(
-            inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-        ) -> tuple[State, Weighted, dict[str, Weighted]]:
+        def gradients(inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
             for i in range(micro_batches):
                 state, carry, metrics = inner(step, state, batch, carry, last and i == micro_batches - 1)
             return state, carry, metrics  # type: ignore[return-value]
@@ -214,11 +211,8 @@ class CostReport:
                 f"fetched    {config.max_live_units} whole and {config.prefetch} ahead, at most {self.fetched():,} bytes"
                 + (f"; kept for the backward pass {self.hpz_bytes():,} bytes" if config.hpz else "")
             )
-        how = (
-            "all_reduce"
-            if config.stage == 0
-            else {"owner": "one reduce to each unit's owner"}.get(str(config.aggregate), str(config.aggregate))
-        )
+        how = "one reduce to each unit's owner" if config.aggregate == "owner" else str(config.aggregate)
+        how = "all_reduce" if config.stage == 0 else how
         lines.append(
             f"gradients  {how} of {_name(self.comm_dtype) if self.comm_dtype else 'what is computed'}"
             + (f", divided by {config.gradient_predivide_factor:g} before" if config.gradient_predivide_factor != 1 else "")

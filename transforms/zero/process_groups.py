@@ -109,11 +109,6 @@ class ProcessGroups:
         """How many shards there are."""
         return self.group.size
 
-    @property
-    def n_replicas(self) -> int:
-        """How many replicas there are of each shard."""
-        return 1 if self.replicas is None else self.replicas.size
-
     def broadcast(self, value: Any, channel: str = "") -> Any:
         """The value of the first rank of the first replica, on every rank."""
         for level in (self.shards, self.replicas):

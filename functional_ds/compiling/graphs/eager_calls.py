@@ -75,10 +75,7 @@ class EagerSite:
     def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The result, and a token with what the backward pass needs."""
         kept = _Kept.of(xs)
-        outer = [
-            (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-            for device_type, *_ in self.autocasts
-        ]
+        outer = _autocasts()
         _set_autocasts(self.autocasts)
         try:
             out = kept.called(self.function, xs, self.asks)
@@ -94,12 +91,9 @@ class EagerSite:
         grads = kept.gradients(xs, grad)
         of = [x for x, asks in zip(xs, self.asks, strict=True) if asks]
         memory = grad.untyped_storage().data_ptr()
-        return [
-            x.new_zeros(x.shape)
-            if g is None
-            else (g.clone() if g.untyped_storage().data_ptr() == memory else g).reshape(x.shape).contiguous()
-            for x, g in zip(of, grads, strict=True)
-        ]
+        given = [x.new_zeros(x.shape) if g is None else g for x, g in zip(of, grads, strict=True)]
+        own = [g.clone() if g.untyped_storage().data_ptr() == memory else g for g in given]
+        return [g.reshape(x.shape).contiguous() for x, g in zip(of, own, strict=True)]
 
 
 def eager_site(node: fx.Node, sites: Sequence[Any]) -> EagerSite | None:

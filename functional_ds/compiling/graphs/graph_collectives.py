@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import Tensor, fx
 
+from functional_ds.base.tree import setting
 from functional_ds.comm.calls.dispatch import outline, start_call
 from functional_ds.comm.record.call_recorder import TraceNotes
 from functional_ds.comm.record.group import Group
@@ -120,18 +121,16 @@ class GraphRecorder:
         return tagged(RECOMPUTED, self._recomputed)
 
 
-_HERE = threading.local()  # what the graph that this thread runs, or traces, refers to by numbers
+class _GraphOfThread(threading.local):
+    run: Any = None  # what the graph that this thread runs, or traces, refers to by numbers
 
 
-@contextmanager
-def carrying_out(sites: Sequence[CallSite]) -> Iterator[None]:
+_HERE = _GraphOfThread()
+
+
+def carrying_out(sites: Sequence[CallSite]) -> AbstractContextManager[None]:
     """A context in which this thread's operators refer to these sites."""
-    outer = getattr(_HERE, "run", None)
-    _HERE.run = sites, {}
-    try:
-        yield
-    finally:
-        _HERE.run = outer
+    return setting(_HERE, run=(sites, {}))
 
 
 def site_here(number: int) -> Any:

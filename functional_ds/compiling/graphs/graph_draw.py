@@ -5,6 +5,8 @@ from itertools import groupby
 from os import PathLike
 from typing import Any
 
+from functional_ds.base.package_index import new_figure
+
 from .graph_cost import COMPUTE, GraphCost, InMemory, NodeSpan
 
 # As in the pictures of pipelines and of ZeRO's units: blue forwards, teal backwards, orange reductions.
@@ -30,17 +32,11 @@ def draw_cost(cost: GraphCost, path: str | PathLike[str] | None = None, *, title
     Raises:
         ImportError: matplotlib is not installed (the extra ``train``).
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "draw needs matplotlib: pip install 'functional-ds[train]'; print(graph.cost(...)) does without"
-        ) from error
     scale, unit = _unit(cost.seconds)
     lanes = [COMPUTE, *dict.fromkeys(span.lane for span in cost.spans if span.lane != COMPUTE)]
     rows = {"lanes": 0.46 * len(lanes) + 0.3, "bytes": 1.2}
     rows |= {"units": 0.5} if any(now.units for _, now in cost.memory) else {}
-    figure = Figure(figsize=(_INCHES, 1.3 + sum(rows.values())), layout="constrained")
+    figure = new_figure(_INCHES, 1.3 + sum(rows.values()), needs="draw needs", instead="print(graph.cost(...))")
     below = figure.subplots(len(rows), sharex=True, height_ratios=list(rows.values()))
     used = _lanes(below[0], cost, lanes, scale)
     _bytes(below[1], cost, scale)

@@ -12,6 +12,7 @@ from functional_ds.base.torch_private import is_fake
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, carrying_out, site_of
 from functional_ds.compiling.graphs.graph_nodes import OPERATOR
 from functional_ds.compiling.graphs.graph_record import StepGraph
+from functional_ds.remat.operator_arguments import tensors_given
 
 GraphPass = Callable[[StepGraph], StepGraph]
 
@@ -83,7 +84,7 @@ def _refuse_loose_collectives(changed: StepGraph, name: str) -> None:
 def _revalue(graph: StepGraph) -> None:
     """Recomputes the nodes' values without numbers from their inputs', because a pass may have changed them."""
     nodes = graph.module.graph.nodes
-    values = [x for node in nodes for x in _tensors(node.meta.get("val")) if is_fake(x)]
+    values = [x for node in nodes for x in tensors_given([node.meta.get("val")]) if is_fake(x)]
     if not values:
         return
     mode: Any = values[0].fake_mode  # type: ignore[attr-defined]
@@ -98,10 +99,6 @@ def _revalue(graph: StepGraph) -> None:
             if node.op == "call_function" and (isinstance(node.target, OPERATOR) or node.users):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
                 node.meta["val"] = node.target(*args, **kwargs)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor)]
 
 
 def _refuse_other_results(changed: StepGraph, name: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from functional_ds.sharding.path_patterns import nearest
+
 from .config_reader import ABSENT, Settings
 from .ds_optimizers import OPTIMIZERS, OptimizerRule, muon_rates, rule_of
 from .keys.config_key import ConfigKey, Fate
@@ -51,8 +53,7 @@ def _unknown_optimizer(name: str) -> str:
         return (
             f"torch.optim.{name} has no pure form here; use one of {', '.join(known)}, or give `fds.train_step` your own pair"
         )
-    close = difflib.get_close_matches(name, known, 1, 0.0)[0]
-    return f"DeepSpeed has no such optimizer, and torch.optim neither (names of torch's are exact); the nearest is {close!r}"
+    return f"DeepSpeed has no such optimizer, and torch.optim neither (names of torch's are exact); {nearest(name, known)}"
 
 
 def schedule_of(
@@ -146,8 +147,7 @@ def _parameters(s: Settings, block: str, keys: Sequence[ConfigKey]) -> dict[str,
         path = f"{block}.{name}"
         s.spelled[path], s.given[path] = path, value
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1, 0.0)[0]
-            s.refuse(path, f"there is no such argument; the nearest is {close!r}")
+            s.refuse(path, f"there is no such argument; {nearest(name, known)}")
             continue
         key = known[name]
         s.put(key, path, ABSENT if value == "auto" else value)

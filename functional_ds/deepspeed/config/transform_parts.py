@@ -44,16 +44,11 @@ def transforms_of(
     for path in enabled:
         s.note(path, Fate.BECAME, f"`T.{casts}`.")
     reduces = rule is not None and rule.reduces
-    shards = (
-        local_gradients(group)
-        if reduces
-        else s.attempt("zero_optimization.stage", lambda: sharding(s, world_size, group, units))
-    )
-    if shards is not None and "zero_optimization.stage" in s:
-        checks = (
-            "" if enabled or casts is None else f" `T.{casts}` skips steps whose gradients are not finite, as in DeepSpeed."
-        )
-        s.note("zero_optimization.stage", Fate.BECAME, f"`T.{shards}`.{checks}")
+    stage = "zero_optimization.stage"
+    shards = local_gradients(group) if reduces else s.attempt(stage, lambda: sharding(s, world_size, group, units))
+    if shards is not None and stage in s:
+        skips = f" `T.{casts}` skips steps whose gradients are not finite, as in DeepSpeed."
+        s.note(stage, Fate.BECAME, f"`T.{shards}`.{'' if enabled or casts is None else skips}")
     away, others = offloading(s), _others(s, world_size, steps, reduces)
     stops = s["fp16.enabled"] and not s["fp16.loss_scale"] and s["zero_optimization.stage"] > 0
 

@@ -18,7 +18,7 @@ from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.deepspeed.config.explain import UsageError
 from functional_ds.deepspeed.config.model.leaf_modules import get_z3_leaf_modules, mark_leaf_parameters
-from functional_ds.deepspeed.utils.loaders import EngineLoader, data_loader
+from functional_ds.deepspeed.utils.loaders import EngineLoader
 from functional_ds.modules.functional import as_function
 from functional_ds.optim.sgd import sgd
 from functional_ds.step.train_step import train_step
@@ -141,12 +141,7 @@ def initialize(
     engine = DeepSpeedEngine(model, plan, loop, counts, optimizer=facade, lr_scheduler=counts.scheduler)
     engine.collate_fn = collate_fn
     if training_data is not None:
-        engine.training_dataloader = data_loader(
-            training_data,
-            engine.train_micro_batch_size_per_gpu(),
-            collate_fn=collate_fn,
-            drop_last=engine.dataloader_drop_last(),
-        )
+        engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, facade, engine.training_dataloader, counts.scheduler
 
 

@@ -8,6 +8,7 @@ import attrs
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
+from functional_ds.base.tree import setting
 from functional_ds.deepspeed.api_names import ENGINE, PIPELINE_ENGINE, REFUSED
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.deepspeed.engine.common.config_scheduler import ConfigScheduler
@@ -156,11 +157,8 @@ class PipelineEngine(CountedEngine, EngineFiles):
             raise ValueError(
                 "eval_batch: only the mean loss is available; run engine.module for outputs, with module_state_dict() loaded"
             )
-        before, self._iterator = self._iterator, data_iter
-        try:
+        with setting(self, _iterator=data_iter):
             batch = self._next(num_micro_batches or self.gradient_accumulation_steps())
-        finally:
-            self._iterator = before
         self._parts.train(False)
         try:
             loss: Tensor = self._step.evaluate(self.state, batch)

@@ -20,6 +20,7 @@ from functional_ds.step.step import Transform
 from functional_ds.transforms.pipeline import pipeline
 
 from .pipeline_module import PipelineModule
+from .topology import PipelineParallelGrid
 
 __all__ = ["PipelineParts", "pipeline_parts"]
 
@@ -100,14 +101,8 @@ def pipeline_parts(module: PipelineModule) -> PipelineParts:
         pieces.append(Piece(apply, uses=_chosen(tuple(stage_params)), name=f"stage {index}"))
     loss = module.loss_fn
     stages = stages_of(pieces, params, loss=None if loss is None else lambda y, batch: loss(y, batch[1]))
-    mesh = module.topology()
-    place = dict(zip(mesh.axes, mesh.get_coord(here.rank), strict=True))
-    pipe, data = ([axis for axis in mesh.axes if axis != name] for name in ("pipe", "data"))
-    groups = [
-        comm.new_group([here.ranks[rank] for rank in mesh.filter_match(**{axis: place[axis] for axis in held})], name)
-        for name, held in (("pipe", pipe), ("data", data))
-    ]
-    return PipelineParts(stages, params, groups[0], groups[1], tuple(applies))
+    grid = PipelineParallelGrid(module.topology())
+    return PipelineParts(stages, params, grid.get_pipe_parallel_group(), grid.get_data_parallel_group(), tuple(applies))
 
 
 def _refuse_tied_buffers(module: PipelineModule) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 from torch import Tensor
 
-from .job_errors import JobError, nearest
+from .job_errors import JobError, nearest, within
 
 
 def plain(value: Any) -> Any:
@@ -88,20 +88,8 @@ KINDS = {
         "transform",
         "functional_ds.transforms",
         (
-            "accumulate",
-            "balance",
-            "clip",
-            "compressed_gradients",
-            "ema",
-            "experts",
-            "local_gradients",
-            "mixed_precision",
-            "offload",
-            "pipeline",
-            "remat",
-            "sequence",
-            "tensor_parallel",
-            "zero",
+            *("accumulate", "balance", "clip", "compressed_gradients", "ema", "experts", "local_gradients", "mixed_precision"),
+            *("offload", "pipeline", "remat", "sequence", "tensor_parallel", "zero"),
         ),
         {
             "replicated": "it takes a function; name a transform of your own as module:function",
@@ -147,10 +135,8 @@ def call_entry(value: Any, kind: str) -> CallEntry:
         return CallEntry(name, dict(given))
     function = KINDS[kind].function(name)
     arguments = dict(given) if isinstance(given, Mapping) else {next(iter(parameters_of(function))): given}
-    try:
+    with within(name):
         check_arguments(function, arguments, partial=kind in ("loss", "unit partition"))  # these get more when they are called
-    except JobError as error:
-        raise error.within(name) from None
     return CallEntry(name, arguments)
 
 
@@ -201,18 +187,12 @@ def _mismatch(value: Any, annotation: Any) -> str | None:
     origin = get_origin(annotation)
     if origin is Literal:
         words = get_args(annotation)
-        return (
-            None
-            if value in words and type(value) in {type(word) for word in words}
-            else f"one of {', '.join(map(repr, words))}"
-        )
+        matches = value in words and type(value) in {type(word) for word in words}
+        return None if matches else f"one of {', '.join(map(repr, words))}"
     if origin in (Union, UnionType):
         mismatches = [_mismatch(value, choice) for choice in get_args(annotation) if choice is not Tensor]  # no file has one
-        return (
-            None
-            if None in mismatches
-            else " or ".join(dict.fromkeys(mismatch for mismatch in mismatches if mismatch and mismatch != "left out"))
-        )
+        named = dict.fromkeys(mismatch for mismatch in mismatches if mismatch and mismatch != "left out")
+        return None if None in mismatches else " or ".join(named)
     if origin is tuple and isinstance(value, list | tuple):
         parts = get_args(annotation)
         fits = len(parts) == len(value) and not any(_mismatch(*pair) for pair in zip(value, parts, strict=True))

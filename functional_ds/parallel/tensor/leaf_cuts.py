@@ -161,12 +161,9 @@ def _conflict(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> str:
     for place in places:
         words = [(key, value) for key, value in _claims(plan, place) if word_of(value).cuts or value in STAYS]
         expressions += [f"{place.path!r} by {key!r}: {value!r}" for key, value in words]
-    tied = (
-        f"; one leaf, tied, is in {len(places)} places, and the plan's words for them must split it alike"
-        if len(places) > 1
-        else ""
-    )
-    return f"plan: two expressions split {path!r} in different ways: {', '.join(expressions)}; let one match{tied}"
+    tied = f"; one leaf, tied, is in {len(places)} places, and the plan's words for them must split it alike"
+    ways = f"{', '.join(expressions)}; let one match{tied if len(places) > 1 else ''}"
+    return f"plan: two expressions split {path!r} in different ways: {ways}"
 
 
 def _other_word(plan: Plan, place: _LeafPlace) -> str:

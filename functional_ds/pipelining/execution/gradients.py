@@ -16,6 +16,7 @@ from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.pass_scope import Pass, with_buffers
+from functional_ds.step.phase_signatures import Passed
 from functional_ds.step.state.buffer_scope import BufferScope
 from functional_ds.step.state.buffers import BUFFERS
 from functional_ds.step.state.state import State, without
@@ -51,9 +52,7 @@ class PipelineSpec:
     recorder: Recorder | None = None
 
 
-def gradients(
-    spec: PipelineSpec, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-) -> tuple[State, Weighted, dict[str, Weighted]]:
+def gradients(spec: PipelineSpec, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
     """The state with new buffers; ``carry`` plus the batch's gradients by this rank's stored params; the batch's metrics.
 
     The rank of the last stage has the weight and the metrics; other ranks have zeros.

@@ -42,7 +42,7 @@ class StageParams:
 
 
 @attrs.define(eq=False)
-class PipelineCache:
+class PipelineCache(tree.Uncompared):
     """Cached facts about a pipeline's stages. It is not compared with a state's structure, and is pickled empty.
 
     Attributes:
@@ -64,11 +64,6 @@ class PipelineCache:
             steps = list(schedule.steps(rank))
             self.rows[key] = receives_early(steps, lead) if lead else steps
         return self.rows[key]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PipelineCache)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
         return PipelineCache, ()

@@ -4,6 +4,7 @@ import math
 from os import PathLike
 from typing import Any
 
+from functional_ds.base.package_index import new_figure
 from functional_ds.pipelining.schedules.action import Kind
 
 from .timeline import Timeline
@@ -33,14 +34,10 @@ def draw(
     Raises:
         ImportError: matplotlib is not installed (the extra ``train``).
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("draw needs matplotlib: pip install 'functional-ds[train]'; print(timeline) does without") from error
     shown = [timeline] if beside is None else [timeline, beside]
     ranks = max(panel.schedule.ranks for panel in shown)
     height = 1.6 + min(12.0, 0.32 * ranks) + 1.8
-    figure = Figure(figsize=(12 if len(shown) == 1 else 18, height), layout="constrained")
+    figure = new_figure(12 if len(shown) == 1 else 18, height, needs="draw needs", instead="print(timeline)")
     ratios = [min(12.0, 0.32 * ranks) + 0.6, 1.8]
     axes = figure.subplots(2, len(shown), sharex=True, squeeze=False, height_ratios=ratios)
     for column, (panel, name) in enumerate(zip(shown, ("predicted", "measured") if beside else ("",), strict=True)):

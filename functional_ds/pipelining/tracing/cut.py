@@ -119,21 +119,13 @@ def _without_values(bare: Mapping[str, nn.Parameter], params: Params, device: to
     with disable_torch_function_subclass():
         known = {path: leaf.dtype for path, leaf in params.items()}
     casts = Counter((bare[path].dtype, dtype) for path, dtype in known.items() if path in bare)
-    most: dict[torch.dtype, torch.dtype] = {}
-    for (before, after), _ in reversed(casts.most_common()):
-        most[before] = after
-    return {
-        path: nn.Parameter(
-            torch.empty_strided(
-                parameter.shape,
-                parameter.stride(),
-                dtype=known.get(path, most.get(parameter.dtype, parameter.dtype)),
-                device=device,
-            ),
-            parameter.requires_grad,
-        )
-        for path, parameter in bare.items()
-    }
+    most = {before: after for (before, after), _ in reversed(casts.most_common())}
+    made: dict[str, Tensor] = {}
+    for path, parameter in bare.items():
+        dtype = known.get(path, most.get(parameter.dtype, parameter.dtype))
+        empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device=device)
+        made[path] = nn.Parameter(empty, parameter.requires_grad)
+    return made
 
 
 def cut(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base.torch_private import FakeTensor, FakeTensorMode
+from functional_ds.base.tree import setting
 from functional_ds.comm.record.group import call_site
 from functional_ds.pipelining.stages.stages import NEEDS_VALUES
 
@@ -214,11 +215,8 @@ class _Tracer:
             modes = torch_modes(self.device)
             arguments = [self._number(tensor, f"{_name(target)}'s argument") for _, tensor in tensors_in((args, kwargs))]
         self.operators.clear()
-        self.inside = True
-        try:
+        with setting(self, inside=True):
             result = call()
-        finally:
-            self.inside = False
         with unobserved():
             results = {id(t): (place, t) for place, t in tensors_in(result) if self.table.number(t) is None}
             writes = self.table.in_storages(self.operators.written)

@@ -76,11 +76,7 @@ class ModuleValues:
         now = self.values[name]
         return now is not self._given[name] or version_of(now) != self._versions[name]
 
-    _given: dict[str, Any] = attrs.field(init=False)
-
-    @_given.default
-    def _as_given(self) -> dict[str, Any]:
-        return dict(self.values)
+    _given: dict[str, Any] = attrs.field(init=False, default=attrs.Factory(lambda self: dict(self.values), takes_self=True))
 
     def spoilt(self) -> str | None:
         """A buffer of the state itself that was written in place, because it was not known to be written.

@@ -98,7 +98,7 @@ class OtherAttribute:
 
 
 @attrs.define(eq=False)
-class OtherAttributes:
+class OtherAttributes(tree.Uncompared):
     """Attributes of all modules that are kept from step to step, but not in checkpoints.
 
     Attributes:
@@ -109,15 +109,9 @@ class OtherAttributes:
     by_key: Mapping[str, Mapping[str, OtherAttribute]] = attrs.field(factory=dict)
     versions: Mapping[str, int] = attrs.field(factory=dict)
 
-    def __eq__(self, other: object) -> bool:
-        """They are no part of a state's structure."""
-        return isinstance(other, OtherAttributes)
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 @attrs.define(eq=False)
-class ModuleFacts:
+class ModuleFacts(tree.Uncompared):
     """What a program has learned about its modules; it changes no value, and is not saved.
 
     Attributes:
@@ -140,12 +134,6 @@ class ModuleFacts:
     def mine(self) -> frozenset[tuple[str, str]]:
         """The buffers that this rank's passes write, with their modules' keys."""
         return frozenset((key, name) for key, names in self.written.items() for name in names)
-
-    def __eq__(self, other: object) -> bool:
-        """Always true: states of one structure may differ in it."""
-        return isinstance(other, ModuleFacts)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: Any) -> "ModuleFacts":
         return self

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import disable_dispatch_modes, has_late_hooks
+from functional_ds.base.torch_private import disable_dispatch_modes, has_late_hooks, version_of
 from functional_ds.base.weighted import Weighted
 
 T = TypeVar("T", bound=Tensor)
@@ -94,6 +94,15 @@ def refuse_late_hooks(leaves: Sequence[Tensor]) -> None:
                 "register_post_accumulate_grad_hook, which would never run, because gradients are not accumulated in "
                 ".grad; use register_hook"
             )
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raises RuntimeError if a tensor that autograd saved was written to since it was at this version."""
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(tensor.shape)} that the backward pass needs has been modified by an inplace operation: "
+            f"it is at version {version_of(tensor)}, expected {version}; use the out-of-place one"
+        )
 
 
 _SUMMED = 2**17  # elements whose bits are summed at a time

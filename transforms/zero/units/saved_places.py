@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base.torch_private import held_elsewhere, is_fake, version_of
 from functional_ds.sharding.layout import Layout
-from functional_ds.step.views.graph_checks import bit_sums
+from functional_ds.step.views.graph_checks import bit_sums, check_version
 
 
 class SavedPlace:
@@ -42,11 +42,7 @@ class SavedTensor:
         Raises:
             RuntimeError: it was written to since.
         """
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {list(self.tensor.shape)} that the backward pass needs has been modified by an inplace "
-                f"operation: it is at version {version_of(self.tensor)}, expected {self.version}; use the out-of-place one"
-            )
+        check_version(self.tensor, self.version)
         return self.tensor
 
 

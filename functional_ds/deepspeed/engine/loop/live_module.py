@@ -208,14 +208,10 @@ class LiveModule:
             frozen: whether to include params that are not trained.
         """
         dtypes = {name: parameter.dtype for name, parameter in self.params.items()}
-        values = (
-            {id(self.params[name]): leaf.detach().to("cpu", dtypes[name]) for name, leaf in step.params(state).items()}
-            if (not self.shows)
-            else {}
-        )
-        frozen_names = {
-            name for name, parameter in self.module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
-        }
+        leaves: dict[str, Tensor] = {} if self.shows else step.params(state)
+        values = {id(self.params[name]): leaf.detach().to("cpu", dtypes[name]) for name, leaf in leaves.items()}
+        named = self.module.named_parameters(remove_duplicate=False)
+        frozen_names = {name for name, parameter in named if not parameter.requires_grad}
         state_dict = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             if (frozen or name not in frozen_names) and isinstance(value, Tensor):
