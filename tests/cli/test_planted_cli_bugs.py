@@ -200,7 +200,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "a step ends before its collectives",
             "cli.planning.forecast:communicating_seconds",
-            "(*events, SizedOperation('update'))",
+            "(*events, end)",
             "events",
         ),
         Bug(

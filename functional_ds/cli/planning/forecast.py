@@ -85,10 +85,12 @@ def communicating_seconds(machine: Machine, events: Events) -> float:
         events: operations and collectives in order.
     """
     now = link_free = waited = 0.0
-    for event in (*events, SizedOperation("update")):
+    end, start = SizedOperation("update"), machine.start_seconds * machine.host_computes
+    durations = {operation: start + machine.operation_seconds(operation) for operation in (*events.work, end)}
+    for event in (*events, end):
         waits = spent = 0.0
         if isinstance(event, SizedOperation):
-            spent = machine.operation_seconds(event) + machine.start_seconds * machine.host_computes
+            spent = durations[event]
             waits = max(0.0, link_free - now) if event.kind == "update" else 0.0
         elif isinstance(event, Row) and machine.crosses(event):
             link_free = max(now, link_free) + machine.collective_seconds(event)
@@ -163,7 +165,9 @@ class Forecast:
         if machine is None:
             return {}
         seconds = machine.scaled(machine.perfect_seconds(shape.work, self._own_rows(shape)))
-        return seconds if self.stages else seconds | {"communicate": communicating_seconds(machine, shape.events)}
+        if self.stages or not any(map(machine.crosses, shape.sent)):
+            return seconds
+        return seconds | {"communicate": communicating_seconds(machine, shape.events)}
 
     @property
     def bubble_seconds(self) -> float:
