@@ -139,18 +139,18 @@ def predicted(
 
 def add_predictions(found: Mapping[str, Any]) -> str:
     """Adds predictions to the rows of this library's contenders; returns a table of them as parts of what was measured."""
-    lines = [f"{'ranks a host':<13}{'contender':<20}{'rate':<9}{'ms':>6}{'plan':>7}{'graph.cost':>12}"]
-    names = comm.simulate(lambda: [*transforms(2)], world_size=4)[0]  # with links that ``machine_of`` knows
+    lines = [f"{'ranks a host':<13}{'contender':<20}{'rate':<9}{'ms':>6}{'plan':>8}{'graph':>8}"]
+    names = comm.simulate(lambda: [*transforms(2)], world_size=4)[0]
+    alone = {row["ranks_per_host"] for row in found["rows"] if row["contender"] == "no communication"}
+    alone = {per_host for per_host in alone if (peers.RESULTS / f"comm-{2 * per_host}-ranks.json").is_file()}
     for per_host, name in dict.fromkeys((row["ranks_per_host"], row["contender"]) for row in found["rows"]):
-        if name not in names:
+        if name not in names or per_host not in alone:
             continue
         peers.progress(f"{per_host} a host: {name}, predicted")
         ms = {key: predicted(found, per_host, name, way) for key, way in (("plan_ms", planned), ("graph_ms", jitted))}
         for row in found["rows"]:
             if (row["ranks_per_host"], row["contender"]) == (per_host, name) and row["rate"] in BYTES:
                 row |= {key: by_rate[row["rate"]] for key, by_rate in ms.items()}
-                ratios = (row[key] / row["median_ms"] for key in ms)
-                lines.append(
-                    f"{per_host:<13}{name:<20}{row['rate']:<9}{row['median_ms']:>6.0f}" + "{:>7.2f}{:>12.2f}".format(*ratios)
-                )
+                ratios = "".join(f"{row[key] / row['median_ms']:>8.2f}" for key in ms)
+                lines.append(f"{per_host:<13}{name:<20}{row['rate']:<9}{row['median_ms']:>6.0f}{ratios}")
     return "\n".join(lines)

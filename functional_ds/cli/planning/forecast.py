@@ -188,7 +188,7 @@ class Forecast:
 
     @property
     def seconds(self) -> dict[str, float] | None:
-        """Of a step, by component on the busiest rank, as ``communicating_seconds``. None without machine or loss."""
+        """Of a step, by component on the busiest rank; only what crosses nodes overlaps. None without machine or loss."""
         return None if self.perfect_seconds is None else self._seconds_of(self.busiest)
 
     @property

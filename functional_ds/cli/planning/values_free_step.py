@@ -89,7 +89,7 @@ def step_shape(subject: Subject, candidate: Job, *, rank: int = 0, device: str =
         memory = predicted(lambda: subject.step(candidate), subject.params, world_size=candidate.world_size, rank=rank)
         kind, per_node = (GlooShapesWorld, ranks_per_node) if device == "cpu" else (ShapesWorld, 1)
         events = rank_on_shapes(program, world_size=candidate.world_size, rank=rank, kind=kind, ranks_per_node=per_node)
-    shown = (Row, SizedOperation) if complete else Row
+    shown = (Row, SizedOperation) if complete else (Row,)
     ordered = Events(event for event in events if isinstance(event, shown))
     return StepShape(memory, events.peak() if complete else memory.total, ordered, complete)
 
