@@ -2,11 +2,13 @@
 
     python benchmarks/hosts.py
     python benchmarks/hosts.py --layers 8 --width 384 --rates 1gbit --only ddp fsdp2 zero0 zero3
+    python benchmarks/hosts.py --predict        no measurements: predicts those of the file, without root's rights, in minutes
 
 Hosts are network namespaces, joined by a veth pair whose ends have a token bucket (``tc ... tbf``). That needs Linux and root's
 rights; without them it says why, and ends. Every rank is one process, in which all contenders take turns on the same model and
 batches: a round gives each a step, so noise hits all alike. "sent MB" is what the link's counter says for a host and step,
 headers and acknowledgements included; "ledger MB" is what the library's ledger says.
+Predictions are those of ``hosts_predicted.py``.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from functional_ds import transforms as T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import peers
+from hosts_predicted import add_predictions, built, transforms
 
 from tests.fitting import hosts
 
@@ -87,9 +90,7 @@ def fsdp(model: nn.Module, *sizes: int) -> nn.Module:
 
 def ours(model: nn.Module, transform: fds.Transform, optimizer: Any = None) -> Train:
     """A step of this library as a closure over its state."""
-    apply, params = fds.functional(model)
-    optimizer = optimizer or fds.adamw(**peers.ADAMW)
-    step = transform(fds.train_step(lambda params, batch: peers.loss_of(partial(apply, params), batch), optimizer))
+    step, params = built(model, transform, optimizer)
     state = step.init(params)
 
     def train(batch: Batch) -> float:
@@ -125,11 +126,7 @@ def power_sgd(rank: int) -> fds.Transform:
 
 def contenders(per_host: int) -> dict[str, Callable[[nn.Module], Train]]:
     """What builds each of them."""
-    mesh, everyone = comm.mesh(host=2, place=per_host), comm.world()
-    int8 = {
-        name: comm.codecs.compressed(getattr(comm, name), comm.codecs.Blocks(8)) for name in ("all_gather", "reduce_scatter")
-    }
-    all_int8 = comm.codecs.compressed(comm.all_reduce, comm.codecs.Blocks(8))
+    everyone = comm.world()
     one_bit = fds.one_bit_adam(**{**peers.ADAMW, "warmup": 2})
     found: dict[str, Callable[[nn.Module], Train]] = {
         "no communication": partial(torch_loop, wrap=lambda model: model),
@@ -137,25 +134,13 @@ def contenders(per_host: int) -> dict[str, Callable[[nn.Module], Train]]:
         "ddp powerSGD 4": partial(torch_loop, wrap=partial(ddp, power_sgd=True)),
         "zro": partial(torch_loop, wrap=ddp, zro=True),
         "fsdp2": partial(torch_loop, wrap=lambda model: fsdp(model, everyone.size)),
-        **{f"zero{stage}": partial(ours, transform=T.zero(stage)) for stage in range(4)},
-        "zero0 int8": partial(ours, transform=T.zero(0, all_reduce=all_int8)),
-        "zero3 int8": partial(ours, transform=T.zero(3, **int8)),
+        **{name: partial(ours, transform=transform) for name, transform in transforms(per_host).items()},
         "1-bit Adam": partial(ours, transform=T.local_gradients(), optimizer=one_bit),
         "1-bit gradients": partial(ours, transform=T.compressed_gradients(comm.codecs.OneBit())),
         "powerSGD 4": partial(ours, transform=power_sgd(4)),
     }
     if per_host > 1:
-        whole, inside = mesh["host", "place"], mesh["place"]
-        apart = comm.new_group(
-            [*range(0, everyone.size, 2), *range(1, everyone.size, 2)], "apart"
-        )  # its neighbours share no host
         found["hsdp"] = partial(torch_loop, wrap=lambda model: fsdp(model, 2, per_host))
-        found["zero0 flat"] = partial(ours, transform=T.zero(0, apart))
-        found["zero3 flat"] = partial(ours, transform=T.zero(3, apart))
-        found["two-level"] = partial(ours, transform=T.zero(3, whole, intra_node=inside))
-        found["two-level hpZ"] = partial(ours, transform=T.zero(3, whole, intra_node=inside, hpz=True))
-        found["two-level hpZ int8"] = partial(ours, transform=T.zero(3, whole, intra_node=inside, hpz=True, **int8))
-        found["replicated"] = partial(ours, transform=T.zero(3, inside, replicate=mesh["host"]))
     return found
 
 
@@ -300,10 +285,18 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names, or their first words")
     parser.add_argument("--json", type=Path, default=peers.RESULTS / "hosts.json")
+    parser.add_argument(
+        "--predict", action="store_true", help="only predict the measurements of the file, and write them there"
+    )
     parser.add_argument("--rank-file", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.rank_file:
         rank_main(flags)
+        return 0
+    if flags.predict:
+        known = json.loads(flags.json.read_text())
+        print(add_predictions(known))
+        flags.json.write_text(json.dumps(known, indent=1) + "\n")
         return 0
     reason = hosts.why_not()
     if reason is not None:
@@ -316,10 +309,11 @@ def main() -> int:
     print(table(rows))
     wrong = {n: gaps for n, each in zip(flags.ranks_per_host, found, strict=True) if (gaps := disagreements(each["losses"]))}
     print(f"losses DISAGREE: {wrong}" if wrong else "losses agree")
-    kept = {flag: value for flag, value in vars(flags).items() if flag not in ("json", "rank_file")}
-    text = json.dumps({"machine": {**peers.facts(), "load": load}, "flags": kept, "wrong": wrong, "rows": rows}, indent=1)
+    kept = {flag: value for flag, value in vars(flags).items() if flag not in ("json", "predict", "rank_file")}
+    whole = {"machine": {**peers.facts(), "load": load}, "flags": kept, "wrong": wrong, "rows": rows}
+    print(add_predictions(whole))
     flags.json.parent.mkdir(parents=True, exist_ok=True)
-    flags.json.write_text(text + "\n")
+    flags.json.write_text(json.dumps(whole, indent=1) + "\n")
     print(f"written: {flags.json}")
     return 1 if wrong else 0
 

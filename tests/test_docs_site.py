@@ -372,6 +372,24 @@ def test_the_table_of_hosts_is_its_file() -> None:
     assert {name: cells for name, cells in found.items() if name in expected} == expected
 
 
+def test_the_table_of_predicted_hosts_is_their_file() -> None:
+    """Predicted over measured time; the text says how many are within 15 %, and names the others."""
+    page = (TOP / "docs/benchmarks.md").read_text(encoding="utf-8").partition("## Two hosts")[2].partition("\n## ")[0]
+    found = {cells[0]: cells[1:] for line in page.splitlines() if len(cells := line.strip("| ").split(" | ")) == 9}
+    rows = json.loads((TOP / "benchmarks/results/hosts.json").read_text(encoding="utf-8"))["rows"]
+    expected: dict[str, list[str]] = {}
+    ratios: dict[str, list[float]] = {"plan_ms": [], "graph_ms": []}
+    for row in (row for row in rows if "plan_ms" in row):
+        cells = expected.setdefault(row["contender"], ["-"] * 8)
+        first = 4 * (row["ranks_per_host"] - 1) + 2 * (row["rate"] == "100mbit")
+        for place, key in enumerate(ratios):
+            ratios[key].append(row[key] / row["median_ms"])
+            cells[first + place] = f"{ratios[key][-1]:.2f}"
+    assert {name: cells for name, cells in found.items() if name.strip(":- ")} == expected
+    near = [sum(abs(ratio - 1) <= 0.15 for ratio in each) for each in ratios.values()]
+    assert f"{near[0]} and {near[1]} of {len(ratios['plan_ms'])} are within 15 %" in " ".join(page.split())
+
+
 def test_the_tables_of_peers_are_their_files() -> None:
     """Times and memory in docs/benchmarks.md's first table, ratios in its second."""
     page = (TOP / "docs/benchmarks.md").read_text(encoding="utf-8").partition("## A training step")[2].partition("\n## ")[0]

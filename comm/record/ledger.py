@@ -37,6 +37,7 @@ class Row:
         payload: bytes of the timed calls' values: the output of a gather, the input of any other collective.
         overlapped_seconds, overlapped_payload: those of the overlapped calls.
         traffic: the load on links.
+        rank: this rank, of the world.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -63,6 +64,22 @@ class Row:
     overlapped_seconds: float = attrs.field(default=0.0, repr=False, eq=False)
     overlapped_payload: int = attrs.field(default=0, repr=False, eq=False)
     traffic: Traffic = attrs.field(default=Traffic(), repr=False, eq=False)
+    rank: int = attrs.field(default=0, repr=False, eq=False)
+
+    def leaving(self, ranks_per_node: int) -> float:
+        """Bytes that this rank sent to other nodes, with so many consecutive ranks of the world on each.
+
+        >>> from functional_ds import comm
+        >>> def program():
+        ...     with comm.ledger() as sent:
+        ...         comm.all_reduce(torch.ones(8))
+        ...     return sent.rows[0].leaving(2)
+        >>> [comm.simulate(program, world_size=4, ranks_per_node=known)[0] for known in (1, 2)]
+        [32.0, 16.0]
+        """
+        far = [rank for rank in self.ranks if rank // ranks_per_node != self.rank // ranks_per_node]
+        equally = self.bytes - sum(self.sent_to.values())
+        return sum(self.sent_to.get(rank, 0) for rank in far) + equally * len(far) / max(1, self.size - 1)
 
     def count(self, elements: int, size: int) -> None:
         """Adds a call that sent ``elements`` elements, of ``size`` bytes in all."""
@@ -202,6 +219,7 @@ class Ledger:
         """
         call, here, ranks = made.call, made.here, made.ranks
         row = self._row(call.title(here.rank)[0], made.group, ranks, call.collective.traffic)
+        row.rank = ranks[here.rank]
         payload = elements = bytes_sent = 0
         for tensor in made.tensors:
             sent, size = call.collective.volume(tensor, here), tensor.element_size()
@@ -316,7 +334,7 @@ class Ledger:
         """Writes the rows as CSV; sizes in bytes, times in seconds."""
         with Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
-            names = [field.name for field in attrs.fields(Row) if field.name not in ("sent_to", "traffic")]
+            names = [field.name for field in attrs.fields(Row) if field.name not in ("sent_to", "traffic", "rank")]
             writer.writerow([*names, "algorithmic_bandwidth", "bus_bandwidth"])
             for row in self.rows:
                 values = {**attrs.asdict(row), "ranks": " ".join(map(str, row.ranks))}

@@ -195,7 +195,12 @@ def run_on_shapes(program: Callable[[*Ts], T], args: tuple[*Ts], world_size: int
 
 
 def rank_on_shapes(
-    program: Callable[[*Ts], T], *args: *Ts, world_size: int, rank: int, kind: type[ShapesWorld] = ShapesWorld
+    program: Callable[[*Ts], T],
+    *args: *Ts,
+    world_size: int,
+    rank: int,
+    kind: type[ShapesWorld] = ShapesWorld,
+    ranks_per_node: int = 1,
 ) -> T:
     """Runs a program on shapes only as one rank, without the others; calls are not compared.
 
@@ -205,6 +210,7 @@ def rank_on_shapes(
         world_size: the number of ranks that the program sees.
         rank: the rank that it runs as.
         kind: the class of the world.
+        ranks_per_node: how many consecutive ranks share a node; 1 where they do not fill several.
 
     >>> from functional_ds import comm
     >>> def program():
@@ -212,11 +218,13 @@ def rank_on_shapes(
     >>> rank_on_shapes(program, world_size=1000, rank=7)
     (7, 3000)
     """
+    world = kind(rank, _SharedLog())
+    world.ranks_per_node = ranks_per_node
     with (
         exclusive_simulation(),
         kept_rng(),
         torch.inference_mode(False),
         torch.enable_grad(),
-        enter(kind(rank, _SharedLog()), range(world_size)),
+        enter(world, range(world_size)),
     ):
         return program(*args)

@@ -162,7 +162,7 @@ def plan_page(subject: Subject, forecasts: Sequence[Forecast]) -> list[OutputTab
             for predicted, s in timed
         ]
         columns = ("candidate", *FACTORS, *["bubble"] * bubble, "together", "rows/s")
-        page.append(OutputTable("time of a step at the machine's rates, if communication overlaps nothing", columns, times))
+        page.append(OutputTable("time of a step at the machine's rates, with overlap between nodes only", columns, times))
     if subject.loss is None:
         page.append("Only shapes are known: activations and times are not predicted. A function or a config has them.")
     page.append("\n".join(f"{name_of(predicted.job)}\n  {predicted.line}" for predicted in forecasts if predicted.fits))

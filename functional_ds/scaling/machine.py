@@ -43,14 +43,14 @@ class Machine:
         operation_latency: seconds that the host takes to start an operation of an eager step: Python, autograd and modules.
         node_latency: the same for a node of a graph; None if not measured, for ``start_seconds``.
         overlaps: the fraction of a collective's time in which the rank can compute; 1 if links move bytes by themselves, 0 if
-            the computing cores do. Graph timelines use it; a planner's sum hides nothing.
+            the computing cores do. Graph timelines use it; a planner only for what crosses nodes.
         memory: bytes; 0 if unknown.
         device: the type, "cuda" or "cpu".
         page_bandwidth: bytes per second of new pages from the operating system; 0 if an allocator keeps its memory.
         factors: by category of operation, ``"starts"`` and ``"communicate"``: measured time relative to these rates, from
             microbenchmarks and fits; 1 by default. The factor of products is one over their efficiency.
-        ranks_per_node: how many ranks share a node; 1 if all links are equal.
-        node_bandwidth: bytes per second that a rank sends to a rank of another node; 0 for ``link_bandwidth``.
+        ranks_per_node: how many consecutive ranks share a node.
+        node_bandwidth: bytes per second that a rank sends to other nodes while all of its node do; 0 if all links are equal.
     """
 
     name: str
@@ -149,12 +149,34 @@ class Machine:
         across = Link(latency=self.link_latency, bandwidth=self.node_bandwidth or self.link_bandwidth)
         return Network(across, inside, self.ranks_per_node)
 
+    def crosses(self, row: Row) -> bool:
+        """Whether a row's ranks are on several nodes, with another link between them."""
+        return self.node_bandwidth > 0 and len({rank // self.ranks_per_node for rank in row.ranks}) > 1
+
     def collective_seconds(self, row: Row, link: Link | None = None) -> float:
         """Of a ledger's row on a link; None for the machine's own."""
         return self.factors["communicate"] * self.sends(row, link)
 
+    def held_seconds(self, row: Row, link: Link | None = None) -> float:
+        """Of these, those in which the rank cannot compute: on a CPU its cores move all bytes, and links between nodes wait."""
+        if link is None and self.host_computes and self.crosses(row):
+            link = self.network.inside
+        return (1 - self.overlaps) * self.collective_seconds(row, link)
+
     def sends(self, row: Row, link: Link | None = None) -> float:
-        """Seconds of a ledger's row: rings, one call after another; other collectives send their bytes once."""
+        """Seconds of a ledger's row: rings, one call after another; other collectives send their bytes once.
+
+        Between the nodes of CPUs, whose collectives are messages over Gloo: all bytes at the speed inside nodes, or those that
+        leave the node over the link between them, whichever takes longer.
+
+        >>> cpu = Machine("m", flops=1.0, flops_fp32=1.0, memory_bandwidth=1.0, link_bandwidth=1e9, device="cpu")
+        >>> hosts = attrs.evolve(cpu, link_latency=0.0, ranks_per_node=2, node_bandwidth=1e6)
+        >>> hosts.sends(Row("all_gather", "world", 4, calls=1, bytes=3 * 10**6, ranks=(0, 1, 2, 3)))
+        2.0
+        """
+        if link is None and self.host_computes and self.crosses(row):
+            leaving = row.leaving(self.ranks_per_node) / self.node_bandwidth
+            return max(leaving, self.sends(row, self.network.inside))
         beside = sum(rank // self.ranks_per_node == row.ranks[0] // self.ranks_per_node for rank in row.ranks) or None
         if row.traffic.passes == 2 and row.calls:
             values = row.bytes * row.size / max(1, 2 * (row.size - 1))

@@ -12,7 +12,7 @@ from functional_ds.cli.hosts_command import HostSlots, filtered
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.dry_run.operations import SizedOperation
 from functional_ds.state_dict.errors import StructureError
-from tests.cli import test_axes, test_calibration, test_hosts, test_peaks, test_plan, test_tune
+from tests.cli import test_axes, test_calibration, test_forecast, test_hosts, test_peaks, test_plan, test_tune
 from tests.cli.test_checkpoint_commands import averages_are_converted, masters_are_converted
 from tests.dry_run import test_events, test_operations
 from tests.dry_run.test_operations import X
@@ -194,6 +194,34 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             "cli.planning.forecast:bubble_seconds",
             "timed.makespan + max(beside)",
             "timed.makespan",
+        ),
+    ],
+    partial(test_forecast.test_bounds_of_what_communication_takes, machine=test_forecast.HOSTS): [
+        Bug(
+            "a step ends before its collectives",
+            "cli.planning.forecast:communicating_seconds",
+            "(*events, end)",
+            "events",
+        ),
+        Bug(
+            "hosts have a link for each collective",
+            "cli.planning.forecast:communicating_seconds",
+            "max(now, link_free)",
+            "now",
+        ),
+    ],
+    partial(test_forecast.test_more_hosts_never_send_fewer_bytes_to_each_other, "all_reduce"): [
+        Bug(
+            "a host's own ranks are on others",
+            "comm.record.ledger:Row.leaving",
+            "rank // ranks_per_node != self.rank // ranks_per_node",
+            "rank != self.rank",
+        ),
+        Bug(
+            "all receivers get as much",
+            "comm.record.ledger:Row.leaving",
+            "sum(self.sent_to.values())",
+            "0",
         ),
     ],
     conversion: [

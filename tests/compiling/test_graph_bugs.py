@@ -37,6 +37,14 @@ BUGS: dict[Callable[[], Any], list[Bug]] = {
             "False",
         ),
     ],
+    partial(test_graph_cost.test_channels_share_the_link_between_nodes, "stage 3", 1): [
+        Bug(
+            "each channel has its own link between nodes",
+            "compiling.graphs.graph_cost:_RankTimeline.start",
+            "link is None and self.machine.crosses(row)",
+            "False",
+        ),
+    ],
     partial(test_graph_cost.test_the_critical_path_takes_the_whole_step, "stage 3", test_graph_cost.FAST): [
         Bug(
             "the path forgets channels",

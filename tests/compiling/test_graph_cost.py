@@ -201,6 +201,20 @@ def test_links_of_groups() -> None:
         assert seconds == pytest.approx(plain.channels[name]) if name.startswith("gpu") else seconds > 1.0
 
 
+@pytest.mark.parametrize(("name", "per_node"), [("stage 3", 1), ("HSDP", 2)])
+def test_channels_share_the_link_between_nodes(name: str, per_node: int) -> None:
+    """So a step takes at least the time of all that crosses it; a faster one is never slower; inside a node nothing changes."""
+    graph, times = run(name).graph, list[float]()
+    for bandwidth in (1e4, 1e5, 1e6):
+        machine = attrs.evolve(CPU, ranks_per_node=per_node, node_bandwidth=bandwidth)
+        cost = graph.cost(machine)
+        times.append(cost.seconds)
+        assert cost.seconds >= sum(machine.collective_seconds(row) for row in cost.sent if machine.crosses(row)) * (1 - 1e-9)
+        assert cost.seconds == pytest.approx(cost.compute + cost.host + sum(cost.exposed.values()))
+    assert times == sorted(times, reverse=True)
+    assert graph.cost(attrs.evolve(machine, ranks_per_node=4)).seconds == graph.cost(CPU).seconds
+
+
 def test_a_price_is_printed() -> None:
     cost = run("stage 3").graph.cost(CPU)
     shown = str(cost).splitlines()

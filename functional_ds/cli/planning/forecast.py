@@ -8,6 +8,8 @@ import attrs
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.ledger import Row
+from functional_ds.dry_run.events import Events
+from functional_ds.dry_run.operations import SizedOperation
 from functional_ds.jobs.entries.job_errors import JobError
 from functional_ds.jobs.job import Job
 from functional_ds.jobs.job_subject import Subject
@@ -62,13 +64,41 @@ def bubble_seconds(
     per_action = [busy[rank] / (of_rank[rank] * schedule.microbatches * _THIRDS) for rank in schedule.placement]
     calls = sum(row.calls for row in messages)
     factor = machine.factors["communicate"]
-    near = all(len({rank // machine.ranks_per_node for rank in row.ranks}) < 2 for row in messages)
-    wire = machine.network.inside if near else machine.network.across
+    wire = machine.network.across if any(map(machine.crosses, messages)) else machine.network.inside
     link = Link(latency=factor * wire.latency, bandwidth=wire.bandwidth / max(factor, 1e-9))
     mean = sum(row.bytes for row in messages) / calls if calls else 0.0
     timed = timeline(schedule, Costs(forward=per_action, inputs=per_action, weights=per_action, link=link, message=mean))
     whole = timed.makespan + max(beside)
     return max(0.0, whole - max(computing + extra for computing, extra in zip(busy, beside, strict=True)))
+
+
+def communicating_seconds(machine: Machine, events: Events) -> float:
+    """Seconds of a step in which a rank communicates and does not compute.
+
+    Collectives inside a node overlap nothing. Those between nodes share one link, which carries one after another concurrently
+    with later operations, except for ``Machine.held_seconds``; the optimizer's kernel and the step's end wait for all of them.
+
+    Law: it is at most the sum of all collectives, and at least what the link between nodes takes longer than the operations.
+
+    Args:
+        machine: the rates.
+        events: operations and collectives in order.
+    """
+    now = link_free = waited = 0.0
+    end, start = SizedOperation("update"), machine.start_seconds * machine.host_computes
+    durations = {operation: start + machine.operation_seconds(operation) for operation in (*events.work, end)}
+    for event in (*events, end):
+        waits = spent = 0.0
+        if isinstance(event, SizedOperation):
+            spent = durations[event]
+            waits = max(0.0, link_free - now) if event.kind == "update" else 0.0
+        elif isinstance(event, Row) and machine.crosses(event):
+            link_free = max(now, link_free) + machine.collective_seconds(event)
+            waits = machine.held_seconds(event)
+        elif isinstance(event, Row) and event.size > 1:
+            waits = machine.collective_seconds(event)
+        now, waited = now + waits + spent, waited + waits
+    return waited
 
 
 @attrs.frozen
@@ -132,7 +162,12 @@ class Forecast:
 
     def _seconds_of(self, shape: StepShape) -> dict[str, float]:
         machine = self.machine
-        return {} if machine is None else machine.scaled(machine.perfect_seconds(shape.work, self._own_rows(shape)))
+        if machine is None:
+            return {}
+        seconds = machine.scaled(machine.perfect_seconds(shape.work, self._own_rows(shape)))
+        if self.stages or not any(map(machine.crosses, shape.sent)):
+            return seconds
+        return seconds | {"communicate": communicating_seconds(machine, shape.events)}
 
     @property
     def bubble_seconds(self) -> float:
@@ -153,9 +188,8 @@ class Forecast:
 
     @property
     def seconds(self) -> dict[str, float] | None:
-        """Of a step, by component on the busiest rank, without overlap. None without machine or loss."""
-        perfect = self.perfect_seconds
-        return None if self.machine is None or perfect is None else self.machine.scaled(perfect)
+        """Of a step, by component on the busiest rank; only what crosses nodes overlaps. None without machine or loss."""
+        return None if self.perfect_seconds is None else self._seconds_of(self.busiest)
 
     @property
     def step_seconds(self) -> float | None:
@@ -223,7 +257,8 @@ def forecast(subject: Subject, job: Job, *, machine: Machine | None, limit: int,
         subject = subject.piped_for(job)
     except JobError as error:
         raise CommandError(f"pp={size(job, 'pp')}: {subject.name} cannot be split: {error.problem}") from error
-    stages = tuple(step_shape(subject, job, rank=rank, device=target_device) for rank in ranks)
+    per_node = machine.ranks_per_node if machine is not None else 1
+    stages = tuple(step_shape(subject, job, rank=rank, device=target_device, ranks_per_node=per_node) for rank in ranks)
     worst = max(stages, key=lambda stage: stage.peak)
     most = limit or (machine.memory if machine is not None else 0)
     return Forecast(job, worst, machine, most, stages if len(ranks) > 1 else (), line)

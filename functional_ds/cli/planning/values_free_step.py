@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -26,25 +27,36 @@ from functional_ds.memory.predict import predicted
 from .candidate import name_of
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class StepShape:
     """The dry run of a rank's step.
 
     Attributes:
         memory: by category, between steps and of gradients and gathered units.
         peak: the peak bytes, batch included; without a loss, only of the state and gradients.
-        sent: the ledger's rows of a step.
-        flops: of a step, on this rank; 0 without a loss.
-        work: how often each operation runs; empty without a loss.
+        events: operations and collectives of a step on this rank, in order; without a loss, only collectives.
         complete: whether the model's own loss ran, so that activations are in the peak.
     """
 
     memory: Memory
     peak: int
-    sent: tuple[Row, ...]
-    flops: int
-    work: Mapping[SizedOperation, int] = attrs.field(hash=False, repr=False)
+    events: Events = attrs.field(hash=False, repr=False)
     complete: bool
+
+    @cached_property
+    def sent(self) -> tuple[Row, ...]:
+        """The ledger's rows of a step."""
+        return tuple(self.events.sent)
+
+    @cached_property
+    def work(self) -> Mapping[SizedOperation, int]:
+        """How often each operation runs."""
+        return self.events.work
+
+    @property
+    def flops(self) -> int:
+        """Of a step, on this rank."""
+        return self.events.flops
 
     @property
     def activations(self) -> int:
@@ -52,7 +64,7 @@ class StepShape:
         return max(0, self.peak - self.memory.total)
 
 
-def step_shape(subject: Subject, candidate: Job, *, rank: int = 0, device: str = "cpu") -> StepShape:
+def step_shape(subject: Subject, candidate: Job, *, rank: int = 0, device: str = "cpu", ranks_per_node: int = 1) -> StepShape:
     """Runs a candidate's step without values, as one rank of ``candidate.world_size`` whose other ranks do the same.
 
     The bytes of the state are those that ``fds.memory.measured`` gives in a run, and so are those sent.
@@ -62,6 +74,7 @@ def step_shape(subject: Subject, candidate: Job, *, rank: int = 0, device: str =
         candidate: the strategy.
         rank: as which rank.
         device: the device type whose kernels are assumed.
+        ranks_per_node: how many share a node; on a CPU, collectives are hierarchical then.
 
     Raises:
         CommandError: the strategy is unsupported, or the model's loss reads values.
@@ -74,11 +87,11 @@ def step_shape(subject: Subject, candidate: Job, *, rank: int = 0, device: str =
 
     with _named(candidate), kernels_of(device, whole=subject.config is not None):
         memory = predicted(lambda: subject.step(candidate), subject.params, world_size=candidate.world_size, rank=rank)
-        world = GlooShapesWorld if device == "cpu" else ShapesWorld
-        events = rank_on_shapes(program, world_size=candidate.world_size, rank=rank, kind=world)
-    if not complete:
-        return StepShape(memory, memory.total, tuple(events.sent), 0, {}, complete)
-    return StepShape(memory, events.peak(), tuple(events.sent), events.flops, events.work, complete)
+        kind, per_node = (GlooShapesWorld, ranks_per_node) if device == "cpu" else (ShapesWorld, 1)
+        events = rank_on_shapes(program, world_size=candidate.world_size, rank=rank, kind=kind, ranks_per_node=per_node)
+    shown = (Row, SizedOperation) if complete else (Row,)
+    ordered = Events(event for event in events if isinstance(event, shown))
+    return StepShape(memory, events.peak() if complete else memory.total, ordered, complete)
 
 
 def sent_by_all(subject: Subject, candidate: Job) -> list[Ledger]:

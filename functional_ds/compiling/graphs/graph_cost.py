@@ -192,7 +192,7 @@ class _RankTimeline:
     spans: list[NodeSpan] = attrs.field(factory=list)
     waits: list[NodeSpan] = attrs.field(factory=list)
     calls: Events = attrs.field(factory=Events)
-    _channels: dict[Any, int] = attrs.field(factory=dict)  # of each group: its last span
+    _channels: dict[Any, int] = attrs.field(factory=dict)  # of each group, and of the link between nodes: its last span
     _under_way: dict[int, int] = attrs.field(factory=dict)  # of each site: its span
 
     def compute(self, node: fx.Node, operation: SizedOperation, name: str) -> None:
@@ -213,22 +213,26 @@ class _RankTimeline:
         self.spans.append(attrs.evolve(span, flops=operation.flops, bytes=operation.bytes, before=before))
 
     def start(self, node: fx.Node, site: CallSite | InnerCall, xs: Sequence[Tensor]) -> int:
-        """A collective: it begins when its inputs are computed and its channel is free. Returns its span."""
-        key = (site.group.name, site.group.ranks)
-        begin, before, last = max(self.device, self.host), self.last, self._channels.get(key)
+        """A collective: it begins when its inputs are computed, and its channel and link are free. Returns its span."""
+        here = CallContext(site.call.options, site.group.rank, site.group.size)
+        row = row_of(LedgerCall(site.call, xs, here, site.group.name, site.group.ranks))
+        self.calls.append(row)
+        link = self.links.get(site.group.name.partition("/")[0])
+        keys = [(site.group.name, site.group.ranks), *["nodes"] * (link is None and self.machine.crosses(row))]
+        earlier = [self._channels[key] for key in keys if key in self._channels]
+        last = max(earlier, key=lambda place: self.spans[place].end, default=None)
+        begin, before = max(self.device, self.host), self.last
         if last is not None and self.spans[last].end > begin:
             begin, before = self.spans[last].end, last
         elif begin > self.device:
             before = None
-        here = CallContext(site.call.options, site.group.rank, site.group.size)
-        row = row_of(LedgerCall(site.call, xs, here, site.group.name, site.group.ranks))
-        self.calls.append(row)
-        seconds = self.machine.collective_seconds(row, self.links.get(site.group.name.partition("/")[0]))
-        place = self._channels[key] = len(self.spans)
+        seconds = self.machine.collective_seconds(row, link)
+        place = len(self.spans)
+        self._channels.update(dict.fromkeys(keys, place))
         span = _span(node, _carries(site), site.group.name, begin, begin + seconds)
         self.spans.append(attrs.evolve(span, bytes=row.bytes, before=before, role=row.traffic.role))
         if self.machine.overlaps < 1:
-            self._hold(node, site, seconds * (1 - self.machine.overlaps))
+            self._hold(node, site, self.machine.held_seconds(row, link))
         if isinstance(site, InnerCall) or (self.machine.host_computes and not site.beside):  # the host carries it out
             self._until(place, node)
         return place

@@ -193,8 +193,8 @@ class StepGraph:
 
         Operators run one after another on the device; each takes the machine's time for its floating-point operations (torch's
         formulas) and bytes. Each group's channel carries one collective after another, concurrently with the device; a
-        collective begins when its inputs are computed and its channel is free, and its wait blocks the device. Channels do not
-        share links. So passes that start collectives earlier reduce the predicted time.
+        collective begins when its inputs are computed and its channel is free, and its wait blocks the device. Channels share
+        the machine's link between nodes and no other. So passes that start collectives earlier reduce the predicted time.
 
         Laws: with infinitely fast links the step takes its compute time; with an infinitely fast device, at least as long as
         any channel is busy, and at most as long as all are; names change nothing. The bytes are those that a ledger counts in a
