@@ -53,6 +53,8 @@ class Problem:
         layers: functions ``f(params, x) -> x`` as for ``pipelining.stages``, one for each entry of ``params``; None to skip the
             law "pipelines".
         error: the loss of the last layer's output, ``error(y, batch)``.
+        plain: with ``holds(axis=)``, a loss that computes on one device, without the transform, what ``loss`` does with it, such
+            as ``F.linear`` for ``fds.tp.row``; by default ``loss``.
 
     Raises:
         ValueError: the rows of a batch are not a multiple of 12, or there are no batches.
@@ -72,6 +74,7 @@ class Problem:
     unused: Callable[..., Any] | None = attrs.field()
     layers: Sequence[Callable[..., Any]] | None = attrs.field()
     error: Callable[..., Any] | None = attrs.field()
+    plain: Callable[..., Any] | None = None
 
     @unused.default
     def _without_bias(self) -> Any:
