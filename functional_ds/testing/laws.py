@@ -83,6 +83,8 @@ def _stages(method: Method) -> None:
 def _replicated(method: Method) -> None:
     if method.combines:
         raise NotApplicableError("it reduces gradients itself")
+    if method.recipe.axis == "ep":
+        raise NotApplicableError("T.replicated keeps all params the same on its ranks, which hold different experts")
     method.equal([method.on(ranks, _MEAN) for ranks in (2, 3)], method.alone())
 
 

@@ -133,6 +133,8 @@ class Method:
             over = f"'{axis}', 'dp'" if AXES[axis][1] else "'dp'"
             if AXES[axis][1] and not any(x.startswith(_PARALLEL) for x in parallel):
                 parallel = (*parallel, "T.zero(0)")
+            if axis == "ep":  # T.replicated keeps all params the same on its ranks
+                parallel = tuple("T.zero(1)" if x.startswith("T.replicated") else x for x in parallel)
             parallel = tuple(f"{x[:-1]}, group=mesh[{over}])" if x.startswith(_PARALLEL) else x for x in parallel)
         core = ("method", *parallel) if self.order == "before" else (*parallel, "method")
         return tuple(filter(None, (first, *core, last, "T.apart(mesh['outer'])" * (axis == "outer"))))

@@ -1,0 +1,130 @@
+"""Transforms of a model's axis that are wrong, each in one way, and the law that must notice. Processes can import them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import functional_ds as fds
+from functional_ds import comm, testing
+from functional_ds.step import Axis, AxisRole
+from functional_ds.step.axes import axis
+from tests.testing.model_axes import (
+    batches,
+    error,
+    feature_loss,
+    features,
+    flat_problem,
+    normal,
+    own_positions,
+    prefix_loss,
+    prefix_problem,
+)
+
+__all__ = ["WRONG_OVER_AXES"]
+
+
+# -- tensor parallelism ----------------------------------------------------------------------------------------------------
+
+
+def unsummed() -> dict[str, Any]:
+    """The loss forgets the sum over the axis."""
+    return {"problem": flat_problem(partial(feature_loss, sums=False), feature_loss)}
+
+
+def own_gradients(group: comm.Group) -> fds.Transform:
+    """Ranks keep the gradients of their own features, and drift apart."""
+    return features(group, lambda grads, group: grads)
+
+
+def twice_the_mean(group: comm.Group) -> fds.Transform:
+    """Right on two ranks alone."""
+    return features(group, lambda grads, group: [2 * grad for grad in comm.all_reduce(grads, group, op="avg")])
+
+
+def of_the_world(group: comm.Group) -> fds.Transform:
+    """Sums over the data-parallel ranks, too, which have the sums already."""
+    return features(group, lambda grads, group: comm.all_reduce(grads))
+
+
+def slices(group: comm.Group, parts: Any = None) -> fds.Transform:
+    """Each rank stores its slices of the leaves; without ``parts`` its norm is that of its own."""
+
+    def mine(leaf: Tensor, dim: int) -> Tensor:
+        return leaf.chunk(group.size, dim)[group.rank].contiguous()
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        return inner(step, {"up": mine(params["up"], 1), "down": mine(params["down"], 0)})  # type: ignore[no-any-return]
+
+    def params(inner: Any, step: fds.Step, state: fds.State) -> Any:
+        own = inner(step, state)
+        return {name: comm.all_gather(own[name].detach(), group, dim=dim) for name, dim in (("up", 1), ("down", 0))}
+
+    return fds.wrap("slices", axes=[Axis(group, parts=parts, name="slices")], init=init, params=params)
+
+
+def sliced_loss(p: Any, x: Tensor) -> Tensor:
+    y, group = torch.tanh(x @ p["up"]) @ p["down"], axis("slices")
+    return error(y if group is None else comm.reduce_from(y, group), x)
+
+
+# -- sequences -------------------------------------------------------------------------------------------------------------
+
+
+def mean_of_means(group: comm.Group) -> fds.Transform:
+    """Ranks weigh equally, however many positions count."""
+    return own_positions(
+        group, lambda found: fds.Weighted(found.sum / found.weight.clamp(min=1), torch.ones_like(found.weight))
+    )
+
+
+def from_the_neighbour(totals: Tensor, group: comm.Group) -> Tensor:
+    """The sum of one rank's positions, and not of all before: right on two ranks alone."""
+    return totals[group.rank - 1] if group.rank else torch.zeros_like(totals[0])
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------------
+
+
+def whole_experts(ep: comm.Group, edp: comm.Group) -> fds.Transform:
+    """Each rank has all experts, and uses its own."""
+    return fds.wrap("whole_experts", axes=[Axis(ep, AxisRole.EXPERTS, name="own_ep"), Axis(edp)])
+
+
+def gated_loss(p: Any, x: Tensor, sent: Callable[[Tensor], Tensor] = lambda x: x, summed: bool = True) -> Tensor:
+    """All ranks' tokens are gathered; each rank's experts compute their part of all results."""
+    hidden, group = x + torch.tanh(x @ p["embed"]), axis("own_ep")
+    gates = (hidden @ p["router"]).softmax(-1)
+    if group is None:
+        return error(torch.einsum("re,rw,ewv->rv", gates, hidden, p["experts"]), x)
+    here, ranks = group.rank, group.size
+    hidden, gates = comm.all_gather((sent(hidden), gates), group)
+    y = torch.einsum("re,rw,ewv->rv", gates.chunk(ranks, 1)[here], hidden, p["experts"].chunk(ranks)[here])
+    return error(comm.reduce_scatter(y, group) if summed else y.chunk(ranks)[here], x)
+
+
+def gated(**options: Any) -> dict[str, Any]:
+    params = {"embed": normal(0, 4, 4), "router": normal(1, 4, 4), "experts": normal(2, 4, 4, 4)}
+    return {"problem": testing.Problem(params=params, loss=partial(gated_loss, **options), plain=gated_loss, batches=batches())}
+
+
+# The method, its axis, the law that must notice, and what ``holds`` is told.
+WRONG_OVER_AXES: dict[str, tuple[Callable[..., fds.Transform], str, str, dict[str, Any]]] = {
+    "loss without the sum": (features, "tp", "stages", unsummed()),
+    "own gradients": (own_gradients, "tp", "stages", {"problem": flat_problem()}),
+    "right on two ranks": (twice_the_mean, "tp", "stages", {"problem": flat_problem()}),
+    "sums of the world": (of_the_world, "tp", "stages", {"problem": flat_problem()}),
+    "own norm": (slices, "tp", "clip before", {"problem": flat_problem(sliced_loss)}),
+    "unknown slices": (slices, "tp", "checkpoints", {"problem": flat_problem(sliced_loss)}),
+    "mean of means": (mean_of_means, "sp", "stages", {"problem": prefix_problem()}),
+    "neighbour alone": (
+        own_positions,
+        "sp",
+        "stages",
+        {"problem": prefix_problem(partial(prefix_loss, before=from_the_neighbour))},
+    ),
+    "results of own experts": (whole_experts, "ep", "stages", gated(summed=False)),
+    "no gradients through the exchange": (whole_experts, "ep", "stages", gated(sent=torch.detach)),
+}
