@@ -12,13 +12,16 @@ import functional_ds as fds
 from functional_ds import comm, testing
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
-from functional_ds.step import Axis, AxisRole
+from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.sources import sliced
+from functional_ds.step import Axis, AxisRole, GradientParts
 from functional_ds.step.axes import axis
 
 __all__ = [
     "batches",
     "error",
     "experts",
+    "feature_loss",
     "features",
     "flat_problem",
     "mixture",
@@ -27,6 +30,8 @@ __all__ = [
     "pipeline",
     "prefix_problem",
     "sequences",
+    "sliced_loss",
+    "slices",
     "stage_problem",
     "tensors",
     "vocabulary",
@@ -68,12 +73,9 @@ def tensors() -> testing.Problem:
     return testing.Problem(params=params, loss=by_slices, plain=by_torch, unused=without_bias, batches=batches())
 
 
-torch.manual_seed(0)
 WORDS, INNER = 16, 8
-NET = nn.Sequential(
-    nn.Embedding(WORDS, 4), nn.Linear(4, INNER), nn.Tanh(), nn.Linear(INNER, 4), nn.LayerNorm(4), nn.Linear(4, WORDS)
-)
-APPLY, WEIGHTS = fds.functional(NET)
+LAYERS = nn.Embedding(WORDS, 4), nn.Linear(4, INNER), nn.Tanh(), nn.Linear(INNER, 4), nn.LayerNorm(4), nn.Linear(4, WORDS)
+APPLY, WEIGHTS = fds.functional(nn.Sequential(*LAYERS))
 vocabulary_plan = {"0": "vocab", "1": "colwise", "3": "rowwise", "5": "vocab"}
 
 
@@ -91,7 +93,9 @@ def texts(rows: int = 12) -> list[Tensor]:
 
 def vocabulary() -> testing.Problem:
     """Modules between an embedding and a head of slices."""
-    return testing.Problem(params=WEIGHTS, loss=next_word, plain=plain_next_word, batches=texts())
+    weights = torch.Generator().manual_seed(0)
+    params = fds.tree.map(lambda leaf: nn.Parameter(torch.randn(leaf.shape, generator=weights) / 2), WEIGHTS)
+    return testing.Problem(params=params, loss=next_word, plain=plain_next_word, batches=texts())
 
 
 # -- pipelines -------------------------------------------------------------------------------------------------------------
@@ -185,6 +189,30 @@ def features(group: comm.Group, reduced: Callable[[list[Tensor], comm.Group], li
         return state, fds.tree.replace(grads, sum=reduced(grads.sum, group))
 
     return fds.wrap("features", axes=[Axis(group, name="features")], reduce=reduce)
+
+
+def sliced_loss(p: Any, x: Tensor) -> Tensor:
+    y, group = torch.tanh(x @ p["up"]) @ p["down"], axis("slices")
+    return error(y if group is None else comm.reduce_from(y, group), x)
+
+
+def own_part(step: fds.Step, state: fds.State) -> GradientParts:
+    return GradientParts()
+
+
+def slices(group: comm.Group, parts: Any = own_part, cut: Callable[[Tensor, LeafSlice], Tensor] = sliced) -> fds.Transform:
+    """Each rank stores its slices of the leaves."""
+    dims = {"up": 1, "down": 0}
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        where = {name: LeafSlice.even(dim, params[name].shape[dim], group.size, group.rank) for name, dim in dims.items()}
+        return inner(step, {name: cut(leaf, where[name]) for name, leaf in params.items()})  # type: ignore[no-any-return]
+
+    def params(inner: Any, step: fds.Step, state: fds.State) -> Any:
+        own = inner(step, state)
+        return {name: comm.all_gather(own[name].detach(), group, dim=dim) for name, dim in dims.items()}
+
+    return fds.wrap("slices", axes=[Axis(group, parts=parts, name="slices")], init=init, params=params)
 
 
 def prefix_loss(p: Any, batch: Any, before: Callable[[Tensor, comm.Group], Tensor] | None = None) -> fds.Weighted:

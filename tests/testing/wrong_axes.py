@@ -21,6 +21,8 @@ from tests.testing.model_axes import (
     own_positions,
     prefix_loss,
     prefix_problem,
+    sliced_loss,
+    slices,
 )
 
 __all__ = ["WRONG_OVER_AXES"]
@@ -49,25 +51,14 @@ def of_the_world(group: comm.Group) -> fds.Transform:
     return features(group, lambda grads, group: comm.all_reduce(grads))
 
 
-def slices(group: comm.Group, parts: Any = None) -> fds.Transform:
-    """Each rank stores its slices of the leaves; without ``parts`` its norm is that of its own."""
-
-    def mine(leaf: Tensor, dim: int) -> Tensor:
-        return leaf.chunk(group.size, dim)[group.rank].contiguous()
-
-    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
-        return inner(step, {"up": mine(params["up"], 1), "down": mine(params["down"], 0)})  # type: ignore[no-any-return]
-
-    def params(inner: Any, step: fds.Step, state: fds.State) -> Any:
-        own = inner(step, state)
-        return {name: comm.all_gather(own[name].detach(), group, dim=dim) for name, dim in (("up", 1), ("down", 0))}
-
-    return fds.wrap("slices", axes=[Axis(group, parts=parts, name="slices")], init=init, params=params)
+def own_norm(group: comm.Group) -> fds.Transform:
+    """Its norm is that of this rank's slices."""
+    return slices(group, parts=None)
 
 
-def sliced_loss(p: Any, x: Tensor) -> Tensor:
-    y, group = torch.tanh(x @ p["up"]) @ p["down"], axis("slices")
-    return error(y if group is None else comm.reduce_from(y, group), x)
+def unmarked(group: comm.Group) -> fds.Transform:
+    """No checkpoint knows its slices."""
+    return slices(group, cut=lambda leaf, cut: leaf.chunk(group.size, cut.dim)[group.rank].contiguous())
 
 
 # -- sequences -------------------------------------------------------------------------------------------------------------
@@ -116,8 +107,8 @@ WRONG_OVER_AXES: dict[str, tuple[Callable[..., fds.Transform], str, str, dict[st
     "own gradients": (own_gradients, "tp", "stages", {"problem": flat_problem()}),
     "right on two ranks": (twice_the_mean, "tp", "stages", {"problem": flat_problem()}),
     "sums of the world": (of_the_world, "tp", "stages", {"problem": flat_problem()}),
-    "own norm": (slices, "tp", "clip before", {"problem": flat_problem(sliced_loss)}),
-    "unknown slices": (slices, "tp", "checkpoints", {"problem": flat_problem(sliced_loss)}),
+    "own norm": (own_norm, "tp", "clip before", {"problem": flat_problem(sliced_loss)}),
+    "unknown slices": (unmarked, "tp", "checkpoints", {"problem": flat_problem(sliced_loss)}),
     "mean of means": (mean_of_means, "sp", "stages", {"problem": prefix_problem()}),
     "neighbour alone": (
         own_positions,
