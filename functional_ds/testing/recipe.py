@@ -35,12 +35,13 @@ def mean_over_ranks(grads: Any, memory: Any, group: comm.Group) -> Any:
     return comm.all_reduce(grads, group, op="avg"), memory
 
 
-def overflowing(step: Step, overflows: bool) -> Step:
-    """The step, whose gradients overflow half precision on some ranks."""
+def overflowing(step: Step) -> Step:
+    """The step, in which the last rank's gradients overflow half precision."""
 
     def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> Any:
         value, metrics = inner(step, state, params, batch)
-        return Weighted(value.sum * (1e30 if overflows else 1.0), value.weight), metrics
+        here = comm.world()
+        return Weighted(value.sum * (1e30 if here.rank == here.size - 1 else 1.0), value.weight), metrics
 
     return step.wrapped("overflow", loss=loss)
 
@@ -136,14 +137,10 @@ class Recipe:
         return compose(*chosen)(train_step(loss, optimizer))  # type: ignore[arg-type]
 
     def rows(self, setup: Setup, index: int) -> Any:
-        """This rank's rows of a step's batch."""
-        return rows_of_rank(self.problem.batches[index % len(self.problem.batches)], *self.place(setup))
-
-    def place(self, setup: Setup) -> tuple[int, int]:
-        """Which part of a batch this rank gets, and of how many; the two ranks of a pipeline get the same."""
+        """This rank's rows of a step's batch; the two ranks of a pipeline get the same."""
         alike = 2 if setup.loss == "layers" else setup.along if self.axis and AXES[self.axis][0] else 1
         parts = max(1, setup.ranks // alike)
-        return comm.world().rank % parts, parts
+        return rows_of_rank(self.problem.batches[index % len(self.problem.batches)], comm.world().rank % parts, parts)
 
 
 def rows_of_rank(batch: Any, rank: int, ranks: int) -> Any:

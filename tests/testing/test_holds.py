@@ -419,7 +419,7 @@ BUGS: list[tuple[Bug, Callable[[], None]]] = [
         partial(test_a_method_over_an_outer_axis, "stages"),
     ),
     (
-        Bug("ranks of a model get rows of their own", "testing.recipe:Recipe.place", "AXES[self.axis][0]", "False"),
+        Bug("ranks of a model get rows of their own", "testing.recipe:Recipe.rows", "AXES[self.axis][0]", "False"),
         test_an_oracle_of_a_method_over_a_model_axis,
     ),
     (

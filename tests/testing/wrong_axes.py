@@ -108,6 +108,7 @@ WRONG_OVER_AXES: dict[str, tuple[Callable[..., fds.Transform], str, str, dict[st
     "right on two ranks": (twice_the_mean, "tp", "stages", {"problem": flat_problem()}),
     "sums of the world": (of_the_world, "tp", "stages", {"problem": flat_problem()}),
     "own norm": (own_norm, "tp", "clip before", {"problem": flat_problem(sliced_loss)}),
+    "skips alone": (own_norm, "tp", "skipped steps", {"problem": flat_problem(sliced_loss)}),
     "unknown slices": (unmarked, "tp", "checkpoints", {"problem": flat_problem(sliced_loss)}),
     "mean of means": (mean_of_means, "sp", "stages", {"problem": prefix_problem()}),
     "neighbour alone": (
