@@ -12,10 +12,7 @@ import functional_ds as fds
 from functional_ds import comm, testing
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
-from functional_ds.sharding.leaf_slice import LeafSlice
-from functional_ds.sharding.sources import sliced
-from functional_ds.step import Axis, AxisRole, GradientParts
-from functional_ds.step.axes import axis
+from functional_ds.step import Axis, AxisRole, GradientParts, LeafSlice, axis, sliced
 
 __all__ = [
     "batches",

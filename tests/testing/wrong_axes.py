@@ -9,8 +9,7 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm, testing
-from functional_ds.step import Axis, AxisRole
-from functional_ds.step.axes import axis
+from functional_ds.step import Axis, AxisRole, axis
 from tests.testing.model_axes import (
     batches,
     error,
