@@ -14,7 +14,7 @@ from functional_ds.step.step import Step
 from .laws import LAWS, Law
 from .method import Method, NotApplicableError, WrongError, refuses
 from .problem import DIVISOR, Problem
-from .recipe import Recipe, Setup, factory_of, imported
+from .recipe import AXES, Recipe, Setup, factory_of, imported
 
 _LIBRARY = "functional_ds."
 _ARGUMENTS = {"oracle": "oracle", "ranks": "by_ranks", "bytes": "sends"}  # what a law compares with
@@ -151,6 +151,7 @@ class BoundLaw:
 
 def _title(method: Method) -> str:
     how = "alone on its ranks, " if method.counts_ranks else "reduces gradients itself, " * method.sums
+    how += f"along {method.recipe.axis}, " if method.recipe.axis else ""
     words = f"{method.name}, {how}listed {method.order} T.{'mixed_precision' if method.combines else 'zero'}"
     return words + f" (after it: {method.elsewhere})" * bool(method.elsewhere)
 
@@ -166,17 +167,17 @@ def _program(method: Method, law: Law, error: Exception) -> str:
         lines += ["method = fds.compose()", imported("optimizer", recipe.make)]
     else:
         lines += [
-            imported("method", recipe.make, outer=recipe.outer),
+            imported("method", recipe.make, recipe.axis),
             f"optimizer = {rule}" if recipe.optimizer is None else rule,
         ]
     lines += ["problem = testing.Problem()" if recipe.standard else "# problem = ..., as holds was given it", ""]
     setup: Setup | None = getattr(error, "setup", None)
     wanted, amount = (error.wanted, error.amount) if isinstance(error, WrongError) else (None, 0.0)
     short = wanted.ranks == 1 and amount > 0 if wanted else not isinstance(error, WrongError)
-    if setup is None or setup.loss != "loss" or recipe.outer or not short:
-        tested = "method" if recipe.outer else f"lambda: {'optimizer' if recipe.is_optimizer else 'method'}"
+    if setup is None or setup.loss != "loss" or recipe.axis or not short:
+        tested = "method" if recipe.axis else f"lambda: {'optimizer' if recipe.is_optimizer else 'method'}"
         given = f"{tested}, optimizer=lambda: optimizer, problem=problem, order={method.order!r}, only=[{law.name!r}]"
-        given += ", outer=True" * recipe.outer
+        given += f", axis={recipe.axis!r}" if recipe.axis else ""
         known = "by_ranks" if method.counts_ranks else _ARGUMENTS.get(law.name, "")
         lines += [f"# {known} = ..., as holds was given it"] if known else []
         return "\n".join([*lines, f"testing.holds({given}{f', {known}={known}' if known else ''}).check()"])
@@ -241,7 +242,7 @@ def laws(
     by_ranks: Callable[[Any, list[list[Any]]], Sequence[Any]] | None = None,
     sends: Callable[[int | None, int], int] | None = None,
     within: float = 1e-4,
-    outer: bool = False,
+    axis: str | None = None,
     excused: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
 ) -> list[BoundLaw]:
@@ -262,17 +263,20 @@ def laws(
         sends: ``(stage, ranks) -> bytes``: the bytes that a rank sends in a step in addition to those of ``T.zero(stage)``; of
             a method that reduces gradients itself, ``stage`` is None, and these are all.
         within: the tolerance, relative to a parameter's total change since its initial value, in addition to rounding.
-        outer: whether ``transform`` is a function of the outer axis of a mesh, along which two models are trained apart, as in
-            DiLoCo. ``T.zero`` and others are over ``mesh["inner"]``, and ``T.apart(mesh["outer"])`` is listed last. All laws
-            compare with models of one rank; ``batches[step][model]`` are the rows of ``by_ranks``, which returns each model's
-            params.
+        axis: the axis of a mesh of whose group ``transform`` is a function, by what its ranks have, as ``AxisRole`` says:
+            "tp" slices of the model, "pp" its stages, "sp" positions of the same rows, "ep" experts and rows of their own (then
+            a function of two groups, ``ep`` and ``edp``), "outer" a model each. ``T.zero`` and others are over ``mesh["dp"]``,
+            for "sp" and "ep" over both axes. Laws compare with the step on one device without the transform, whose loss must
+            run there; the axis has two ranks, and in some laws four. With "outer", as in DiLoCo, ``T.apart`` is listed last,
+            laws compare with two models of one rank, and ``batches[step][model]`` are the rows of ``by_ranks``.
         excused: laws that do not apply to the method, with the reasons.
         only: the laws to check; by default all.
 
     Raises:
-        TypeError: ``transform`` is neither a transform, nor an optimizer, nor a function that makes one, or with ``outer`` no
+        TypeError: ``transform`` is neither a transform, nor an optimizer, nor a function that makes one, or with ``axis`` no
             function of a group; ``oracle``, ``by_ranks`` or ``sends`` is no function.
-        ValueError: a law's name, ``order`` or ``within`` is unknown; the batches cannot be divided.
+        ValueError: a law's name, ``order``, ``axis`` or ``within`` is unknown; the batches cannot be divided; ``oracle`` or
+            ``by_ranks`` with an axis whose ranks it does not describe.
 
     >>> from functional_ds import transforms as T
     >>> only = laws(T.clip(1.0), only=["stages", "donation"])
@@ -286,12 +290,25 @@ def laws(
         raise ValueError(f"there is no law {unknown[0] if unknown else ''!r}; the laws are {', '.join(names)}")
     options = {"order": order, "oracle": oracle, "by_ranks": by_ranks, "sends": sends, "within": within}
     _check_options(options)
-    recipe = Recipe(factory_of(transform, outer=outer), optimizer, problem or Problem(), standard=problem is None, outer=outer)
-    odd = [rows for rows in map(rows_of, recipe.problem.batches) if outer and rows % (2 * DIVISOR)]
-    if odd:
-        raise ValueError(f"outer=True: two models divide a batch; give multiples of {2 * DIVISOR} rows, not {odd}")
+    given = problem or Problem()
+    if axis is not None:
+        _check_axis(axis, options, given)
+    recipe = Recipe(factory_of(transform, axis or ""), optimizer, given, standard=problem is None, axis=axis or "")
     plan = _Plan(recipe, options)
     return [BoundLaw(law, plan, excuses.get(law.name, "")) for law in LAWS if chosen is None or law.name in chosen]
+
+
+def _check_axis(axis: str, options: Mapping[str, Any], problem: Problem) -> None:
+    """Raises an error for what no law over this axis could use."""
+    if axis not in [*AXES]:
+        raise ValueError(f"axis={axis!r} is not an axis of which a method is a function: {', '.join(AXES)}")
+    wrong, right = ("oracle", "by_ranks") if axis == "outer" else ("by_ranks", "oracle")
+    if options[wrong] is not None:
+        have = "a model each" if axis == "outer" else "one model"
+        raise ValueError(f"{wrong}: with axis={axis!r} ranks have {have}; pass {right}=")
+    odd = [rows for rows in map(rows_of, problem.batches) if not AXES[axis][0] and rows % (2 * DIVISOR)]
+    if odd:
+        raise ValueError(f"axis={axis!r}: its ranks divide a batch, too; give multiples of {2 * DIVISOR} rows, not {odd}")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

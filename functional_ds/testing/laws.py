@@ -19,7 +19,7 @@ from functional_ds.optim.sgd import sgd
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
-from .method import BF16, NEAR, RANKS, Method, NotApplicableError, WrongError, apart
+from .method import ALONG, BF16, NEAR, RANKS, Method, NotApplicableError, WrongError, apart
 from .recipe import STEPS, Recipe, Setup, overflowing, started, train
 from .same import same_or_nan
 
@@ -30,6 +30,7 @@ _ACCUMULATE, _CLIP = "T.accumulate(2)", "T.clip(0.01)"
 _FP16 = "T.mixed_precision('fp16', T.DynamicScale(2.0**10, hysteresis=1))"
 _CONSTANT = "T.mixed_precision('fp16', T.StaticScale(2.0**10))"
 _SKIPPED = 1  # the step that overflows
+_WIDE = 4  # ranks along the method's axis: with two, both neighbours are the same rank
 
 
 @attrs.frozen
@@ -53,34 +54,38 @@ class Law:
 def _oracle(method: Method) -> None:
     if method.oracle is None:
         raise NotApplicableError("no oracle was given: oracle=function of (params, batches)")
-    [(params, _)] = method.run(method.on(1))
-    difference = apart(params, method.oracle_params(), method.recipe.problem.params, method.within)
-    if difference is not None:
-        raise WrongError(f"on one device: {difference[1]}", method.on(1))
+    setup, wanted = method.on(1), method.oracle_params()
+    for params, _ in method.run(setup):
+        difference = apart(params, wanted, method.recipe.problem.params, method.within)
+        if difference is not None:
+            raise WrongError(f"{setup}: {difference[1]}", setup)
 
 
 def _ranks(method: Method) -> None:
     if method.by_ranks is None:
         raise NotApplicableError("no oracle of ranks was given: by_ranks=function of (params, batches of each rank)")
     setups = [method.on(ranks) for ranks in RANKS]
-    if method.recipe.outer:
+    if method.recipe.axis:
         setups = [method.on(1), method.on(2, _ZERO[0]), method.on(2, _ZERO[3])]
     for setup in setups:
-        wanted = method.params_of_ranks(setup.models)
+        wanted = method.params_of_ranks(setup.along)
         for rank, (params, _) in enumerate(method.run(setup)):
-            difference = apart(params, wanted[setup.model(rank)], method.recipe.problem.params, method.within)
+            difference = apart(params, wanted[method.model(setup, rank)], method.recipe.problem.params, method.within)
             if difference is not None:
                 raise WrongError(f"{setup}, rank {rank}: {difference[1]}", setup)
 
 
 def _stages(method: Method) -> None:
-    method.equal([method.on(ranks, zero) for ranks in (2, 3) for zero in _ZERO], method.on(1))
+    wide = [method.on(1), method.on(1, _ZERO[3], along=_WIDE)] if method.recipe.shares_model else []
+    method.equal([*wide, *(method.on(ranks, zero) for ranks in (2, 3) for zero in _ZERO)], method.alone())
 
 
 def _replicated(method: Method) -> None:
     if method.combines:
         raise NotApplicableError("it reduces gradients itself")
-    method.equal([method.on(ranks, _MEAN) for ranks in (2, 3)], method.on(1))
+    if method.recipe.axis == "ep":
+        raise NotApplicableError("T.replicated keeps all params the same on its ranks, which hold different experts")
+    method.equal([method.on(ranks, _MEAN) for ranks in (2, 3)], method.alone())
 
 
 def _accumulated(first: str = "", last: str = "") -> Callable[[Method], None]:
@@ -89,16 +94,16 @@ def _accumulated(first: str = "", last: str = "") -> Callable[[Method], None]:
             method.on(1, first=first, last=last),
             *(method.on(2, parallel, first=first, last=last) for parallel in (_ZERO[0], _ZERO[3], _MEAN)),
         ]
-        method.equal(setups, method.on(1))
+        method.equal(setups, method.alone())
 
     return check
 
 
 def _clipped(first: str = "", last: str = "") -> Callable[[Method], None]:
     def check(method: Method) -> None:
-        wanted = method.on(1, first=first, last=last)
+        wanted = method.alone(first=first, last=last)
         method.equal([method.on(2, parallel, first=first, last=last) for parallel in (_ZERO[0], _ZERO[3], _MEAN)], wanted)
-        if not method.differs(wanted, method.on(1), 1e-6)[1]:
+        if not method.differs(wanted, method.alone(), 1e-6)[1]:
             raise NotApplicableError(f"{_CLIP} changes nothing here, since the gradient's length does not matter")
 
     return check
@@ -108,7 +113,7 @@ def _unused(method: Method) -> None:
     if method.recipe.problem.unused is None:
         raise NotApplicableError("the problem has no loss that leaves some leaves unused: Problem(unused=)")
     setups = [method.on(2, zero, loss="unused") for zero in _ZERO]
-    method.equal(setups, method.on(1, loss="unused"))
+    method.equal(setups, method.alone(loss="unused"))
 
 
 def _pipelines(method: Method) -> None:
@@ -116,17 +121,17 @@ def _pipelines(method: Method) -> None:
         raise NotApplicableError("the problem is not split into layers: Problem(layers=, error=)")
     if method.combines:
         raise NotApplicableError("it reduces gradients itself, over another axis than the pipeline's")
-    if method.recipe.outer:
+    if method.recipe.axis:
         raise NotApplicableError("its mesh has no axis for a pipeline")
     pipeline = "T.pipeline(one_f_one_b(2, 2), stages)"
     along = "T.zero(1, mesh['dp'])", pipeline.replace("stages)", "stages, mesh['nodes'])")
-    method.equal([method.on(2, pipeline, loss="layers"), method.on(4, *along, loss="layers")], method.on(1, loss="layers"))
+    method.equal([method.on(2, pipeline, loss="layers"), method.on(4, *along, loss="layers")], method.alone(loss="layers"))
 
 
 def _half(policy: str) -> Callable[[Method], None]:
     def check(method: Method) -> None:
         setups = [method.on(1, policy), *(method.on(2, policy, parallel) for parallel in (_ZERO[2], _MEAN))]
-        method.equal(setups, method.on(1), max(NEAR, method.within))
+        method.equal(setups, method.alone(), max(NEAR, method.within))
 
     return check
 
@@ -143,7 +148,7 @@ def _saving(recipe: Recipe, setup: Setup, first: int, path: str, until: int, sav
     if first:
         state = load(path, like=state)
     for index in range(first, until):
-        state, _ = step(state, recipe.problem.rows(index))
+        state, _ = step(state, recipe.rows(setup, index))
     if save:
         save_state(state, path)
     return step.params(state), _tensors(state)
@@ -156,23 +161,26 @@ def _tensors(state: State) -> dict[str, Tensor]:
 
 def _moves(method: Method) -> list[tuple[Setup, Setup]]:
     """Pairs of setups with different stages, world sizes and meshes."""
-    pairs = [((2, _ZERO[0]), (3, _ZERO[3])), ((2, _ZERO[3]), (3, _ZERO[1]))]
-    if not method.recipe.outer:
-        pairs.append(((4, _HYBRID), (2, _ZERO[0])))
     if method.counts_ranks:
-        pairs = [((ranks, ""), (ranks, "")) for ranks in RANKS]
+        return [(setup, setup) for setup in map(method.on, RANKS)]
+    pairs = [((2, _ZERO[0]), (3, _ZERO[3])), ((2, _ZERO[3]), (3, _ZERO[1]))]
+    if not method.recipe.axis:
+        pairs.append(((4, _HYBRID), (2, _ZERO[0])))
     setups = [(method.on(a, one), method.on(b, other)) for (a, one), (b, other) in pairs]
-    return list(dict.fromkeys((one, other) for one, other in setups))
+    if method.recipe.shares_model:
+        one, two, four = method.alone(), method.on(2, _ZERO[1]), method.on(1, _ZERO[3], along=_WIDE)
+        setups += [(two, one), (one, four), (four, two)]
+    return list(dict.fromkeys(setups))
 
 
 def _checkpoints(method: Method) -> None:
     for before, after in _moves(method):
-        wanted = method.run(method.on(after.ranks if method.counts_ranks else 1))
+        wanted = method.run(method.on(after.ranks) if method.counts_ranks else method.alone())
         with tempfile.TemporaryDirectory() as path:
             comm.simulate(_saving, method.recipe, before, 0, path, 2, True, world_size=before.ranks)
             results = comm.simulate(_saving, method.recipe, after, 2, path, STEPS, False, world_size=after.ranks)
         for rank, (resumed, _) in enumerate(results):
-            difference = apart(resumed, wanted[after.model(rank)][0], method.recipe.problem.params, method.within)
+            difference = apart(resumed, wanted[method.model(after, rank)][0], method.recipe.problem.params, method.within)
             if difference is not None:
                 raise WrongError(f"saved after 2 steps of {before}, and loaded into {after}: {difference[1]}", after)
 
@@ -180,7 +188,7 @@ def _checkpoints(method: Method) -> None:
 def _slots(method: Method) -> None:
     if method.counts_ranks:
         raise NotApplicableError("it depends on the number of ranks by design")
-    alone = method.on(1)
+    alone = method.alone()
     states = comm.simulate(_saving, method.recipe, alone, 0, "", STEPS, False, world_size=alone.ranks)
     for setup in dict.fromkeys(method.on(2, zero) for zero in _ZERO):
         with tempfile.TemporaryDirectory() as path:
@@ -221,11 +229,11 @@ def _skipping(recipe: Recipe, setup: Setup, skips: bool) -> tuple[dict[str, Tens
     losses, wrong = [], []
     for index in range(setup.steps):
         if index != _SKIPPED:
-            state, metrics = step(state, recipe.problem.rows(index))
+            state, metrics = step(state, recipe.rows(setup, index))
             losses.append(metrics["loss"])
         elif skips:
             before = _tensors(state)
-            state, metrics = overflowing(step)(state, recipe.problem.rows(index))
+            state, metrics = overflowing(step)(state, recipe.rows(setup, index))
             if not metrics.get("skipped", torch.zeros(())):
                 wrong.append("a step whose gradients overflow on one rank is not skipped")
             after = _tensors(state).items()
@@ -312,9 +320,10 @@ def _bytes(method: Method) -> None:
 
     plain = attrs.evolve(method.recipe, make=partial(sgd, 0.1)) if method.recipe.is_optimizer else method.recipe
     stages: dict[int | None, str] = {None: ""} if method.combines else dict(enumerate(_ZERO))
-    for ranks in (2, 3):
+    shared = method.recipe.shares_model
+    for ranks in (ALONG, _WIDE) if shared else RANKS:
         for stage, zero in stages.items():
-            setup = method.on(ranks, zero, steps=2)
+            setup = method.on(1, zero, steps=2, along=ranks) if shared else method.on(ranks, zero, steps=2)
             without = attrs.evolve(setup, transforms=tuple(text for text in setup.transforms if text != "method"))
             more, expected = sent(method.recipe, setup) - sent(plain, without), method.sends(stage, ranks)
             if more != expected:

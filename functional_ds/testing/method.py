@@ -15,13 +15,13 @@ from functional_ds.base import tree
 from functional_ds.comm.table.errors import CommError
 from functional_ds.step.step import Step
 
-from .recipe import STEPS, Recipe, Setup, name_of, rows_of_rank, train
+from .recipe import AXES, STEPS, Recipe, Setup, name_of, rows_of_rank, train
 
 BF16 = "T.mixed_precision('bf16')"
 NEAR = 0.2  # of a leaf's change: half precision rounds each gradient by 2**-8 or more, and methods divide by gradients
 _PARALLEL = ("T.zero", "T.replicated")
 RANKS = (2, 3)  # of whole runs that a user's oracle describes
-MODELS = 2  # along an outer axis
+ALONG = 2  # ranks along the method's axis
 _ROUNDING = 64  # units in the last place of a leaf's largest element, for sums in other orders
 
 
@@ -122,22 +122,48 @@ class Method:
     @property
     def counts_ranks(self) -> bool:
         """Whether what it computes depends on the number of ranks, and not on that of models along an outer axis."""
-        return self.by_ranks is not None and not self.recipe.outer
+        return self.by_ranks is not None and not self.recipe.axis
 
     def listed(self, *parallel: str, first: str = "", last: str = "") -> tuple[str, ...]:
         """The method in its position among the ``parallel`` transforms; ``first`` and ``last`` come around all."""
         if self.combines:
             parallel = tuple(text for text in parallel if not text.startswith(_PARALLEL))
-        if self.recipe.outer:
-            parallel = tuple(f"{x[:-1]}, group=mesh['inner'])" if x.startswith(_PARALLEL) else x for x in parallel)
+        axis = self.recipe.axis
+        if axis:
+            over = f"'{axis}', 'dp'" if AXES[axis][1] else "'dp'"
+            if AXES[axis][1] and not any(x.startswith(_PARALLEL) for x in parallel):
+                parallel = (*parallel, "T.zero(0)")
+            if axis == "ep":  # T.replicated keeps all params the same on its ranks
+                parallel = tuple("T.zero(1)" if x.startswith("T.replicated") else x for x in parallel)
+            parallel = tuple(f"{x[:-1]}, group=mesh[{over}])" if x.startswith(_PARALLEL) else x for x in parallel)
         core = ("method", *parallel) if self.order == "before" else (*parallel, "method")
-        return tuple(filter(None, (first, *core, last, "T.apart(mesh['outer'])" * self.recipe.outer)))
+        return tuple(filter(None, (first, *core, last, "T.apart(mesh['outer'])" * (axis == "outer"))))
 
-    def on(self, ranks: int, *parallel: str, loss: str = "loss", steps: int = STEPS, first: str = "", last: str = "") -> Setup:
-        """The setup of ``listed`` on a number of ranks; of each model, over an outer axis."""
-        models = MODELS if self.recipe.outer else ranks if self.counts_ranks else 1
-        total = ranks * models if self.recipe.outer else ranks
-        return Setup(self.listed(*parallel, first=first, last=last), total, steps, loss, models)
+    def on(
+        self,
+        ranks: int,
+        *parallel: str,
+        loss: str = "loss",
+        steps: int = STEPS,
+        first: str = "",
+        last: str = "",
+        along: int = ALONG,
+    ) -> Setup:
+        """The setup of ``listed`` on a number of ranks; with an axis, for each of ``along`` ranks along it."""
+        if not self.recipe.axis:
+            along = ranks if self.counts_ranks else 1
+        total = ranks * along if self.recipe.axis else ranks
+        return Setup(self.listed(*parallel, first=first, last=last), total, steps, loss, along)
+
+    def alone(self, *, loss: str = "loss", steps: int = STEPS, first: str = "", last: str = "") -> Setup:
+        """What others are compared with: one device; without the method, if ranks share a model along its axis."""
+        if self.recipe.shares_model:
+            return Setup(tuple(filter(None, (first, last))), 1, steps, loss)
+        return self.on(1, loss=loss, steps=steps, first=first, last=last)
+
+    def model(self, setup: Setup, rank: int) -> int:
+        """The model that a rank trains."""
+        return 0 if self.recipe.shares_model else rank * setup.along // setup.ranks
 
     def run(self, setup: Setup) -> list[Any]:
         """Each rank's params and losses; cached."""
@@ -159,7 +185,7 @@ class Method:
         others = self.run(wanted)
         first = tree.leaves(self.run(setup)[0][0])
         for rank, (own, own_losses) in enumerate(self.run(setup)):
-            params, losses = others[setup.model(rank)]
+            params, losses = others[self.model(setup, rank)]
             if found := apart(own, params, self.recipe.problem.params, within):
                 return found[0], f"rank {rank}: {found[1]}"
             if found := apart(own_losses, losses, None, max(within, 1e-4)):
@@ -178,7 +204,7 @@ class Method:
         bound = self.within if within is None else within
         pairs = dict.fromkeys(setups, wanted)
         if self.counts_ranks:
-            pairs = {setup: attrs.evolve(wanted, ranks=setup.ranks, models=setup.models) for setup in pairs}
+            pairs = {setup: attrs.evolve(wanted, ranks=setup.ranks, along=setup.along) for setup in pairs}
         if all(setup == other for setup, other in pairs.items()):
             raise NotApplicableError("it depends on the number of ranks by design: see the row ranks")
         for setup, other in pairs.items():
@@ -200,7 +226,7 @@ class Method:
             options: further attributes.
 
         Raises:
-            ValueError: it runs in neither order, or not on a single device; over an outer axis it reduces gradients itself; the
+            ValueError: it runs in neither order, or not on a single device; it has an axis and reduces gradients itself; the
                 result of ``oracle`` or ``by_ranks`` does not match params.
             TypeError: what ``sends`` returns is not a number of bytes.
         """
@@ -208,9 +234,9 @@ class Method:
         if method.oracle is not None:
             _check_like(method.oracle_params(), recipe.problem.params)
         if method.by_ranks is not None:
-            [*map(method.params_of_ranks, [MODELS] if recipe.outer else RANKS)]
+            [*map(method.params_of_ranks, [ALONG] if recipe.axis else RANKS)]
         try:
-            step = recipe.step(Setup(("method",)))
+            step = recipe.step(attrs.evolve(method.alone(), ranks=1, along=1))
             if not isinstance(step, Step):
                 raise TypeError(f"it makes {step!r} of a step, and a transform makes a step")
         except Exception as error:
@@ -218,15 +244,17 @@ class Method:
             words = f"{type(error).__name__}: {error}{hint if recipe.is_itself else ''}"
             raise ValueError(f"holds: {method.name} does not run on one device: {words}") from error
         method = attrs.evolve(method, sums=step.sums and not method.counts_ranks)
-        if method.sums and recipe.outer:
-            raise ValueError(f"outer=True: {method.name} reduces gradients itself, and models are trained apart")
+        if method.sums and recipe.axis == "outer":
+            raise ValueError(f"axis='outer': {method.name} reduces gradients itself, and models are trained apart")
         sent: object = 0 if method.sends is None else method.sends(None if method.combines else 0, RANKS[0])
         if not isinstance(sent, Real):
             raise TypeError(f"sends: it gives {sent!r}, and not a number of bytes")
         try:
-            method.run(method.on(1))
+            method.run(method.alone())
         except Exception as error:
-            raise ValueError(f"holds: {method.name} does not run on one device: {type(error).__name__}: {error}") from error
+            what = f"the loss without {method.name}" if recipe.shares_model else method.name
+            hint = "; give one that does: Problem(plain=)" * recipe.shares_model
+            raise ValueError(f"holds: {what} does not run on one device: {type(error).__name__}: {error}{hint}") from error
         places = [attrs.evolve(method, order=place) for place in (["after", "before"] if order is None else [order])]
         trials = [place.trial() for place in places]
         best = max(range(len(places)), key=lambda index: trials[index][0])
@@ -241,7 +269,7 @@ class Method:
 
         0: raises an error with ``T.zero(1)``; 1: wrong with it; 2: wrong with the bf16 policy; 3: right.
         """
-        wanted = self.on(2 if self.counts_ranks else 1, steps=2)
+        wanted = self.on(2, steps=2) if self.counts_ranks else self.alone(steps=2)
         for score, parallel, within in ((1, ("T.zero(1)",), self.within), (2, (BF16, "T.zero(1)"), max(NEAR, self.within))):
             try:
                 words = self.differs(self.on(2, *parallel, steps=2), wanted, within)[1]

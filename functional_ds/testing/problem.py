@@ -49,10 +49,13 @@ class Problem:
         params: a pytree of tensors.
         loss: as for ``fds.train_step``.
         batches: whole batches, of which each rank gets its rows; the number of rows is a multiple of 12.
-        unused: a loss that does not use some of the leaves; None to skip the law "unused leaves".
+        unused: a loss that does not use some of the leaves; None to skip the law "unused leaves". With ``holds(axis=)`` it also
+            runs on one device, without the transform.
         layers: functions ``f(params, x) -> x`` as for ``pipelining.stages``, one for each entry of ``params``; None to skip the
             law "pipelines".
         error: the loss of the last layer's output, ``error(y, batch)``.
+        plain: with ``holds(axis=)``, a loss that computes on one device, without the transform, what ``loss`` does with it, as
+            ``F.linear`` does for ``fds.tp.row``; by default ``loss``.
 
     Raises:
         ValueError: the rows of a batch are not a multiple of 12, or there are no batches.
@@ -74,6 +77,7 @@ class Problem:
         lambda self: (_first, _second) if self.loss is _loss else None, takes_self=True
     )
     error: Callable[..., Any] | None = attrs.Factory(lambda self: _error if self.loss is _loss else None, takes_self=True)
+    plain: Callable[..., Any] | None = None
 
     def __attrs_post_init__(self) -> None:
         wrong = [rows_of(batch) for batch in self.batches if rows_of(batch) % DIVISOR or not rows_of(batch)]

@@ -25,6 +25,10 @@ from .same import same_or_nan
 
 STEPS = 3
 
+# The axes of a mesh that a method may have, as ``AxisRole`` names them: whether their ranks get the same rows, and whether
+# data-parallel transforms sum over them, too.
+AXES = {"outer": (False, False), "tp": (True, False), "pp": (True, False), "sp": (True, True), "ep": (False, True)}
+
 
 def mean_over_ranks(grads: Any, memory: Any, group: comm.Group) -> Any:
     """Averages gradients: ``T.replicated(reduce=mean_over_ranks)`` is plain data parallelism."""
@@ -51,23 +55,19 @@ class Setup:
         ranks: the number of simulated ranks.
         steps: the number of updates.
         loss: the loss of the problem: "loss", "unused", or "layers", whose ``stages`` a pipeline runs.
-        models: the number of models that ranks train apart, with equally many ranks each.
+        along: the number of ranks along the method's axis, or of models that ranks train apart.
     """
 
     transforms: tuple[str, ...] = ()
     ranks: int = 1
     steps: int = STEPS
     loss: str = "loss"
-    models: int = 1
-
-    def model(self, rank: int) -> int:
-        """The model that a rank trains."""
-        return rank * self.models // self.ranks
+    along: int = 1
 
     def __str__(self) -> str:
         where = f"{self.ranks} ranks" if self.ranks > 1 else "one device"
-        if 1 < self.models < self.ranks:
-            where = f"{self.models} models of {self.ranks // self.models} ranks"
+        if 1 < self.along < self.ranks:
+            where = f"a mesh of {self.along} x {self.ranks // self.along} ranks"
         return f"compose({', '.join(self.transforms)}), {where}, {self.steps} steps"
 
 
@@ -80,41 +80,53 @@ class Recipe:
         optimizer: makes the optimizer to combine with a transform; None for SGD with momentum.
         problem: the training problem.
         standard: whether that is ``Problem()``.
-        outer: whether ``make`` takes the outer axis of a mesh, along which models are trained apart.
+        axis: the axis of a mesh whose group ``make`` takes, one of ``AXES``; empty if it takes none.
     """
 
     make: Callable[..., Any]
     optimizer: Callable[[], Any] | None
     problem: Problem
     standard: bool = False
-    outer: bool = False
+    axis: str = ""
 
     @property
     def is_optimizer(self) -> bool:
         """Whether an optimizer is under test."""
-        return not self.outer and is_optimizer(self.make())
+        return not self.axis and is_optimizer(self.make())
 
     @property
     def is_itself(self) -> bool:
         """Whether a transform was given, and not a function that makes it."""
         return isinstance(self.make, partial) and self.make.func is _itself
 
-    def parts(self, *outer: comm.Group) -> tuple[Transform, Any]:
+    @property
+    def shares_model(self) -> bool:
+        """Whether the ranks along the axis train one model."""
+        return self.axis not in ("", "outer")
+
+    def parts(self, *groups: comm.Group) -> tuple[Transform, Any]:
         """The method as a transform and an optimizer."""
-        made = self.make(*outer)
-        if is_optimizer(made):
-            return compose(), made
-        return made, sgd(0.1, momentum=0.5) if self.optimizer is None else self.optimizer()
+        made = self.make(*groups)
+        return (compose(), made) if is_optimizer(made) else (made, self.rule())
+
+    def rule(self) -> Any:
+        """The optimizer below a transform."""
+        return sgd(0.1, momentum=0.5) if self.optimizer is None else self.optimizer()
 
     def step(self, setup: Setup) -> Step:
         """The composed step."""
         scope: dict[str, Any] = {"T": T, "mean_over_ranks": mean_over_ranks}
-        if self.outer:
-            scope["mesh"] = comm.mesh(outer=setup.models, inner=setup.ranks // setup.models)
+        groups: list[comm.Group] = []
+        if self.axis:
+            scope["mesh"] = mesh = comm.mesh(**{self.axis: setup.along, "dp": setup.ranks // setup.along})
+            groups = [mesh[self.axis], mesh["dp"]][: _arity(self.axis)]
         elif any("mesh" in text for text in setup.transforms):
             scope["mesh"] = comm.mesh(nodes=2, dp=setup.ranks // 2)
-        scope["method"], optimizer = self.parts(*([scope["mesh"]["outer"]] if self.outer else []))
-        loss = self.problem.loss if setup.loss == "loss" else self.problem.unused
+        with_method = "method" in setup.transforms or not self.axis
+        scope["method"], optimizer = self.parts(*groups) if with_method else (None, self.rule())
+        loss = self.problem.unused if setup.loss == "unused" else self.problem.loss
+        if setup.loss == "loss" and not with_method:
+            loss = self.problem.plain or loss
         if setup.loss == "layers":
             from functional_ds.pipelining.schedules.generators import one_f_one_b
             from functional_ds.pipelining.stages.from_functions import stages
@@ -126,11 +138,9 @@ class Recipe:
 
     def rows(self, setup: Setup, index: int) -> Any:
         """This rank's rows of a step's batch; the two ranks of a pipeline get the same."""
-        if setup.loss != "layers":
-            return self.problem.rows(index)
-        pipelines = max(1, setup.ranks // 2)
-        whole = self.problem.batches[index % len(self.problem.batches)]
-        return rows_of_rank(whole, comm.world().rank % pipelines, pipelines)
+        alike = 2 if setup.loss == "layers" else setup.along if self.axis and AXES[self.axis][0] else 1
+        parts = max(1, setup.ranks // alike)
+        return rows_of_rank(self.problem.batches[index % len(self.problem.batches)], comm.world().rank % parts, parts)
 
 
 def rows_of_rank(batch: Any, rank: int, ranks: int) -> Any:
@@ -173,19 +183,25 @@ def train(
     return step.params(state), losses, sent, step
 
 
-def factory_of(transform: Any, *, outer: bool = False) -> Callable[..., Any]:
+def _arity(axis: str) -> int:
+    """Of how many groups a method is a function: of experts' ranks, and of those with the same experts."""
+    return 2 if axis == "ep" else 1
+
+
+def factory_of(transform: Any, axis: str = "") -> Callable[..., Any]:
     """A function without arguments that makes the transform: ``transform`` itself if it is one, as ``partial(T.clip, 1.0)``.
 
-    With ``outer`` it is a function of a group.
+    With ``axis`` it is a function of a group.
 
     Raises:
         TypeError: ``transform`` is neither a transform, nor an optimizer, nor a function that makes one.
     """
-    if outer:
+    if axis:
+        wanted = ("one group", "two groups, ep and edp")[_arity(axis) - 1]
         try:
-            inspect.signature(transform).bind(None)
+            inspect.signature(transform).bind(*[None] * _arity(axis))
         except TypeError as error:
-            raise TypeError(f"outer=True: transform={transform!r} must be a function of one group: {error}") from None
+            raise TypeError(f"axis={axis!r}: transform={transform!r} must be a function of {wanted}: {error}") from None
         return transform  # type: ignore[no-any-return]
     if is_optimizer(transform):
         return partial(_itself, transform)
@@ -216,13 +232,13 @@ def name_of(make: Callable[[], Any]) -> str:
     return f"{inner.__name__}({', '.join(words)})"
 
 
-def imported(name: str, make: Callable[..., Any], *, outer: bool = False) -> str:
-    """Source lines that make the object of ``make``, or with ``outer`` a function of a group; a comment if it has no name."""
+def imported(name: str, make: Callable[..., Any], axis: str = "") -> str:
+    """Source lines that make the object of ``make``, or with ``axis`` a function of a group; a comment if it has no name."""
     inner: Any = make.func if isinstance(make, partial) else make
     importable = getattr(sys.modules.get(inner.__module__), inner.__name__, None) == inner
     if not importable or inner is _itself or inner.__module__ == "__main__":
         return f"# {name} = ..., as holds was given it"
     made = name_of(make)
-    if outer:
+    if axis:
         made = f"lambda *group: {made[:-1]}{'' if made.endswith('()') else ', '}*group)"
     return f"from {inner.__module__} import {inner.__name__}\n{name} = {made}"

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 import functional_ds as fds
-from functional_ds import comm, testing
+from functional_ds import comm, seq, testing
 from functional_ds import transforms as T
 from tests.step.worked import defined, worked
+from tests.testing import model_axes
 from tests.testing.wrong_methods import descent
 
-__all__ = ["METHODS", "Tested", "at_every_second", "trained_apart"]
+__all__ = ["METHODS", "SLICES", "Tested", "at_every_second", "trained_apart"]
 
 
 @attrs.frozen
@@ -326,7 +327,7 @@ EXAMPLES = {
     "shampoo": Tested(partial(of_page, "docs/optimizers.md", "shampoo"), {"problem": blocks()}, FLAT),
     "squashed": Tested(squashed, {"problem": flat()}, FLAT),
     "research gossip": Tested(gossip, {"by_ranks": partial(trained_apart, meet=with_neighbours)}, BY_RANKS),
-    "research diloco": Tested(partial(researched, "diloco", "diloco", 2), {"outer": True}, {"pipelines": "not applicable"}),
+    "research diloco": Tested(partial(researched, "diloco", "diloco", 2), {"axis": "outer"}, {"pipelines": "not applicable"}),
     "research dp_sgd": Tested(partial(researched, "dp_sgd", "dp_sgd", 0.5, 0.5), {"problem": flat()}, FLAT),
     "research noise_scale": Tested(noise_scale, {}, {"slots": "wrong"}),  # the rows of a micro-batch depend on the ranks
     "research own_zero": Tested(own_zero, {}, OWN_REDUCTION),
@@ -340,8 +341,52 @@ EXAMPLES = {
     ),
     "research streaming": Tested(
         partial(researched, "streaming_diloco", "streaming", 2, FRAGMENTS, delay=1, mix=0.5),
-        {"outer": True},
+        {"axis": "outer"},
         {"pipelines": "not applicable"},
     ),
 }
-METHODS = LIBRARY | {f"docs {name}": Tested(partial(documented, name), {}, DOCS.get(name, {})) for name in worked()} | EXAMPLES
+
+
+def over(name: str, problem: testing.Problem, sends: Callable[[int], int] | None = None) -> dict[str, Any]:
+    """What ``holds`` is told of a method over an axis of a model, which sends as many bytes along it in any stage."""
+    return {"axis": name, "problem": problem} | ({} if sends is None else {"sends": lambda stage, ranks: sends(ranks)})
+
+
+def exchanged(elements: int, times: int = 1) -> Callable[[int], int]:
+    """The bytes of a rank that sends (n - 1)/n of so many elements so many times."""
+    return lambda ranks: 4 * times * elements * (ranks - 1) // ranks
+
+
+ring = over("sp", model_axes.sequences(seq.ring), exchanged(12 * 8 * 8 * 2, 3))  # keys and values
+ulysses = over(
+    "sp", model_axes.sequences(partial(seq.ulysses, None)), lambda ranks: exchanged(12 * 8 * 8 * 4, 2)(ranks) // ranks
+)
+SLICES = {"up": "colwise", "bias": "colwise", "down": "rowwise"}
+NO_STAGES = {"pipelines": "not applicable"}
+OVER_AXES = {
+    "experts": Tested(model_axes.experts, over("ep", model_axes.mixture()), FLAT | {"replicated": "not applicable"}),
+    "pipeline": Tested(model_axes.pipeline, over("pp", model_axes.stage_problem()), FLAT | {"accumulate before": "refused"}),
+    "sequence ring": Tested(partial(T.sequence, layout="zigzag"), ring, FLAT),
+    "sequence ulysses": Tested(T.sequence, ulysses, FLAT),
+    "tensor_parallel": Tested(
+        partial(T.tensor_parallel, SLICES), over("tp", model_axes.tensors(), exchanged(24 * 4, 2)), NO_STAGES
+    ),
+    "tensor_parallel vocab": Tested(
+        partial(T.tensor_parallel, model_axes.vocabulary_plan), over("tp", model_axes.vocabulary()), FLAT
+    ),
+    "own features": Tested(
+        model_axes.features, over("tp", model_axes.flat_problem(), exchanged(24 * 4 + 64, 2)), FLAT
+    ),  # the sum, and gradients
+    "own positions": Tested(
+        model_axes.own_positions, over("sp", model_axes.prefix_problem(), lambda ranks: 4 * 12 * 4 * (ranks - 1)), FLAT
+    ),
+    "own slices": Tested(
+        model_axes.slices, over("tp", model_axes.flat_problem(model_axes.sliced_loss), exchanged(24 * 4, 2)), FLAT
+    ),
+}
+METHODS = (
+    LIBRARY
+    | OVER_AXES
+    | {f"docs {name}": Tested(partial(documented, name), {}, DOCS.get(name, {})) for name in worked()}
+    | EXAMPLES
+)

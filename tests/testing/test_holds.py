@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from functional_ds import transforms as T
 from functional_ds.comm.table.errors import CommError
 from functional_ds.testing.laws import LAWS
 from tests.planting import Bug, planted
-from tests.testing.methods import METHODS, at_every_second, trained_apart
+from tests.testing import model_axes
+from tests.testing.methods import METHODS, SLICES, at_every_second, trained_apart
+from tests.testing.wrong_axes import WRONG_OVER_AXES
 from tests.testing.wrong_methods import WRONG, centred, changed, descent, one_rank_sums, with_slot
 
 NAMES = [law.name for law in LAWS]
@@ -197,14 +200,36 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "within": (identity, {"within": -1}, ValueError, "within=-1 is not a tolerance of 0 or more"),
     "an argument": (partial(momentum_of, 0.1), {}, ValueError, r"momentum_of\(0.1\) does not run .* with all its arguments"),
     "a function": (T.clip, {}, ValueError, "clip does not run on one device: TypeError.* with all its arguments, as partial"),
-    "outer": (identity, {"outer": True}, TypeError, "outer=True: transform=.*must be a function of one group"),
-    "a sum of models": (partial(T.zero, 1), {"outer": True}, ValueError, r"outer=True: Zero\(1\) reduces gradients itself"),
+    "no axis": (identity, {"axis": "dp"}, ValueError, "axis='dp' is not an axis .*: outer, tp, pp, sp, ep"),
+    "an axis": (identity, {"axis": True}, ValueError, "axis=True is not an axis .*: outer, tp, pp, sp, ep"),
+    "a group": (identity, {"axis": "outer"}, TypeError, "axis='outer': transform=.*must be a function of one group"),
+    "two groups": (local_sgd_of_models, {"axis": "ep"}, TypeError, "axis='ep': .*must be a function of two groups, ep and edp"),
+    "a sum of models": (partial(T.zero, 1), {"axis": "outer"}, ValueError, r"axis='outer': Zero\(1\) reduces gradients itself"),
+    "an oracle of models": (
+        local_sgd_of_models,
+        {"axis": "outer", "oracle": descent},
+        ValueError,
+        "oracle: with axis='outer' ranks have a model each; pass by_ranks=",
+    ),
+    "models of one model": (
+        local_sgd_of_models,
+        {"axis": "sp", "by_ranks": trained_apart},
+        ValueError,
+        "by_ranks: with axis='sp' ranks have one model; pass oracle=",
+    ),
     "rows of models": (
         local_sgd_of_models,
-        {"outer": True, "problem": testing.Problem(batches=[torch.zeros(12, 5)])},
+        {"axis": "outer", "problem": testing.Problem(batches=[torch.zeros(12, 5)])},
         ValueError,
-        r"outer=True: two models divide a batch; give multiples of 24 rows, not \[12\]",
+        r"axis='outer': its ranks divide a batch, too; give multiples of 24 rows, not \[12\]",
     ),
+    "no plain loss": (
+        partial(T.tensor_parallel, SLICES),
+        {"axis": "tp", "problem": attrs.evolve(model_axes.tensors(), plain=None)},
+        ValueError,
+        r"the loss without tensor_parallel.* does not run on one device: .*; give one that does: Problem\(plain=\)",
+    ),
+    "no transform": (lambda group: 3, {"axis": "tp"}, ValueError, r"cannot be composed with T.zero\(1\): .*compose: 3 is not"),
     "law": (identity, {"only": ["stage"]}, ValueError, "there is no law 'stage'; the laws are oracle, ranks, stages"),
     "excuse": (identity, {"excused": {"stage": "no"}}, ValueError, "there is no law 'stage'"),
 }
@@ -304,18 +329,40 @@ OUTER = dict.fromkeys(("oracle", "pipelines", "bytes"), "not applicable")
 @pytest.mark.parametrize("law", NAMES)
 def test_a_method_over_an_outer_axis(law: str) -> None:
     """Models of two and three ranks in all stages are those of one rank, and of the oracle."""
-    result = testing.holds(local_sgd_of_models, outer=True, by_ranks=of_ranks, only=[law])[law]
+    result = testing.holds(local_sgd_of_models, axis="outer", by_ranks=of_ranks, only=[law])[law]
     assert result.outcome == OUTER.get(law, "ok"), str(result)
 
 
 @pytest.mark.parametrize("law", ["ranks", "stages", "slots", "checkpoints", "unused leaves"])
 def test_a_mean_over_the_world_in_place_of_the_models_is_found(law: str) -> None:
-    row = testing.holds(mean_of_the_world, outer=True, by_ranks=of_ranks, order="before", only=[law])[law]
+    row = testing.holds(mean_of_the_world, axis="outer", by_ranks=of_ranks, order="before", only=[law])[law]
     assert row.outcome == "wrong", str(row)
-    assert "group=mesh['inner']), T.apart(mesh['outer'])), 2 models of 2 ranks" in row.words
+    assert "group=mesh['dp']), T.apart(mesh['outer'])), a mesh of 2 x 2 ranks" in row.words
     if law == "stages":
         with pytest.raises(AssertionError, match="stages             wrong"):
             exec(row.program, {})
+
+
+# -- methods over an axis of a model -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WRONG_OVER_AXES)
+def test_wrong_methods_over_a_model_axis_are_caught(name: str) -> None:
+    """The program that it prints finds it, too."""
+    make, axis, law, options = WRONG_OVER_AXES[name]
+    table = testing.holds(make, axis=axis, only=[law], **options)
+    assert table.outcomes() == {law: "refused" if name == "unknown slices" else "wrong"}, str(table)
+    assert f", along {axis}, listed after T.zero" in table.title
+    with pytest.raises(AssertionError, match=f"{law} *(wrong|refused)"):
+        exec(table[law].program.replace(".check()", ".check(refusals=False)"), dict(options))
+
+
+def test_an_oracle_of_a_method_over_a_model_axis() -> None:
+    """On each rank of the axis."""
+    step = fds.train_step(model_axes.feature_loss, fds.sgd(0.1, momentum=0.5))
+    for oracle, outcome in ((step, "ok"), (lambda params, batches: params, "wrong")):
+        options = {"axis": "tp", "problem": model_axes.flat_problem(), "oracle": oracle, "only": ["oracle"]}
+        assert testing.holds(model_axes.features, **options).outcomes() == {"oracle": outcome}
 
 
 # -- bytes and oracles -------------------------------------------------------------------------------------------------------
@@ -360,15 +407,32 @@ def training() -> fds.Step:
     return fds.train_step(testing.Problem().loss, fds.sgd(0.1, momentum=0.5))
 
 
+OVER = "f\"'{axis}', 'dp'\" if AXES[axis][1] else \"'dp'\""
 EQUAL = "x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())"
 BUGS: list[tuple[Bug, Callable[[], None]]] = [
     (
-        Bug("all ranks train one model", "testing.recipe:Setup.model", "rank * self.models // self.ranks", "0"),
+        Bug("all ranks train one model", "testing.method:Method.model", "rank * setup.along // setup.ranks", "0"),
         partial(test_a_method_over_an_outer_axis, "ranks"),
     ),
     (
-        Bug("zero is over the world", "testing.method:Method.listed", "if self.recipe.outer: ...", ""),
+        Bug("zero is over the world", "testing.method:Method.listed", "if axis: ...", ""),
         partial(test_a_method_over_an_outer_axis, "stages"),
+    ),
+    (
+        Bug("ranks of a model get rows of their own", "testing.recipe:Recipe.rows", "AXES[self.axis][0]", "False"),
+        test_an_oracle_of_a_method_over_a_model_axis,
+    ),
+    (
+        Bug("zero does not sum over positions", "testing.method:Method.listed", OVER, "\"'dp'\""),
+        partial(test_wrong_methods_over_a_model_axis_are_caught, "neighbour alone"),
+    ),
+    (
+        Bug("a model is on two ranks alone", "testing.laws:_stages", "method.on(1, _ZERO[3], along=_WIDE)", "method.on(1)"),
+        partial(test_wrong_methods_over_a_model_axis_are_caught, "right on two ranks"),
+    ),
+    (
+        Bug("one device has the method", "testing.method:Method.alone", "if self.recipe.shares_model: ...", ""),
+        partial(test_wrong_methods_over_a_model_axis_are_caught, "results of own experts"),
     ),
     (
         Bug("NaN is not NaN", "testing.same:same_or_nan", EQUAL, "torch.equal(x, y)"),

@@ -55,7 +55,7 @@ def averaged(group: comm.Group) -> fds.Transform:
 def test_bugs_of_a_method_over_an_outer_axis() -> None:
     """Params grow with the number of models, whatever ranks they have; the oracle notices."""
     oracle = partial(trained_apart, meet=at_every_second)
-    found = testing.mutants(averaged, outer=True, by_ranks=oracle, only=["ranks", "donation"])
+    found = testing.mutants(averaged, axis="outer", by_ranks=oracle, only=["ranks", "donation"])
     assert [(bug.old, bug.new, bug.caught) for bug in found.rows] == [("x / group.size", "x * group.size", "ranks")]
 
 
