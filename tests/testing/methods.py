@@ -222,7 +222,7 @@ def over_world(page: str, name: str) -> Any:
     return defined(page)[name](comm.world())
 
 
-def layerwise() -> Any:
+def lars() -> Any:
     return fds.per_leaf(torch.zeros_like, defined("docs/optimizers.md")["lars"], lr=1.0)
 
 
@@ -309,6 +309,37 @@ def majority() -> fds.Transform:
     return T.replicated(reduce=defined("docs/phases.md")["majority"], name="majority")
 
 
+def matched(group: comm.Group) -> fds.Transform:
+    file = gallery("gossip")
+    return file.gossip(file.matching, group)  # type: ignore[no-any-return]
+
+
+def post_local_sgd(group: comm.Group) -> fds.Transform:
+    file = gallery("gossip")
+    return file.gossip(file.complete, group, every=3, until=1)  # type: ignore[no-any-return]
+
+
+def top_k_of_replicas() -> fds.Transform:
+    mesh = comm.mesh(replicas=comm.world().size, inner=1)
+    return fds.compose(T.zero(1, mesh["inner"]), researched("compression", "top_k_between", mesh["replicas"], 1.0))
+
+
+def outputs(params: Any, batch: Tensor) -> Tensor:
+    """Of the standard problem's model."""
+    for layer, own in zip(testing.Problem().layers or (), params, strict=True):
+        batch = layer(own, batch)
+    return batch
+
+
+def of_two(params: Any, batch: Tensor) -> Tensor:
+    return researched("ensemble", "of_members", flat_loss)(params, batch)  # type: ignore[no-any-return]
+
+
+def two_members() -> testing.Problem:
+    params = {path: torch.stack([leaf, leaf.flip(0)]) for path, leaf in flat().params.items()}
+    return testing.Problem(params=params, loss=of_two)
+
+
 FRAGMENTS = (("0.w", "1.scale"), ("0.b", "1.w", "1.b"))
 BY_RANKS = {
     **dict.fromkeys(("stages", "replicated", "clip before", "clip after", "slots"), "not applicable"),
@@ -319,12 +350,23 @@ EXAMPLES = {
     "ademamix": Tested(partial(of_page, "docs/quickstart-optimizer.md", "ademamix", 0.05)),
     "data_parallel": Tested(partial(over_world, "docs/phases.md", "data_parallel"), {}, OWN_REDUCTION),
     "galore": Tested(partial(of_page, "docs/optimizers.md", "galore")),
-    "lars": Tested(layerwise),
+    "lars": Tested(lars),
+    "layerwise": Tested(partial(of_page, "docs/optimizers.md", "layerwise", 0.05, 0.5, ("^0", "^1"))),
     "local_sgd": Tested(local_sgd, {"by_ranks": partial(trained_apart, meet=at_every_second)}, BY_RANKS),
     "majority": Tested(majority, {"by_ranks": partial(trained_apart, combine=by_majority)}, BY_RANKS | SIGNS),
     "round_robin": Tested(partial(over_world, "docs/phases.md", "round_robin"), {}, OWN_REDUCTION),
     "shampoo": Tested(partial(of_page, "docs/optimizers.md", "shampoo"), {"problem": blocks()}, FLAT),
     "squashed": Tested(squashed, {"problem": flat()}, FLAT),
+    "research asam": Tested(
+        partial(researched, "sharpness", "sam", 0.05, adaptive=True), {}, {"accumulate after": "wrong"}
+    ),
+    "research distilled": Tested(partial(researched, "teacher", "distilled", outputs, 0.5, 0.8), {}, {"pipelines": "refused"}),
+    "research ensemble": Tested(partial(researched, "ensemble", "clip_members", 2, 0.05), {"problem": two_members()}, FLAT),
+    "research matching": Tested(matched, {"outer": True}, {"pipelines": "not applicable"}),
+    "research post-local": Tested(post_local_sgd, {"outer": True}, {"pipelines": "not applicable"}),
+    "research sparsity": Tested(partial(researched, "sparsity", "sparsity")),
+    "research stale": Tested(partial(researched, "stale", "stale", 1)),
+    "research top_k": Tested(top_k_of_replicas, {}, OWN_REDUCTION),
     "research gossip": Tested(gossip, {"by_ranks": partial(trained_apart, meet=with_neighbours)}, BY_RANKS),
     "research diloco": Tested(partial(researched, "diloco", "diloco", 2), {"outer": True}, {"pipelines": "not applicable"}),
     "research dp_sgd": Tested(partial(researched, "dp_sgd", "dp_sgd", 0.5, 0.5), {"problem": flat()}, FLAT),
