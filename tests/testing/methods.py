@@ -305,8 +305,9 @@ def local_sgd() -> fds.Transform:
     return fds.compose(T.apart(comm.world()), T.every(2, average))
 
 
-def majority() -> fds.Transform:
-    return T.replicated(reduce=defined("docs/phases.md")["majority"], name="majority")
+def majority(stage: int | None = None) -> fds.Transform:
+    vote = defined("docs/phases.md")["majority"]
+    return T.replicated(reduce=vote, name="majority") if stage is None else T.zero(stage, aggregate=T.Combine(vote))
 
 
 def matched(group: comm.Group) -> fds.Transform:
@@ -354,12 +355,12 @@ EXAMPLES = {
     "layerwise": Tested(partial(of_page, "docs/optimizers.md", "layerwise", 0.05, 0.5, ("^0", "^1"))),
     "local_sgd": Tested(local_sgd, {"by_ranks": partial(trained_apart, meet=at_every_second)}, BY_RANKS),
     "majority": Tested(majority, {"by_ranks": partial(trained_apart, combine=by_majority)}, BY_RANKS | SIGNS),
+    "majority 3": Tested(partial(majority, 3), {"by_ranks": partial(trained_apart, combine=by_majority)}, BY_RANKS | SIGNS),
+    "power_sgd 3": Tested(partial(of_page, "docs/phases.md", "power_sgd", 1, 3), {}, OWN_REDUCTION | KEPT_BY_RANK),
     "round_robin": Tested(partial(over_world, "docs/phases.md", "round_robin"), {}, OWN_REDUCTION),
     "shampoo": Tested(partial(of_page, "docs/optimizers.md", "shampoo"), {"problem": blocks()}, FLAT),
     "squashed": Tested(squashed, {"problem": flat()}, FLAT),
-    "research asam": Tested(
-        partial(researched, "sharpness", "sam", 0.05, adaptive=True), {}, {"accumulate after": "wrong"}
-    ),
+    "research asam": Tested(partial(researched, "sharpness", "sam", 0.05, adaptive=True), {}, {"accumulate after": "wrong"}),
     "research distilled": Tested(partial(researched, "teacher", "distilled", outputs, 0.5, 0.8), {}, {"pipelines": "refused"}),
     "research ensemble": Tested(partial(researched, "ensemble", "clip_members", 2, 0.05), {"problem": two_members()}, FLAT),
     "research matching": Tested(matched, {"outer": True}, {"pipelines": "not applicable"}),
@@ -370,6 +371,9 @@ EXAMPLES = {
     "research gossip": Tested(gossip, {"by_ranks": partial(trained_apart, meet=with_neighbours)}, BY_RANKS),
     "research diloco": Tested(partial(researched, "diloco", "diloco", 2), {"outer": True}, {"pipelines": "not applicable"}),
     "research dp_sgd": Tested(partial(researched, "dp_sgd", "dp_sgd", 0.5, 0.5), {"problem": flat()}, FLAT),
+    "research mup": Tested(
+        partial(researched, "mup", "adam", 0.05, 64, scaled=True), {"problem": flat()}, FLAT | SIGNS
+    ),  # Adam's first update is a sign
     "research noise_scale": Tested(noise_scale, {}, {"slots": "wrong"}),  # the rows of a micro-batch depend on the ranks
     "research own_zero": Tested(own_zero, {}, OWN_REDUCTION),
     "research power_sgd": Tested(partial(researched, "compression", "power_sgd", 8), {}, OWN_REDUCTION | KEPT_BY_RANK),
