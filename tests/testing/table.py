@@ -6,7 +6,8 @@ Outcomes are those that the tests check; seconds are those of ``benchmarks/holds
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 from functional_ds.testing.laws import LAWS
 from tests.testing.methods import METHODS
@@ -18,10 +19,25 @@ from tests.testing.wrong_methods import WRONG
 MEASURED = TOP / "benchmarks/results/holds.json"
 
 
-def seconds() -> Mapping[str, float]:
-    """How long ``holds`` takes for each method, as it was measured last."""
-    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["methods"] if MEASURED.exists() else {}
-    return {name: row["wall"] for name, row in rows.items()}
+def measured() -> dict[str, Any]:
+    """What the benchmark has written, if it was run."""
+    return json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {"methods": {}}
+
+
+def seconds() -> dict[str, float]:
+    """How long ``holds`` takes for each method."""
+    return {name: row["wall"] for name, row in measured()["methods"].items()}
+
+
+def took() -> str:
+    """The machine, the date and the longest table, in a sentence."""
+    found, each = measured(), seconds()
+    if not each:
+        return ""
+    where, longest = found["machine"], max(each, key=lambda name: each[name])
+    machine = f"{where['cores']} cores ({where['machine']}, torch {where['torch']}, {found['date']}, `benchmarks/holds.py`)"
+    total = f"{sum(each.values()):.0f} for {len(each)} methods, {each[longest]:.0f} at most ({longest})"
+    return f"\nSeconds are those of a whole table on {machine}: {total}; the goal is {found['goal']:.0f}.\n"
 
 
 def rows_of(name: str, outcome: str) -> list[str]:
@@ -42,28 +58,31 @@ def published() -> str:
         found = [(word, [law for name in method.tested for law in rows_of(name, word)]) for word in ("refused", "wrong")]
         return method.instead or "; ".join(f"{', '.join(dict.fromkeys(laws))} {word}" for word, laws in found if laws) or "ok"
 
-    took = seconds()
+    each = seconds()
     return table(
         "| method | code | lines | written with | right in stages | `holds` | seconds |",
         *(
             f"| {method.name} | {', '.join(place(*each) for each in method.places())} | {method.lines} "
             f"| {', '.join(f'`{name}`' for name in method.uses)} | {method.stages} | {outcome(method)} "
-            f"| {', '.join(f'{took[name]:.0f}' for name in method.tested if name in took)} |"
+            f"| {', '.join(f'{each[name]:.0f}' for name in method.tested if name in each)} |"
             for method in PUBLISHED
         ),
     )
 
 
 def methods() -> str:
-    took = seconds()
-    return table(
-        "| method | ok | not applicable | refused | wrong | seconds |",
-        *(
-            f"| {name} | {len(rows_of(name, 'ok'))} | {len(rows_of(name, 'not applicable'))} "
-            f"| {', '.join(rows_of(name, 'refused'))} | {', '.join(rows_of(name, 'wrong'))} "
-            f"| {f'{took[name]:.0f}' if name in took else ''} |"
-            for name in METHODS
-        ),
+    each = seconds()
+    return (
+        table(
+            "| method | ok | not applicable | refused | wrong | seconds |",
+            *(
+                f"| {name} | {len(rows_of(name, 'ok'))} | {len(rows_of(name, 'not applicable'))} "
+                f"| {', '.join(rows_of(name, 'refused'))} | {', '.join(rows_of(name, 'wrong'))} "
+                f"| {f'{each[name]:.0f}' if name in each else ''} |"
+                for name in METHODS
+            ),
+        )
+        + took()
     )
 
 
