@@ -280,6 +280,16 @@ def at_every_second(own: list[list[Tensor]], count: int) -> list[list[Tensor]]:
     return own if count % 2 else [means for _ in own]
 
 
+def in_pairs(own: list[list[Tensor]], count: int) -> list[list[Tensor]]:
+    """A matching of two workers is their mean."""
+    return at_every_second(own, 2)
+
+
+def post_local(own: list[list[Tensor]], count: int) -> list[list[Tensor]]:
+    """In the first update, and in every third."""
+    return own if count > 1 and count % 3 else at_every_second(own, 2)
+
+
 def with_neighbours(own: list[list[Tensor]], count: int) -> list[list[Tensor]]:
     n = len(own)
     around = [(own[(rank - 1) % n], own[rank], own[(rank + 1) % n]) for rank in range(n)]
@@ -363,8 +373,12 @@ EXAMPLES = {
     "research asam": Tested(partial(researched, "sharpness", "sam", 0.05, adaptive=True), {}, {"accumulate after": "wrong"}),
     "research distilled": Tested(partial(researched, "teacher", "distilled", outputs, 0.5, 0.8), {}, {"pipelines": "refused"}),
     "research ensemble": Tested(partial(researched, "ensemble", "clip_members", 2, 0.05), {"problem": two_members()}, FLAT),
-    "research matching": Tested(matched, {"outer": True}, {"pipelines": "not applicable"}),
-    "research post-local": Tested(post_local_sgd, {"outer": True}, {"pipelines": "not applicable"}),
+    "research matching": Tested(
+        matched, {"outer": True, "by_ranks": partial(trained_apart, meet=in_pairs)}, {"pipelines": "not applicable"}
+    ),
+    "research post-local": Tested(
+        post_local_sgd, {"outer": True, "by_ranks": partial(trained_apart, meet=post_local)}, {"pipelines": "not applicable"}
+    ),
     "research sparsity": Tested(partial(researched, "sparsity", "sparsity")),
     "research stale": Tested(partial(researched, "stale", "stale", 1)),
     "research top_k": Tested(top_k_of_replicas, {}, OWN_REDUCTION),
