@@ -2,8 +2,8 @@
 
 Each rank sends less than its gradient, and adds what it has left out to its next one (error feedback): two thin factors of
 each matrix (PowerSGD, Vogels et al. 2019, arXiv:1905.13727), or the largest elements (top-k, Stich et al. 2018,
-arXiv:1809.07599). Or it sends a sign an element, and the majority decides (signSGD, Bernstein et al. 2018, arXiv:1810.05291).
-The bytes are the ledger's.
+arXiv:1809.07599), which can go between replicas, each with ZeRO over its own ranks. Or it sends a sign an element, and the
+majority decides (signSGD, Bernstein et al. 2018, arXiv:1810.05291). The bytes are the ledger's.
 
 Law: factors of full rank and all elements give the plain mean of the gradients; with loss, all ranks still have equal bits; a
 vote of two ranks moves only where both agree.
@@ -18,6 +18,7 @@ from torch import Tensor
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
+from functional_ds.step import Axis, AxisRole
 
 
 def power_sgd(rank: int) -> fds.Transform:
@@ -43,6 +44,25 @@ def power_sgd(rank: int) -> fds.Transform:
         return [grad for grad, _ in found], [kept for _, kept in found]
 
     return T.replicated(reduce=reduce, init=init, slot="power_sgd", name=f"power_sgd({rank})")
+
+
+def top_k_between(replicas: comm.Group, keep: float) -> fds.Transform:
+    """Sums the largest elements of what each replica's ``T.zero`` has summed. In stages 1 to 3 those are of a shard."""
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        state = inner(step, params)
+        return state.put(top_k=[torch.zeros_like(leaf) for leaf in step.trained(state)])
+
+    def reduce(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        state, grads = inner(step, state, grads)
+        owed = [grad.view_as(old) + old for grad, old in zip(grads.sum, state.slots["top_k"], strict=True)]
+        least = [x.abs().flatten().topk(max(1, round(keep * x.numel()))).values[-1] for x in owed]
+        sent = [torch.where(x.abs() < limit, 0, x) for x, limit in zip(owed, least, strict=True)]
+        state = state.put(top_k=[x - part for x, part in zip(owed, sent, strict=True)])
+        return state, fds.Weighted(comm.all_reduce(sent, replicas), grads.weight)
+
+    axes = [Axis(replicas, AxisRole.BATCH, summed_in="reduce")]
+    return fds.wrap(f"top_k({keep})", slot="top_k", axes=axes, init=init, reduce=reduce)
 
 
 def vote() -> fds.Transform:
@@ -73,6 +93,16 @@ def law() -> None:
     for lossy in (power_sgd(1), T.compressed_gradients(comm.codecs.TopK(0.1)), vote()):
         one, other = comm.simulate(program, lossy, world_size=2)
         assert all(torch.equal(one[path], other[path]) for path in first())
+
+    def between(stage: int, keep: float) -> Any:
+        mesh = comm.mesh(replicas=2, inner=2)
+        return program(fds.compose(T.zero(stage, mesh["inner"]), top_k_between(mesh["replicas"], keep)))
+
+    for stage in range(4):
+        for found in comm.simulate(between, stage, 1.0, world_size=4):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        lossy_runs = comm.simulate(between, stage, 0.1, world_size=4)
+        assert all(torch.equal(lossy_runs[0][path], run[path]) for run in lossy_runs for path in wanted)
 
     def slopes() -> dict[str, Tensor]:
         params = {path: leaf.requires_grad_() for path, leaf in first().items()}

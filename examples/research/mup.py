@@ -37,11 +37,15 @@ def loss_fn(params: Any, batch: Batch) -> Tensor:
     return torch.nn.functional.cross_entropy(logits(params, batch[0]), batch[1])
 
 
+def adam(rate: Any, width: int, *, scaled: bool) -> Any:
+    """Adam; ``scaled``: of muP, by which the rate of matrices whose input is as wide as the model falls with the width."""
+    narrow = rate * (BASE / width if scaled else 1.0)
+    return fds.param_groups({"middle|head": fds.adam(narrow)}, fds.adam(rate))
+
+
 def trained(rate: Tensor, width: int, steps: int, *, scaled: bool) -> Any:
     """The step, and its state after some steps at a learning rate."""
-    narrow = rate * (BASE / width if scaled else 1.0)
-    rule = fds.param_groups({"middle|head": fds.adam(narrow)}, fds.adam(rate))
-    step = fds.differentiable(fds.train_step(loss_fn, rule))
+    step = fds.differentiable(fds.train_step(loss_fn, adam(rate, width, scaled=scaled)))
     state = step.init(start(width, scaled=scaled))
     for index in range(steps):
         state, _ = step(state, rows(index))

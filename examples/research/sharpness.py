@@ -1,9 +1,10 @@
 """Sharpness-aware minimisation: SAM finds flatter minima than SGD, measured by the Hessian's largest eigenvalue.
 
-SAM (Foret et al. 2021, arXiv:2010.01412) takes the gradient at the params moved by rho along their own gradient. It is one
-phase, and knows nothing of the shards of ZeRO.
+SAM (Foret et al. 2021, arXiv:2010.01412) takes the gradient at the params moved by rho along their own gradient. ASAM (Kwon et
+al. 2021, arXiv:2102.11600) measures the move of each param by its size. It is one phase, and knows nothing of the shards of
+ZeRO.
 
-Law: with rho = 0 it is SGD; in ZeRO-3 on two ranks it is SAM on one device.
+Law: with rho = 0 it is SGD; SAM and ASAM in ZeRO-3 on two ranks are those of plain PyTorch.
 """
 
 from typing import Any
@@ -16,15 +17,18 @@ from functional_ds import comm
 from functional_ds import transforms as T
 
 
-def sam(rho: float) -> fds.Transform:
-    """Put ``accumulate`` before it, so that it sees the whole batch."""
+def sam(rho: float, *, adaptive: bool = False) -> fds.Transform:
+    """SAM, or ASAM if ``adaptive``. Put ``accumulate`` before it, so that it sees the whole batch."""
 
     def gradients(inner: Any, step: fds.Step, state: fds.State, batch: Any, carry: Any, last: bool) -> Any:
         after, first, metrics = inner(step, state, batch, None, True)
         reduced, first = step.reduce(after, first)  # sums over all ranks
-        length = rho / step.norm(reduced, first.sum)
-        pairs = zip(step.trained(state), first.sum, strict=True)
-        there = step.with_trained(state, [leaf + length * grad.view_as(leaf) for leaf, grad in pairs])
+        leaves = step.trained(state)
+        sizes = [leaf.abs() + 0.01 if adaptive else torch.ones_like(leaf) for leaf in leaves]
+        slopes = [size * grad.view_as(size) for size, grad in zip(sizes, first.sum, strict=True)]
+        length = rho / step.norm(reduced, slopes)
+        moved = [leaf + length * size * slope for leaf, size, slope in zip(leaves, sizes, slopes, strict=True)]
+        there = step.with_trained(state, moved)
         _, second, _ = inner(step, there, batch, carry, last)
         return after, second, metrics
 
@@ -46,6 +50,24 @@ def sharpness(params: Any, rounds: int) -> float:
     return size.item()
 
 
+def oracle(steps: int, lr: float, rho: float, *, adaptive: bool) -> Any:
+    """The params after some updates."""
+
+    def slopes(params: Any, batch: Any) -> Any:
+        leaves = {path: leaf.detach().requires_grad_() for path, leaf in params.items()}
+        return dict(zip(leaves, torch.autograd.grad(loss_fn(leaves, batch), [*leaves.values()]), strict=True))
+
+    params = first()
+    for index in range(steps):
+        batch = rows(index, rank=0, size=1)
+        sizes = {path: leaf.abs() + 0.01 if adaptive else torch.ones(()) for path, leaf in params.items()}
+        scaled = {path: sizes[path] * grad for path, grad in slopes(params, batch).items()}
+        norm = torch.cat([grad.flatten() for grad in scaled.values()]).norm()
+        there = {path: leaf + rho / norm * sizes[path] * scaled[path] for path, leaf in params.items()}
+        params = {path: params[path] - lr * grad for path, grad in slopes(there, batch).items()}
+    return params
+
+
 def law() -> None:
     """SAM by zero is SGD, and ZeRO changes nothing."""
 
@@ -53,8 +75,10 @@ def law() -> None:
         return train(*strategy, optimizer=fds.sgd(0.3), steps=2)[0]
 
     torch.testing.assert_close(program(sam(0.0)), program(), rtol=1e-5, atol=1e-6)
-    for params in comm.simulate(program, T.zero(3), sam(0.1), world_size=2):
-        torch.testing.assert_close(params, program(sam(0.1)), rtol=1e-4, atol=1e-5)
+    for adaptive in (False, True):
+        wanted = oracle(2, 0.3, 0.1, adaptive=adaptive)
+        for params in comm.simulate(program, T.zero(3), sam(0.1, adaptive=adaptive), world_size=2):
+            torch.testing.assert_close(params, wanted, rtol=1e-4, atol=1e-5)
 
 
 def main(steps: int = 200, rounds: int = 12) -> str:

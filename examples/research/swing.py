@@ -1,10 +1,12 @@
-"""Swing all-reduce: messages, bytes and the busiest link, compared with the ring and halving-doubling.
+"""Swing all-reduce: messages, bytes and the busiest link, compared with the ring, halving-doubling and a torus.
 
 In round i of swing each rank exchanges with a peer 1, 1, 3, 5, 11, ... ranks away, alternately to the left and to the right
 (De Sensi et al. 2024, arXiv:2401.09356). It needs log2 n rounds as halving-doubling does, whose peers are 1, 2, 4, 8, ... away:
-on a network that is a ring or a torus its messages cross fewer links.
+on a network that is a ring or a torus its messages cross fewer links. The all-reduce of a 2D torus (Mikami et al. 2018,
+arXiv:1811.05233) goes along rows, columns and rows.
 
-Law: it is an all-reduce with equal bits on all ranks; each rank sends 2 log2 n messages and 2 (n - 1) / n of the value.
+Law: both are all-reduces with equal bits on all ranks; in swing each rank sends 2 log2 n messages and 2 (n - 1) / n of the
+value.
 """
 
 from collections.abc import Callable
@@ -49,6 +51,13 @@ def swing(x: Tensor) -> Tensor:
     return flat.flatten()[: x.numel()].view(x.shape)
 
 
+def torus(x: Tensor, rows: comm.Group, columns: comm.Group) -> Tensor:
+    """The sum over a mesh of two axes: each rank of a row sums its part of the row's values along its column."""
+    flat = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % rows.size))
+    total = comm.all_gather(comm.all_reduce(comm.reduce_scatter(flat, rows), columns), rows)
+    return total[: x.numel()].view(x.shape)
+
+
 def counted(n: int, numel: int) -> tuple[int, int]:
     """Messages and bytes of one rank, counted on shapes."""
 
@@ -63,15 +72,17 @@ def counted(n: int, numel: int) -> tuple[int, int]:
 def law() -> None:
     """The sum, its bits, and what it sends."""
 
-    def program() -> tuple[Tensor, Tensor]:
+    def program() -> tuple[Tensor, Tensor, Tensor]:
         x = torch.randn(11, generator=torch.Generator().manual_seed(comm.world().rank))
-        return swing(x), comm.all_reduce(x)
+        mesh = comm.mesh(rows=2, columns=comm.world().size // 2)
+        return swing(x), torus(x, mesh["rows"], mesh["columns"]), comm.all_reduce(x)
 
     for n in (2, 4, 8):
         found = comm.simulate(program, world_size=n)
-        for ours, sums in found:
-            torch.testing.assert_close(ours, sums)
-            assert torch.equal(ours, found[0][0])
+        for *ours, sums in found:
+            for x, other in zip(ours, found[0], strict=False):
+                torch.testing.assert_close(x, sums)
+                assert torch.equal(x, other)
         rounds = n.bit_length() - 1
         assert counted(n, 64) == (2 * rounds, 2 * (n - 1) * 64 * 4 // n)
 

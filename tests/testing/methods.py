@@ -223,7 +223,7 @@ def over_world(page: str, name: str) -> Any:
     return defined(page)[name](comm.world())
 
 
-def layerwise() -> Any:
+def lars() -> Any:
     return fds.per_leaf(torch.zeros_like, defined("docs/optimizers.md")["lars"], lr=1.0)
 
 
@@ -281,6 +281,16 @@ def at_every_second(own: list[list[Tensor]], count: int) -> list[list[Tensor]]:
     return own if count % 2 else [means for _ in own]
 
 
+def in_pairs(own: list[list[Tensor]], count: int) -> list[list[Tensor]]:
+    """A matching of two workers is their mean."""
+    return at_every_second(own, 2)
+
+
+def post_local(own: list[list[Tensor]], count: int) -> list[list[Tensor]]:
+    """In the first update, and in every third."""
+    return own if count > 1 and count % 3 else at_every_second(own, 2)
+
+
 def with_neighbours(own: list[list[Tensor]], count: int) -> list[list[Tensor]]:
     n = len(own)
     around = [(own[(rank - 1) % n], own[rank], own[(rank + 1) % n]) for rank in range(n)]
@@ -306,8 +316,40 @@ def local_sgd() -> fds.Transform:
     return fds.compose(T.apart(comm.world()), T.every(2, average))
 
 
-def majority() -> fds.Transform:
-    return T.replicated(reduce=defined("docs/phases.md")["majority"], name="majority")
+def majority(stage: int | None = None) -> fds.Transform:
+    vote = defined("docs/phases.md")["majority"]
+    return T.replicated(reduce=vote, name="majority") if stage is None else T.zero(stage, aggregate=T.Combine(vote))
+
+
+def matched(group: comm.Group) -> fds.Transform:
+    file = gallery("gossip")
+    return file.gossip(file.matching, group)  # type: ignore[no-any-return]
+
+
+def post_local_sgd(group: comm.Group) -> fds.Transform:
+    file = gallery("gossip")
+    return file.gossip(file.complete, group, every=3, until=1)  # type: ignore[no-any-return]
+
+
+def top_k_of_replicas() -> fds.Transform:
+    mesh = comm.mesh(replicas=comm.world().size, inner=1)
+    return fds.compose(T.zero(1, mesh["inner"]), researched("compression", "top_k_between", mesh["replicas"], 1.0))
+
+
+def outputs(params: Any, batch: Tensor) -> Tensor:
+    """Of the standard problem's model."""
+    for layer, own in zip(testing.Problem().layers or (), params, strict=True):
+        batch = layer(own, batch)
+    return batch
+
+
+def of_two(params: Any, batch: Tensor) -> Tensor:
+    return researched("ensemble", "of_members", flat_loss)(params, batch)  # type: ignore[no-any-return]
+
+
+def two_members() -> testing.Problem:
+    params = {path: torch.stack([leaf, leaf.flip(0)]) for path, leaf in flat().params.items()}
+    return testing.Problem(params=params, loss=of_two)
 
 
 FRAGMENTS = (("0.w", "1.scale"), ("0.b", "1.w", "1.b"))
@@ -320,15 +362,33 @@ EXAMPLES = {
     "ademamix": Tested(partial(of_page, "docs/quickstart-optimizer.md", "ademamix", 0.05)),
     "data_parallel": Tested(partial(over_world, "docs/phases.md", "data_parallel"), {}, OWN_REDUCTION),
     "galore": Tested(partial(of_page, "docs/optimizers.md", "galore")),
-    "lars": Tested(layerwise),
+    "lars": Tested(lars),
+    "layerwise": Tested(partial(of_page, "docs/optimizers.md", "layerwise", 0.05, 0.5, ("^0", "^1"))),
     "local_sgd": Tested(local_sgd, {"by_ranks": partial(trained_apart, meet=at_every_second)}, BY_RANKS),
     "majority": Tested(majority, {"by_ranks": partial(trained_apart, combine=by_majority)}, BY_RANKS | SIGNS),
+    "majority 3": Tested(partial(majority, 3), {"by_ranks": partial(trained_apart, combine=by_majority)}, BY_RANKS | SIGNS),
+    "power_sgd 3": Tested(partial(of_page, "docs/phases.md", "power_sgd", 1, 3), {}, OWN_REDUCTION | KEPT_BY_RANK),
     "round_robin": Tested(partial(over_world, "docs/phases.md", "round_robin"), {}, OWN_REDUCTION),
     "shampoo": Tested(partial(of_page, "docs/optimizers.md", "shampoo"), {"problem": blocks()}, FLAT),
     "squashed": Tested(squashed, {"problem": flat()}, FLAT),
+    "research asam": Tested(partial(researched, "sharpness", "sam", 0.05, adaptive=True), {}, {"accumulate after": "wrong"}),
+    "research distilled": Tested(partial(researched, "teacher", "distilled", outputs, 0.5, 0.8), {}, {"pipelines": "refused"}),
+    "research ensemble": Tested(partial(researched, "ensemble", "clip_members", 2, 0.05), {"problem": two_members()}, FLAT),
+    "research matching": Tested(
+        matched, {"outer": True, "by_ranks": partial(trained_apart, meet=in_pairs)}, {"pipelines": "not applicable"}
+    ),
+    "research post-local": Tested(
+        post_local_sgd, {"outer": True, "by_ranks": partial(trained_apart, meet=post_local)}, {"pipelines": "not applicable"}
+    ),
+    "research sparsity": Tested(partial(researched, "sparsity", "sparsity")),
+    "research stale": Tested(partial(researched, "stale", "stale", 1)),
+    "research top_k": Tested(top_k_of_replicas, {}, OWN_REDUCTION),
     "research gossip": Tested(gossip, {"by_ranks": partial(trained_apart, meet=with_neighbours)}, BY_RANKS),
     "research diloco": Tested(partial(researched, "diloco", "diloco", 2), {"axis": "outer"}, {"pipelines": "not applicable"}),
     "research dp_sgd": Tested(partial(researched, "dp_sgd", "dp_sgd", 0.5, 0.5), {"problem": flat()}, FLAT),
+    "research mup": Tested(
+        partial(researched, "mup", "adam", 0.05, 64, scaled=True), {"problem": flat()}, FLAT | SIGNS
+    ),  # Adam's first update is a sign
     "research noise_scale": Tested(noise_scale, {}, {"slots": "wrong"}),  # the rows of a micro-batch depend on the ranks
     "research own_zero": Tested(own_zero, {}, OWN_REDUCTION),
     "research power_sgd": Tested(partial(researched, "compression", "power_sgd", 8), {}, OWN_REDUCTION | KEPT_BY_RANK),

@@ -23,7 +23,7 @@ from functional_ds.comm.table import (
     request,
 )
 
-__all__ = ["WRONG", "plain", "right"]
+__all__ = ["SAYS", "WRONG", "plain", "right"]
 
 
 def over_gloo(group: Communicator, payload: Tensor, options: Options, factor: float = 2.0) -> Prepared:
@@ -73,6 +73,13 @@ ROWS = {
     "processes": attrs.evolve(SHIFT, gloo=partial(over_gloo, factor=3.0)),
     "bytes": attrs.evolve(SHIFT, volume=lambda leaf, here: 2 * leaf.numel()),
 }
+SAYS = {
+    "adjoint": "Is its own transpose.",
+    "second adjoint": "Is not the transpose of its transpose.",
+    "shapes": "Has other shapes on shapes alone.",
+    "processes": "Computes something else between processes.",
+    "bytes": "Counts twice what it sends.",
+}
 
 
 @collective
@@ -85,12 +92,14 @@ def of_row(x: Any, group: Any = None, *, name: str) -> Any:
 
 @collective
 def starts_another(x: Any, group: Any = None) -> Any:
+    """Starts another exchange than it calls."""
     there, back = (request(Call(SHIFT, {"by": by}), x, group) for by in (1, -1))
     return Request(there.run, back.start)
 
 
 @composed
 def writes(x: Any, group: Any = None) -> Any:
+    """Writes into its input."""
     with torch.no_grad():
         tree.map(lambda leaf: leaf.mul_(2), x)
     return right(x, group)
@@ -98,27 +107,32 @@ def writes(x: Any, group: Any = None) -> Any:
 
 @composed
 def mixes_leaves(x: Any, group: Any = None) -> Any:
+    """Exchanges the leaves of a tree."""
     leaves, spec = tree.flatten(x)
     return right(tree.unflatten(spec, leaves[::-1]), group)
 
 
 @composed
 def reads_storage(x: Tensor, group: Any = None) -> Any:
+    """Takes each tensor for contiguous."""
     return right(torch.as_strided(x, x.shape, torch.empty(x.shape).stride()), group)
 
 
 @composed
 def fills_empty(x: Tensor, group: Any = None) -> Any:
+    """Gives an element for an empty tensor."""
     return right(x if x.numel() else x.new_zeros(1), group)
 
 
 @composed
 def always_fp32(x: Tensor, group: Any = None) -> Any:
+    """Gives fp32 for every dtype."""
     return right(x.float(), group)
 
 
 @composed
 def reads_values(x: Tensor, group: Any = None) -> Any:
+    """Reads values in Python, which cannot be traced."""
     return right(x if x.sum().item() > -1e9 else -x, group)
 
 

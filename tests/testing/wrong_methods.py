@@ -313,7 +313,7 @@ def stale_constant() -> fds.Transform:
 
 
 def chatty() -> fds.Transform:
-    """Sends a gradient that nobody needs."""
+    """Sends a number that no rank needs."""
 
     def change(step: fds.Step, state: fds.State, grads: fds.Weighted) -> fds.Weighted:
         comm.all_reduce(grads.weight.clone())
