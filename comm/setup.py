@@ -104,8 +104,8 @@ def init_distributed(
         backend: "gloo", "nccl", or "cpu:gloo,cuda:nccl". None chooses the last one if there are GPUs, else Gloo.
         world_size: the number of processes; None reads WORLD_SIZE.
         rank: this process's rank; None reads RANK.
-        init_method: where the processes meet: "tcp://host:port", "file:///path", or "env://" for MASTER_ADDR and MASTER_PORT,
-            the default.
+        init_method: where the processes meet: ``"tcp://host:port"``, ``"file:///path"``, or ``"env://"`` for MASTER_ADDR and
+            MASTER_PORT, the default.
         timeout: for joining, and for each message.
         store: a torch store in which the processes meet, instead of ``init_method``.
         ranks_per_node: how many consecutive ranks share a node, the same on all ranks; None reads LOCAL_WORLD_SIZE, or else

@@ -1,4 +1,5 @@
 """Runs the commands of command-line.md and jobs.md and prints the pages with their outputs; ``--write`` writes them.
+Names of pictures draw these alone: ``docs/command_line.py report``.
 
 A block of the language ``console`` has lines ``$ functional-ds ...``; what follows each is its output.
 """
@@ -11,7 +12,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -86,13 +87,14 @@ class _Terminal(io.StringIO):
         return True
 
 
-def draw(page: str) -> None:
+def draw(page: str, names: Iterable[str] = PICTURES) -> None:
     """The pictures: what rich shows on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
     with files_of_the_page(page):
-        for name, line in PICTURES.items():
+        for name in names:
+            line = PICTURES[name]
             shown, width = _Terminal(), WIDTHS.get(name, 118)
             os.environ.update(FORCE_COLOR="1", COLUMNS=str(width), TERM="xterm-256color")
             with contextlib.redirect_stdout(shown):
@@ -104,16 +106,17 @@ def draw(page: str) -> None:
 
 
 def main() -> None:
-    """Prints the pages, or writes them."""
+    """Prints the pages, or writes them, or draws pictures."""
     pages = [page.read_text(encoding="utf-8") for page in PAGES]
+    if sys.argv[1:] and sys.argv[1:] != ["--write"]:
+        return draw(pages[0], sys.argv[1:])
     for path, page in zip(PAGES, pages, strict=True):
         found = written(page, files=pages[0])
         if sys.argv[1:] == ["--write"]:
             path.write_text(found, encoding="utf-8")
         else:
             print(found, end="")
-    if sys.argv[1:] == ["--write"]:
-        draw(pages[0])
+    return draw(pages[0]) if sys.argv[1:] else None
 
 
 if __name__ == "__main__":

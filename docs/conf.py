@@ -43,7 +43,7 @@ KEYWORDS = {
     "migrating": "ddp, fsdp2, megatron, megatron-lm, torchtitan, jax, optax, comparison",
     "zero": (
         "zero, zero-1, zero-2, zero-3, fsdp, hsdp, zero++, mics, mixed precision, loss scaling, bf16, fp16, amp, "
-        "8-bit, int8, quantization"
+        "8-bit, int8, quantization, overlap, prefetch"
     ),
     "remat": (
         "gradient checkpointing, activation checkpointing, recomputation, offload, cpu offload, offloading, nvme, "
@@ -51,10 +51,10 @@ KEYWORDS = {
     ),
     "optimizers": (
         "optimizers, learning rate schedule, learning rate scheduler, warmup, ema, muon, shampoo, soap, galore, "
-        "adamw, weight decay, param groups"
+        "adamw, weight decay, param groups, parameter groups"
     ),
     "cheat-sheet": "cheat sheet, glossary, gradient accumulation, gradient clipping",
-    "pipelines": "pipeline parallelism, 1f1b, zero bubble, interleaved, dualpipe, micro-batches",
+    "pipelines": "pipeline, pipeline parallelism, 1f1b, zero bubble, interleaved, dualpipe, micro-batches",
     "tensor-parallel": "tensor parallelism, tensor parallel",
     "sequence-parallel": (
         "context parallel, context parallelism, sequence parallel, sequence parallelism, ring attention, ulysses, long context"
@@ -67,9 +67,9 @@ KEYWORDS = {
     "jobs": "launcher, torchrun, slurm, kubernetes, ray, multi-node, job file",
     "jit": "torch.compile, compile, compilation, inductor",
     "profile": "profiler, profiling, mfu, flops, memory estimate, memory",
-    "troubleshooting": "faq, error messages, nan, hangs, out of memory",
+    "troubleshooting": "faq, error messages, nan, hangs, out of memory, oom",
     "steps": "dropout, random seed, frozen parameters, batchnorm",
-    "phases": "custom transform, diloco, local sgd, powersgd, gradient compression",
+    "phases": "custom transform, hooks, callbacks, diloco, local sgd, powersgd, gradient compression",
     "second-order": "hessian, hypergradient, meta-learning, maml",
     "gallery": "sam, dp-sgd, sophia, research methods",
     "comm": "collectives, all-reduce, all_reduce, reduce-scatter",
@@ -77,9 +77,9 @@ KEYWORDS = {
     "command-line": "command line, cli, functional-ds",
     "deepspeed": "deepspeed, deepspeed engine",
     "deepspeed-config": "deepspeed config, ds_config.json",
-    "refused": "limitations, unsupported",
+    "refused": "limitations, unsupported, inference, fp8",
     "processes": "nccl, gloo",
-    "benchmarks": "benchmarks, performance, speed",
+    "benchmarks": "benchmarks, performance, speed, throughput",
     "security": "security, pickle",
 }
 

@@ -141,7 +141,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=None, help="a folder with config and safetensors; else a tiny one")
-    parser.add_argument("--data", type=Path, default=Path(__file__), help="a text, read as bytes; by default this file")
+    licence = Path(__file__).parents[1] / "LICENSE"
+    parser.add_argument("--data", type=Path, default=licence, help="a text, read as bytes; by default the licence")
     parser.add_argument("--out", type=Path, default=Path("out/llama"))
     parser.add_argument("--ranks", type=int, default=2, help="local processes, where torchrun has not started them")
     parser.add_argument("--lora", type=int, default=4, metavar="RANK", help="of the adapters")

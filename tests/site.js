@@ -16,11 +16,12 @@ function culprits(page) {
     .slice(0, 3).map(node => node.outerHTML.slice(0, 120));
 }
 
-// The site's own addresses that a page links or shows.
-function addresses(page) {
-  return [...page.querySelectorAll("a[href], img[src]")]
-    .map(node => new URL(node.getAttribute("href") ?? node.getAttribute("src"), page.baseURI))
-    .filter(url => url.origin === location.origin);
+// The site's own addresses that a page links or shows; what is no address of the web is dead.
+function addresses(page, name) {
+  const written = [...page.querySelectorAll("a[href], img[src]")].map(node => node.getAttribute("href") ?? node.getAttribute("src"));
+  const wrong = written.filter(each => !URL.canParse(each, page.baseURI) || !/^http/.test(new URL(each, page.baseURI).protocol));
+  for (const each of wrong) found.dead[each] = [name];
+  return written.filter(each => !wrong.includes(each)).map(each => new URL(each, page.baseURI)).filter(url => url.origin === location.origin);
 }
 
 async function results(page) {
@@ -29,12 +30,17 @@ async function results(page) {
   return [...box.querySelectorAll("ul.search a")].slice(0, 5).map(link => link.getAttribute("href"));
 }
 
-(async () => {
+async function look() {
   const frame = document.querySelector("iframe"), linked = {}, places = {}, answers = {};
   for (const name of plan.pages) {
     const page = await open(frame, name), width = page.documentElement.scrollWidth, beyond = culprits(page);
     if (width > plan.width || beyond.length) found.wide[name] = [width, ...beyond];
-    for (const url of addresses(page)) (linked[url.pathname + url.hash] ??= []).push(name);
+    for (const desk of plan.desks) {
+      frame.width = desk;
+      if (page.documentElement.scrollWidth > desk) found.wide[name] = [page.documentElement.scrollWidth, `at ${desk}`];
+    }
+    frame.width = plan.width;
+    for (const url of addresses(page, name)) (linked[url.pathname + url.hash] ??= []).push(name);
     places["/" + name] = new Set([...page.querySelectorAll("[id]")].map(node => "#" + node.id));
     found.formulas[name] = [...page.querySelectorAll("math")].filter(each => each.getBoundingClientRect().height > 5).length;
   }
@@ -44,5 +50,6 @@ async function results(page) {
     if (!answers[path] || place && places[path] && !places[path].has("#" + decodeURIComponent(place))) found.dead[address] = from.slice(0, 3);
   }
   for (const word of plan.words) found.searched[word] = await results(await open(frame, "search.html?q=" + encodeURIComponent(word)));
-  await fetch("/found", {method: "POST", body: JSON.stringify(found)});
-})();
+}
+
+look().catch(error => { found.error = String(error); }).then(() => fetch("/found", {method: "POST", body: JSON.stringify(found)}));

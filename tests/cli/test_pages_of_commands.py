@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+import functional_ds
+
 pytest.importorskip("typer")
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -28,3 +30,8 @@ def test_outputs_are_those_of_the_commands(name: str) -> None:
     assert script.written(page, files=(DOCS / "command-line.md").read_text(encoding="utf-8")) == page
     assert Path.cwd() == before
     assert all((DOCS / "figures" / f"cli-{picture}.svg").is_file() for picture in script.PICTURES)
+
+
+def test_the_picture_of_a_report_has_todays_version() -> None:
+    """`python docs/command_line.py report` draws it anew."""
+    assert f"&#160;{functional_ds.__version__}&#160;" in (DOCS / "figures/cli-report.svg").read_text(encoding="utf-8")

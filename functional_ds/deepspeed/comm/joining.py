@@ -54,7 +54,7 @@ def init_distributed(
         distributed_port: MASTER_PORT, with MPI's variables and no port in the environment.
         verbose: has no effect; use log levels.
         timeout: for joining and for each message; None is this library's default, or DEEPSPEED_TIMEOUT in minutes.
-        init_method: "tcp://host:port", "file:///path" or "env://".
+        init_method: ``"tcp://host:port"``, ``"file:///path"`` or ``"env://"``.
         dist_init_required: False raises an error in a process that is in no world yet.
         config: a config whose ``comms_logger`` enables the log of collectives.
         rank: this process's rank, if ``init_method`` needs it; -1 reads RANK.

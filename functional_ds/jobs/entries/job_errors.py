@@ -2,11 +2,10 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import attrs
-
-from functional_ds.sharding import path_patterns
 
 _NOTHING: Any = attrs.NOTHING
 
@@ -70,8 +69,11 @@ def first_key(table: Iterable[str], path: str) -> str | None:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """A hint for an unknown name: the nearest known one, and all of them."""
-    return f"{path_patterns.nearest(name, known)}, of {', '.join(known)}" if known else "it takes none"
+    """A hint for an unknown name: the nearest known one if one is similar, and all of them."""
+    if not known:
+        return "it takes none"
+    similar = get_close_matches(name, known, 1, 0.5)
+    return f"the nearest is {similar[0]!r}, of {', '.join(known)}" if similar else f"the names are {', '.join(known)}"
 
 
 def _shown(value: Any) -> str:
