@@ -17,7 +17,7 @@ SITE = Path(os.environ.get("FUNCTIONAL_DS_SITE", ""))
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTH = 390  # of a phone, in CSS pixels
 DESKS = (800, 1100, 1400, 1920)
-PATIENCE = 240  # seconds
+PATIENCE = 600  # seconds; a tenth of it where the machine has nothing else to do
 WANTED = {  # pages, and what readers search for who want one of them
     "zero": "FSDP, ZeRO, ZeRO-3, HSDP, mixed precision, bf16, loss scaling, 8-bit, quantization",
     "remat": "activation checkpointing, gradient checkpointing, offload, NVMe",
