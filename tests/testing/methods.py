@@ -375,10 +375,10 @@ EXAMPLES = {
     "research distilled": Tested(partial(researched, "teacher", "distilled", outputs, 0.5, 0.8), {}, {"pipelines": "refused"}),
     "research ensemble": Tested(partial(researched, "ensemble", "clip_members", 2, 0.05), {"problem": two_members()}, FLAT),
     "research matching": Tested(
-        matched, {"outer": True, "by_ranks": partial(trained_apart, meet=in_pairs)}, {"pipelines": "not applicable"}
+        matched, {"axis": "outer", "by_ranks": partial(trained_apart, meet=in_pairs)}, {"pipelines": "not applicable"}
     ),
     "research post-local": Tested(
-        post_local_sgd, {"outer": True, "by_ranks": partial(trained_apart, meet=post_local)}, {"pipelines": "not applicable"}
+        post_local_sgd, {"axis": "outer", "by_ranks": partial(trained_apart, meet=post_local)}, {"pipelines": "not applicable"}
     ),
     "research sparsity": Tested(partial(researched, "sparsity", "sparsity")),
     "research stale": Tested(partial(researched, "stale", "stale", 1)),
