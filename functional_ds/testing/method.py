@@ -226,8 +226,8 @@ class Method:
             options: further attributes.
 
         Raises:
-            ValueError: it runs in neither order, or not on a single device; it has an axis and reduces gradients itself; the
-                result of ``oracle`` or ``by_ranks`` does not match params.
+            ValueError: it runs in neither order, or not on a single device; with axis="outer" it reduces gradients itself;
+                the result of ``oracle`` or ``by_ranks`` does not match params.
             TypeError: what ``sends`` returns is not a number of bytes.
         """
         method = Method(recipe, **options)

@@ -258,7 +258,7 @@ def test_ranks_end_with_the_process_that_called_spawn(method: str, stops: bool, 
 
 
 class Unread:
-    """A pipe that nobody reads."""
+    """A pipe without a reader."""
 
     def __init__(self) -> None:
         self.written = threading.Event()

@@ -35,7 +35,8 @@ def took() -> str:
     if not each:
         return ""
     where, longest = found["machine"], max(each, key=lambda name: each[name])
-    machine = f"{where['cores']} cores ({where['machine']}, torch {where['torch']}, {found['date']}, `benchmarks/holds.py`)"
+    machine = f"{where['cores']} cores ({where['machine']}, torch {where['torch']}, {found['date']}, `benchmarks/holds.py`"
+    machine += f", beside other programs: load {where['load']:.0f})" if where["load"] > 1 else ")"
     total = f"{sum(each.values()):.0f} for {len(each)} methods, {each[longest]:.0f} at most ({longest})"
     return f"\nSeconds are those of a whole table on {machine}: {total}; the goal is {found['goal']:.0f}.\n"
 
