@@ -139,7 +139,7 @@ class Pass:
             self.slots[slot] = before
 
     def owns(self, tensor: Tensor) -> str | None:
-        """The path of the param whose memory holds a tensor, if that memory is gathered and freed; else None."""
+        """The path of the param whose memory holds a tensor, if that memory is gathered; else None."""
         return None if self.view is None or self.view.owns is None else self.view.owns(tensor)
 
     @property
@@ -314,7 +314,7 @@ class Moment:
         return Moment(None) if pass_ is None else Moment(pass_, pass_.calls, pass_.axes)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in the memory of a param that is gathered and freed."""
+        """Whether the tensor is in the memory of a gathered param."""
         return self.pass_ is not None and self.pass_.owns(tensor) is not None
 
     @contextmanager

@@ -69,6 +69,35 @@ def test_a_step_that_recomputes_and_offloads(chain: Chain, ranks: int, loss: Any
         assert_same(found, expected)
 
 
+@pytest.mark.law(58)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("order", [1, -1], ids=["model around blocks", "blocks around model"])
+def test_a_recomputed_model_whose_blocks_have_a_policy(policy: str, order: int) -> None:
+    """The second run of the whole model saves what the first did, though only the first gathers params."""
+    remats = [lambda: T.remat("*", policy=policy), lambda: T.remat("")][::order]
+    for found, expected in comm.simulate(both, [lambda: T.zero(3), *remats], two, squared, "fx", world_size=2):
+        assert found[2] == []
+        assert_same(found, expected)
+
+
+def bytes_that_offload_stores(stage: int) -> list[int]:
+    """The host copies in the graph of a step whose blocks offload what they save."""
+    apply, params = fds.functional(two())
+    step = fds.jit(fds.compose(T.zero(stage), T.remat("*", policy="offload"))(fds.train_step(squared(apply), fds.sgd(0.1))))
+    state = step.init(params)
+    for i in range(2):
+        state, _ = step(state, own_batch(i))
+    nodes = step.graph(state, own_batch(0)).module.graph.nodes
+    return [node.meta["val"].nbytes for node in nodes if node.target is torch.ops.aten._to_copy.default]
+
+
+@pytest.mark.law(58)
+def test_gathered_params_are_not_offloaded() -> None:
+    """As in an eager step, in which they are gathered again."""
+    whole, gathered = (comm.simulate(bytes_that_offload_stores, stage, world_size=2) for stage in (1, 3))
+    assert gathered == whole
+
+
 def offloaded_and_recomputed() -> tuple[Run, Run]:
     chain: Chain = [lambda: T.offload("cpu", "cpu"), lambda: T.zero(3), lambda: T.remat("*"), lambda: T.clip(1.0)]
     return both(chain, two, drawing, "fx")
@@ -226,6 +255,21 @@ BUGS: list[tuple[Callable[[], Any], Bug]] = [
             "again != self._again",
             "False",
         ),
+    ),
+    *(
+        (
+            law,
+            Bug(
+                "a traced view doesn't own what it gathers",
+                "transforms.zero.lazy_params:LazyParams.view",
+                "self.source.gathers",
+                "self.source.frees",
+            ),
+        )
+        for law in (
+            test_gathered_params_are_not_offloaded,
+            partial(test_a_recomputed_model_whose_blocks_have_a_policy, "offload", 1),
+        )
     ),
     (
         test_buffers,

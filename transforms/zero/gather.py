@@ -55,7 +55,7 @@ class Gatherer:
     _asked: list[int] = attrs.field(factory=list)
     _first_levels: "dict[int, comm.Pending[object]]" = attrs.field(factory=dict)  # hpZ's secondary shards, by unit
 
-    frees = True
+    frees = gathers = True
 
     def begin(self, trace: FetchTrace) -> None:
         """Starts a pass; units that are whole stay so."""

@@ -128,7 +128,7 @@ class LazyParams:
             finish=self.finish,
             close=self.close,
             placeholders=self._placeholders,
-            owns=self._saved.owner if self.source.frees else None,
+            owns=self._saved.owner if self.source.gathers else None,
             path_of=self.path_of,
         )
 
@@ -250,7 +250,7 @@ class LazyParams:
         trained = self._trained_leaves(unit)
         for place, (index, flat) in enumerate(zip(self.layout.units[unit].segments, flats, strict=True)):
             segment = self.layout.segments[index]
-            if self.source.frees:
+            if self.source.gathers:
                 self._saved.add(unit, place, flat)
             leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
         if trained and self._handle is not None:

@@ -98,7 +98,7 @@ class View:
         finish: ends the forward pass, once; collective if params are gathered.
         close: releases everything, also after an error.
         placeholders: the paths of tensors that stand for a leaf, by id; those fetched together are adjacent.
-        owns: the path of the leaf whose memory holds a tensor; None if all memory stays for the whole pass.
+        owns: the path of the leaf whose memory holds a tensor; None if all memory is the state's.
         path_of: the path of the leaf that is an output of a node of the graph, if the view makes such nodes.
         guards: functions that inspect a new graph, from where the backward pass begins.
     """

@@ -119,8 +119,8 @@ class SavedPlaces:
 
 
 def _place(storage: torch.UntypedStorage) -> int:
-    """The storage's address. Storages without values all have address 0: they get the negative address of their record."""
-    return storage.data_ptr() or -StorageWeakRef(storage).cdata
+    """The storage's address. Storages without values have none: they get the negative address of their record."""
+    return (storage.device.type != "meta" and storage.data_ptr()) or -StorageWeakRef(storage).cdata
 
 
 # -- leaves, whose memory comes and goes with their units -------------------------------------------------------------------

@@ -16,10 +16,14 @@ class UnitSource(Protocol):
 
     Attributes:
         frees: whether it may free a unit and fetch it again.
+        gathers: whether a unit's memory is made within the pass.
     """
 
     @property
     def frees(self) -> bool: ...
+
+    @property
+    def gathers(self) -> bool: ...
 
     def begin(self, trace: FetchTrace) -> None:
         """Starts a pass over the units."""
@@ -45,7 +49,7 @@ class WholeParams:
 
     layout: Layout
     flats: Sequence[Tensor]
-    frees = False
+    frees = gathers = False
 
     def begin(self, trace: FetchTrace) -> None:
         """Does nothing."""
