@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base.torch_private import disable_torch_function, storage_id
-from functional_ds.base.tree import setting
+from functional_ds.base.tree import setting, summary
 
 from .findings import Findings, Site, here, is_programs
 from .streams import Clock, SimulatedStream
@@ -159,7 +159,7 @@ class SimulatedGpu(Findings):
         with disable_torch_function():
             key, storage = storage_id(tensor), tensor.untyped_storage()
         home = self.stream if device else self.host
-        text, nbytes = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}", storage.nbytes() if device else 0
+        text, nbytes = summary(tensor), storage.nbytes() if device else 0
         memory = self._memory[key] = SimulatedMemory(text, nbytes, device, home)
         self.allocated += nbytes
         self.peak = max(self.peak, self.allocated)
