@@ -71,13 +71,9 @@ class ZeroConfig:
         self._check_collectives()
         self._check_stage()
         if self.group is not None:
-            self.groups()  # raises an error for groups that do not factor
+            ProcessGroups.by(self)  # raises an error for groups that do not factor
 
     # -- what follows from it ------------------------------------------------------------------------------------------
-
-    def groups(self) -> ProcessGroups:
-        """The groups of this rank; without ``group`` those of the current world."""
-        return ProcessGroups.of(self.group or comm.world(), self.intra_node, self.replicate)
 
     def layout(self, params: Any, n: int, ranks: Sequence[int] | None = None) -> Layout:
         """The layout of ``params`` in the shards of ``n`` ranks, in shard order; None for ranks 0 to n - 1."""
