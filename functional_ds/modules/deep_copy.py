@@ -174,7 +174,8 @@ class _Rebinding:
 
     def within(self, held: Any) -> None:
         """Replaces the values of a dict or list of the copy."""
-        for key, value in [*(held.items() if isinstance(held, dict) else enumerate(held))]:
+        places: Iterable[tuple[Any, Any]] = held.items() if isinstance(held, dict) else enumerate(held)
+        for key, value in [*places]:
             new = self.of(value)
             if new is not value:
                 held[key] = new
