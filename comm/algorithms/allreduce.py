@@ -27,6 +27,7 @@ from functional_ds.comm.exchange import permute
 from functional_ds.comm.graft import Graft
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import CallContext
+from functional_ds.comm.table.packing import by_kind
 from functional_ds.comm.table.permutation import Permutation
 from functional_ds.comm.table.rows import ALL_REDUCE
 
@@ -72,11 +73,8 @@ def _run(name: str, total: Total, op: str, leaves: Sequence[Tensor]) -> list[Ten
 
 def _coalesced(total: Callable[[Tensor], Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     """Reduces the leaves of one dtype and device as one payload, which is equal to reducing each."""
-    payloads: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        payloads.setdefault((leaf.dtype, leaf.device), []).append(i)
     results = list(leaves)
-    for places in payloads.values():
+    for places in by_kind(leaves):
         reduced = total(torch.cat([leaves[i].reshape(-1) for i in places]))
         pieces = reduced.split([leaves[i].numel() for i in places])
         for i, piece in zip(places, pieces, strict=True):

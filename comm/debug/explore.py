@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_ds.base.tree import NAMESPACE
+from functional_ds.base.tree import NAMESPACE, summary
 from functional_ds.comm.simulation.simulate import simulate
 from functional_ds.comm.table.errors import DivergenceError
 
@@ -94,20 +94,16 @@ def _difference(a: Any, b: Any) -> tuple[str, str, str] | None:
         where = "".join(f"[{entry!r}]" for entry in path)
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if (x.dtype, x.shape) != (y.dtype, y.shape):
-                return where, _kind(x), _kind(y)
+                return where, summary(x), summary(y)
             unequal = (_bits(x, where) != _bits(y, where)).any(-1).nonzero().flatten()
             if len(unequal):
                 place = int(unequal[0])
                 index = list(map(int, torch.unravel_index(torch.tensor(place), x.shape)))
-                at = f"{where}, element {index} of {_kind(x)}" if index else where
+                at = f"{where}, element {index} of {summary(x)}" if index else where
                 return at, *_shown(x.flatten()[place], y.flatten()[place])
         elif not _equal(x, y, where):
             return where, repr(x), repr(y)
     return None
-
-
-def _kind(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
 def _bits(x: Tensor, where: str) -> Tensor:

@@ -9,6 +9,14 @@ from torch import Tensor
 from .collective import CallContext
 
 
+def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The indices of the tensors, grouped by dtype and device."""
+    places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault((tensor.dtype, tensor.device), []).append(place)
+    return [*places.values()]
+
+
 def pack_cut(leaf: Tensor, here: CallContext, dim: int | None = None) -> Tensor:
     """A tensor as [n, m], with a row for each rank."""
     dim = here["dim"] if dim is None else dim

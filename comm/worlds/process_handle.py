@@ -1,6 +1,6 @@
 """A started call of a process, in which the leaves of one dtype and device are sent as one payload."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -12,6 +12,7 @@ from functional_ds.comm.backends.primitives import Options, Started
 from functional_ds.comm.record.group import Group, call_site, poll_all
 from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.comm.table.errors import CommError
+from functional_ds.comm.table.packing import by_kind
 
 from .worker import Performed, Posted, Queued
 
@@ -80,7 +81,7 @@ class ProcessHandle:
             lost: is called if a rank does not answer; returns the known reason.
         """
         here, pack, parts = CallContext(call.options, group.rank, group.size), call.collective.pack, list[_Coalesced]()
-        for places in _by_kind(tensors):
+        for places in by_kind(tensors):
             device = tensors[places[0]].device
             carried, shares = carrier(device), list[int]()
             if len(places) == 1:
@@ -118,16 +119,6 @@ class ProcessHandle:
                 + (told or "\n(under comm.debug.checked() the error says which ranks had not come)")
             ) from error
         return results
-
-
-def _by_kind(tensors: Sequence[Tensor]) -> Iterable[Sequence[int]]:
-    """The indices of the tensors, grouped by dtype and device."""
-    if len(tensors) == 1:
-        return ((0,),)
-    places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault((tensor.dtype, tensor.device), []).append(place)
-    return places.values()
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -41,6 +41,16 @@ def seconds_of(run: Callable[[], Any], devices: Iterable[torch.device]) -> float
     return perf_counter() - start
 
 
+def repeated(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> Callable[[], None]:
+    """A function that makes the next step each time, for ``seconds_of``."""
+
+    def run() -> None:
+        nonlocal state
+        state, _ = step(state, batch)
+
+    return run
+
+
 def in_use() -> torch.device | None:
     """The accelerator that this process uses; None if it has initialized none."""
     accelerator = torch.accelerator.current_accelerator()

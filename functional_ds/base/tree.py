@@ -199,6 +199,15 @@ def named(tree: Any) -> list[tuple[str, Any]]:
     return [(".".join(str(part) for part in path), leaf) for path, leaf in zip(paths, values, strict=True)]
 
 
+def map_named(function: Callable[[str, Any], Any], tree: Any) -> Any:
+    """Applies ``function`` to the path and the value of each leaf (``jax.tree.map_with_path``).
+
+    >>> map_named(lambda path, x: f"{path}={x}", {"a": 1, "b": [2]})
+    {'a': 'a=1', 'b': ['b.0=2']}
+    """
+    return unflatten(structure(tree), [function(path, leaf) for path, leaf in named(tree)])
+
+
 def check_paths(tree: Any, what: str) -> None:
     """Checks that the leaves of a tree have different paths; ``what`` is the argument's name in the error.
 

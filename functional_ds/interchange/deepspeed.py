@@ -92,14 +92,6 @@ def from_deepspeed(
     return like.donate(state) if donate else state
 
 
-@attrs.frozen
-class _ShardSource:
-    """The source of a shard: a parameter's values of some ``state_name``, or, without one, its number of updates."""
-
-    param: Param
-    state_name: str | None
-
-
 @attrs.frozen(eq=False)
 class _Reading:
     files: ZeroFiles
@@ -136,8 +128,8 @@ class _Reading:
         if source is None:
             if not fits(shard.name, self.choice.allow_missing):
                 differences.missing.add(shard.name)
-        elif not shard.shared and source.param.shape != shard.shape:
-            differences.other.add(f"{shard.name} ({list(source.param.shape)} there, {list(shard.shape)} here)")
+        elif not shard.shared and source[0].shape != shard.shape:
+            differences.other.add(f"{shard.name} ({list(source[0].shape)} there, {list(shard.shape)} here)")
 
     def extra(self, known: Collection[str]) -> set[str]:
         """What the checkpoint has and no rank needs."""
@@ -149,21 +141,24 @@ class _Reading:
         lost |= {f"optimizer.{state_name}" for state_name in self.files.kinds() - kinds - {MASTER}}
         return {name for name in lost if self.choice.wants(name) and not fits(name, self.choice.allow_extra)}
 
-    def source(self, shard: TensorShard) -> _ShardSource | None:
-        """The source of a shard; None if the checkpoint does not have it."""
+    def source(self, shard: TensorShard) -> tuple[Param, str | None] | None:
+        """The parameter whose values of some kind a shard has, or, without a kind, whose number of updates.
+
+        None if the checkpoint does not have it.
+        """
         role, _, leaf = shard.name.partition("/")
         param = self.files.find(self.rename(leaf))
         if param is None:
             return None
         if role in _MODEL:
-            return _ShardSource(param, MASTER)
+            return param, MASTER
         last = role.rpartition(".")[2]
         if not role.startswith("optimizer") or param.frozen:
             return None
         if last == _COUNTS:
-            return _ShardSource(param, None) if self.files.kinds() > {MASTER} else None
+            return (param, None) if self.files.kinds() > {MASTER} else None
         state_name = _OPTIMIZER.get(last)
-        return _ShardSource(param, state_name) if state_name in self.files.kinds() and not shard.shared else None
+        return (param, state_name) if state_name in self.files.kinds() and not shard.shared else None
 
     def buffer(self, shard: TensorShard) -> Tensor | None:
         """The module buffer for a shard; None if it is not one, or the checkpoint does not have it."""
@@ -195,17 +190,16 @@ class _Reading:
         source = self.source(shard) if "/" in shard.name and shard.view.numel() else None
         if source is None:
             return
-        if source.state_name is None:
-            shard.view.fill_(self.files.updates[source.param.group])
+        param, state_name = source
+        if state_name is None:
+            shard.view.fill_(self.files.updates[param.group])
             return
         region, shape = shard.region, grouped(shard.shape, shard.region.dims)
         for box in region.boxes(shard.offset, shard.offset + shard.view.numel(), region.dims):
             there, target = box.in_whole(shape), box.view(shard.view, shard.offset)
             direct = there.dense and target.is_contiguous()
             room = target.view(-1) if direct else torch.empty(there.extent, dtype=target.dtype, device=target.device)
-            for at, values in self.files.read(
-                source.param, source.state_name, start=there.place, stop=there.place + there.extent
-            ):
+            for at, values in self.files.read(param, state_name, start=there.place, stop=there.place + there.extent):
                 room[at - there.place : at - there.place + values.numel()].copy_(values)
             if not direct:
                 target.copy_(there.view(room, there.place))

@@ -167,12 +167,11 @@ class ZeroFiles:
         """Parses a checkpoint of stage 0."""
         if not isinstance(model["module"], Mapping):
             raise CheckpointError(f"path: {folder} is of a pipeline parallel model, which is unsupported")
-        held, section = whole_params(model, order, str(folder)), model["optimizer"] or {}
+        fields, section = whole_params(model, order, str(folder)), model["optimizer"] or {}
         scaler = None
         if section.get("dynamic_loss_scale"):
             numbers = {"cur_iter": int(section["cur_iter"]), "last_overflow_iter": int(section["last_overflow_iter"])}
             scaler = PlainAttributes(dynamic=True, cur_scale=float(section["cur_scale"]), **numbers)
-        fields = (held.params, held.aliases, held.flats, held.updates, held.groups)
         return ZeroFiles(folder, 0, *fields, _buffers(model), _counts(model), model, scaler)
 
     @staticmethod

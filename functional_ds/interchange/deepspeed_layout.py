@@ -123,19 +123,12 @@ def frozen_params(models: Sequence[Mapping[str, Any]], trained: Mapping[str, Par
 # -- stage 0 -------------------------------------------------------------------------------------------------------------
 
 
-@attrs.frozen(eq=False)
-class StageZeroParams:
-    """The content of stage 0's single file, as in ``ZeroFiles``."""
+def whole_params(
+    model: Mapping[str, Any], order: Sequence[Sequence[str]] | None, where: str
+) -> tuple[dict[str, Param], dict[str, str], list[list[dict[str, Tensor]]], list[int], list[dict[str, Any]]]:
+    """The params, aliases, flats, updates and groups of stage 0's single file, as in ``ZeroFiles``.
 
-    params: Mapping[str, Param]
-    aliases: Mapping[str, str]
-    flats: Sequence[Sequence[Mapping[str, Tensor]]]
-    updates: Sequence[int]
-    groups: Sequence[Mapping[str, Any]]
-
-
-def whole_params(model: Mapping[str, Any], order: Sequence[Sequence[str]] | None, where: str) -> StageZeroParams:
-    """The parameters of stage 0. Each is a flat tensor; FusedAdam in half precision has one for a whole param group.
+    Each parameter is a flat tensor; FusedAdam in half precision has one for a whole param group.
 
     Args:
         model: the file's content.
@@ -175,7 +168,7 @@ def whole_params(model: Mapping[str, Any], order: Sequence[Sequence[str]] | None
         flat.update({state_name: torch.zeros(1).expand(flat[MASTER].numel()) for state_name in kinds - flat.keys()})
     frozen = {name: Param(tuple(held[name].shape), whole=(held[name],)) for name in first.values() if name not in params}
     aliases = {name: owner for name, owner in owners.items() if name != owner}
-    return StageZeroParams({**params, **frozen}, aliases, [flats], updates, numbers_of(groups))
+    return {**params, **frozen}, aliases, [flats], updates, numbers_of(groups)
 
 
 def _check_order(order: Sequence[Sequence[str]], counts: Sequence[int | None], held: Mapping[str, Tensor], where: str) -> None:

@@ -172,9 +172,10 @@ class _Rebinding:
     _done: dict[int, Any] = attrs.field(factory=dict)
     _kept: list[Any] = attrs.field(factory=list)  # what has its id in ``_done`` stays alive
 
-    def within(self, held: dict[Any, Any]) -> None:
-        """Replaces the values of a dict of the copy."""
-        for key, value in [*held.items()]:
+    def within(self, held: Any) -> None:
+        """Replaces the values of a dict or list of the copy."""
+        places: Iterable[tuple[Any, Any]] = held.items() if isinstance(held, dict) else enumerate(held)
+        for key, value in [*places]:
             new = self.of(value)
             if new is not value:
                 held[key] = new
@@ -196,13 +197,8 @@ class _Rebinding:
 
     def _fill(self, value: Any) -> None:
         """Continues inside a copy."""
-        if isinstance(value, dict):
+        if isinstance(value, (dict, list, deque)):
             self.within(value)
-        elif isinstance(value, (list, deque)):
-            for index, item in enumerate(value):
-                new = self.of(item)
-                if new is not item:
-                    value[index] = new
         elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, types.MethodType):
             self.within(value.__dict__)
 

@@ -92,8 +92,7 @@ def from_source(params: Any, source: Source | Callable[[str], Tensor], *, device
         raise TypeError(f"source={source!r} has no read(path, start, stop), and is not a function from a path to a tensor")
     tree.tensors(params, "params")
     place = torch.device(device)
-    leaves = [deferred(leaf, Origin(reader, path, place)) for path, leaf in tree.named(params)]
-    return tree.unflatten(tree.structure(params), leaves)
+    return tree.map_named(lambda path, leaf: deferred(leaf, Origin(reader, path, place)), params)
 
 
 def deferred(leaf: Tensor, origin: Origin) -> Tensor:

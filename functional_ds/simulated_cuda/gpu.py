@@ -4,7 +4,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base.torch_private import disable_torch_function, storage_id
+from functional_ds.base.tree import setting, summary
 
 from .findings import Findings, Site, here, is_programs
 from .streams import Clock, SimulatedStream
@@ -125,7 +126,7 @@ class SimulatedGpu(Findings):
     _memory: dict[int, SimulatedMemory] = attrs.field(factory=dict)
     _messages: dict[Access, tuple[Sequence[Tensor], Callable[[], Any]]] = attrs.field(factory=dict)
     _communicators: dict[Any, SimulatedStream] = attrs.field(factory=dict)
-    _paused: int = 0
+    _paused: bool = False
 
     def __attrs_post_init__(self) -> None:
         self.stream = self.default
@@ -158,7 +159,7 @@ class SimulatedGpu(Findings):
         with disable_torch_function():
             key, storage = storage_id(tensor), tensor.untyped_storage()
         home = self.stream if device else self.host
-        text, nbytes = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}", storage.nbytes() if device else 0
+        text, nbytes = summary(tensor), storage.nbytes() if device else 0
         memory = self._memory[key] = SimulatedMemory(text, nbytes, device, home)
         self.allocated += nbytes
         self.peak = max(self.peak, self.allocated)
@@ -266,14 +267,9 @@ class SimulatedGpu(Findings):
         self.report("host sync", f"{what} lets the host wait for {self.stream.name}{source}", made.site if made else None)
         self._reach(self.stream.clock)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """A context in which nothing is recorded, and all tensors are the host's."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
+        return setting(self, _paused=True)
 
     def reset_peak(self, _: Any = None) -> None:
         """Replaces ``torch.cuda.reset_peak_memory_stats``."""

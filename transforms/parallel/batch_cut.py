@@ -209,8 +209,7 @@ class BatchCut:
                 leaf = F.pad(leaf, (*after, 0, missing), value=self.filler(path))
             return leaf.index_select(dims[path], positions)
 
-        leaves = [piece(path, leaf) for path, leaf in tree.named(batch)]
-        local = tree.unflatten(tree.structure(batch), leaves)
+        local = tree.map_named(piece, batch)
         if isinstance(local, Mapping) and "position_ids" not in local and ("input_ids" in local or "inputs_embeds" in local):
             # [1, positions]: one row for all; padding gets the last position, which every table of positions has
             local = {**local, "position_ids": positions.clamp(max=length - 1)[None]}

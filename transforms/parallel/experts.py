@@ -164,8 +164,7 @@ class Experts:
         if not any(re.search(self.pattern, path) for path, _ in named):
             raise ValueError(f"pattern={self.pattern!r} matches no path; {nearest(self.pattern, [path for path, _ in named])}")
         self._check_lists(named)
-        leaves = [self._cut(path, leaf) if self._matches(path) else leaf for path, leaf in named]
-        return tree.unflatten(tree.structure(params), leaves)
+        return tree.map_named(lambda path, leaf: self._cut(path, leaf) if self._matches(path) else leaf, params)
 
     def _matches(self, path: str) -> bool:
         return self.ep.size > 1 and re.search(self.pattern, path) is not None
@@ -230,7 +229,7 @@ class Experts:
             gathered = like_marked(comm.all_gather(leaf.detach(), self.ep), leaf)
             return mark_sharers(mark_slices(gathered, tuple(cut for cut in slices_of(leaf) if cut.dim)), None)
 
-        return tree.unflatten(tree.structure(params), [whole(path, leaf) for path, leaf in tree.named(params)])
+        return tree.map_named(whole, params)
 
     # -- guards --------------------------------------------------------------------------------------------------------
 

@@ -185,8 +185,8 @@ class _TensorParallel:
                 f"than the leaves that the plan names ({error})"
             ) from None
         slot = TensorSlices(_KnownCuts(cuts))
-        leaves = [_sliced(path, leaf, cuts.slices.get(path), group) for path, leaf in tree.named(params)]
-        state: State = inner(step, tree.unflatten(tree.structure(params), leaves)).put(**{_SLOT: slot})
+        params = tree.map_named(lambda path, leaf: _sliced(path, leaf, cuts.slices.get(path), group), params)
+        state: State = inner(step, params).put(**{_SLOT: slot})
         _check_axes(group, step.leaf_map(state))
         return state
 
@@ -202,7 +202,7 @@ class _TensorParallel:
             others = tuple(other for other in slices_of(leaf) if other.dim != cut.dim)
             return mark_slices(like_marked(cut.whole(list(rows.unbind())), leaf), others)
 
-        return tree.unflatten(tree.structure(params), [whole(path, leaf) for path, leaf in tree.named(params)])
+        return tree.map_named(whole, params)
 
     # -- how the loss runs -------------------------------------------------------------------------------------------------
 

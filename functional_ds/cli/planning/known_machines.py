@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from functional_ds import comm
-from functional_ds.base.device import seconds_of
+from functional_ds.base.device import repeated, seconds_of
 from functional_ds.base.disk.files import parse_json, read_text
 from functional_ds.base.weighted import Weighted
 from functional_ds.cli.words.errors_in_one_line import CommandError
@@ -168,7 +168,7 @@ def _kinds(fresh: Iterator[Tensor], device: str) -> Mapping[str, list[Callable[[
 
 def _start(place: torch.device, timed: Callable[[Callable[[], Any]], float]) -> float:
     """A step of many tiny operations, divided by their number."""
-    run = _repeated(*_tiny_step(place, _TINY))
+    run = repeated(*_tiny_step(place, _TINY))
     run()
     with OperationCounter() as counter:
         run()
@@ -185,21 +185,11 @@ def _node(place: torch.device) -> float:
         state, _ = jitted(state, x)
         graph = jitted.graph(state, x)
         nodes = sum(isinstance(node.target, OPERATOR) for node in graph.module.graph.nodes)
-        run = _repeated(jitted, state, x)
+        run = repeated(jitted, state, x)
         run()
         measured.append((_of_calls(run, place), nodes))
     (less, few), (more, many) = measured
     return max(more - less, 0.0) / (many - few)
-
-
-def _repeated(step: Step, state: State, x: Tensor) -> Callable[[], None]:
-    """A call of it makes the next step."""
-
-    def run() -> None:
-        nonlocal state
-        state, _ = step(state, x)
-
-    return run
 
 
 def _tiny_step(place: torch.device, count: int) -> tuple[Step, State, Tensor]:

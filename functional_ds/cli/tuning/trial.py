@@ -19,7 +19,7 @@ import attrs
 import torch
 
 from functional_ds import comm
-from functional_ds.base.device import resident_peak_bytes, seconds_of
+from functional_ds.base.device import repeated, resident_peak_bytes, seconds_of
 from functional_ds.cli.words.errors_in_one_line import refused
 from functional_ds.jobs.job import Job
 from functional_ds.jobs.job_subject import subject_of
@@ -150,14 +150,10 @@ def run_rank(job: Job) -> tuple[float, int, int]:
     step = subject.step(job)
     state = step.init(subject.params)
     batch, held = make_batch(rows_of_rank(job)), measured(state).state
-    del subject, make_batch
-    state, _ = step(state, batch)  # kernels are chosen and caches filled
+    run = repeated(step, state, batch)
+    del subject, make_batch, state
+    run()  # kernels are chosen and caches filled
     process.forget_peak()
-
-    def run() -> None:
-        nonlocal state
-        state, _ = step(state, batch)
-
     seconds = statistics.median(seconds_of(run, [device]) for _ in range(job.steps))
     return seconds, max(0, process.peak() - before), held
 

@@ -305,7 +305,7 @@ def _shown(graph: StepGraph, node: fx.Node) -> str:
     inputs = ", ".join(operand.name for operand in node.all_input_nodes)
     if node.target not in (START, WAIT):
         value = node.meta.get("val")
-        shape = f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else ""
+        shape = f": {tree.summary(value)}" if isinstance(value, Tensor) else ""
         again = ", again" if RECOMPUTED in node.meta else ""
         return f"{node.name} = {str(node.target).removeprefix('aten.')}({inputs}){shape}{again}"
     site = graph.sites[site_of(node)]

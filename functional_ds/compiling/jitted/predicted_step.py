@@ -8,7 +8,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.device import seconds_of
+from functional_ds.base.device import repeated, seconds_of
 from functional_ds.comm.worlds.current import simulated_world
 from functional_ds.compiling.graphs.graph_cost import GraphCost
 from functional_ds.step.state.state import State
@@ -79,10 +79,6 @@ def seconds_of_steps(step: Callable[[State, Any], tuple[State, Any]], state: Sta
     if simulated_world() is not None:
         raise ValueError(f"steps={steps}: simulated ranks take turns, so their steps have no times; steps=0 predicts alone")
     devices = {x.device for x in tree.leaves((state, batch)) if isinstance(x, Tensor)}
-    state, _ = step(state.clone(), batch)
-
-    def run() -> None:
-        nonlocal state
-        state, _ = step(state, batch)
-
+    run = repeated(step, state.clone(), batch)
+    run()
     return median(seconds_of(run, devices) for _ in range(steps))

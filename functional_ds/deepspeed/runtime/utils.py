@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.deepspeed.accelerator.accelerator import DeepSpeedAccelerator
@@ -110,8 +110,7 @@ def get_global_norm_of_tensors(
 
 
 def _norm(tensors: Iterable[Tensor], norm_type: float | str) -> Tensor:
-    norms = [tensor.detach().float().norm(float(norm_type)) for tensor in tensors]
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).norm(float(norm_type)) if norms else torch.zeros(())
+    return nn.utils.get_total_norm([tensor.detach().float() for tensor in tensors], float(norm_type))
 
 
 def clip_grad_norm_(
@@ -135,9 +134,7 @@ def clip_grad_norm_(
     held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [parameter.grad for parameter in held if parameter.grad is not None]
     total = comm.all_reduce(_norm(grads, norm_type) / comm.world().size)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        grad.mul_(factor.to(grad.device))
+    nn.utils.clip_grads_with_norm_(held, max_norm, total)
     return total
 
 

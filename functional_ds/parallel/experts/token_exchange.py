@@ -212,11 +212,19 @@ def _alone(f: ExpertFunction, rows: Tensor, routing: Routing) -> Tensor:
 
 
 @attrs.frozen(eq=False)
-class _ExchangeByAllToAll:
-    """Rows are sent to the ranks of their experts."""
-
+class _Exchange:
     routing: Routing
     group: comm.Group
+
+    @property
+    def ids(self) -> Tensor:
+        """The experts that each token has chosen; -1 for choices that are dropped."""
+        experts, kept = self.routing.experts, self.routing.kept
+        return experts if kept is None else experts.masked_fill(~kept, -1)
+
+
+class _ExchangeByAllToAll(_Exchange):
+    """Rows are sent to the ranks of their experts."""
 
     def start(self, rows: Tensor, *, beside: bool) -> Callable[[ExpertFunction], Tensor]:
         """Sends the rows; the result completes the exchange. ``beside``: whether there is work to overlap with it."""
@@ -273,20 +281,15 @@ def _by_expert(counts: list[list[int]], table: Tensor) -> TokenOrder | None:
     return TokenOrder.of(ids[:, None], None, table.shape[1])
 
 
-@attrs.frozen(eq=False)
-class _ExchangeByGather:
+class _ExchangeByGather(_Exchange):
     """Every rank gets all tokens, and computes its experts' part of each."""
-
-    routing: Routing
-    group: comm.Group
 
     def start(self, rows: Tensor, *, beside: bool) -> Callable[[ExpertFunction], Tensor]:
         """Gathers the tokens; the result completes the exchange. ``beside``: whether there is work to overlap with it."""
         routing, group = self.routing, self.group
         tokens, counts, table = self._counts(rows)
         most = max(tokens)
-        ids = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
-        mine = {"rows": rows, "weights": routing.weights, "ids": ids}
+        mine = {"rows": rows, "weights": routing.weights, "ids": self.ids}
         if min(tokens) < most:
             mine = {
                 name: torch.cat([leaf, leaf.new_full((most - len(rows), leaf.shape[1]), -1 if name == "ids" else 0)])
@@ -323,12 +326,8 @@ class _ExchangeByGather:
         return [by_rank[routing.count] for by_rank in numbers], counts, heard[:, local]
 
 
-@attrs.frozen(eq=False)
-class _ExchangeByRank:
+class _ExchangeByRank(_Exchange):
     """A token is sent once to each rank that holds some of its experts, which sums its part of the result."""
-
-    routing: Routing
-    group: comm.Group
 
     def start(self, rows: Tensor, *, beside: bool) -> Callable[[ExpertFunction], Tensor]:
         """Sends the tokens; the result completes the exchange. ``beside``: whether there is work to overlap with it."""
@@ -338,8 +337,7 @@ class _ExchangeByRank:
         first = _first_choices(ranks, routing.kept)
         sent, received, counts, table = self._counts(rows, torch.where(first, ranks, group.size))
         order = TokenOrder.of(ranks, first, group.size).cut(sum(sent))
-        ids = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
-        mine = {"rows": spread(rows, order), "weights": spread(routing.weights, order), "ids": ids[order.tokens]}
+        mine = {"rows": spread(rows, order), "weights": spread(routing.weights, order), "ids": self.ids[order.tokens]}
         request = comm.table.prepare(comm.all_to_all, mine, group, input_splits=sent, output_splits=received)
         wait = request.start().wait if beside else Ready(request.run()).wait
 

@@ -307,6 +307,4 @@ class _Shown:
         self.leaf = leaf
 
     def __repr__(self) -> str:
-        if isinstance(self.leaf, Tensor):
-            return f"{str(self.leaf.dtype).removeprefix('torch.')}{list(self.leaf.shape)}"
-        return repr(self.leaf)
+        return tree.summary(self.leaf) if isinstance(self.leaf, Tensor) else repr(self.leaf)

@@ -199,7 +199,7 @@ def _one_tag(tag: str, mode: str) -> str:
     Raises:
         UsageError: the ranks' tags differ, and the config requires FAIL.
     """
-    tags = comm.all_gather_object(tag) if comm.world().size > 1 else [tag]
+    tags = comm.all_gather_object(tag)
     if len(set(tags)) > 1 and mode != "IGNORE":
         message = f"save_checkpoint: the ranks' tags differ: {', '.join(tags[:4])}; pass the same on all"
         if mode == "FAIL":

@@ -111,7 +111,7 @@ def GatheredParameters(
             for parameter in held:
                 loop, path = owner_of(parameter, "GatheredParameters")
                 with writing(loop):
-                    written(loop.state, PARAMS, path, _from(parameter.detach(), modifier_rank))
+                    written(loop.state, PARAMS, path, comm.broadcast(parameter.detach(), modifier_rank))
             for parameter in given:
                 if isinstance(parameter, FakeTensor):
                     broadcast_deferred(parameter, modifier_rank)
@@ -120,10 +120,6 @@ def GatheredParameters(
             loop, _ = owner_of(parameter, "GatheredParameters")
             loop.live.clear(parameter)
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-
-
-def _from(value: Tensor, rank: int) -> Tensor:
-    return comm.broadcast(value, rank) if comm.world().size > 1 else value
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
         role: [(shard.offset, shard.view.numel(), torch.Size(shard.shape), shard.view.dtype) for shard in shards]
         for role, shards in by_role.items()
     }
-    everyones = comm.all_gather_object(mine) if comm.world().size > 1 else [mine]
+    everyones = comm.all_gather_object(mine)
     role = next((candidate for candidate in roles if any(theirs[candidate] for theirs in everyones)), None)
     if role is None:
         raise KeyError(f"no rank has {leaf!r} as {' or '.join(roles)}")
@@ -61,7 +61,7 @@ def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
     if by_role[role]:
         values = torch.cat([shard.view.reshape(-1) for shard in by_role[role]]).to(device)
         flat[: values.numel()] = values
-    rows = comm.all_gather(flat).view(len(everyones), most) if len(everyones) > 1 else flat.view(1, most)
+    rows = comm.all_gather(flat, tiled=False)
     whole = torch.empty(shape.numel(), dtype=dtype, device=device)
     for row, theirs in zip(rows, everyones, strict=True):
         place = 0

@@ -129,7 +129,7 @@ def broadcast_deferred(parameter: Tensor, rank: int) -> None:
     mode: Any = parameter.fake_mode  # type: ignore[attr-defined]
     with suspended(), torch.no_grad():
         held = mode.deferral.compute(parameter)
-        parameter.copy_(comm.broadcast(held, rank) if comm.world().size > 1 else held)
+        parameter.copy_(comm.broadcast(held, rank))
 
 
 def taken(deferral: Deferral, module: nn.Module, device: torch.device) -> tuple[Apply, dict[str, Tensor]]:
