@@ -20,7 +20,7 @@ BLOCK = 4 * (12 * 64**2 + 13 * 64)  # bytes of a block of width 64, which is a u
 NORM = 4 * 2 * 64  # of the last LayerNorm
 HELD = {  # by stage: gradients, gathered, exchange
     0: (5 * BLOCK + NORM, 0, BLOCK),  # all reduced, and the last unit's before it is packed
-    1: (BLOCK + 3 * BLOCK // 2 + NORM, 0, 3 * BLOCK),  # two reductions under way, and the unit that is complete
+    1: (BLOCK + 4 * BLOCK // 2 + NORM, 0, 2 * BLOCK),  # of the last block, and the sums; two reductions under way
     3: (BLOCK + 2 * BLOCK // 2, 2 * BLOCK, 2 * BLOCK),
 }
 
