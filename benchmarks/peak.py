@@ -1,188 +1,260 @@
-"""Where a rank's memory goes at the peak of a step: tensors by phase, predicted beside measured, and the whole process.
+"""Where the memory of a rank goes: its process at the peak, by kind, predicted beside measured.
 
     python benchmarks/peak.py
-    python benchmarks/peak.py --ranks 2 --layers 6 --width 512 --stages 0 1 2 3
+    python benchmarks/peak.py --sizes 8x384 --stages 3 --json /tmp/peak.json --png /tmp/peak.png
 
-Each stage has processes of its own, which train a small model first, so that nothing is loaded or grown for the first time in
-what is measured. Memory is the process's resident memory beyond that before the model was made, read every millisecond in two
-steps. In "live" rows the C library gives freed tensors back at once (a threshold of 64 KB), so these are the tensors; in
-"default" rows it keeps what it likes. "plain" is each rank's loop of plain PyTorch with a fused AdamW.
+Model, batch and step are those of peers.py. Each row has processes of its own, which train a tiny model first, so that what
+is loaded once counts as the base. The parts of a row add up to the most resident memory that a rank's process had:
+
+- base: the interpreter, torch and the library, before the model is made;
+- alive tensors by kind, in a later step when most bytes are alive, from allocation events;
+- kept: the rest, which is freed memory that the allocator keeps, and workspaces of kernels. It cannot be negative.
+
+Predicted is the same from a dry run on shapes, as `functional-ds plan` makes it.
 """
 
 import argparse
-import ctypes
 import gc
 import json
+import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import attrs
+import peers
 import torch
 from torch import Tensor
 
 import functional_ds as fds
-from functional_ds import comm, memory
+from functional_ds import comm
 from functional_ds import transforms as T
+from functional_ds.comm.debug.trace import opened
+from functional_ds.comm.worlds.gloo_shapes import GlooShapesWorld
+from functional_ds.comm.worlds.process_handle import ProcessHandle
+from functional_ds.comm.worlds.shapes import rank_on_shapes
+from functional_ds.dry_run.dry_run import kernels_of
+from functional_ds.dry_run.events import AllocationEvent, EventRecorder, _CallEvents
+from functional_ds.transforms.zero.reduce import Reducer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-import gpt
-
-_TRIM, _MMAP = -1, -3  # glibc's names for mallopt
-
-
-def resident() -> int:
-    """Bytes of this process that are in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+RESULT = peers.RESULTS / "peak.json"
+KINDS = ("params", "optimizer", "gradients", "gathered", "exchange", "activations", "other")
+PARTS = ("base", *KINDS, "kept")
+COLOURS = ("#8c8c8c", "#4c72b0", "#c44e52", "#ccb974", "#55a868", "#dd8452", "#64b5cd", "#000000", "#dddddd")
+_RESULT_OF = {"all_gather": "gathered", "reduce_scatter": "gradients", "all_reduce": "gradients"}
 
 
-class Watch:
-    """The most that is resident in each phase, looked at every millisecond.
+class KindRecorder(EventRecorder):
+    """Records events, and of what kind each storage is: the last name that it gets, else what runs when it is allocated.
 
     Attributes:
-        phase: the one that the step is in.
-        most: by phase.
+        kinds: by the storage's number.
+        during: the kind of what is allocated now and gets no name.
+        state: the numbers of those that keep their kind.
     """
 
     def __init__(self) -> None:
-        self.phase, self.most = "between", dict[str, int]()
+        super().__init__(world=comm.world().world)
+        self.kinds, self.during, self.state = dict[int, str](), "other", frozenset[int]()
 
-    @contextmanager
-    def looks(self) -> Iterator[None]:
-        """Within the block it looks."""
-        stop = threading.Event()
+    def note(self, held: Any, label: str = "") -> None:
+        super().note(held)
+        for number in self.allocated(held).keys() - self.state:
+            self.kinds[number] = _RESULT_OF.get(label, label) or self.kinds.get(number, self.during)
 
-        def look() -> None:
-            while not stop.wait(0.001):
-                phase, now = self.phase, resident()
-                self.most[phase] = max(self.most.get(phase, 0), now)
+    def at_peak(self) -> dict[str, int]:
+        """The bytes of each kind when most are alive."""
+        alive, most = Counter[str](), Counter[str]()
+        for event in self.events:
+            if isinstance(event, AllocationEvent):
+                alive[self.kinds.get(event.storage, "exchange")] += event.bytes
+                most = max(most, Counter(alive), key=Counter.total)
+        return {kind: most[kind] for kind in KINDS}
 
-        thread = threading.Thread(target=look, daemon=True)
-        thread.start()
+
+def alive_at_peak(step: fds.Step, state: fds.State, batch: Any) -> dict[str, int]:
+    """The bytes of a step by kind, when most are alive on this rank; the state is donated."""
+    run = KindRecorder()
+    for kind, held in {"other": (state, batch), "params": state.params, "optimizer": state.optimizer}.items():
+        run.note(held, kind)
+    run.state = frozenset(run.kinds)
+
+    def gradients(inner: Any, *args: Any) -> Any:
+        with during(run, "activations"):
+            return inner(*args)
+
+    with opened(_CallEvents(recorder=run)), named(run), run:
+        step.wrapped("by kind", gradients=gradients)(state, batch)
+    return run.at_peak()
+
+
+@contextmanager
+def during(run: KindRecorder, kind: str) -> Iterator[None]:
+    before, run.during = run.during, kind
+    yield
+    run.during = before
+
+
+@contextmanager
+def named(run: KindRecorder) -> Iterator[None]:
+    """Within the block the library says which tensors are gradients of leaves, and which are made to be sent or received."""
+    accumulate, begin = Reducer._accumulate, ProcessHandle.begin
+
+    def accumulated(reducer: Reducer, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> None:
+        run.note([leaf for leaf in leaves if leaf is not None], "gradients")
+        accumulate(reducer, index, leaves, device)
+        run.note(reducer.local[index], "exchange")  # stage 0 reduces it in place, so there it becomes a gradient
+
+    def begun(*args: Any) -> ProcessHandle:
+        with during(run, "exchange"):
+            return begin(*args)
+
+    with mock.patch.object(Reducer, "_accumulate", accumulated), mock.patch.object(ProcessHandle, "begin", begun):
         yield
-        stop.set()
-        thread.join()
-
-    def transform(self, step: Any) -> Any:
-        """The step, saying in which phase it is."""
-
-        def saying(name: str) -> Callable[..., Any]:
-            def run(inner: Callable[..., Any], step: Any, *args: Any) -> Any:
-                before, self.phase = self.phase, name
-                try:
-                    return inner(step, *args)
-                finally:
-                    self.phase = before
-
-            return run
-
-        phases: dict[str, Any] = {"loss": "forward", "gradients": "backward", "update": "update"}
-        return step.wrapped("watched", **{phase: saying(name) for phase, name in phases.items()})
 
 
-def loss_of(apply: Any) -> Callable[[Any, tuple[Tensor, Tensor]], Tensor]:
-    """The model's loss."""
-    return lambda params, batch: gpt.next_token_loss(apply(params, batch[0]), batch[1])
+def trained(setup: peers.Setup, stage: int) -> tuple[fds.Step, fds.State]:
+    """The step of `our_training` in peers.py, and a fresh state."""
+    apply, params = fds.functional(setup.model())
+    step = fds.train_step(lambda params, batch: peers.loss_of(partial(apply, params), batch), fds.adamw(**peers.ADAMW))
+    step = T.zero(stage, comm.world())(step)
+    return step, step.init(params)
 
 
-def model(args: argparse.Namespace) -> Any:
-    """A GPT of the given size."""
-    return gpt.GPT(gpt.Config(layers=args.layers, width=args.width, heads=args.width // 64, context=args.context), seed=0)
+def resident(name: str) -> int:
+    """The process's VmRSS or VmHWM in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def trained(stage: int, args: argparse.Namespace, watch: Watch) -> Callable[[], None]:
-    """A step of a new model; a stage of -1 is plain PyTorch."""
-    tokens = torch.randint(0, 256, (args.batch, args.context), generator=torch.Generator().manual_seed(comm.world().rank))
-    module = model(args)
-    if stage < 0:
-        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-
-        def plain() -> None:
-            optimizer.zero_grad()
-            gpt.next_token_loss(module(tokens), tokens).backward()
-            optimizer.step()
-
-        return plain
-    apply, params = fds.functional(module)
-    step = fds.compose(T.zero(stage), watch.transform)(fds.train_step(loss_of(apply), fds.adamw(1e-3)))
-    state = step.init(params)
-    params.clear()
-
-    def ours() -> None:
-        nonlocal state
-        state, _ = step(state, (tokens, tokens))
-
-    return ours
-
-
-def rank(stage: int, args: argparse.Namespace, at_once: bool) -> dict[str, int]:
-    """What one rank holds."""
-    torch.set_num_threads(1)
-    if at_once:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_MMAP, 1 << 16)
-        libc.mallopt(_TRIM, 1 << 16)
-    small = trained(stage, argparse.Namespace(**{**vars(args), "layers": 1, "width": 64}), Watch())
-    for _ in range(3):
-        small()
+def rank(setup: peers.Setup, stage: int, steps: int) -> dict[str, int]:
+    """The peak of this rank's process in some steps, its base, and what is alive in the next one, in bytes."""
+    torch.set_num_threads(setup.threads())
+    *batches, last = setup.batches(comm.world().rank, 0, steps + 1)
+    step, state = trained(attrs.evolve(setup, layers=1, width=64, heads=1), stage)
+    for batch in batches:
+        state, _ = step(state, batch)
+    del step, state
     gc.collect()
-    before, watch = resident(), Watch()
-    go = trained(stage, args, watch)
-    for _ in range(3):
-        go()
-    gc.collect()
-    state = resident() - before
-    with watch.looks():
-        go()
-        go()
-    most = {name: bytes - before for name, bytes in watch.most.items()}
-    return {"state": state, "peak": max(most.values()), **{k: most[k] for k in ("forward", "backward", "update") if k in most}}
+    base = resident("VmRSS")
+    step, state = trained(setup, stage)
+    for batch in batches:
+        state, _ = step(state, batch)
+    peak = resident("VmHWM")
+    return accounted({"base": base, **alive_at_peak(step, state, last)}, peak)
 
 
-def predicted(stage: int, args: argparse.Namespace) -> dict[str, int]:
-    """The same, from shapes."""
-    with torch.device("meta"):
-        module = model(args)
-    apply, params = fds.functional(module)
-    tokens = torch.empty(args.batch, args.context, dtype=torch.int64, device="meta")
-    passes = memory.activations(loss_of(apply), params, (tokens, tokens))
+def accounted(parts: Mapping[str, int], peak: int) -> dict[str, int]:
+    """The parts with what the allocator keeps, and their sum.
 
-    def make() -> Any:
-        return T.zero(stage)(fds.train_step(loss_of(apply), fds.adamw(1e-3)))
+    Raises:
+        ValueError: more is alive than the process ever had.
+    """
+    kept = peak - sum(parts.values())
+    if kept < 0:
+        raise ValueError(
+            f"the parts {dict(parts)} are {-kept:,} bytes more than the process ever had: the measurement is wrong"
+        )
+    return {**parts, "kept": kept, "peak": peak}
 
-    held = memory.predicted(make, params, world_size=args.ranks, rank=0)
-    whole = sum(x.numel() * x.element_size() for x in params.values())
-    state = held.params + held.masters + held.optimizer + held.buffers
-    gradients = whole if stage == 0 else held.gradients
-    return {
-        "state": state,
-        "forward": state + passes.forward + held.gathered,
-        "backward": state + passes.backward - whole + gradients + held.gathered,
-        "update": state + held.gradients,
-    }
+
+def predicted(setup: peers.Setup, stage: int) -> dict[str, int]:
+    """What is alive at the peak, from shapes."""
+
+    def program() -> dict[str, int]:
+        tokens = torch.empty(setup.batch, setup.context, dtype=torch.int64, device="meta")
+        with torch.device("meta"):
+            step, state = trained(setup, stage)
+        for _ in range(2):  # which learn the order of units
+            state, _ = step(state, (tokens, tokens))
+        return alive_at_peak(step, state, (tokens, tokens))
+
+    with kernels_of("cpu", whole=False):
+        return rank_on_shapes(program, world_size=setup.ranks, rank=0, kind=GlooShapesWorld)
+
+
+def account(setup: peers.Setup, stage: int, steps: int) -> dict[str, Any]:
+    """A row: of the rank with the greatest peak."""
+    found = comm.spawn(rank, setup, stage, steps, world_size=setup.ranks, backend="gloo")
+    size = f"{setup.layers}x{setup.width}"
+    measured = max(found, key=lambda row: row["peak"])
+    return {"size": size, "stage": stage, "measured": measured, "predicted": predicted(setup, stage)}
+
+
+def cells(row: Mapping[str, Any], which: str) -> list[str]:
+    """A row of the table in docs/profile.md, in MB."""
+    sizes, alive = row[which], sum(row[which][kind] for kind in KINDS)
+    shown = {**{part: sizes.get(part) for part in PARTS}, "alive": alive, "peak": sizes.get("peak")}
+    order = ("base", *KINDS, "alive", "kept", "peak")
+    numbers = ("-" if shown[part] is None else f"{shown[part] / 1e6:.1f}" for part in order)
+    return [row["size"].replace("x", " × "), str(row["stage"]), which, *numbers]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In Markdown."""
+    head = ["size", "stage", "MB", "base", *KINDS, "alive", "kept", "peak"]
+    lines = [head, ["---"] * len(head), *(cells(row, which) for row in rows for which in ("measured", "predicted"))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def save_png(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A panel for each size: a stacked bar for each stage, and a line where base and predicted tensors end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    figure, panels = plt.subplots(1, len(sizes), figsize=(5.5 * len(sizes), 4.5), layout="constrained", squeeze=False)
+    for size, axes in zip(sizes, panels[0], strict=True):
+        mine = [row for row in rows if row["size"] == size]
+        places, floors = range(len(mine)), [0.0] * len(mine)
+        for part, colour in zip(PARTS, COLOURS, strict=True):
+            heights = [row["measured"][part] / 1e6 for row in mine]
+            axes.bar(places, heights, 0.6, bottom=floors, color=colour, label=part)
+            floors = [floor + height for floor, height in zip(floors, heights, strict=True)]
+        ends = [(row["measured"]["base"] + sum(row["predicted"].values())) / 1e6 for row in mine]
+        axes.hlines(ends, [x - 0.4 for x in places], [x + 0.4 for x in places], "black", "--", label="base + predicted")
+        axes.set_xticks(places, [f"stage {row['stage']}" for row in mine])
+        axes.set_title(f"GPT {size.replace('x', ' × ')}")
+        axes.set_ylabel("MB of a rank's process at its peak")
+    handles, names = panels[0][-1].get_legend_handles_labels()
+    figure.legend(handles[::-1], names[::-1], loc="outside right center", frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def size_of(text: str) -> tuple[int, int]:
+    layers, width = map(int, text.split("x"))
+    return layers, width
 
 
 def main() -> None:
-    """Prints a row a stage."""
+    """Measures, prints the table, and writes the files."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name, default in {"ranks": 2, "layers": 6, "width": 512, "batch": 2, "context": 64}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--stages", type=int, nargs="+", default=[-1, 0, 1, 2, 3])
-    parser.add_argument("--json", type=Path)
+    for name, default in {"ranks": 2, "batch": 4, "context": 128, "steps": 3}.items():
+        parser.add_argument(f"--{name}", type=peers.positive, default=default)
+    parser.add_argument("--sizes", type=size_of, nargs="+", default=[(8, 384), (12, 768)], metavar="LAYERSxWIDTH")
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 3])
+    parser.add_argument("--json", type=Path, default=RESULT)
+    parser.add_argument("--png", type=Path, help="default: next to the JSON")
     args = parser.parse_args()
-    rows: dict[str, Any] = {}
-    for stage in args.stages:
-        row = rows["plain" if stage < 0 else f"stage {stage}"] = {} if stage < 0 else {"predicted": predicted(stage, args)}
-        for kind in ("live", "default"):
-            row[kind] = comm.spawn(rank, stage, args, kind == "live", world_size=args.ranks)[0]
-        for kind, numbers in row.items():
-            shown = ", ".join(f"{name} {number / 1e6:.1f}" for name, number in numbers.items())
-            print(f"{stage if stage >= 0 else 'plain':>5} {kind:>9}, MB: {shown}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    load, rows, same = os.getloadavg()[0], list[dict[str, Any]](), (args.batch, args.context, args.ranks)
+    flags = {"batch": args.batch, "context": args.context, "ranks": args.ranks, "steps": args.steps}
+    for layers, width in args.sizes:
+        setup = peers.Setup(layers, width, width // 64, *same, "fp32")
+        for stage in args.stages:
+            rows.append(account(setup, stage, args.steps))
+            print(table(rows[-1:]), flush=True)
+            machine = {**peers.facts(), "load": round(load, 2), "load_after": round(os.getloadavg()[0], 2)}
+            args.json.write_text(json.dumps({"machine": machine, "flags": flags, "rows": rows}, indent=1) + "\n")
+    save_png(args.png or args.json.with_suffix(".png"), rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -405,6 +406,24 @@ def test_the_tables_of_peers_are_their_files() -> None:
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.count("|") > 4]
     said = {tuple(row[: 2 - len(row) % 2]): row[2 - len(row) % 2 :] for row in rows}  # one name and four cells, or two and two
     assert {key: cells for key, cells in said.items() if key in expected} == expected
+
+
+def test_the_table_of_a_process_is_its_file() -> None:
+    """Of three stages and two sizes; the parts are all of the process, and the prediction is within a per cent."""
+    page = (TOP / "docs/profile.md").read_text(encoding="utf-8").partition("### Where a process")[2].partition("\n### ")[0]
+    head, _, *found = [line.strip("| ").split(" | ") for line in page.splitlines() if line.count("|") > 9]
+    rows = json.loads((TOP / "benchmarks/results/peak.json").read_text(encoding="utf-8"))["rows"]
+    assert [(row["size"], row["stage"]) for row in rows] == [*product(("8x384", "12x768"), (0, 1, 3))]
+    expected = []
+    for row in rows:
+        for which in ("measured", "predicted"):
+            parts = row[which] | {"alive": sum(row[which][kind] for kind in head[4:-3])}
+            numbers = [f"{parts[part] / 1e6:.1f}" if part in parts else "-" for part in head[3:]]
+            expected.append([row["size"].replace("x", " × "), str(row["stage"]), which, *numbers])
+            assert parts["alive"] == pytest.approx(sum(row["predicted"].values()), rel=0.01)
+        assert row["measured"]["kept"] >= 0
+        assert sum(row["measured"].values()) == 2 * row["measured"]["peak"]
+    assert found == expected
 
 
 def test_the_line_of_badges_is_the_metadata() -> None:

@@ -1885,7 +1885,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (test_orders.launches_agree, test_orders.GATED): [
-        Bug("reductions start when they are complete", "transforms.zero.reduce:Reducer._due", "not self._placed", "True"),
+        Bug("reductions start when they are complete", "transforms.zero.reduce:Reducer._in_place", "not self._placed", "True"),
         Bug(
             "the ranks' own places count",
             "transforms.zero.reduce:Reducer._trace_order",

@@ -19,6 +19,7 @@ from functional_ds.comm.debug.trace import opened
 from functional_ds.comm.record.group import Ready, World
 from functional_ds.comm.record.ledger import Ledger, LedgerCall, Row
 from functional_ds.comm.table.collective import Handle, WatchedHandle
+from functional_ds.comm.worlds.process_handle import ProcessHandle
 
 from .operations import OperationCounter, SizedOperation, tensors_in
 
@@ -228,7 +229,10 @@ class _CallEvents(Ledger):
             self.recorder.note(handle.results, label)
             return handle
         size = sum(x.nbytes for x in made.tensors) * (made.here.n if row.traffic.of_result else 1)
-        noted = hasattr(self.recorder.world, "communicating")  # the memory of what is under way, as operations
+        began_with = handle
+        while isinstance(began_with, WatchedHandle):
+            began_with = began_with.inner
+        noted = isinstance(began_with, ProcessHandle)  # it allocated its results when it began, by recorded operations
         under_way = [self.recorder.expect(0 if noted else size, label)]
 
         def arrives(wait: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from functional_ds.cli.planning.values_free_step import step_shape
 from functional_ds.comm.backends import gloo
 from functional_ds.comm.worlds.gloo_shapes import GlooShapesWorld
 from functional_ds.comm.worlds.shapes import rank_on_shapes
-from functional_ds.dry_run.events import EventRecorder
+from functional_ds.dry_run.events import EventRecorder, recorded
 from functional_ds.jobs.job import Job
 from functional_ds.jobs.job_subject import subject_of
 from functional_ds.jobs.strategy import rows_of_rank
@@ -53,15 +53,15 @@ def _measured_peak(job: Job) -> int:
     del subject
     for _ in range(2):
         state, _ = step(state, batch)
-    run, fold = EventRecorder(), gloo.fold
+    fold = gloo.fold
+    with recorded(state, batch) as run:
 
-    def seen(*args: Any, **options: Any) -> Tensor:
-        with run:  # on the thread that reduces
-            return fold(*args, **options)
+        def seen(*args: Any, **options: Any) -> Tensor:
+            with run:  # on the thread that reduces
+                return fold(*args, **options)
 
-    with run, mock.patch.object(gloo, "fold", seen):
-        run.note((state, batch))
-        state, _ = step(state, batch)
+        with mock.patch.object(gloo, "fold", seen):
+            state, _ = step(state, batch)
     return run.events.peak()
 
 

@@ -98,6 +98,8 @@ class Reducer:
             grads: of the unit's trained leaves, in layout order; None, or an empty list, means zeros.
             device: of the sums.
         """
+        if self.now and self.order.units[self._posted :][:1] == (unit,) and self._in_place(unit):
+            self._limit_in_flight()  # before its gradients are packed, since it starts at once
         self._add(unit, grads, device)
         self._completed.append(unit)
         self._completed_after[unit] = self._made
@@ -205,7 +207,10 @@ class Reducer:
         return self._plan is not None and self.order.plan is self._plan
 
     def _due(self, unit: int) -> bool:
-        return self.has(unit) and (not self._placed or self._made >= self.order.after[unit])
+        return self.has(unit) and self._in_place(unit)
+
+    def _in_place(self, unit: int) -> bool:
+        return not self._placed or self._made >= self.order.after[unit]
 
     def _limit_in_flight(self) -> None:
         """Waits until fewer than two reductions are in flight, up to a timeout, which avoids a deadlock.
