@@ -2283,8 +2283,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "stage 3 gathers in fp32",
             "transforms.zero.zero:Zero.view",
-            "Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype), pool)",
-            "Collectives(ProcessGroups.by(self), ZeroConfig(3), lambda dtype: step.comm_dtype(state, dtype), pool)",
+            "Collectives(self.groups(), self, lambda dtype: step.comm_dtype(state, dtype), pool)",
+            "Collectives(self.groups(), ZeroConfig(3), lambda dtype: step.comm_dtype(state, dtype), pool)",
         ),
     ],
     (offload_changes_nothing,): [
@@ -2298,7 +2298,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("nobody looks at checksums", "transforms.offloading.files:Disk._read", "actual != checksum", "False"),
         Bug(
             "each piece has a norm of its own",
-            "transforms.offloading.piece_update:PieceUpdate.run",
+            "transforms.offloading.update:PieceUpdate.run",
             "self._ask(name).to(device)",
             "self.step.over_ranks[name](*_)",
         ),
