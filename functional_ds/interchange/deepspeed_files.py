@@ -172,8 +172,7 @@ class ZeroFiles:
         if section.get("dynamic_loss_scale"):
             numbers = {"cur_iter": int(section["cur_iter"]), "last_overflow_iter": int(section["last_overflow_iter"])}
             scaler = PlainAttributes(dynamic=True, cur_scale=float(section["cur_scale"]), **numbers)
-        fields = (held.params, held.aliases, held.flats, held.updates, held.groups)
-        return ZeroFiles(folder, 0, *fields, _buffers(model), _counts(model), model, scaler)
+        return ZeroFiles(folder, 0, *held, _buffers(model), _counts(model), model, scaler)
 
     @staticmethod
     def _parse(

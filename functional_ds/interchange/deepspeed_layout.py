@@ -123,15 +123,8 @@ def frozen_params(models: Sequence[Mapping[str, Any]], trained: Mapping[str, Par
 # -- stage 0 -------------------------------------------------------------------------------------------------------------
 
 
-@attrs.frozen(eq=False)
-class StageZeroParams:
-    """The content of stage 0's single file, as in ``ZeroFiles``."""
-
-    params: Mapping[str, Param]
-    aliases: Mapping[str, str]
-    flats: Sequence[Sequence[Mapping[str, Tensor]]]
-    updates: Sequence[int]
-    groups: Sequence[Mapping[str, Any]]
+# As in ``ZeroFiles``: params, aliases, flats, updates and groups.
+StageZeroParams = tuple[dict[str, Param], dict[str, str], list[list[dict[str, Tensor]]], list[int], list[dict[str, Any]]]
 
 
 def whole_params(model: Mapping[str, Any], order: Sequence[Sequence[str]] | None, where: str) -> StageZeroParams:
@@ -175,7 +168,7 @@ def whole_params(model: Mapping[str, Any], order: Sequence[Sequence[str]] | None
         flat.update({state_name: torch.zeros(1).expand(flat[MASTER].numel()) for state_name in kinds - flat.keys()})
     frozen = {name: Param(tuple(held[name].shape), whole=(held[name],)) for name in first.values() if name not in params}
     aliases = {name: owner for name, owner in owners.items() if name != owner}
-    return StageZeroParams({**params, **frozen}, aliases, [flats], updates, numbers_of(groups))
+    return {**params, **frozen}, aliases, [flats], updates, numbers_of(groups)
 
 
 def _check_order(order: Sequence[Sequence[str]], counts: Sequence[int | None], held: Mapping[str, Tensor], where: str) -> None:

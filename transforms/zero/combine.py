@@ -21,8 +21,6 @@ from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
-from .process_groups import ProcessGroups
-
 
 @attrs.frozen
 class Combine:
@@ -139,7 +137,7 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
     """A step of ``zero`` that keeps each rank's whole gradients, combines them by leaves, then shards the result."""
 
     def init(inner: Any, step: Step, params: Any) -> State:
-        state, groups = inner(step, params), ProcessGroups.by(zero)
+        state, groups = inner(step, params), zero.groups()
         state.slots["zero"].leaf_map.refuse_slices(str(combine), instead="leave aggregate= out of T.zero")
         wanted = [] if combine.init is None else trainable(params)
         leaves = [groups.broadcast(values_of(leaf).detach()) for leaf in wanted]
@@ -149,7 +147,7 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
 
     def reduce(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
         state, grads = inner(step, state, grads)
-        groups = ProcessGroups.by(zero)
+        groups = zero.groups()
         trained = [segment for segment in state.slots["zero"].layout.segments if segment.trainable]
         flats = [torch.zeros_like(flat) for flat in grads.sum]
         rows = zip(trained, grads.sum, flats, strict=True)
