@@ -276,11 +276,5 @@ def rank_on_shapes(
     """
     world = kind(rank, _SharedLog())
     world.ranks_per_node = ranks_per_node
-    with (
-        exclusive_simulation(),
-        kept_rng(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        enter(world, range(world_size)),
-    ):
+    with exclusive_simulation(), kept_rng(), torch.inference_mode(False), torch.enable_grad(), enter(world, range(world_size)):
         return program(*args)
