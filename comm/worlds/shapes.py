@@ -1,5 +1,7 @@
 """Simulations on shapes only: runs a program on meta tensors, rank after rank, to count the traffic of thousands of ranks.
 
+``symmetric`` runs a single rank, and assumes that all others behave like it.
+
 The shape of a collective's result follows from this rank's input, so ranks do not wait for each other. Each rank logs its
 calls, and the logs are compared afterwards. Collectives on channels named "control", by which the library's ranks agree with
 each other, have values: each rank receives its own value from all others.

@@ -1,4 +1,4 @@
-"""The transforms of a plan, in the order in which they are composed."""
+"""The transforms of a plan, in the order in which they are composed, and those that only plans have."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""``Runner``: executes one rank's row of a lowered schedule, for any schedule."""
+"""``Runner``: executes one rank's row of a lowered schedule, for any schedule; ``Mailbox``: what its stages exchange."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
