@@ -2283,8 +2283,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "stage 3 gathers in fp32",
             "transforms.zero.zero:Zero.view",
-            "Collectives(self.groups(), self, lambda dtype: step.comm_dtype(state, dtype), pool)",
-            "Collectives(self.groups(), ZeroConfig(3), lambda dtype: step.comm_dtype(state, dtype), pool)",
+            "Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype), pool)",
+            "Collectives(ProcessGroups.by(self), ZeroConfig(3), lambda dtype: step.comm_dtype(state, dtype), pool)",
         ),
     ],
     (offload_changes_nothing,): [

@@ -21,6 +21,8 @@ from functional_ds.step.phases import Trait
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
+from .process_groups import ProcessGroups
+
 
 @attrs.frozen
 class Combine:
@@ -137,7 +139,7 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
     """A step of ``zero`` that keeps each rank's whole gradients, combines them by leaves, then shards the result."""
 
     def init(inner: Any, step: Step, params: Any) -> State:
-        state, groups = inner(step, params), zero.groups()
+        state, groups = inner(step, params), ProcessGroups.by(zero)
         state.slots["zero"].leaf_map.refuse_slices(str(combine), instead="leave aggregate= out of T.zero")
         wanted = [] if combine.init is None else trainable(params)
         leaves = [groups.broadcast(values_of(leaf).detach()) for leaf in wanted]
@@ -147,7 +149,7 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
 
     def reduce(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
         state, grads = inner(step, state, grads)
-        groups = zero.groups()
+        groups = ProcessGroups.by(zero)
         trained = [segment for segment in state.slots["zero"].layout.segments if segment.trainable]
         flats = [torch.zeros_like(flat) for flat in grads.sum]
         rows = zip(trained, grads.sum, flats, strict=True)

@@ -71,7 +71,7 @@ class ZeroConfig:
         self._check_collectives()
         self._check_stage()
         if self.group is not None:
-            self.groups()  # raises an error for groups that do not factor
+            ProcessGroups.by(self)  # raises an error for groups that do not factor
 
     # -- what follows from it ------------------------------------------------------------------------------------------
 
@@ -117,10 +117,6 @@ class ZeroConfig:
             if field.name not in ("stage", "group") and getattr(self, field.name) != field.default
         ]
         return f"zero({', '.join([str(self.stage), where, *(f'{name}={_short(value)}' for name, value in changed)])})"
-
-    def groups(self) -> ProcessGroups:
-        """The groups of this rank; without ``group`` those of the current world."""
-        return ProcessGroups.of(self.group or comm.world(), self.intra_node, self.replicate)
 
     # -- checks --------------------------------------------------------------------------------------------------------
 

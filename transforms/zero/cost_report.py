@@ -25,6 +25,7 @@ from functional_ds.step.train_step import train_step
 
 from .combine import Combine
 from .config import ZeroConfig
+from .process_groups import ProcessGroups
 
 T = TypeVar("T")
 
@@ -163,7 +164,7 @@ class CostReport:
 
     def _levels(self) -> list[tuple[str, int]]:
         """The names and sizes of the groups of a gather, in order."""
-        return self._on_rank(lambda config: [(level.name, level.size) for level in config.groups().levels])
+        return self._on_rank(lambda config: [(level.name, level.size) for level in ProcessGroups.by(config).levels])
 
     def _of(self, unit: int) -> list[Segment]:
         return [self.layout.segments[i] for i in self.layout.units[unit].segments]
@@ -276,7 +277,7 @@ def report_costs(
         raise ValueError(f"n={count}: it does not factor into blocks of intra_node={block} ranks")
     copies = replicas if replicas is not None else getattr(config.replicate, "size", 1)
     here = n is None and intra_node is None
-    layout = config.layout(params, count, config.groups().shards.ranks if here else None)
+    layout = config.layout(params, count, ProcessGroups.by(config).shards.ranks if here else None)
     ranks = (group or comm.world()).ranks if here else tuple(range(count))
     return CostReport(config, without_values(params), layout, ranks, block, copies, stored_dtype, comm_dtype)
 

@@ -1,13 +1,26 @@
 """Process groups of ZeRO: shards over one group, in one or two levels, and replicas of the shards over another."""
 
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.sharding.segment import Blocks
+
+
+class GroupArguments(Protocol):
+    """The arguments of ``zero`` that define its groups."""
+
+    @property
+    def group(self) -> comm.Group | None: ...
+
+    @property
+    def intra_node(self) -> comm.Group | int | None: ...
+
+    @property
+    def replicate(self) -> comm.Group | None: ...
 
 
 @attrs.frozen(eq=False)
@@ -30,6 +43,11 @@ class ProcessGroups:
     inter_node: comm.Group | None
     shards: comm.Group
     replicas: comm.Group | None
+
+    @staticmethod
+    def by(arguments: GroupArguments) -> "ProcessGroups":
+        """The groups of this rank; without ``group`` those of the current world."""
+        return ProcessGroups.of(arguments.group or comm.world(), arguments.intra_node, arguments.replicate)
 
     @staticmethod
     def of(

@@ -151,7 +151,7 @@ class Zero(ZeroConfig):
         layout: Layout = state.slots["zero"].layout
         if not layout.has_sharers:
             return None
-        rank, trained = self.groups().shards.rank, [segment for segment in layout.segments if segment.trainable]
+        rank, trained = ProcessGroups.by(self).shards.rank, [segment for segment in layout.segments if segment.trainable]
         return GradientParts({place: 0 for place, segment in enumerate(trained) if rank not in segment.holders(0)})
 
     def _traits(self) -> list[Trait]:
@@ -166,7 +166,7 @@ class Zero(ZeroConfig):
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner init of this rank's shards (stage 0: of whole flat tensors); gathers what stays whole."""
-        groups = self.groups()
+        groups = ProcessGroups.by(self)
         layout = self.layout(params, groups.n, groups.shards.ranks)
         groups.check_agreement((layout.paths, layout.segments, layout.units))
         parts = LeafMap.of_layout(layout, groups.shards if self.stage else None)
@@ -198,7 +198,7 @@ class Zero(ZeroConfig):
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, gathered from the shards."""
         partition: Partition = state.slots["zero"]
-        layout, groups = partition.layout, self.groups()
+        layout, groups = partition.layout, ProcessGroups.by(self)
         stored = inner(step, tree.replace(state, params=_either(partition.exact, state.params)))
         exactly = Collectives(groups, attrs.evolve(self, all_gather=comm.all_gather))
         return layout.unflatten(exactly.gather_all(layout.segments, [*stored], _in_shards(layout, stored, groups)))
@@ -224,7 +224,7 @@ class Zero(ZeroConfig):
         partition: Partition | None = state.slots.get("zero")
         if partition is None or partition.frozen is not None:  # in an inner ``init`` or ``update``, which already have shards
             return state
-        layout, rank, flats = partition.layout, self.groups().shards.rank, state.params
+        layout, rank, flats = partition.layout, ProcessGroups.by(self).shards.rank, state.params
         whole = self._whole(layout)
         pairs = zip(layout.segments, flats, strict=True)
         shards = [s.own(flat, rank) if i in whole else flat for i, (s, flat) in enumerate(pairs)]
@@ -235,7 +235,7 @@ class Zero(ZeroConfig):
 
     def _published(self, state: State, out: list[Tensor] | None = None) -> State:
         partition: Partition = state.slots["zero"]
-        layout, shards, groups = partition.layout, state.params, self.groups()
+        layout, shards, groups = partition.layout, state.params, ProcessGroups.by(self)
         whole = self._whole(layout)
         exact = self._exact(layout, shards, whole, groups)
         frozen = partition.frozen or {}
@@ -259,7 +259,7 @@ class Zero(ZeroConfig):
             )
         layout, cache = _as_stored(partition, state.params), partition.cache
         pool = None if comm.world().world.host is None else cache.pool
-        collectives = Collectives(self.groups(), self, lambda dtype: step.comm_dtype(state, dtype), pool)
+        collectives = Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype), pool)
         device = state.params[0].device if state.params else torch.device("cpu")
         params = LazyParams(
             layout,
@@ -339,7 +339,7 @@ class Zero(ZeroConfig):
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """The leaves in this rank's shards, in stage 0 in whole segments."""
         parts: LeafMap = state.slots["zero"].cache.leaf_map
-        return attrs.evolve(parts, group=self.groups().shards) if self.stage else parts
+        return attrs.evolve(parts, group=ProcessGroups.by(self).shards) if self.stage else parts
 
     def select(self, inner: Any, step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
         """The segments of these leaves, with their own cache."""

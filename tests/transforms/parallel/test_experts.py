@@ -14,6 +14,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.step.axes import axis
+from functional_ds.transforms.zero.process_groups import ProcessGroups
 from tests.transforms.parallel.mixture import PATTERN, batch, loss, params
 
 TOLERANCE = 2e-5
@@ -177,7 +178,7 @@ def test_bytes_are_those_of_the_report(sizes: tuple[int, int], stage: int, kind:
         with comm.ledger() as book:
             state, _ = step(state, torch.ones(2))
         report = zero.cost_report(experts.cut(params()))
-        rank = zero.groups().shards.rank
+        rank = ProcessGroups.by(zero).shards.rank
         sent = report.sent(rank=rank)
         found = {(r.collective, r.group): r.bytes for r in book.rows if (r.collective, r.group) in sent or "sharers" in r.group}
         return sent, found, sum(leaf.nbytes for leaf in state.params), report.held(rank)

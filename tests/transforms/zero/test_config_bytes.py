@@ -14,6 +14,7 @@ import functional_ds as fds
 from functional_ds import comm, transforms, units
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.sources import sliced
+from functional_ds.transforms.zero.process_groups import ProcessGroups
 from tests.transforms.zero.test_config import GRIDS, Grid, arguments, compressed, strategy
 
 WIDTH, LAYERS = 8, 4
@@ -74,7 +75,7 @@ def test_the_ledger_shows_what_the_report_says(grid: Grid, chosen: dict[str, Any
         zero = strategy(grid, chosen)
         chain = () if policy == "f32" else (transforms.mixed_precision(policy),)
         state, sent = third_step(*chain, zero, k=k)
-        groups = zero.groups()
+        groups = ProcessGroups.by(zero)
         replica = 0 if groups.replicas is None else groups.replicas.rank
         report = zero.cost_report(chain_params(), stored_dtype=stored, comm_dtype=reduced)
         held = sum(t.nbytes for t in (*state.params, *fds.tree.leaves(state.slots["zero"].exact)))
