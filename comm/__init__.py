@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from functional_ds.comm.table import errors
     from functional_ds.comm.table.permutation import Permutation
     from functional_ds.comm.worlds.current import world
-    from functional_ds.comm.worlds.symmetric import is_symmetric, symmetric
+    from functional_ds.comm.worlds.shapes import is_symmetric, symmetric
 
     from . import algorithms, codecs, debug, table
     from .api import all_gather, all_reduce, barrier, broadcast, reduce_scatter, repeat

@@ -2298,7 +2298,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("nobody looks at checksums", "transforms.offloading.files:Disk._read", "actual != checksum", "False"),
         Bug(
             "each piece has a norm of its own",
-            "transforms.offloading.piece_update:PieceUpdate.run",
+            "transforms.offloading.update:PieceUpdate.run",
             "self._ask(name).to(device)",
             "self.step.over_ranks[name](*_)",
         ),

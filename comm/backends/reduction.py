@@ -17,12 +17,7 @@ def _product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     return product if out is None else out.copy_(product)
 
 
-OPS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "product": _product,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
+OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "product": _product, "min": torch.minimum, "max": torch.maximum}
 
 
 def combine(a: Tensor, b: Tensor, op: str) -> Tensor:

@@ -1,8 +1,9 @@
 """Collectives in the autograd graph: calls that start together are one node, whose backward pass calls their transposes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -12,17 +13,18 @@ from functional_ds.comm.table.collective import Call, Handle
 Transposed = tuple[Call, Sequence[Tensor], str | None]  # a transpose, the gradients, and the forward call's source line
 
 
-class Begun(Protocol):
+@attrs.define(eq=False)
+class StartedCall:
     """A started call: its leaves, its handle and, if variance is checked, its source line."""
 
     call: Call
     leaves: Sequence[Tensor]
     handle: Handle
-    site: str | None
+    site: str | None = None
 
 
 def results_in_graph(
-    started: Sequence[Begun],
+    started: Sequence[StartedCall],
     group: Group,
     carry_out: Callable[[Sequence[Transposed], Group], Sequence[Sequence[Tensor]]],
 ) -> list[Tensor]:
@@ -38,7 +40,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, started: Sequence[Begun], group: Group, carry_out: Callable[..., Any], *leaves: Tensor
+        ctx: Any, started: Sequence[StartedCall], group: Group, carry_out: Callable[..., Any], *leaves: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.calls, ctx.group, ctx.carry_out = [(one.call, len(one.leaves), one.site) for one in started], group, carry_out
         results = [result for one in started for result in one.handle.wait()]

@@ -6,7 +6,6 @@ from functools import partial, wraps
 from operator import itemgetter
 from typing import Any, ParamSpec, TypeVar
 
-import attrs
 import optree
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from functional_ds.comm.table.collective import Call, CallContext, Handle
 from functional_ds.comm.table.errors import CommError
 from functional_ds.comm.worlds.current import current_recorder, world
 
-from .autograd_node import Transposed, is_differentiable, results_in_graph
+from .autograd_node import StartedCall, Transposed, is_differentiable, results_in_graph
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,16 +38,6 @@ def check_avg(leaves: Sequence[Tensor], op: str) -> None:
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
 
 
-@attrs.define(eq=False)
-class _StartedCall:
-    """A started call: its leaves, its handle and, if variance is checked, its source line."""
-
-    call: Call
-    leaves: Sequence[Tensor]
-    handle: Handle
-    site: str | None = None
-
-
 def _in_inference_mode() -> bool:
     """Whether to leave inference mode, so that results are normal tensors in any thread."""
     return not torch.is_grad_enabled() and torch.is_inference_mode_enabled()
@@ -56,7 +45,7 @@ def _in_inference_mode() -> bool:
 
 def start_call(
     call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool = False, transposed: str | None = None
-) -> _StartedCall:
+) -> StartedCall:
     """Starts a call on leaves, without autograd; its handle gives the results.
 
     Args:
@@ -75,9 +64,9 @@ def start_call(
     call = call.on_nodes(group.ranks_per_node)
     here, watch = check_call(call, leaves, group), group.world.watch
     if watch is None:
-        return _StartedCall(call, leaves, _begin(call, leaves, group, here, beside, early))
+        return StartedCall(call, leaves, _begin(call, leaves, group, here, beside, early))
     handle = watch.start(call, leaves, group, partial(_begin, call, leaves, group, here, beside, early), transposed)
-    return _StartedCall(call, leaves, handle, call_site())
+    return StartedCall(call, leaves, handle, call_site())
 
 
 def check_call(call: Call, leaves: Sequence[Tensor], group: Group, prefix: str = "") -> CallContext:
@@ -125,7 +114,7 @@ def outline(call: Call, leaf: Tensor, here: CallContext) -> Tensor:
     return outputs[members.index(here.rank)]
 
 
-def _finish(started: Sequence[_StartedCall], group: Group) -> list[list[Tensor]]:
+def _finish(started: Sequence[StartedCall], group: Group) -> list[list[Tensor]]:
     """Waits for the calls' results; the differentiable calls become one node of the autograd graph."""
     if _in_inference_mode():
         with torch.inference_mode(False), torch.no_grad():
@@ -195,7 +184,7 @@ def _start(calls: Sequence[tuple[Call, Any]], group: Group, given: Callable[[lis
 
 def _start_calls(
     calls: Sequence[tuple[Call, Any]], group: Group, *, early: bool
-) -> tuple[list[_StartedCall], list[optree.PyTreeSpec]]:
+) -> tuple[list[StartedCall], list[optree.PyTreeSpec]]:
     """Starts calls, each on the leaves of its tree; returns them and the trees' structures."""
     several, started, specs = len(calls) > 1, [], []
     with group.world.batch() if several else _NOTHING:

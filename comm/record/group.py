@@ -224,11 +224,7 @@ def last(steps: Iterator[Any]) -> Any:
     return deque(steps, maxlen=1).pop()
 
 
-class _Polled(Protocol):
-    def poll(self, timeout: float) -> bool: ...
-
-
-def poll_all(parts: Sequence[_Polled], timeout: float) -> bool:
+def poll_all(parts: Sequence[Beside], timeout: float) -> bool:
     """Whether all parts have ended; waits up to ``timeout`` seconds for them."""
     deadline = monotonic() + timeout
     return all(part.poll(max(0.0, deadline - monotonic())) for part in parts)

@@ -8,8 +8,8 @@ which ranks wait for which.
 import ctypes
 import random
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -21,7 +21,43 @@ from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.comm.table.errors import DeadlockError, MismatchError
 from functional_ds.comm.worlds.rng_state import RngState, drop_spare_normal
 
-from .deadlock import Awaited, deadlock
+
+class Awaited(Protocol):
+    """A collective, or a chain of them, that a rank or one of its lanes can wait for."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def awaited(self, rank: int) -> str:
+        """Describes the call that the rank waits in, and the ranks that it waits for."""
+
+
+def deadlock(world_size: int, unfinished: Collection[int], waiting: Mapping[int, Awaited], lanes: Mapping[int, int]) -> str:
+    """Describes the state of every rank: finished, or the call that it waits in and the ranks that it waits for.
+
+    Args:
+        world_size: the number of ranks.
+        unfinished: the ranks that have not finished.
+        waiting: the call that each rank and lane waits for.
+        lanes: the rank of each lane.
+    """
+    lines = ["deadlock: no rank can proceed"]
+    for rank in range(world_size):
+        if rank not in unfinished:
+            lines.append(f"  rank {rank} has finished")
+        elif rank in waiting:
+            lines.append(f"  rank {rank} waits in {waiting[rank].awaited(rank)}")
+    for actor, rank in lanes.items():
+        if actor in waiting:
+            lines.append(f"  rank {rank}, beside its program, waits in {waiting[actor].awaited(rank)}")
+    return "\n".join(lines)
+
+
+def unmatched(calls: Iterable[tuple[Awaited, Iterable[int]]]) -> str:
+    """Describes calls that some ranks have started and others have not made."""
+    stories = [f"  rank {rank} started {call.awaited(rank)}" for call, ranks in calls for rank in ranks]
+    return "\n".join(["all ranks have finished, but some never came to what others started", *sorted(stories)])
+
 
 _PATIENCE = 1.0  # seconds for the ranks to end when the caller is interrupted
 _MAX_FRUITLESS_POLLS = 10_000  # after these a program that only polls is reported as a deadlock

@@ -12,8 +12,7 @@ from functional_ds.comm.table.errors import UnmatchedError, of_rank
 from functional_ds.comm.worlds.current import enter, exclusive_simulation
 from functional_ds.comm.worlds.rng_state import kept_rng
 
-from .deadlock import unmatched
-from .schedule import AbortedError, Simulator
+from .schedule import AbortedError, Simulator, unmatched
 from .simulator import SimulatedWorld
 
 T = TypeVar("T")

@@ -244,13 +244,7 @@ class Collective:
     gives: Variance = Variance.VARYING
 
     def __attrs_post_init__(self) -> None:
-        unsaid = {
-            "volume": _silent,
-            "result": _of_payload,
-            "traffic": _NO_TRAFFIC,
-            "gloo": _no_exchange,
-            "nccl": _no_exchange,
-        }
+        unsaid = {"volume": _silent, "result": _of_payload, "traffic": _NO_TRAFFIC, "gloo": _no_exchange, "nccl": _no_exchange}
         lacking = [part for part, default in unsaid.items() if getattr(self, part) is default]
         if self.alone is None and lacking:
             raise TypeError(f"Collective {self.name!r} communicates, so it needs {', '.join(lacking)}")

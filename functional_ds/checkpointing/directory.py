@@ -12,14 +12,15 @@ folder/.lock              locked by the job that saves here
 import contextlib
 import os
 import shutil
+import time
 import uuid
 import zlib
 from pathlib import Path
 
 import attrs
 
-from functional_ds.base.disk.files import checked_path, read_regular, sync_folder, write_synced
-from functional_ds.state_dict.errors import CheckpointError, DamagedError, NoCheckpointError
+from functional_ds.base.disk.files import FileLock, checked_path, process_note, read_regular, sync_folder, write_synced
+from functional_ds.state_dict.errors import BusyError, CheckpointError, DamagedError, NoCheckpointError
 
 from .manifest import LONGEST, MANIFEST, Manifest, Summary, read_summary
 
@@ -28,6 +29,9 @@ _REPLACED = ".replaced-"
 _FIRST = "00000.bin"  # rank 0's data
 _LONGEST = 200  # bytes of a tag; file names have 255, and hidden names add to it
 _POINTER_SIZE = 1 << 12  # bytes of `latest` that are read; a tag and its checksum are fewer
+LOCK = ".lock"
+_PATIENCE = 10.0  # seconds; child processes of a killed job may hold its lock a little longer than the job
+_PAUSE = 0.1
 
 
 def tags(path: str | Path) -> list[str]:
@@ -324,3 +328,31 @@ def make_folder(path: str | Path) -> Path:
     if (folder / POINTER).is_dir():
         raise CheckpointError(f"{folder / POINTER} is a folder, and has to be the file that names the newest checkpoint")
     return folder
+
+
+def take_lock(folder: Path) -> FileLock:
+    """Waits briefly for the folder's lock, which the kernel releases when this process ends.
+
+    Raises:
+        BusyError: another job, or another Saver of this process, has it; says which.
+        CheckpointError: the folder is not writable.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            lock = FileLock.take(folder / LOCK)
+        except OSError as error:
+            raise CheckpointError(f"{folder} is not writable; {LOCK}: {error.strerror}") from error
+        if lock is not None:
+            return lock
+        owner = FileLock.owner(folder / LOCK)
+        if owner == process_note():  # waiting would not help
+            raise BusyError(
+                f"{folder}: a Saver of this process is open here, fit's perhaps; save with it, or into another folder"
+            )
+        if time.monotonic() > deadline:
+            who = "it left no name" if owner is None else f"process {owner['pid']} on {owner['host']}"
+            raise BusyError(
+                f"{folder}: another job saves here ({who}); give each job a folder of its own, or end the other one"
+            )
+        time.sleep(_PAUSE)

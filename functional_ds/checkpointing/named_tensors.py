@@ -8,8 +8,7 @@ from torch import Tensor
 
 from functional_ds.state_dict.describe import TensorShard
 
-from .directory import Retention, check_free, check_pointer, check_tag, clean, make_folder, staging
-from .lock import take_lock
+from .directory import Retention, check_free, check_pointer, check_tag, clean, make_folder, staging, take_lock
 from .shard_plan import SaveRequest, assign_writes, metadata_of
 from .writer import CheckpointWriter, PendingCheckpoint, WriteData
 

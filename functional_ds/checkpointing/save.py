@@ -21,8 +21,7 @@ from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State
 
-from .directory import Retention, check_free, check_pointer, check_tag, clean, make_folder, staging
-from .lock import take_lock
+from .directory import Retention, check_free, check_pointer, check_tag, clean, make_folder, staging, take_lock
 from .shard_plan import SaveRequest, ShardMetadata, WriteTask, assign_writes, metadata_of, replicated, with_fingerprints
 from .writer import CheckpointWriter, PendingCheckpoint, WriteData
 

@@ -277,11 +277,7 @@ def _as_dict(run: TrialRun[Forecast], fit: Machine | None) -> dict[str, Any]:
         "round": run.round,
         "steps": run.steps,
         "why": run.measurement.why or None,
-        "predicted": {
-            "step_seconds": predicted.step_seconds,
-            "peak": predicted.peak,
-            "state": predicted.shape.memory.state,
-        },
+        "predicted": {"step_seconds": predicted.step_seconds, "peak": predicted.peak, "state": predicted.shape.memory.state},
         "fitted": {"step_seconds": _fitted_seconds(run, fit)},
         "measured": {"step_seconds": run.measurement.seconds, "peak": run.measurement.peak, "state": run.measurement.state},
     }

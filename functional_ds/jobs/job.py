@@ -71,8 +71,7 @@ class DataEntry(Entries):
         default=None,
     )
     tokenizer: StrictStr | None = entry(
-        "a name or folder for Hugging Face's `AutoTokenizer.from_pretrained`; by default each byte is a token",
-        default=None,
+        "a name or folder for Hugging Face's `AutoTokenizer.from_pretrained`; by default each byte is a token", default=None
     )
     validation: Annotated[StrictFloat, AfterValidator(_share)] = entry(
         "the fraction of the tokens, at the end, that is held out", default=0.1
@@ -132,8 +131,7 @@ class ProfileEntry(Entries):
     keep: AtLeastOne = entry("how many of these are in the trace", default=2)
     flops: StrictBool = entry("whether operations are counted", default=True)
     peak: StrictFloat | Literal["measured"] | None = entry(
-        'operations a second that a rank\'s device can do in fp32, or "measured"; left out, there is no MFU',
-        default=None,
+        'operations a second that a rank\'s device can do in fp32, or "measured"; left out, there is no MFU', default=None
     )
 
 
@@ -176,21 +174,17 @@ class Job(Entries):
         default=CallEntry("next_token"),
     )
     strategy: Annotated[tuple[CallEntry, ...], calls_of("transform")] = entry(
-        "transforms of `functional_ds.transforms`, or your `module:function`, in the order of `fds.compose`",
-        default=(),
+        "transforms of `functional_ds.transforms`, or your `module:function`, in the order of `fds.compose`", default=()
     )
     deepspeed: DeepSpeedEntry | None = entry("a DeepSpeed config in place of a strategy", default=None)
     optimizer: Annotated[CallEntry, call_of("optimizer")] | None = entry(
-        "an optimizer of `fds`, or your `module:function`; may be left out only with a DeepSpeed config",
-        default=None,
+        "an optimizer of `fds`, or your `module:function`; may be left out only with a DeepSpeed config", default=None
     )
     schedule: Annotated[CallEntry, call_of("schedule")] | None = entry(
-        "a schedule of `functional_ds.transforms`, or your `module:function`; by default the rate is constant",
-        default=None,
+        "a schedule of `functional_ds.transforms`, or your `module:function`; by default the rate is constant", default=None
     )
     on_non_finite: Literal["stop", "roll_back", "ignore"] = entry(
-        "what to do after three non-finite losses in a row: stop, or go back to a checkpoint",
-        default="stop",
+        "what to do after three non-finite losses in a row: stop, or go back to a checkpoint", default="stop"
     )
     timeout: StrictFloat = entry(
         "minutes that a step, a save or an evaluation may take before it counts as a hang; 0 for no watchdog",
@@ -234,8 +228,7 @@ class Job(Entries):
             raise JobError(f"the mesh has {size} ranks; leave ranks out, or change the mesh", entry="ranks", value=self.ranks)
         if self.deepspeed is not None and any(call.name not in BESIDE_DEEPSPEED for call in self.strategy):
             raise JobError(
-                f"a DeepSpeed config is a strategy; keep one of the two, except {', '.join(BESIDE_DEEPSPEED)}",
-                entry="strategy",
+                f"a DeepSpeed config is a strategy; keep one of the two, except {', '.join(BESIDE_DEEPSPEED)}", entry="strategy"
             )
         if self.on_non_finite == "roll_back" and self.checkpoints is None:
             raise JobError(

@@ -5,7 +5,7 @@ from functional_ds.dry_run.events import recorded
 
 from .account import KINDS, Memory, measured
 from .activations import Activations, activations
-from .counting import holdings, places, stored
+from .counting import holdings, noted, peak, places, stored
 from .formulas import (
     EIGHTEEN,
     SINGLE,
@@ -20,7 +20,6 @@ from .formulas import (
 )
 from .predict import predicted
 from .reports import compared, draw_compared, draw_zero, zero_table
-from .tracking import noted, peak
 
 __all__ = [
     "EIGHTEEN",

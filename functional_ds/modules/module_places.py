@@ -18,6 +18,12 @@ def joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
+def parted(name: str) -> Place:
+    """The inverse of ``joined``."""
+    path, _, key = name.rpartition(".")
+    return path, key
+
+
 def parameter_places(module: nn.Module) -> tuple[dict[str, list[Place]], dict[str, nn.Parameter]]:
     """The places of each parameter, several if it is tied, and the parameters under the name of their first place."""
     first: dict[int, str] = {}

@@ -17,7 +17,7 @@ from functional_ds.step.state.buffers import OtherAttribute
 from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import Put
 from .module_changes import ModuleChanges
-from .module_places import Place, joined
+from .module_places import Place, joined, parted
 from .refusals import refuse_flags
 
 
@@ -139,7 +139,7 @@ class Skeleton:
     def put(self, held: ModuleValues) -> None:
         """Sets the modules' buffers."""
         for name, buffer in held.values.items():
-            for path, key in self.places.get(name) or [_parted(name)]:
+            for path, key in self.places.get(name) or [parted(name)]:
                 store = self._stores.get(path)
                 if store is not None and store.get(key, ABSENT) is not buffer:
                     store[key] = buffer
@@ -171,7 +171,7 @@ class Skeleton:
         memo: dict[int, Any] = {}  # modules may share a dict, and attributes a tensor
         touched = set()
         for name in dict.fromkeys((*self.tensors, *held.attributes, *held.others)):
-            path, key = _parted(name)
+            path, key = parted(name)
             owner = self.owners.get(path)
             if owner is None:
                 continue
@@ -221,7 +221,7 @@ class Skeleton:
 
     def _keep(self, name: str, value: Any, before: Any, held: ModuleValues, memo: dict[int, Any]) -> None:
         """Stores one attribute that calls have set, or may have written into."""
-        path, key = _parted(name)
+        path, key = parted(name)
         if _is_ours(self.owners.get(path), key) or (
             self.elsewhere and any(value is held.values.get(buffer) for buffer in self.elsewhere)
         ):
@@ -262,7 +262,7 @@ class Skeleton:
     def _check_aliases(self, class_name: str, aliases: Mapping[str, str], held: ModuleValues) -> None:
         """Raises an error for writes into an attribute that shared memory with another one or a buffer: here they differ."""
         for name, (given, _, versions) in self._copies.items():
-            path, key = _parted(name)
+            path, key = parted(name)
             other = next((its for alias, its in aliases.items() if f"{alias}.".startswith(f"{name}.")), None)
             if other is None or name in held.attributes or vars(self.owners[path]).get(key, ABSENT) is not given:
                 continue
@@ -313,11 +313,6 @@ class Skeleton:
 def _is_ours(owner: nn.Module | None, key: str) -> bool:
     """Whether the library itself sets an attribute: a wrapper, or an RNN's second list of its weights."""
     return key == "forward" or (key == "_flat_weights" and isinstance(owner, nn.RNNBase))
-
-
-def _parted(name: str) -> Place:
-    path, _, key = name.rpartition(".")
-    return path, key
 
 
 def _versioned(value: Any) -> list[tuple[Any, int]]:

@@ -25,8 +25,7 @@ from functional_ds.comm.simulation.simulator import SimulatedWorld
 from .communicators import started
 from .gpu import DEVICE, HOST, SimulatedGpu, tensors_in
 from .operators import Functions, Operators, is_device
-from .streams import SimulatedEvent, SimulatedStream, on_stream
-from .thread import current_gpu, enter_gpu
+from .streams import SimulatedEvent, SimulatedStream, current_gpu, enter_gpu, on_stream
 
 
 def _instead(original: Any, ours: Callable[..., Any]) -> Any:

@@ -1,6 +1,7 @@
 """Streams and events as vector clocks: which work is known to be finished when other work begins."""
 
 import itertools
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
@@ -9,7 +10,35 @@ import torch
 
 from functional_ds.base.tree import setting
 
-from .thread import current_gpu, require_gpu
+_THREAD = threading.local()  # gpu: the thread's simulated device
+
+
+def current_gpu() -> Any:
+    """The thread's ``SimulatedGpu``; None if it has none."""
+    return getattr(_THREAD, "gpu", None)
+
+
+def require_gpu() -> Any:
+    """The thread's ``SimulatedGpu``.
+
+    Raises:
+        RuntimeError: the thread has none.
+    """
+    gpu = current_gpu()
+    if gpu is None:
+        raise RuntimeError(
+            "a simulated stream or event is used on a thread without a simulated device: use it within simulated_cuda(), "
+            "on the thread that entered it"
+        )
+    return gpu
+
+
+def enter_gpu(gpu: Any) -> Any:
+    """Makes it the thread's simulated device; returns the one before."""
+    before = current_gpu()
+    _THREAD.gpu = gpu
+    return before
+
 
 _IDS = itertools.count(1)
 

@@ -166,10 +166,7 @@ def _program(method: Method, law: Law, error: Exception) -> str:
     if recipe.is_optimizer:
         lines += ["method = fds.compose()", imported("optimizer", recipe.make)]
     else:
-        lines += [
-            imported("method", recipe.make, recipe.axis),
-            f"optimizer = {rule}" if recipe.optimizer is None else rule,
-        ]
+        lines += [imported("method", recipe.make, recipe.axis), f"optimizer = {rule}" if recipe.optimizer is None else rule]
     lines += ["problem = testing.Problem()" if recipe.standard else "# problem = ..., as holds was given it", ""]
     setup: Setup | None = getattr(error, "setup", None)
     wanted, amount = (error.wanted, error.amount) if isinstance(error, WrongError) else (None, 0.0)

@@ -19,7 +19,7 @@ from hypothesis import settings
 
 import functional_ds as fds
 from functional_ds import checkpointing, comm, transforms
-from functional_ds.checkpointing import lock
+from functional_ds.checkpointing import directory
 from functional_ds.checkpointing.manifest import MANIFEST
 from functional_ds.testing import assert_same
 
@@ -477,7 +477,7 @@ def test_a_pointer_to_nothing(run: Path) -> None:
 
 
 def test_two_jobs_saving_to_one_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "_PATIENCE", 0.2)
+    monkeypatch.setattr(directory, "_PATIENCE", 0.2)
     with checkpointing.Saver(run) as first:
         first.save(trained(3))
         (run / ".lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))  # as another process would have written it
@@ -495,7 +495,7 @@ def test_another_saver_of_the_same_process(run: Path) -> None:
         began = time.monotonic()
         with pytest.raises(checkpointing.BusyError, match="a Saver of this process is open here"):
             fds.save(trained(3), run, tag="best")
-        assert time.monotonic() - began < lock._PATIENCE / 2
+        assert time.monotonic() - began < directory._PATIENCE / 2
     fds.save(trained(3), run, tag="best")
 
 
@@ -571,15 +571,15 @@ def test_a_tag_is_a_string(run: Path, use: Callable[[Path], Any]) -> None:
 
 def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A process that was forked meanwhile, as a loader's workers are, has the lock's file open for longer."""
-    first = lock.take_lock(tmp_path)
+    first = directory.take_lock(tmp_path)
     child = os.dup(first.descriptor)
     first.release()
-    lock.take_lock(tmp_path).release()
+    directory.take_lock(tmp_path).release()
     os.close(child)
 
 
 def test_all_ranks_hear_of_a_busy_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    monkeypatch.setattr(directory, "_PATIENCE", 0.1)
 
     def program() -> None:
         with pytest.raises(checkpointing.BusyError):

@@ -235,7 +235,7 @@ def test_a_saver_whose_folder_was_removed_makes_it_anew(tmp_path: Path) -> None:
 def test_two_savers_of_one_folder_that_was_removed_between_them_are_not_both_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("functional_ds.checkpointing.lock._PATIENCE", 0.1)
+    monkeypatch.setattr("functional_ds.checkpointing.directory._PATIENCE", 0.1)
     folder = tmp_path / "run"
     with Saver(folder) as first:
         removed(folder)

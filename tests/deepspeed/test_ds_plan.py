@@ -13,10 +13,10 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds.deepspeed import ConfigError
 from functional_ds.deepspeed.config.ds_optimizers import OPTIMIZERS
-from functional_ds.deepspeed.config.extra_transforms import LossScaleError
 from functional_ds.deepspeed.config.keys.config_key import Fate
 from functional_ds.deepspeed.config.keys.config_table import KEYS
 from functional_ds.deepspeed.config.schedules.ds_schedules import SCHEDULERS
+from functional_ds.deepspeed.config.transform_parts import LossScaleError
 from functional_ds.testing import assert_same
 from tests.deepspeed.real import real
 from tests.deepspeed.test_ds_reader import plan_of, refused

@@ -10,7 +10,7 @@ import pytest
 
 import functional_ds as fds
 from functional_ds.deepspeed import ConfigError, ConfigPlan
-from functional_ds.deepspeed.config.auto_values import auto_values
+from functional_ds.deepspeed.config.ds_plan import auto_values
 from functional_ds.deepspeed.config.keys.config_key import Fate
 
 CONFIG: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}

@@ -61,7 +61,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "an overflow at the minimum is forgotten",
-                "deepspeed.config.extra_transforms:stop_at_minimum.update",
+                "deepspeed.config.transform_parts:stop_at_minimum.update",
                 "not skipped.is_meta",
                 "False",
             ),
@@ -72,7 +72,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "a sum is a mean",
-                "deepspeed.config.extra_transforms:sum_gradients.update",
+                "deepspeed.config.transform_parts:sum_gradients.update",
                 "grads.weight / ranks",
                 "grads.weight",
             ),

@@ -43,12 +43,7 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
             raise ValueError(f"{name}: another transform of this step sums gradients, too ({step}); use either")
         return state
 
-    return wrap(
-        name,
-        check=lambda step: replicas.alone(step, name),
-        axes=[replicas],
-        init=init,
-    )
+    return wrap(name, check=lambda step: replicas.alone(step, name), axes=[replicas], init=init)
 
 
 def _sums(state: Any) -> bool:

@@ -112,11 +112,9 @@ def _check(whole: Any, rests: list[Any]) -> None:
     except ValueError:
         same = False
     if large or not same:
-        why = (
-            f"a tensor of shape {list(large[0].shape)} belongs to no leaf"
-            if large
-            else "it is not a list with an entry for each leaf"
-        )
+        why = "it is not a list with an entry for each leaf"
+        if large:
+            why = f"a tensor of shape {list(large[0].shape)} belongs to no leaf"
         raise ValueError(
             f"offload: this optimizer, or a transform before offload, has a state that cannot be taken apart by leaves: {why}; "
             "use fds.adamw or another of the library's, or leave it where it is: optimizer=None"

@@ -1,7 +1,7 @@
 """Updates in pieces, all or nothing: the next piece is fetched and the last written back while one is computed."""
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import cycle, islice
@@ -16,15 +16,15 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import storage_id
 from functional_ds.base.weighted import Weighted
+from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .files import OffloadError
 from .handles import OnHost, Version, is_handle, typed
-from .leaf_states import beside_params, flat, parted
-from .piece_update import PieceUpdate
-from .plan import LeafPiece, OffloadedLeaf, StateTensor
+from .leaf_states import assembled, beside_params, content, flat, on_device, parted, without_leaves
+from .plan import LeafPiece, OffloadedLeaf, OffloadPlan, StateTensor, cut
 from .prefetch import refuse_streams
 from .storage import GRAD, PARAM, Buffer, Storage
 
@@ -160,6 +160,67 @@ class _Fetching:
     piece: LeafPiece
     buffer: Buffer
     reads: Mapping[int, "Future[int]"]
+
+
+@attrs.define(eq=False, repr=False)
+class PieceUpdate:
+    """Runs the inner update on states of one piece.
+
+    The inner update must be elementwise, except for what it asks of the step: ``norm`` and ``finite`` cover all gradients, and
+    ``leaf_map`` tells which elements the piece has. Shared values, such as a loss scale, are passed to every piece as they were
+    before the update; the first piece's results are kept.
+    """
+
+    inner: Any
+    step: Step
+    state: State
+    grads: Weighted
+    plan: OffloadPlan
+    device: torch.device
+    _answers: dict[str, Tensor] = attrs.field(factory=dict)
+    _first: list[tuple[State, Metrics]] = attrs.field(factory=list)  # of the first piece, once it has run
+
+    def run(
+        self, piece: Any, grads: list[Tensor], *, device: torch.device, leaf_map: Callable[[LeafMap], LeafMap]
+    ) -> list[Any]:
+        """Updates a piece's content on a device and returns its leaves; ``leaf_map`` restricts a leaf map to the piece."""
+        answers = {name: lambda *_, name=name: self._ask(name).to(device) for name in ("norm", "finite")}
+        step = attrs.evolve(self.step, over_ranks={**self.step.over_ranks, **answers})
+        step = step.wrapped("piece", leaf_map=lambda *_: leaf_map(self.step.leaf_map(self.state)))
+        rest = on_device(piece["rest"], device)
+        state = tree.replace(
+            self.state,
+            params=piece["params"],
+            optimizer=rest["optimizer"],
+            step=self.state.step.to(device),
+            slots={**self.state.slots, **rest["slots"]},
+            skip=on_device(self.state.skip, device),
+            finite=on_device(self.state.finite, device),
+        )
+        after, metrics = self.inner(step, state, Weighted(grads, on_device(self.grads.weight, device)))
+        self._first = self._first or [(after, metrics)]
+        return flat(content(after, self.plan.slots))[0]
+
+    def first(self) -> tuple[State, Metrics]:
+        """The first piece's result. A rank without pieces runs an empty one, so that it takes part in the collectives."""
+        if not self._first:
+            empty = {"params": [], "rest": without_leaves(beside_params(self.state, self.plan.slots))}
+            self.run(empty, [], device=self.device, leaf_map=lambda parts: cut(parts, None, 0, 0))
+        return self._first[0]
+
+    def whole(self, leaves: list[list[Any]]) -> tuple[State, Metrics]:
+        """The state after the update, and the metrics, from the leaves of each unit's content."""
+        first, metrics = self.first()
+        contents = [tree.unflatten(unit.spec, values) for unit, values in zip(self.plan.units, leaves, strict=True)]
+        spec = flat(self.state.params)[1]
+        state = assembled(self.state, first, contents, params=spec, slots=self.plan.slots, device=self.device)
+        return state, on_device(metrics, self.device)
+
+    def _ask(self, name: str) -> Tensor:
+        """The step's answer for all gradients: computed by the first piece, before any gradient is overwritten."""
+        if name not in self._answers:
+            self._answers[name] = self.step.over_ranks[name](self.step, self.state, self.grads.sum)
+        return self._answers[name]
 
 
 @attrs.define(eq=False, repr=False)

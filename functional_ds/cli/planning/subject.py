@@ -64,14 +64,7 @@ def job_of(name: str, *, seq: int = 1024, allow_import: Sequence[str] = ()) -> J
 
 
 def _job(model: Any, *, data: Any = None, **more: Any) -> Job:
-    return Job(
-        model=model,
-        steps=100,
-        strategy=({"clip": 1.0},),
-        optimizer={"adamw": 1e-3},
-        data=data or {"rows": 1},
-        **more,
-    )
+    return Job(model=model, steps=100, strategy=({"clip": 1.0},), optimizer={"adamw": 1e-3}, data=data or {"rows": 1}, **more)
 
 
 def shapes_alone(job: Job, subject: Subject) -> bool:

@@ -24,13 +24,7 @@ _OURS = re.compile(
 )
 _PER_RANK = re.compile(r".*@\d+")
 _KINDS = MappingProxyType(
-    {
-        "exp_avg": "exp_avg",
-        "exp_avg_sq": "exp_avg_sq",
-        "momentum_buffer": "momentum",
-        "sum": "sums",
-        "step": "steps",
-    }
+    {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum", "sum": "sums", "step": "steps"}
 )
 _MOMENT = re.compile(r"(?:\w+\.)?state\.(.+)\.(\w+)")  # torch's get_state_dict: optim.state.<param>.exp_avg
 

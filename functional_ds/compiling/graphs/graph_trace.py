@@ -28,13 +28,7 @@ from .graph_collectives import carrying_out
 from .graph_nodes import PHASE, RECOMPUTED, tagged
 from .graph_record import StepGraph
 
-_PHASES = {
-    "view": "view",
-    "loss": "forward",
-    "gradients": "backward",
-    "reduce": "reduce",
-    "update": "update",
-}
+_PHASES = {"view": "view", "loss": "forward", "gradients": "backward", "reduce": "reduce", "update": "update"}
 _OVER_RANKS = ("norm", "finite", "sync_buffers")
 
 

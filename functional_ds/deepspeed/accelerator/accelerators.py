@@ -103,10 +103,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
             Path("/proc/self/clear_refs").write_text("5")
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        return {
-            "allocated_bytes.all.current": self.memory_allocated(),
-            "allocated_bytes.all.peak": self.max_memory_allocated(),
-        }
+        return {"allocated_bytes.all.current": self.memory_allocated(), "allocated_bytes.all.peak": self.max_memory_allocated()}
 
     def total_memory(self, device_index: int | None = None) -> int:
         return _linux("meminfo", "MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -5,6 +5,7 @@ call that one.
 """
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,10 @@ from functional_ds import comm
 
 from .comms_log import logged
 from .joining import group_of, place_in
-from .reduce_ops import ReduceOp, word_of
 from .works import InPlace, Work, in_place
 
 __all__ = [
+    "ReduceOp",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
@@ -40,6 +41,39 @@ __all__ = [
     "reduce_scatter_tensor",
     "scatter",
 ]
+
+
+class ReduceOp(Enum):
+    """DeepSpeed's names. Bitwise reductions raise an error when they are used."""
+
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    BAND = 4
+    BOR = 5
+    BXOR = 6
+    AVG = 7
+    UNUSED = 8
+
+
+_WORDS = {"SUM": "sum", "PRODUCT": "product", "MIN": "min", "MAX": "max", "AVG": "avg"}
+
+
+def word_of(op: Any) -> str:
+    """This library's name for a reduction.
+
+    Raises:
+        ValueError: there is none.
+
+    >>> import torch
+    >>> word_of(ReduceOp.AVG), word_of(torch.distributed.ReduceOp.MAX), word_of("sum")
+    ('avg', 'max', 'sum')
+    """
+    name = getattr(op, "name", None) or str(op).rpartition(".")[2]
+    if name.upper() not in _WORDS:
+        raise ValueError(f"op={op!r}: ranks' values combine by {', '.join(f'ReduceOp.{word}' for word in _WORDS)}")
+    return _WORDS[name.upper()]
 
 
 def _flat(tensor: Tensor) -> Tensor:

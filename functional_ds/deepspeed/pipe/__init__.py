@@ -1,8 +1,7 @@
 """``deepspeed.pipe``: models as sequences of layers, which become pipeline stages."""
 
-from .layer_specs import LayerSpec, TiedLayerSpec
 from .pipeline_engine import PipelineEngine, pipeline_engine
-from .pipeline_module import PipelineModule
+from .pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
 from .pipeline_parts import PipelineParts, pipeline_parts
 from .topology import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 

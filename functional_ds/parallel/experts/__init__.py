@@ -2,12 +2,11 @@
 
 from .axis import ExpertAxis
 from .balance_loss import balance_loss, load_metrics, z_loss
-from .capacity import Capacity
 from .experts_registry import register_experts
 from .grouped import RowGroups, grouped_linear
 from .mlp import gated_mlp, mlp
 from .router_bias import count_demand, router_bias
-from .routing import Routing, jitter, route
+from .routing import Capacity, Routing, jitter, route
 from .stacked import StackedExperts, each_expert, unstacked
 from .token_exchange import ExchangeVolume, ExpertFunction, exchange, exchange_volume
 

@@ -2,15 +2,13 @@
 
 from .axis import SequenceAxis, documents_of, sequence_axis
 from .block_products import BlockProduct, ring_pairs
-from .blockwise import attention
+from .blockwise import attention, merge
 from .gathered_keys import gathered
-from .head_exchange import HeadShares, head_shares
 from .hugging_face import SequenceMask, register_attention
 from .ring import ring
 from .sequence_layout import SequenceLayout
-from .softmax_merge import merge
 from .tiling.tiled_loss import tiled_loss
-from .ulysses import ulysses
+from .ulysses import HeadShares, head_shares, ulysses
 
 __all__ = [
     "BlockProduct",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import module_of
+from functional_ds.modules.module_places import parted
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.path_patterns import nearest
 
@@ -93,16 +94,11 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
 def _places(path: str, leaf: Tensor) -> list[_LeafPlace]:
     known = module_of(leaf)
     if known is None:
-        return [_LeafPlace(None, path, *_parted(path))]
+        return [_LeafPlace(None, path, *parted(path))]
     apply, name = known
     module: nn.Module = apply.module
     every = dict(module.named_parameters(remove_duplicate=False))
-    return [_LeafPlace(module, alias, *_parted(alias)) for alias, parameter in every.items() if parameter is every[name]]
-
-
-def _parted(path: str) -> tuple[str, str]:
-    owner, _, key = path.rpartition(".")
-    return owner, key
+    return [_LeafPlace(module, alias, *parted(alias)) for alias, parameter in every.items() if parameter is every[name]]
 
 
 def _dims(plan: Plan, path: str) -> Iterator[tuple[str, int]]:
@@ -245,10 +241,10 @@ def is_transposed(module: nn.Module | None) -> bool:
 
 def _attention(place: _LeafPlace) -> nn.Module | None:
     """The module that contains the layer, or a wrapper of it such as LoRA's."""
-    above = _parted(place.owner)[0]
+    above = parted(place.owner)[0]
     if place.module is None or not place.owner:
         return None
-    modules = [place.module.get_submodule(path) for path in (above, _parted(above)[0])]
+    modules = [place.module.get_submodule(path) for path in (above, parted(above)[0])]
     return next((module for module in modules if size_of_heads(module)), modules[0])
 
 
@@ -324,7 +320,7 @@ def _check_tokenwise(
         return
     words = {place.owner: [value for _, value in _claims(plan, place) if value != "sequence_parallel"] for place in everywhere}
     ruling = {owner: value for owner in words if (value := value_at(plan, owner)) is not None}
-    blocks = {_parted(owner)[0] for owner, value in ruling.items() if word_of(value).cuts == "outputs"}
+    blocks = {parted(owner)[0] for owner, value in ruling.items() if word_of(value).cuts == "outputs"}
     for path, several in places.items():
         for place in several if dims[path] > 1 and path not in slices else ():
             above = [*_above(place.owner), place.owner]
@@ -337,7 +333,7 @@ def _check_tokenwise(
 
 
 def _check_local(key: str, inside: Mapping[str, nn.Module], n: int) -> None:
-    owner, name = _parted(key)
+    owner, name = parted(key)
     values = [(path, getattr(module, name, None)) for path, module in inside.items() if not owner or fits(owner, path)]
     numbers = [(path, value) for path, value in values if isinstance(value, int)]
     if not numbers:
@@ -349,7 +345,7 @@ def _check_local(key: str, inside: Mapping[str, nn.Module], n: int) -> None:
 
 def _check_groups(plan: Plan, cut: Iterable[_LeafPlace], group: comm.Group) -> None:
     """Raises an error for a GroupNorm with cut params whose groups are not divided by the ranks."""
-    local = [_parted(key) for key, value in plan.items() if value == "local"]
+    local = [parted(key) for key, value in plan.items() if value == "local"]
     for place in cut:
         module = _owner(place)
         counted = any(name == "num_groups" and (not owner or fits(owner, place.owner)) for owner, name in local)

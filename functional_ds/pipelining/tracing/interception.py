@@ -9,12 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from functional_ds.base.torch_private import (
-    TorchDispatchMode,
-    disable_torch_function,
-    saved_tensors_hooks_in_force,
-    storage_id,
-)
+from functional_ds.base.torch_private import TorchDispatchMode, disable_torch_function, saved_tensors_hooks_in_force, storage_id
 from functional_ds.comm.record.group import call_site
 from functional_ds.remat.operator_arguments import tensors_given, tensors_written
 

@@ -192,13 +192,13 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     DROPPED: [
         Bug(
             "capacity is of local counts",
-            "parallel.experts.capacity:Capacity.apply",
+            "parallel.experts.routing:Capacity.apply",
             "self.limit(k, experts)",
             "math.ceil(self.factor * tokens * k / experts)",
         ),
         Bug(
             "the smallest weights are kept",
-            "parallel.experts.capacity:Capacity.apply",
+            "parallel.experts.routing:Capacity.apply",
             "weights.detach().flatten().argsort(descending=True, stable=True)",
             "weights.detach().flatten().argsort(stable=True)",
         ),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from functional_ds import comm, seq
-from functional_ds.parallel.sequence.softmax_merge import merge
+from functional_ds.parallel.sequence.blockwise import merge
 from tests.parallel.sequence import test_hugging_face
 from tests.parallel.sequence.attention_cases import Case, run
 from tests.parallel.sequence.test_ring import test_half_precision_is_summed_in_single as half_precision
@@ -71,14 +71,14 @@ def refusals() -> None:
     test_hugging_face.test_other_masks_are_refused()
 
 
-RING, EXCHANGE, BLOCKS = "parallel.sequence.ring", "parallel.sequence.head_exchange", "parallel.sequence.blockwise"
+RING, EXCHANGE, BLOCKS = "parallel.sequence.ring", "parallel.sequence.ulysses", "parallel.sequence.blockwise"
 PRODUCTS, LAYOUT, MODELS = (
     "parallel.sequence.block_products",
     "parallel.sequence.sequence_layout",
     "parallel.sequence.hugging_face",
 )
 
-GATHERED, MERGE = "parallel.sequence.gathered_keys", "parallel.sequence.softmax_merge"
+GATHERED = "parallel.sequence.gathered_keys"
 
 BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
     (ring, ZIGZAG): [
@@ -122,7 +122,7 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
         ),
         Bug(
             "parts are added up",
-            "parallel.sequence.softmax_merge:merge_into",
+            "parallel.sequence.blockwise:merge_into",
             "o.lerp_(other.to(o.dtype), weight.unsqueeze(-1))",
             "o.add_(other) if o.dim() else o.lerp_(other.to(o.dtype), weight.unsqueeze(-1))",
         ),
@@ -174,13 +174,13 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
     (ulysses, ZIGZAG): [
         Bug(
             "of a shared head one gradient counts",
-            "parallel.sequence.head_exchange:HeadExchange.run",
+            "parallel.sequence.ulysses:HeadExchange.run",
             "not to_heads and _shared(self.shares[place])",
             "False",
         ),
         Bug(
             "positions are the ranks' order",
-            "parallel.sequence.head_exchange:HeadExchange._views",
+            "parallel.sequence.ulysses:HeadExchange._views",
             "x[:, :, run.start:run.stop:run.step]",
             "x[:, :, start:start + len(run)]",
         ),
@@ -207,7 +207,7 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
     (identity,): [
         Bug(
             "minus infinity is not guarded",
-            "parallel.sequence.softmax_merge:merge_into",
+            "parallel.sequence.blockwise:merge_into",
             "torch.exp(other_lse - total).masked_fill_(total == -torch.inf, 0)",
             "torch.exp(other_lse - total)",
         )

@@ -277,19 +277,19 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     functools.partial(test_order_check.test_what_acts_along_a_piece_is_refused, "rotary positions"): [
         Bug(
             "all tokens keep their places",
-            "transforms.parallel.order_check:in_other_orders",
+            "transforms.parallel.loss_checks:in_other_orders",
             "[0, 2, 1, 3]",
             "[0, 1, 2, 3]",
         ),
         Bug(
             "no token sees another",
-            "transforms.parallel.order_check:in_other_orders",
+            "transforms.parallel.loss_checks:in_other_orders",
             "[0, 0, 2, 2]",
             "[0, 1, 2, 3]",
         ),
     ],
     functools.partial(test_order_check.test_what_acts_along_a_piece_is_refused, "behind a head of zeros"): [
-        Bug("zeros say nothing", "transforms.parallel.order_check:has_zeros", "not view.any()", "False"),
+        Bug("zeros say nothing", "transforms.parallel.loss_checks:has_zeros", "not view.any()", "False"),
     ],
     functools.partial(test_order_check.test_right_models_pass, "draws"): [
         Bug("draws of a check differ", "base.prng:Key._drawn", "self.constant", "False", shows=ValueError),

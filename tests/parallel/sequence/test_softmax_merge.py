@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_ds.parallel.sequence.softmax_merge import merge
+from functional_ds.parallel.sequence.blockwise import merge
 
 Partial = tuple[Tensor, Tensor]
 

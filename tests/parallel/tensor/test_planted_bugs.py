@@ -29,7 +29,6 @@ pytestmark = pytest.mark.timeout(60)
 
 LINEAR = "parallel.tensor.linear"
 PAIRS = "parallel.tensor.pairs"
-PIECES = "parallel.tensor.sequence_products"
 LOSS = "parallel.tensor.vocabulary"
 CUTS = "parallel.tensor.leaf_cuts"
 CALLS = "parallel.tensor.module_calls"
@@ -64,13 +63,13 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (agrees, pieces): [
         Bug(
             "pieces are put together in another order",
-            "parallel.tensor.sequence_products:_assembled",
+            "parallel.tensor.linear:_assembled",
             "torch.stack([piece.unflatten(dim, (n, -1)) for piece in pieces], dim + 1)",
             "torch.stack([piece.unflatten(dim, (n, -1)) for piece in pieces], dim)",
         ),
         Bug(
             "a weight's gradient misses pieces",
-            "parallel.tensor.sequence_products:_weight_gradient",
+            "parallel.tensor.linear:_weight_gradient",
             "functools.reduce(torch.add, products)",
             "products[0]",
         ),
@@ -78,7 +77,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (agrees, again): [
         Bug(
             "saved tensors are read twice, which a checkpoint refuses",
-            "parallel.tensor.sequence_products:_GatheredProducts.backward",
+            "parallel.tensor.linear:_GatheredProducts.backward",
             "saved[ctx.count:]",
             "ctx.saved_tensors[ctx.count:]",
         ),

@@ -178,7 +178,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (waiting_is_no_computing,): [
         Bug(
             "waiting counts as computing",
-            "pipelining.execution.mailbox:Mailbox._waited",
+            "pipelining.execution.runner:Mailbox._waited",
             "self.recorder is None",
             "True",
         ),

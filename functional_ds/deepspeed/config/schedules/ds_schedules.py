@@ -18,10 +18,6 @@ __all__ = ["SCHEDULERS", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDec
 _logger = logging.getLogger("DeepSpeed")
 
 
-def _at(tensor: Tensor, value: float) -> Tensor:
-    return torch.full_like(tensor, value)
-
-
 def _rise(b: Tensor, steps: int, shape: str) -> Tensor:
     """DeepSpeed's gamma below ``steps``: logarithmic unless ``shape`` is "linear"."""
     return b / steps if shape == "linear" else torch.log(b + 1) * (1.0 / math.log(steps))
@@ -34,7 +30,7 @@ def _between(low: float, high: float, a: dict[str, Any], after: Callable[[Tensor
     def rates(k: Tensor) -> Tensor:
         b = k - 1
         gamma = torch.where(b < steps, _rise(b, steps, a["warmup_type"]), after(b, steps))
-        return torch.where(b < 0, _at(k, low), low + (high - low) * gamma)
+        return torch.where(b < 0, torch.full_like(k, low), low + (high - low) * gamma)
 
     return rates
 
@@ -112,7 +108,7 @@ class WarmupCosineLR(
             part = ((b - steps + 1) / max(1, total - steps)).clamp(max=1)
             cosine = (floor + (1 - floor) * (1 + torch.cos(math.pi * part)) / 2).clamp(min=0)
             ratio = torch.where(b < steps, low + (1 - low) * _rise(b, steps, a["warmup_type"]), cosine)
-            return torch.where(b < 0, _at(k, 0.0), lr * ratio)
+            return torch.where(b < 0, torch.full_like(k, 0.0), lr * ratio)
 
         return rates
 
@@ -171,16 +167,16 @@ class OneCycle(
         def rates(k: Tensor) -> Tensor:
             x = 1.0 + k / total - torch.floor(1 + k / total)
             rises = x <= top
-            scale = torch.where(rises, x / top, (x - 1) / (top - 1) if top < 1 else _at(x, 0.0))
+            scale = torch.where(rises, x / top, (x - 1) / (top - 1) if top < 1 else torch.full_like(x, 0.0))
             within = torch.remainder(k, total)
             for count, where in ((stairs, rises), (second_stairs, ~rises)):
                 if count > 0:
-                    falling = (total - within) * count / second if second else _at(x, 0.0)
+                    falling = (total - within) * count / second if second else torch.full_like(x, 0.0)
                     place = torch.where(within <= first, within * count / first, falling)
                     scale = torch.where(where, torch.floor(place) / count, scale)
-            after = low / (1 + slope * ((k - total) / every)) if every and slope else _at(k, low)
+            after = low / (1 + slope * ((k - total) / every)) if every and slope else torch.full_like(k, low)
             cycle = torch.where(k - 1 < total, low + (high - low) * scale, after)
-            return torch.where(k < 1, _at(k, low), cycle)
+            return torch.where(k < 1, torch.full_like(k, low), cycle)
 
         return rates
 

@@ -187,11 +187,7 @@ _KINDS: Mapping[str, _Kind] = {
     "Namespace": (_is(Namespace), _vars, lambda data: Namespace(**_decoded(data["vars"]))),
     "SimpleNamespace": (_is(SimpleNamespace), _vars, lambda data: SimpleNamespace(**_decoded(data["vars"]))),
     "bytes": (_is(bytes), lambda value: {"data": _text(value)}, _bytes),
-    "complex": (
-        _is(complex),
-        lambda value: {"items": [value.real, value.imag]},
-        lambda data: complex(*data["items"]),
-    ),
+    "complex": (_is(complex), lambda value: {"items": [value.real, value.imag]}, lambda data: complex(*data["items"])),
     "path": (_is(PosixPath), lambda value: {"data": str(value)}, lambda data: PosixPath(data["data"])),
     "dtype": (_is(torch.dtype), lambda value: {"data": str(value)[6:]}, lambda data: _dtype(data["data"])),
     "device": (_is(torch.device), lambda value: {"data": str(value)}, lambda data: torch.device(data["data"])),
