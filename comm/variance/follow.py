@@ -23,6 +23,7 @@ _Variance = Literal["constant", "unknown"] | Variance
 _R, _I, _V, _P = Variance.REPLICATED, Variance.INVARIANT, Variance.VARYING, Variance.PARTIAL
 
 _TOKENS = ("randint", "random", "randperm")  # drawn as data, not as masks
+_HOMOGENEOUS = SUMS | MOVES | SCALES | PRODUCTS
 _MANY = 32  # elements of a draw from which on equal bits are not a coincidence
 
 
@@ -111,20 +112,19 @@ class _GroupWalk:
 
     def _first_use(self) -> None:
         (number,) = self.event.outputs
-        self.states[number] = self._unless_different(number, _UNKNOWN, "pass different values", "pass one")
+        self.states[number] = self._unless_different(number, _UNKNOWN, "pass different", "pass", "values")
 
     def _draw(self) -> None:
         self._check_partial()
         for number in self.event.outputs:
             size = math.prod(self.trace.shapes[number])
             alike = _ValueState("constant", drawn=self.event.site if size >= _MANY and self.event.name not in _TOKENS else "")
-            self.states[number] = self._unless_different(number, alike, "draw different numbers", "draw")
+            self.states[number] = self._unless_different(number, alike, "draw different", "draw", "numbers")
 
     def _operator(self) -> None:
         state = self._combined()
         for number in self.event.outputs:
-            name = self.event.name
-            self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
+            self.states[number] = self._unless_different(number, state, "get different values from", "call", self.event.name)
 
     def _call(self) -> None:
         event, group, takes, gives = self.event, self.event.group, self.event.takes, self.event.gives
@@ -149,8 +149,7 @@ class _GroupWalk:
             state = inputs[min(place, len(inputs) - 1)] if inputs else _UNKNOWN
             if state.variance is _P and overlaps:
                 state = _ValueState(_V, f"{self._where()} has summed some of its terms")
-            name = self.event.name
-            self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
+            self.states[number] = self._unless_different(number, state, "get different values from", "call", self.event.name)
 
     def _declaration(self) -> None:
         event, variance = self.event, self.event.takes
@@ -178,15 +177,15 @@ class _GroupWalk:
             else:
                 self.states[made] = self.states[number]
 
-    def _unless_different(self, number: int, state: _ValueState, differ: str, some: str) -> _ValueState:
+    def _unless_different(self, number: int, state: _ValueState, differ: str, some: str, what: str) -> _ValueState:
         """The state; varying if the ranks' bits differ, or if some ranks compute something else."""
         if state.variance in (_V, _P):
             return state
         key, site = self.program.keys[number], self.event.site
         if pair := self.bits.differ(key):
-            return _ValueState(_V, f"{pair} {differ} at {site}")
+            return _ValueState(_V, f"{pair} {differ} {what} at {site}")
         if ranks := self.bits.some(key):
-            return _ValueState(_V, f"of {self._name()} only ranks {ranks} {some} at {site}")
+            return _ValueState(_V, f"of {self._name()} only ranks {ranks} {some} {what} at {site}")
         return state
 
     # -- operations ----------------------------------------------------------------------------------------------------
@@ -198,13 +197,13 @@ class _GroupWalk:
             return _CONSTANT
         numbers = event.operands[1] if event.name == "copy" and isinstance(event.operands[1], Values) else event.inputs
         states = [self.states[number] for number in numbers]
-        variances = {state.variance for state in states}
+        variances = [state.variance for state in states]
         if _P in variances:
             return self._check_partial()
         if _V in variances:
             return self._varying(numbers, states)
         drawn = next((state.drawn for state in states if state.drawn), "")
-        if not variances or variances == {"constant"}:
+        if variances.count("constant") == len(variances):
             return _ValueState("unknown") if event.backward else _ValueState("constant", drawn=drawn)
         if "unknown" in variances or (event.backward and "constant" in variances):  # a gradient of ones is not declared
             return _UNKNOWN
@@ -227,7 +226,7 @@ class _GroupWalk:
     def _repeated(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> str:
         """Where a replicated value was added to a varying one."""
         name = self.event.name
-        if name not in SUMS | MOVES | SCALES | PRODUCTS:
+        if name not in _HOMOGENEOUS:
             return ""
         before = next((state.repeated for state in states if state.repeated), "")
         if name in SUMS or name in ("cat", "stack", "write"):
@@ -250,7 +249,7 @@ class _GroupWalk:
                 return f"{name} at {self.event.site} ({state.since})"
         before = next((state.by_rows for state in states if state.by_rows), "")
         scaled = name in ("mul", "div") and not any(state.variance is _V and not state.by_rows for state in states)
-        return before if name in KEEPS | SUMS or scaled else ""
+        return before if name in KEEPS or name in SUMS or scaled else ""
 
     def _check_partial(self) -> _ValueState:
         """The state of an operator's results from partial sums; it must be linear in them, and the same on all ranks."""

@@ -3,6 +3,8 @@
 A partial sum ``x = Σ x_r`` is held as ``x_r`` on rank r; ``f(x) = Σ f(x_r)`` holds only for linear ``f``.
 """
 
+from functools import cache
+
 # f(x + y) = f(x) + f(y), jointly in all tensors.
 SUMS = frozenset({"add", "sub", "rsub", "lerp"})
 
@@ -66,6 +68,7 @@ ARITHMETIC = SUMS | PRODUCTS | SCALES | SUMS_OF_PRODUCTS | DRAWN_INTO
 _CONSTANTS = frozenset({"arange", "empty", "eye", "fill", "full", "linspace", "ones", "scalar_tensor", "zero", "zeros"})
 
 
+@cache
 def makes_constants(name: str) -> bool:
     """Whether the results depend only on shapes and plain numbers.
 

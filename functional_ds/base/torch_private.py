@@ -119,7 +119,13 @@ READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # the operator of ``.i
 
 
 class TorchDispatchMode(AnyDispatchMode):
-    """torch's class, which keeps the compiler out of modes, without importing the compiler for that, which takes a second."""
+    """torch's class, which keeps the compiler out of modes, without importing the compiler for that, which takes a second.
+
+    Attributes:
+        quiet: whether the mode is paused, and stays on its thread's stack since others were entered after it.
+    """
+
+    quiet = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -127,12 +133,29 @@ class TorchDispatchMode(AnyDispatchMode):
         if uncompiled is not None:
 
             @functools.wraps(uncompiled)
-            def run(*args: Any, **kwargs: Any) -> Any:
-                return (uncompiled if "torch._dynamo" in sys.modules else uncompiled.__wrapped__)(*args, **kwargs)
+            def run(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                called = uncompiled if "torch._dynamo" in sys.modules else uncompiled.__wrapped__
+                return called(self, func, types, args, kwargs)
 
             skips = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
             dynamo.set_code_exec_strategy(cast(Any, run).__code__, skips)
             cls.__torch_dispatch__ = run  # type: ignore[method-assign]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Takes the mode off this thread's stack inside the block, so that operations skip it, or sets ``quiet``."""
+        last, before = torch._C._len_torch_dispatch_stack() - 1, self.quiet
+        left = last >= 0 and torch._C._get_dispatch_stack_at(last) is self
+        if left:
+            torch._C._pop_torch_dispatch_stack(None)
+        else:
+            self.quiet = True
+        try:
+            yield
+        finally:
+            self.quiet = before
+            if left:
+                torch._C._push_on_torch_dispatch_stack(self)
 
 
 class FakeTensorMode(TorchFakeTensorMode):

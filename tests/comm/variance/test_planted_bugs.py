@@ -139,7 +139,7 @@ BUGS = (
         Bug(
             "a bias of rows counts after their sum",
             "comm.variance.follow:_GroupWalk._by_rows",
-            "before if name in KEEPS | SUMS or scaled else ''",
+            "before if name in KEEPS or name in SUMS or scaled else ''",
             "before",
         ),
     ),
