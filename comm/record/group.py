@@ -297,6 +297,9 @@ def call_site() -> str:
     if _SITES.site:
         return _SITES.site
     frame = sys._getframe(1)
-    while _IS_LIBRARY[frame.f_globals.get("__name__", "")] and (outer := frame.f_back) is not None:
-        frame = outer
+    try:
+        while _IS_LIBRARY[frame.f_globals["__name__"]] and (outer := frame.f_back) is not None:
+            frame = outer
+    except KeyError:  # code that belongs to no module
+        pass
     return _site(frame.f_code.co_filename, frame.f_lineno)

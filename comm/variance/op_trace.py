@@ -9,13 +9,20 @@ from typing import Any, Literal, NamedTuple
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, schema_of, storage_id
+from functional_ds.base.torch_private import (
+    TorchDispatchMode,
+    backward_pass,
+    hold_storage_id,
+    is_freed_storage,
+    release_storage_id,
+    schema_of,
+    storage_id,
+)
 from functional_ds.comm.record.group import Group, call_site
 from functional_ds.comm.table.collective import Call, Variance
 
-from .linearity import UNLIKE
+from .linearity import SAME_BYTES, UNLIKE
 
 _SWEEP = 1024  # after that many new storages, freed ones are removed
 _PLAIN, _STRIDED = (Tensor, nn.Parameter), torch.strided
@@ -73,6 +80,8 @@ class _TracedOperator:
     Attributes:
         name: its name without its overload and underscores.
         by_tensor: whether it does the same to each tensor of lists.
+        unlike: whether its arguments play different parts.
+        same_bytes: whether its result has its input's elements in their order.
         writes: the places and names of the arguments that it writes to.
         random: whether it may draw random numbers, unless its dropout probability is zero.
         dropout: the place of that argument; None if it has none.
@@ -80,6 +89,8 @@ class _TracedOperator:
 
     name: str
     by_tensor: bool
+    unlike: bool
+    same_bytes: bool
     writes: tuple[tuple[int, str], ...]
     random: bool
     dropout: int | None
@@ -98,10 +109,13 @@ class _TracedOperator:
 @cache
 def _operator_of(func: Any) -> _TracedOperator:
     schema = schema_of(func)
-    name, arguments = schema.name.partition("::")[2], list(enumerate(schema.arguments))
+    private, arguments = schema.name.partition("::")[2], list(enumerate(schema.arguments))
+    name = private.removeprefix("_foreach_").strip("_")
     return _TracedOperator(
-        name.removeprefix("_foreach_").strip("_"),
-        name.startswith("_foreach_"),
+        name,
+        private.startswith("_foreach_"),
+        name in UNLIKE,
+        name in SAME_BYTES and schema.overload_name != "dtype",
         tuple((place, x.name) for place, x in arguments if x.alias_info and x.alias_info.is_write),
         torch.Tag.nondeterministic_seeded in func.tags,
         next((place for place, x in arguments if x.name == "dropout_p"), None),
@@ -110,12 +124,8 @@ def _operator_of(func: Any) -> _TracedOperator:
 
 @attrs.define(eq=False)
 class _TracedStorage:
-    """A storage: the value of all of it, and the values of tensors in it.
+    """A storage: the value of all of it, and the values of tensors in it."""
 
-    The weak reference prevents the storage's id from being reused.
-    """
-
-    reference: StorageWeakRef
     whole: int
     tensors: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
 
@@ -153,7 +163,11 @@ class OpTrace(TorchDispatchMode):
         if self.quiet:
             return func(*args, **kwargs)
         operator = _operator_of(func)
-        operands = tuple(map(self._operand, (*args, *kwargs.values())))
+        values = (*args, *kwargs.values())
+        if operator.unlike or operator.by_tensor:
+            operands = tuple(map(self._operand, values))
+        else:
+            operands = (Values(map(self.number, _tensors(values))),)
         out = func(*args, **kwargs)
         written, made = operator.written(args, kwargs) if operator.writes else [], _tensors((out,))
         if written:
@@ -161,18 +175,23 @@ class OpTrace(TorchDispatchMode):
         if operator.by_tensor and isinstance(operands[0], Values):
             for place in range(len(operands[0])):
                 sliced = tuple(Values(x[place : place + 1]) if isinstance(x, Values) else x for x in operands)
-                self._operation("operator", operator.name, sliced, written[place : place + 1], made[place : place + 1])
+                self._operation("operator", operator, sliced, written[place : place + 1], made[place : place + 1])
         elif written or made:
             kind: Kind = "draw" if operator.random and operator.draws(args, kwargs) else "operator"
-            self._operation(kind, operator.name, operands, written, made)
+            self._operation(kind, operator, operands, written, made)
         return out
 
     def _operation(
-        self, kind: Kind, name: str, operands: tuple[Any, ...], written: Sequence[Tensor], made: Sequence[Tensor]
+        self,
+        kind: Kind,
+        operator: _TracedOperator,
+        operands: tuple[Any, ...],
+        written: Sequence[Tensor],
+        made: Sequence[Tensor],
     ) -> None:
         inputs = tuple([number for operand in operands if type(operand) is Values for number in operand])
-        event = self._event(kind, name, inputs, operands if name in UNLIKE else ())
-        self._define(event, [*written, *made], writes=len(written))
+        event = self._event(kind, operator.name, inputs, operands if operator.unlike else ())
+        self._define(event, [*written, *made], writes=len(written), same=inputs[0] if operator.same_bytes else None)
 
     # -- collectives and declarations ----------------------------------------------------------------------------------
 
@@ -230,12 +249,14 @@ class OpTrace(TorchDispatchMode):
         self.events.append(event)
         return event
 
-    def _define(self, event: TracedEvent, tensors: Sequence[Tensor], *, writes: int) -> None:
-        """New values for the tensors, of which the first ``writes`` were written into."""
+    def _define(self, event: TracedEvent, tensors: Sequence[Tensor], *, writes: int, same: int | None = None) -> None:
+        """New values for the tensors, of which the first ``writes`` were written into, with the bytes of ``same``."""
         content = "empty" not in event.name  # else the results are not initialized
         for place, tensor in enumerate(tensors):
             plain = _is_plain(tensor)
-            bits, zero = _checksum(tensor) if plain and content else (None, False)
+            bits, zero = (None, False) if same is None else (self.bits[same], self.zero[same])
+            if bits is None and plain and content:
+                bits, zero = _checksum(tensor)
             number = self._value(event, tensor.shape, bits, zero)
             if plain:
                 self._place(tensor, number, written=place < writes)
@@ -251,7 +272,7 @@ class OpTrace(TorchDispatchMode):
         storage = storage_id(tensor)
         memory = self._memory.get(storage)
         if memory is None:
-            self._memory[storage] = memory = _TracedStorage(StorageWeakRef(tensor.untyped_storage()), number)
+            self._memory[hold_storage_id(tensor)] = memory = _TracedStorage(number)
             if len(self._memory) > self._room:
                 self._forget()
         elif written:
@@ -264,8 +285,14 @@ class OpTrace(TorchDispatchMode):
         return self._value(self._event("write", "write", (whole, part)), (), None, zero=False)
 
     def _forget(self) -> None:
-        self._memory = {number: memory for number, memory in self._memory.items() if not memory.reference.expired()}
+        for storage in [storage for storage in self._memory if is_freed_storage(storage)]:
+            del self._memory[storage]
+            release_storage_id(storage)
         self._room = len(self._memory) + _SWEEP
+
+    def __del__(self) -> None:
+        for storage in self._memory:
+            release_storage_id(storage)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -283,12 +310,14 @@ def _covers(tensor: Tensor) -> bool:
 def _checksum(tensor: Tensor) -> tuple[int | None, bool]:
     """A checksum of the bytes, and whether all elements are zero; (None, False) for tensors without values."""
     n_bytes = tensor.nbytes
-    if tensor.is_meta or not n_bytes:
-        return (None, False) if tensor.is_meta else (0, True)
+    if not n_bytes and not tensor.is_meta:
+        return 0, True
     if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+        if tensor.is_meta:
+            return None, False
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if not tensor.is_contiguous():
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.contiguous()
     data = (ctypes.c_char * n_bytes).from_address(tensor.data_ptr())  # NumPy lacks some dtypes
     bits = zlib.crc32(data)
     if data[: tensor.itemsize].rstrip(b"\x80").strip(b"\0"):

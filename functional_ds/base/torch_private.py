@@ -66,11 +66,13 @@ __all__ = [
     "has_late_hooks",
     "has_tangent",
     "held_elsewhere",
+    "hold_storage_id",
     "hooks_of",
     "hooks_of_optimizer",
     "in_dual_level",
     "in_torch_func",
     "is_fake",
+    "is_freed_storage",
     "is_transformed",
     "leaf_at_level",
     "make_wrapper_subclass",
@@ -82,6 +84,7 @@ __all__ = [
     "pytree_node_of",
     "quick_call_of",
     "refresh_flat_weights",
+    "release_storage_id",
     "run_backward",
     "saved_tensors_hooks_in_force",
     "schema_of",
@@ -311,6 +314,21 @@ def storage_id(held: Tensor | torch.UntypedStorage) -> int:
     """An id of a tensor's storage, also of one without an address; it may be reused once the storage is freed."""
     storage = held.untyped_storage() if isinstance(held, Tensor) else held
     return int(storage._cdata)
+
+
+def hold_storage_id(tensor: Tensor) -> int:
+    """The id of a tensor's storage, which is not reused before ``release_storage_id``; the memory itself may be freed."""
+    return int(tensor.untyped_storage()._weak_ref())
+
+
+def is_freed_storage(held: int) -> bool:
+    """Whether the storage of a held id is freed."""
+    return bool(torch.UntypedStorage._expired(held))
+
+
+def release_storage_id(held: int) -> None:
+    """Ends ``hold_storage_id``."""
+    torch.UntypedStorage._free_weak_ref(held)
 
 
 def version_of(tensor: Tensor) -> int:
