@@ -10,7 +10,8 @@ class GroupBits:
     """The checksums of values on the ranks of a group, by key.
 
     Attributes:
-        parts: the ranks that ran one program, and their checksums by key; if all ranks did, those that are not all equal.
+        parts: the ranks that ran one program, and their checksums by key.
+        alike: the keys whose checksums are equal on all ranks.
     """
 
     def __init__(self, ranks: Sequence[int], programs: Sequence[TracedProgram], traces: Sequence[OpTrace]) -> None:
@@ -22,11 +23,18 @@ class GroupBits:
             by_key = dict(zip(program.keys, rows, strict=True))
             for event, keys in zip(program.trace.events, program.input_keys, strict=True):
                 by_key.update({key: rows[number] for key, number in zip(keys, event.inputs, strict=False)})
-            if len(members) == len(ranks):
-                by_key = {key: row for key, row in by_key.items() if row.count(row[0]) < len(row)}
             self.parts.append((members, by_key))
+        (_, first), *others = self.parts
+        self.alike = {
+            key
+            for key, row in first.items()
+            if row.count(row[0]) == len(row)
+            and all(key in rows and rows[key].count(row[0]) == len(rows[key]) for _, rows in others)
+        }
 
     def _pairs(self, key: int) -> list[tuple[int, int]]:
+        if key in self.alike:
+            return []
         ranks = [(rank, bits) for members, rows in self.parts for rank, bits in zip(members, rows.get(key, ()), strict=False)]
         return sorted([(rank, bits) for rank, bits in ranks if bits is not None])
 

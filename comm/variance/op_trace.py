@@ -36,6 +36,10 @@ class Values(tuple[int, ...]):
     __slots__ = ()
 
 
+class Scalar(int):
+    """The place of a number among ``OpTrace.scalars``."""
+
+
 class TracedGroup(NamedTuple):
     """The group of a collective or declaration, the same on all of its ranks."""
 
@@ -53,7 +57,7 @@ class TracedEvent(NamedTuple):
         backward: whether it belongs to a backward pass.
         inputs: numbers of values.
         outputs: numbers of values.
-        operands: the arguments of an operator that is not linear in all of them alike, with ``Values`` for tensors.
+        operands: the arguments of an operator that is not linear in all of them alike: ``Values`` and ``Scalar``.
         group: the group of a collective or declaration.
         takes: the declared variance, or that of the collective's input.
         gives: the variance of the collective's results.
@@ -138,6 +142,7 @@ class OpTrace(TorchDispatchMode):
         shapes: the sizes of each value, by its number.
         bits: a checksum of each value's bytes; None if not computed.
         zero: whether all bytes of a value are zero.
+        scalars: numbers that operators got as operands.
     """
 
     def __init__(self) -> None:
@@ -146,6 +151,7 @@ class OpTrace(TorchDispatchMode):
         self.shapes: list[tuple[int, ...]] = []
         self.bits: list[int | None] = []
         self.zero: list[bool] = []
+        self.scalars: list[float] = []
         self._memory: dict[int, _TracedStorage] = {}
         self._room = _SWEEP
 
@@ -155,8 +161,8 @@ class OpTrace(TorchDispatchMode):
         return len(self.events) - 1
 
     def same_program(self, other: "OpTrace") -> bool:
-        """Whether the traces differ in checksums alone."""
-        return self.events == other.events and self.zero == other.zero and self.shapes == other.shapes
+        """Whether the traces differ in checksums, zeros and scalars alone."""
+        return self.events == other.events and self.shapes == other.shapes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -240,7 +246,10 @@ class OpTrace(TorchDispatchMode):
             return Values((self.number(value),))
         if isinstance(value, (list, tuple)):
             return Values([self.number(item) for item in value if isinstance(item, Tensor)]) or None
-        return value if isinstance(value, (int, float)) else None
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return None
+        self.scalars.append(value)
+        return Scalar(len(self.scalars) - 1)
 
     def _event(
         self, kind: Kind, name: str, inputs: tuple[int, ...], operands: tuple[Any, ...] = (), *, site: str = "", **fields: Any

@@ -197,6 +197,16 @@ def a_dispatch_mode_sees_operators() -> None:
     assert "aten::mul" in seen.names
     assert seen.names.count("aten::mul") == 2, "the backward pass is seen, too"
     assert "aten::exp" not in seen.names
+    above = _Sees()
+    with seen:
+        with seen.paused(), above:
+            x.detach().exp()
+        with above, seen.paused():
+            assert seen.quiet
+        assert not seen.quiet
+        x.detach().log()
+    assert above.names.count("aten::exp") == 1
+    assert ("aten::exp" in seen.names, "aten::log" in seen.names) == (False, True)
     schema = private.schema_of(torch.ops.aten.add_.Tensor)
     assert schema.is_mutable
     assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
@@ -371,6 +381,20 @@ def views_share_a_storage() -> None:
     with private.FakeTensorMode():
         z = torch.ones(2)
         assert private.storage_id(z) == private.storage_id(z.view(2, 1))
+
+
+@checks("hold_storage_id", "is_freed_storage", "release_storage_id")
+def ids_of_freed_storages_can_be_held() -> None:
+    x, ids = torch.ones(4), []
+    held = private.hold_storage_id(x)
+    assert held == private.storage_id(x)
+    assert not private.is_freed_storage(held)
+    del x
+    assert private.is_freed_storage(held)
+    for _ in range(20):
+        ids.append(private.storage_id(torch.ones(4)))
+    assert held not in ids
+    private.release_storage_id(held)
 
 
 @checks("pytree_node_of")
