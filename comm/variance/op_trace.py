@@ -2,23 +2,19 @@
 
 import ctypes
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from functional_ds.base.torch_private import (
-    TorchDispatchMode,
-    backward_pass,
-    hold_storage_id,
-    is_freed_storage,
-    release_storage_id,
-    schema_of,
-    storage_id,
-)
+from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, schema_of, storage_id
+from functional_ds.base.torch_replaced import mode_left
+from functional_ds.base.tree import setting
 from functional_ds.comm.record.group import Group, call_site
 from functional_ds.comm.table.collective import Call, Variance
 
@@ -128,8 +124,12 @@ def _operator_of(func: Any) -> _TracedOperator:
 
 @attrs.define(eq=False)
 class _TracedStorage:
-    """A storage: the value of all of it, and the values of tensors in it."""
+    """A storage: the value of all of it, and the values of tensors in it.
 
+    The weak reference prevents the storage's id from being reused.
+    """
+
+    reference: StorageWeakRef
     whole: int
     tensors: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
 
@@ -154,6 +154,7 @@ class OpTrace(TorchDispatchMode):
         self.scalars: list[float] = []
         self._memory: dict[int, _TracedStorage] = {}
         self._room = _SWEEP
+        self._quiet = False
 
     @property
     def index(self) -> int:
@@ -164,9 +165,15 @@ class OpTrace(TorchDispatchMode):
         """Whether the traces differ in checksums, zeros and scalars alone."""
         return self.events == other.events and self.shapes == other.shapes
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Records nothing inside the block."""
+        with mode_left(self) as left, setting(self, _quiet=not left):
+            yield
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.quiet:
+        if self._quiet:
             return func(*args, **kwargs)
         operator = _operator_of(func)
         values = (*args, *kwargs.values())
@@ -188,12 +195,7 @@ class OpTrace(TorchDispatchMode):
         return out
 
     def _operation(
-        self,
-        kind: Kind,
-        operator: _TracedOperator,
-        operands: tuple[Any, ...],
-        written: Sequence[Tensor],
-        made: Sequence[Tensor],
+        self, kind: Kind, operator: _TracedOperator, operands: Any, written: list[Tensor], made: list[Tensor]
     ) -> None:
         inputs = tuple([number for operand in operands if type(operand) is Values for number in operand])
         event = self._event(kind, operator.name, inputs, operands if operator.unlike else ())
@@ -281,7 +283,7 @@ class OpTrace(TorchDispatchMode):
         storage = storage_id(tensor)
         memory = self._memory.get(storage)
         if memory is None:
-            self._memory[hold_storage_id(tensor)] = memory = _TracedStorage(number)
+            self._memory[storage] = memory = _TracedStorage(StorageWeakRef(tensor.untyped_storage()), number)
             if len(self._memory) > self._room:
                 self._forget()
         elif written:
@@ -294,14 +296,8 @@ class OpTrace(TorchDispatchMode):
         return self._value(self._event("write", "write", (whole, part)), (), None, zero=False)
 
     def _forget(self) -> None:
-        for storage in [storage for storage in self._memory if is_freed_storage(storage)]:
-            del self._memory[storage]
-            release_storage_id(storage)
+        self._memory = {number: memory for number, memory in self._memory.items() if not memory.reference.expired()}
         self._room = len(self._memory) + _SWEEP
-
-    def __del__(self) -> None:
-        for storage in self._memory:
-            release_storage_id(storage)
 
 
 def _is_plain(tensor: Tensor) -> bool:

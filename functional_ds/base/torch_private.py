@@ -66,13 +66,11 @@ __all__ = [
     "has_late_hooks",
     "has_tangent",
     "held_elsewhere",
-    "hold_storage_id",
     "hooks_of",
     "hooks_of_optimizer",
     "in_dual_level",
     "in_torch_func",
     "is_fake",
-    "is_freed_storage",
     "is_transformed",
     "leaf_at_level",
     "make_wrapper_subclass",
@@ -84,7 +82,6 @@ __all__ = [
     "pytree_node_of",
     "quick_call_of",
     "refresh_flat_weights",
-    "release_storage_id",
     "run_backward",
     "saved_tensors_hooks_in_force",
     "schema_of",
@@ -122,13 +119,7 @@ READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # the operator of ``.i
 
 
 class TorchDispatchMode(AnyDispatchMode):
-    """torch's class, which keeps the compiler out of modes, without importing the compiler for that, which takes a second.
-
-    Attributes:
-        quiet: whether the mode is paused, and stays on its thread's stack since others were entered after it.
-    """
-
-    quiet = False
+    """torch's class, which keeps the compiler out of modes, without importing the compiler for that, which takes a second."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -136,29 +127,12 @@ class TorchDispatchMode(AnyDispatchMode):
         if uncompiled is not None:
 
             @functools.wraps(uncompiled)
-            def run(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                called = uncompiled if "torch._dynamo" in sys.modules else uncompiled.__wrapped__
-                return called(self, func, types, args, kwargs)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return (uncompiled if "torch._dynamo" in sys.modules else uncompiled.__wrapped__)(*args, **kwargs)
 
             skips = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
             dynamo.set_code_exec_strategy(cast(Any, run).__code__, skips)
             cls.__torch_dispatch__ = run  # type: ignore[method-assign]
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Takes the mode off this thread's stack inside the block, so that operations skip it, or sets ``quiet``."""
-        last, before = torch._C._len_torch_dispatch_stack() - 1, self.quiet
-        left = last >= 0 and torch._C._get_dispatch_stack_at(last) is self
-        if left:
-            torch._C._pop_torch_dispatch_stack(None)
-        else:
-            self.quiet = True
-        try:
-            yield
-        finally:
-            self.quiet = before
-            if left:
-                torch._C._push_on_torch_dispatch_stack(self)
 
 
 class FakeTensorMode(TorchFakeTensorMode):
@@ -314,21 +288,6 @@ def storage_id(held: Tensor | torch.UntypedStorage) -> int:
     """An id of a tensor's storage, also of one without an address; it may be reused once the storage is freed."""
     storage = held.untyped_storage() if isinstance(held, Tensor) else held
     return int(storage._cdata)
-
-
-def hold_storage_id(tensor: Tensor) -> int:
-    """The id of a tensor's storage, which is not reused before ``release_storage_id``; the memory itself may be freed."""
-    return int(tensor.untyped_storage()._weak_ref())
-
-
-def is_freed_storage(held: int) -> bool:
-    """Whether the storage of a held id is freed."""
-    return bool(torch.UntypedStorage._expired(held))
-
-
-def release_storage_id(held: int) -> None:
-    """Ends ``hold_storage_id``."""
-    torch.UntypedStorage._free_weak_ref(held)
 
 
 def version_of(tensor: Tensor) -> int:

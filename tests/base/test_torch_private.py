@@ -187,7 +187,7 @@ class _Sees(private.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@checks("TorchDispatchMode", "schema_of", "disable_dispatch_modes", "quick_call_of", "UNDECLARED_VIEWS")
+@checks("TorchDispatchMode", "mode_left", "schema_of", "disable_dispatch_modes", "quick_call_of", "UNDECLARED_VIEWS")
 def a_dispatch_mode_sees_operators() -> None:
     x = torch.ones(2, requires_grad=True)
     with _Sees() as seen:
@@ -199,11 +199,11 @@ def a_dispatch_mode_sees_operators() -> None:
     assert "aten::exp" not in seen.names
     above = _Sees()
     with seen:
-        with seen.paused(), above:
+        with replaced.mode_left(seen) as left, above:
+            assert left
             x.detach().exp()
-        with above, seen.paused():
-            assert seen.quiet
-        assert not seen.quiet
+        with above, replaced.mode_left(seen) as left:
+            assert not left
         x.detach().log()
     assert above.names.count("aten::exp") == 1
     assert ("aten::exp" in seen.names, "aten::log" in seen.names) == (False, True)
@@ -381,20 +381,6 @@ def views_share_a_storage() -> None:
     with private.FakeTensorMode():
         z = torch.ones(2)
         assert private.storage_id(z) == private.storage_id(z.view(2, 1))
-
-
-@checks("hold_storage_id", "is_freed_storage", "release_storage_id")
-def ids_of_freed_storages_can_be_held() -> None:
-    x, ids = torch.ones(4), []
-    held = private.hold_storage_id(x)
-    assert held == private.storage_id(x)
-    assert not private.is_freed_storage(held)
-    del x
-    assert private.is_freed_storage(held)
-    for _ in range(20):
-        ids.append(private.storage_id(torch.ones(4)))
-    assert held not in ids
-    private.release_storage_id(held)
 
 
 @checks("pytree_node_of")
