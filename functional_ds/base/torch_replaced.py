@@ -1,4 +1,4 @@
-"""Context managers that replace private functions of torch, for the simulated device, recomputing backward passes and traces."""
+"""Context managers that replace private functions of torch: for simulated devices, recomputing backward passes and traces."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
