@@ -15,7 +15,7 @@ from functional_ds.comm.table.collective import Variance
 from .declarations import Contradiction
 from .group_bits import GroupBits
 from .linearity import DRAWN_INTO, KEEPS, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF_PRODUCTS, TERMS, makes_constants
-from .op_trace import OpTrace, TracedEvent, TracedGroup, Values
+from .op_trace import OpTrace, Scalar, TracedEvent, TracedGroup, Values
 from .programs import TracedProgram, programs
 
 # "constant": made from plain numbers; "unknown": equal so far, without a declaration.
@@ -23,6 +23,7 @@ _Variance = Literal["constant", "unknown"] | Variance
 _R, _I, _V, _P = Variance.REPLICATED, Variance.INVARIANT, Variance.VARYING, Variance.PARTIAL
 
 _TOKENS = ("randint", "random", "randperm")  # drawn as data, not as masks
+_HOMOGENEOUS = SUMS | MOVES | SCALES | PRODUCTS
 _MANY = 32  # elements of a draw from which on equal bits are not a coincidence
 
 
@@ -61,6 +62,10 @@ class _ContradictionError(Exception):
         self.text, self.since = text, since
 
 
+class _ApartError(Exception):
+    """Ends a walk for several ranks where they must be followed one by one."""
+
+
 def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
     """The first contradiction in each of the ranks' programs, for each group."""
     by_rank = programs(traces)
@@ -73,16 +78,22 @@ def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
     for group in groups.values():
         bits = GroupBits(group.ranks, by_rank, traces)
         for program in dict.fromkeys(by_rank[rank] for rank in group.ranks):
-            rank = next(rank for rank in group.ranks if by_rank[rank] is program)
-            firsts += _GroupWalk(group, rank, program, bits).run()
+            ranks = [rank for rank in group.ranks if by_rank[rank] is program]
+            try:
+                firsts += _GroupWalk(group, ranks[0], program, bits).run()
+            except _ApartError:
+                firsts += [one for rank in ranks for one in _GroupWalk(group, rank, program, bits, traces[rank]).run()]
     return firsts
 
 
 class _GroupWalk:
-    """A walk through a program, for one group."""
+    """A walk through a program, for one group: for all ranks that ran it, or for that with the trace ``alone``."""
 
-    def __init__(self, group: TracedGroup, rank: int, program: TracedProgram, bits: GroupBits) -> None:
-        self.group, self.rank, self.program, self.trace, self.bits = group, rank, program, program.trace, bits
+    def __init__(
+        self, group: TracedGroup, rank: int, program: TracedProgram, bits: GroupBits, alone: OpTrace | None = None
+    ) -> None:
+        self.group, self.rank, self.program, self.bits = group, rank, program, bits
+        self.trace, self.together = alone or program.trace, alone is None
         self.members = frozenset(group.ranks)
         self.states: dict[int, _ValueState] = {}
         self.event: TracedEvent
@@ -111,20 +122,19 @@ class _GroupWalk:
 
     def _first_use(self) -> None:
         (number,) = self.event.outputs
-        self.states[number] = self._unless_different(number, _UNKNOWN, "pass different values", "pass one")
+        self.states[number] = self._unless_different(number, _UNKNOWN, "pass different", "pass", "values")
 
     def _draw(self) -> None:
         self._check_partial()
         for number in self.event.outputs:
             size = math.prod(self.trace.shapes[number])
             alike = _ValueState("constant", drawn=self.event.site if size >= _MANY and self.event.name not in _TOKENS else "")
-            self.states[number] = self._unless_different(number, alike, "draw different numbers", "draw")
+            self.states[number] = self._unless_different(number, alike, "draw different", "draw", "numbers")
 
     def _operator(self) -> None:
         state = self._combined()
         for number in self.event.outputs:
-            name = self.event.name
-            self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
+            self.states[number] = self._unless_different(number, state, "get different values from", "call", self.event.name)
 
     def _call(self) -> None:
         event, group, takes, gives = self.event, self.event.group, self.event.takes, self.event.gives
@@ -149,8 +159,7 @@ class _GroupWalk:
             state = inputs[min(place, len(inputs) - 1)] if inputs else _UNKNOWN
             if state.variance is _P and overlaps:
                 state = _ValueState(_V, f"{self._where()} has summed some of its terms")
-            name = self.event.name
-            self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
+            self.states[number] = self._unless_different(number, state, "get different values from", "call", self.event.name)
 
     def _declaration(self) -> None:
         event, variance = self.event, self.event.takes
@@ -178,15 +187,15 @@ class _GroupWalk:
             else:
                 self.states[made] = self.states[number]
 
-    def _unless_different(self, number: int, state: _ValueState, differ: str, some: str) -> _ValueState:
+    def _unless_different(self, number: int, state: _ValueState, differ: str, some: str, what: str) -> _ValueState:
         """The state; varying if the ranks' bits differ, or if some ranks compute something else."""
         if state.variance in (_V, _P):
             return state
         key, site = self.program.keys[number], self.event.site
         if pair := self.bits.differ(key):
-            return _ValueState(_V, f"{pair} {differ} at {site}")
+            return _ValueState(_V, f"{pair} {differ} {what} at {site}")
         if ranks := self.bits.some(key):
-            return _ValueState(_V, f"of {self._name()} only ranks {ranks} {some} at {site}")
+            return _ValueState(_V, f"of {self._name()} only ranks {ranks} {some} {what} at {site}")
         return state
 
     # -- operations ----------------------------------------------------------------------------------------------------
@@ -198,13 +207,13 @@ class _GroupWalk:
             return _CONSTANT
         numbers = event.operands[1] if event.name == "copy" and isinstance(event.operands[1], Values) else event.inputs
         states = [self.states[number] for number in numbers]
-        variances = {state.variance for state in states}
+        variances = [state.variance for state in states]
         if _P in variances:
             return self._check_partial()
         if _V in variances:
             return self._varying(numbers, states)
         drawn = next((state.drawn for state in states if state.drawn), "")
-        if not variances or variances == {"constant"}:
+        if variances.count("constant") == len(variances):
             return _ValueState("unknown") if event.backward else _ValueState("constant", drawn=drawn)
         if "unknown" in variances or (event.backward and "constant" in variances):  # a gradient of ones is not declared
             return _UNKNOWN
@@ -227,14 +236,14 @@ class _GroupWalk:
     def _repeated(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> str:
         """Where a replicated value was added to a varying one."""
         name = self.event.name
-        if name not in SUMS | MOVES | SCALES | PRODUCTS:
+        if name not in _HOMOGENEOUS:
             return ""
         before = next((state.repeated for state in states if state.repeated), "")
         if name in SUMS or name in ("cat", "stack", "write"):
             shapes = {self.trace.shapes[number] for number in numbers}
             if name in ("cat", "stack", "write") or len(shapes) == 1:  # ``by_rows`` has biases
                 for number, state in zip(numbers, states, strict=True):
-                    if state.claimed and not self.trace.zero[number] and not self._taken(number):
+                    if state.claimed and not self._zero(number) and not self._taken(number):
                         return before or f"{name} at {self.event.site} ({state.since})"
         elif name in PRODUCTS | SCALES and any(state.variance is _V and not state.repeated for state in states):
             return ""
@@ -246,11 +255,11 @@ class _GroupWalk:
         terms = numbers if name in SUMS else numbers[:1] if name in SUMS_OF_PRODUCTS else ()
         for number, state in zip(numbers, states, strict=True):
             whole = self.trace.shapes[number] == shape and name in SUMS  # ``repeated`` has these
-            if number in terms and state.claimed and not whole and not self.trace.zero[number] and not self._taken(number):
+            if number in terms and state.claimed and not whole and not self._zero(number) and not self._taken(number):
                 return f"{name} at {self.event.site} ({state.since})"
         before = next((state.by_rows for state in states if state.by_rows), "")
         scaled = name in ("mul", "div") and not any(state.variance is _V and not state.by_rows for state in states)
-        return before if name in KEEPS | SUMS or scaled else ""
+        return before if name in KEEPS or name in SUMS or scaled else ""
 
     def _check_partial(self) -> _ValueState:
         """The state of an operator's results from partial sums; it must be linear in them, and the same on all ranks."""
@@ -282,11 +291,11 @@ class _GroupWalk:
         """Numbers and replicated values must not become terms or elements of a partial sum; masks must not differ."""
         event = self.event
         for place in TERMS.get(event.name, ()):
-            operand = event.operands[place] if place < len(event.operands) else 0
+            operand = event.operands[place] if place < len(event.operands) else None
             if isinstance(operand, Values):
                 self._check_added(operand, partial)
-            elif isinstance(operand, (int, float)) and not isinstance(operand, bool) and operand != 0:
-                self._fail(f"{event.name} at {event.site} adds {operand} to each rank's term of a partial sum", partial)
+            elif isinstance(operand, Scalar) and (scalar := self._scalar(operand)) != 0:
+                self._fail(f"{event.name} at {event.site} adds {scalar} to each rank's term of a partial sum", partial)
         if event.name == "where":
             terms = [number for number in event.inputs if self.states[number].variance is _P]
             self._check_scaled([event.inputs[0], terms[-1]])
@@ -294,10 +303,10 @@ class _GroupWalk:
     def _check_added(self, numbers: Sequence[int], partial: _ValueState) -> None:
         """Replicated values must not be added to a partial sum."""
         for number in numbers:
-            state, zero = self.states[number], self.trace.zero[number]
+            state = self.states[number]
             # Uninitialized memory will be overwritten.
             empty = state.variance == "constant" and self.trace.bits[number] is None
-            if state.variance not in (_P, _V) and not zero and not empty and not self._taken(number):
+            if state.variance not in (_P, _V) and not empty and not self._zero(number) and not self._taken(number):
                 since = f" ({state.since})" if state.since else ""
                 text = f"{self.event.name} at {self.event.site} adds a value that all ranks have{since} to a partial sum"
                 self._fail(text, partial, f"the sum counts it {len(self.group.ranks)} times: sum first, and add it then")
@@ -318,14 +327,14 @@ class _GroupWalk:
 
     def _check_summed(self, state: _ValueState, number: int, what: str, key: int) -> None:
         """A value to be summed must not be replicated; ``key`` has its bits, as ranks may pass different replicated values."""
-        n, zero = len(self.group.ranks), self.trace.zero[number]
-        if state.claimed and not zero and not self.bits.differ(key):
+        n = len(self.group.ranks)
+        if state.claimed and not self._zero(number) and not self.bits.differ(key):
             subject = "a gradient" if self.event.backward else "a value"
             raise _ContradictionError(
                 f"{what} sums {subject} that all ranks of {self._name()} have alike ({state.since}), so it is {n} times too "
                 "large: use it as it is, op='avg', or comm.varying first if others count it as often"
             )
-        if (state.repeated or state.by_rows) and not zero:
+        if (state.repeated or state.by_rows) and not self._zero(number):
             raise _ContradictionError(
                 f"{what} sums what {state.repeated or state.by_rows} made of a value that all ranks of {self._name()} have and "
                 f"one that differs, so the former counts {n} times: add it after the sum, or comm.varying first if that is "
@@ -356,6 +365,17 @@ class _GroupWalk:
     ) -> None:
         since = f" (partial since {state.since})" if state.since else ""
         raise _ContradictionError(f"{text} along {self._name()}{since}; {advice}")
+
+    def _zero(self, number: int) -> bool:
+        """Whether all bytes of a value are zero."""
+        if self.together and number in self.program.zeros_differ:
+            raise _ApartError
+        return self.trace.zero[number]
+
+    def _scalar(self, place: Scalar) -> float:
+        if self.together and place in self.program.scalars_differ:
+            raise _ApartError
+        return self.trace.scalars[place]
 
     def _differ(self, number: int) -> str:
         return self.bits.differ(self.program.keys[number])

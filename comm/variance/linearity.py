@@ -3,6 +3,8 @@
 A partial sum ``x = Σ x_r`` is held as ``x_r`` on rank r; ``f(x) = Σ f(x_r)`` holds only for linear ``f``.
 """
 
+from functools import cache
+
 # f(x + y) = f(x) + f(y), jointly in all tensors.
 SUMS = frozenset({"add", "sub", "rsub", "lerp"})
 
@@ -30,6 +32,9 @@ KEEPS = frozenset(
         *("unsafe_view", "unsqueeze", "view", "view_as_complex", "view_as_real", "view_copy"),
     ]
 )
+
+# Those whose result has their input's bytes, row by row.
+SAME_BYTES = frozenset({"alias", "clone", "detach", "reshape_alias", "squeeze", "unsafe_view", "unsqueeze", "view"})
 
 # Linear in each tensor while the others are constant.
 PRODUCTS = frozenset({"mul", "mm", "bmm", "mv", "dot", "vdot", "matmul", "outer", "ger", "kron", "convolution", "grouped_mm"})
@@ -66,6 +71,7 @@ ARITHMETIC = SUMS | PRODUCTS | SCALES | SUMS_OF_PRODUCTS | DRAWN_INTO
 _CONSTANTS = frozenset({"arange", "empty", "eye", "fill", "full", "linspace", "ones", "scalar_tensor", "zero", "zeros"})
 
 
+@cache
 def makes_constants(name: str) -> bool:
     """Whether the results depend only on shapes and plain numbers.
 

@@ -2,8 +2,8 @@
 
 import ctypes
 import zlib
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -13,19 +13,27 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, schema_of, storage_id
+from functional_ds.base.torch_replaced import mode_left
 from functional_ds.base.tree import setting
 from functional_ds.comm.record.group import Group, call_site
 from functional_ds.comm.table.collective import Call, Variance
 
-from .linearity import UNLIKE
+from .linearity import SAME_BYTES, UNLIKE
 
 _SWEEP = 1024  # after that many new storages, freed ones are removed
+_PLAIN, _STRIDED = (Tensor, nn.Parameter), torch.strided
 
 Kind = Literal["first use", "operator", "draw", "write", "call", "declaration", "gradient"]
 
 
 class Values(tuple[int, ...]):
     """The value numbers of an argument: one for a tensor, several for a list."""
+
+    __slots__ = ()
+
+
+class Scalar(int):
+    """The place of a number among ``OpTrace.scalars``."""
 
 
 class TracedGroup(NamedTuple):
@@ -45,7 +53,7 @@ class TracedEvent(NamedTuple):
         backward: whether it belongs to a backward pass.
         inputs: numbers of values.
         outputs: numbers of values.
-        operands: the arguments of an operator that is not linear in all of them alike, with ``Values`` for tensors.
+        operands: the arguments of an operator that is not linear in all of them alike: ``Values`` and ``Scalar``.
         group: the group of a collective or declaration.
         takes: the declared variance, or that of the collective's input.
         gives: the variance of the collective's results.
@@ -72,13 +80,17 @@ class _TracedOperator:
     Attributes:
         name: its name without its overload and underscores.
         by_tensor: whether it does the same to each tensor of lists.
+        unlike: whether its arguments play different parts.
+        same_bytes: whether its result has its input's elements in their order.
         writes: the places and names of the arguments that it writes to.
-        random: whether it draws, unless its dropout probability is zero.
+        random: whether it may draw random numbers, unless its dropout probability is zero.
         dropout: the place of that argument; None if it has none.
     """
 
     name: str
     by_tensor: bool
+    unlike: bool
+    same_bytes: bool
     writes: tuple[tuple[int, str], ...]
     random: bool
     dropout: int | None
@@ -88,19 +100,22 @@ class _TracedOperator:
         return _tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in self.writes])
 
     def draws(self, args: Sequence[Any], kwargs: Any) -> bool:
-        """Whether a call draws random numbers."""
-        if not self.random or self.dropout is None:
-            return self.random
-        return bool((args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p", 0.0)) != 0)
+        """Whether a call of a random operator draws."""
+        return self.dropout is None or bool(
+            (args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p", 0.0)) != 0
+        )
 
 
 @cache
 def _operator_of(func: Any) -> _TracedOperator:
     schema = schema_of(func)
-    name, arguments = schema.name.partition("::")[2], list(enumerate(schema.arguments))
+    private, arguments = schema.name.partition("::")[2], list(enumerate(schema.arguments))
+    name = private.removeprefix("_foreach_").strip("_")
     return _TracedOperator(
-        name.removeprefix("_foreach_").strip("_"),
-        name.startswith("_foreach_"),
+        name,
+        private.startswith("_foreach_"),
+        name in UNLIKE,
+        name in SAME_BYTES and schema.overload_name != "dtype",
         tuple((place, x.name) for place, x in arguments if x.alias_info and x.alias_info.is_write),
         torch.Tag.nondeterministic_seeded in func.tags,
         next((place for place, x in arguments if x.name == "dropout_p"), None),
@@ -127,6 +142,7 @@ class OpTrace(TorchDispatchMode):
         shapes: the sizes of each value, by its number.
         bits: a checksum of each value's bytes; None if not computed.
         zero: whether all bytes of a value are zero.
+        scalars: numbers that operators got as operands.
     """
 
     def __init__(self) -> None:
@@ -135,6 +151,7 @@ class OpTrace(TorchDispatchMode):
         self.shapes: list[tuple[int, ...]] = []
         self.bits: list[int | None] = []
         self.zero: list[bool] = []
+        self.scalars: list[float] = []
         self._memory: dict[int, _TracedStorage] = {}
         self._room = _SWEEP
         self._quiet = False
@@ -145,37 +162,44 @@ class OpTrace(TorchDispatchMode):
         return len(self.events) - 1
 
     def same_program(self, other: "OpTrace") -> bool:
-        """Whether the traces differ in checksums alone."""
-        return self.events == other.events and self.zero == other.zero and self.shapes == other.shapes
+        """Whether the traces differ in checksums, zeros and scalars alone."""
+        return self.events == other.events and self.shapes == other.shapes
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """Records nothing inside the block."""
-        return setting(self, _quiet=True)
+        with mode_left(self) as left, setting(self, _quiet=not left):
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._quiet:
             return func(*args, **kwargs)
         operator = _operator_of(func)
-        operands = tuple([self._operand(value) for value in (*args, *kwargs.values())])
+        values = (*args, *kwargs.values())
+        if operator.unlike or operator.by_tensor:
+            operands = tuple(map(self._operand, values))
+        else:
+            operands = (Values(map(self.number, _tensors(values))),)
         out = func(*args, **kwargs)
-        written = operator.written(args, kwargs) if operator.writes else []
-        made = [tensor for tensor in _tensors([out]) if not any(tensor is other for other in written)]
+        written, made = operator.written(args, kwargs) if operator.writes else [], _tensors((out,))
+        if written:
+            made = [tensor for tensor in made if not any(tensor is other for other in written)]
         if operator.by_tensor and isinstance(operands[0], Values):
             for place in range(len(operands[0])):
                 sliced = tuple(Values(x[place : place + 1]) if isinstance(x, Values) else x for x in operands)
-                self._operation("operator", operator.name, sliced, written[place : place + 1], made[place : place + 1])
+                self._operation("operator", operator, sliced, written[place : place + 1], made[place : place + 1])
         elif written or made:
-            kind: Kind = "draw" if operator.draws(args, kwargs) else "operator"
-            self._operation(kind, operator.name, operands, written, made)
+            kind: Kind = "draw" if operator.random and operator.draws(args, kwargs) else "operator"
+            self._operation(kind, operator, operands, written, made)
         return out
 
     def _operation(
-        self, kind: Kind, name: str, operands: tuple[Any, ...], written: Sequence[Tensor], made: Sequence[Tensor]
+        self, kind: Kind, operator: _TracedOperator, operands: Any, written: list[Tensor], made: list[Tensor]
     ) -> None:
         inputs = tuple([number for operand in operands if type(operand) is Values for number in operand])
-        event = self._event(kind, name, inputs, operands=operands if name in UNLIKE else ())
-        self._define(event, [*written, *made], writes=len(written))
+        event = self._event(kind, operator.name, inputs, operands if operator.unlike else ())
+        self._define(event, [*written, *made], writes=len(written), same=inputs[0] if operator.same_bytes else None)
 
     # -- collectives and declarations ----------------------------------------------------------------------------------
 
@@ -202,7 +226,8 @@ class OpTrace(TorchDispatchMode):
         kind: Kind = "gradient" if gradient else "declaration"
         with self.paused():
             inputs, traced = tuple(map(self.number, leaves)), TracedGroup(group.name, group.ranks)
-            self._define(self._event(kind, variance.value, inputs, site, group=traced, takes=variance), leaves, writes=0)
+            event = self._event(kind, variance.value, inputs, site=site, group=traced, takes=variance)
+            self._define(event, leaves, writes=0)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -221,20 +246,30 @@ class OpTrace(TorchDispatchMode):
     def _operand(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return Values((self.number(value),))
-        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-            return Values([self.number(item) for item in value if isinstance(item, Tensor)])
-        return value if isinstance(value, (int, float)) else None
+        if isinstance(value, (list, tuple)):
+            return Values([self.number(item) for item in value if isinstance(item, Tensor)]) or None
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return None
+        self.scalars.append(value)
+        return Scalar(len(self.scalars) - 1)
 
-    def _event(self, kind: Kind, name: str, inputs: tuple[int, ...], site: str = "", **fields: Any) -> TracedEvent:
-        event = TracedEvent(kind, name, site or call_site(), backward_pass() != -1, inputs, [], **fields)
+    def _event(
+        self, kind: Kind, name: str, inputs: tuple[int, ...], operands: tuple[Any, ...] = (), *, site: str = "", **fields: Any
+    ) -> TracedEvent:
+        event = TracedEvent(kind, name, site or call_site(), backward_pass() != -1, inputs, [], operands, **fields)
         self.events.append(event)
         return event
 
-    def _define(self, event: TracedEvent, tensors: Sequence[Tensor], *, writes: int) -> None:
-        """New values for the tensors, of which the first ``writes`` were written into."""
+    def _define(self, event: TracedEvent, tensors: Sequence[Tensor], *, writes: int, same: int | None = None) -> None:
+        """New values for the tensors, of which the first ``writes`` were written into, with the bytes of ``same``."""
+        content = "empty" not in event.name  # else the results are not initialized
         for place, tensor in enumerate(tensors):
-            number = self._value(event, tensor.shape, *(_checksum(tensor) if _has_content(event.name) else (None, False)))
-            if _is_plain(tensor):
+            plain = _is_plain(tensor)
+            bits, zero = (None, False) if same is None else (self.bits[same], self.zero[same])
+            if bits is None and plain and content:
+                bits, zero = _checksum(tensor)
+            number = self._value(event, tensor.shape, bits, zero)
+            if plain:
                 self._place(tensor, number, written=place < writes)
 
     def _value(self, event: TracedEvent, shape: tuple[int, ...], bits: int | None, zero: bool) -> int:
@@ -249,7 +284,8 @@ class OpTrace(TorchDispatchMode):
         memory = self._memory.get(storage)
         if memory is None:
             self._memory[storage] = memory = _TracedStorage(StorageWeakRef(tensor.untyped_storage()), number)
-            self._forget()
+            if len(self._memory) > self._room:
+                self._forget()
         elif written:
             memory.tensors.clear()
             memory.whole = number if _covers(tensor) else self._joined(memory.whole, number)
@@ -260,18 +296,12 @@ class OpTrace(TorchDispatchMode):
         return self._value(self._event("write", "write", (whole, part)), (), None, zero=False)
 
     def _forget(self) -> None:
-        if len(self._memory) > self._room:
-            self._memory = {number: memory for number, memory in self._memory.items() if not memory.reference.expired()}
-            self._room = len(self._memory) + _SWEEP
-
-
-def _has_content(name: str) -> bool:
-    """Whether an operator's result is initialized."""
-    return "empty" not in name
+        self._memory = {number: memory for number, memory in self._memory.items() if not memory.reference.expired()}
+        self._room = len(self._memory) + _SWEEP
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return type(tensor) in _PLAIN and tensor.layout is _STRIDED
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -284,21 +314,30 @@ def _covers(tensor: Tensor) -> bool:
 
 def _checksum(tensor: Tensor) -> tuple[int | None, bool]:
     """A checksum of the bytes, and whether all elements are zero; (None, False) for tensors without values."""
-    if not _is_plain(tensor) or tensor.is_meta:
-        return None, False
-    if not tensor.nbytes:
+    n_bytes = tensor.nbytes
+    if not n_bytes and not tensor.is_meta:
         return 0, True
     if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+        if tensor.is_meta:
+            return None, False
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    tensor = tensor.detach().contiguous()
-    data = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())  # NumPy lacks some dtypes
-    bits, first = zlib.crc32(data), bytes(data[: tensor.itemsize])
-    if first.rstrip(b"\x80").strip(b"\0"):
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    data = (ctypes.c_char * n_bytes).from_address(tensor.data_ptr())  # NumPy lacks some dtypes
+    bits = zlib.crc32(data)
+    if data[: tensor.itemsize].rstrip(b"\x80").strip(b"\0"):
         return bits, False
+    if data.raw == bytes(n_bytes):
+        return bits, True
     countable = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # -0.0 is zero; torch cannot count float8
     return bits, not countable.detach().count_nonzero()
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    flat = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
-    return [item for item in flat if isinstance(item, Tensor)]
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found

@@ -7,10 +7,12 @@ from .op_trace import OpTrace, TracedEvent
 
 
 class TracedProgram:
-    """What some ranks have run: one of their traces, from which the others differ in checksums alone.
+    """What some ranks have run: one of their traces, from which the others differ in checksums, zeros and scalars alone.
 
     Attributes:
         trace: the trace.
+        zeros_differ: the values that are zero on some of the ranks.
+        scalars_differ: the scalars that are not the same on all of them.
         keys: of each value, equal on ranks that made it by the same operations on the same inputs at the same lines.
         input_keys: of each input of collectives, declarations and arithmetic, of which ranks may pass different values.
     """
@@ -18,10 +20,20 @@ class TracedProgram:
     def __init__(self, trace: OpTrace) -> None:
         self.trace = trace
         self.keys = [0] * len(trace.bits)
+        self.zeros_differ: set[int] = set()
+        self.scalars_differ: set[int] = set()
         self.input_keys: list[list[int]] = []
         self._times: dict[int, int] = {}
         for event in trace.events:
             self._add_keys(event)
+
+    def joins(self, trace: OpTrace) -> bool:
+        """Adds the trace of another rank, if it has run the same."""
+        same = self.trace.same_program(trace)
+        if same:
+            self.zeros_differ |= _differing(self.trace.zero, trace.zero)
+            self.scalars_differ |= _differing(self.trace.scalars, trace.scalars)
+        return same
 
     def _add_keys(self, event: TracedEvent) -> None:
         given = tuple([self.keys[number] for number in event.inputs])
@@ -48,12 +60,16 @@ class TracedProgram:
         return hash((key, times))
 
 
+def _differing(a: Sequence[float], b: Sequence[float]) -> set[int]:
+    return set() if a == b else {place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y}
+
+
 def programs(traces: Sequence[OpTrace]) -> list[TracedProgram]:
     """The program of each rank, one object for ranks with the same."""
     different: list[TracedProgram] = []
     by_rank = []
     for trace in traces:
-        program = next((one for one in different if one.trace.same_program(trace)), None)
+        program = next((one for one in different if one.joins(trace)), None)
         if program is None:
             different.append(program := TracedProgram(trace))
         by_rank.append(program)

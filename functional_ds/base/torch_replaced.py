@@ -1,4 +1,4 @@
-"""Context managers that replace private functions of torch, for the simulated device and for backward passes that recompute."""
+"""Context managers that replace private functions of torch: for simulated devices, recomputing backward passes and traces."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import _DISPATCH_META_HANDLERS, FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "cuda_without_a_driver",
@@ -17,6 +18,7 @@ __all__ = [
     "instead_of_make_wrapper_subclass",
     "later_work",
     "lift_on_the_host",
+    "mode_left",
 ]
 
 
@@ -105,3 +107,17 @@ def later_work(wait: Callable[[Any], bool]) -> Any:
     from torch._C._distributed_c10d import PythonCallbackWork  # missing in builds without torch.distributed
 
     return PythonCallbackWork(wait).boxed()
+
+
+@contextmanager
+def mode_left(mode: TorchDispatchMode) -> Iterator[bool]:
+    """Takes a dispatch mode off this thread's stack inside the block if it was entered last; gives whether it was."""
+    last = torch._C._len_torch_dispatch_stack() - 1
+    left = last >= 0 and torch._C._get_dispatch_stack_at(last) is mode
+    if left:
+        torch._C._pop_torch_dispatch_stack(None)
+    try:
+        yield left
+    finally:
+        if left:
+            torch._C._push_on_torch_dispatch_stack(mode)

@@ -187,7 +187,7 @@ class _Sees(private.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@checks("TorchDispatchMode", "schema_of", "disable_dispatch_modes", "quick_call_of", "UNDECLARED_VIEWS")
+@checks("TorchDispatchMode", "mode_left", "schema_of", "disable_dispatch_modes", "quick_call_of", "UNDECLARED_VIEWS")
 def a_dispatch_mode_sees_operators() -> None:
     x = torch.ones(2, requires_grad=True)
     with _Sees() as seen:
@@ -197,6 +197,16 @@ def a_dispatch_mode_sees_operators() -> None:
     assert "aten::mul" in seen.names
     assert seen.names.count("aten::mul") == 2, "the backward pass is seen, too"
     assert "aten::exp" not in seen.names
+    above = _Sees()
+    with seen:
+        with replaced.mode_left(seen) as left, above:
+            assert left
+            x.detach().exp()
+        with above, replaced.mode_left(seen) as left:
+            assert not left
+        x.detach().log()
+    assert above.names.count("aten::exp") == 1
+    assert ("aten::exp" in seen.names, "aten::log" in seen.names) == (False, True)
     schema = private.schema_of(torch.ops.aten.add_.Tensor)
     assert schema.is_mutable
     assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]

@@ -359,20 +359,6 @@ def test_memory_that_is_used_again_is_something_else() -> None:
     assert says(program) == ""
 
 
-def test_a_million_storages_are_not_kept() -> None:
-    """Only the numbers of storages that live are."""
-    sizes = []
-
-    def program() -> None:
-        for _ in range(3000):
-            torch.ones(1)
-        trace: Any = comm.world().world.watch
-        sizes.append(len(trace.trace._memory))
-
-    comm.simulate(program, world_size=1, variance=True)
-    assert sizes[0] < 2100
-
-
 # -- draws -------------------------------------------------------------------------------------------------------------
 
 

@@ -55,7 +55,13 @@ BUGS = (
     ),
     (
         bugs_are_named,
-        Bug("all zeros are equal", "comm.variance.op_trace:OpTrace.same_program", "self.zero == other.zero", "True"),
+        Bug("all zeros are equal", "comm.variance.follow:_GroupWalk._zero", "number in self.program.zeros_differ", "False"),
+    ),
+    (
+        bugs_are_named,
+        Bug(
+            "all numbers are equal", "comm.variance.follow:_GroupWalk._scalar", "place in self.program.scalars_differ", "False"
+        ),
     ),
     (
         bugs_are_named,
@@ -71,8 +77,8 @@ BUGS = (
         Bug(
             "a zero is no exception",
             "comm.variance.follow:_GroupWalk._check_summed",
-            "state.claimed and (not zero) and (not self.bits.differ(key))",
-            "zero and (not self.bits.differ(key))",
+            "state.claimed and (not self._zero(number)) and (not self.bits.differ(key))",
+            "self._zero(number) and (not self.bits.differ(key))",
         ),
     ),
     (
@@ -139,7 +145,7 @@ BUGS = (
         Bug(
             "a bias of rows counts after their sum",
             "comm.variance.follow:_GroupWalk._by_rows",
-            "before if name in KEEPS | SUMS or scaled else ''",
+            "before if name in KEEPS or name in SUMS or scaled else ''",
             "before",
         ),
     ),
