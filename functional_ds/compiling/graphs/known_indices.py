@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import (
@@ -52,6 +53,7 @@ class KnownIndices(TorchDispatchMode):
         self._written |= {storage_id(x) for x in written if self._has(x)}
         out = func(*traced_args, **traced_kwargs)
         known = known and not written and torch.Tag.nondeterministic_seeded not in func.tags
+        known = known and get_proxy_mode() is not None  # else the graph has no node for it: a trial within the trace
         if not known or not isinstance(out, Tensor) or out.is_floating_point() or out.numel() > _MOST:
             return out
         value = _value(func, args, kwargs)
