@@ -2,12 +2,18 @@
 
     python benchmarks/hosts.py
     python benchmarks/hosts.py --layers 8 --width 384 --rates 1gbit --only ddp fsdp2 zero0 zero3
+    python benchmarks/hosts.py --into benchmarks/results/hosts.json --rates 10gbit --only "no communication" ddp DiLoCo
+    python benchmarks/hosts_tables.py           the tables of docs/benchmarks.md from the file
     python benchmarks/hosts.py --predict        no measurements: predicts those of the file, without root's rights, in minutes
+
+With ``--into`` the run is added to a file, with the file's model: what is there stays, and each run has its machine, load and
+commit.
 
 Hosts are network namespaces, joined by a veth pair whose ends have a token bucket (``tc ... tbf``). That needs Linux and root's
 rights; without them it says why, and ends. Every rank is one process, in which all contenders take turns on the same model and
-batches: a round gives each a step, so noise hits all alike. "sent MB" is what the link's counter says for a host and step,
-headers and acknowledgements included; "ledger MB" is what the library's ledger says.
+batches: a round gives each a step, so noise hits all alike. DiLoCo gets a whole period, and its figures are means over it.
+"sent MB" is what the link's counter says for a host and step, headers and acknowledgements included; "ledger MB" is what the
+library's ledger says. "link_gbit" is what a broadcast between the hosts got of the rate, which a machine need not reach.
 Predictions are those of ``hosts_predicted.py``.
 """
 
@@ -34,7 +40,9 @@ from functional_ds import comm
 from functional_ds import transforms as T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples/research"))
 import peers
+from diloco import diloco
 from hosts_predicted import add_predictions, built, transforms
 
 from tests.fitting import hosts
@@ -46,6 +54,8 @@ PORT = 29731
 SETTLE = 3  # steps before the rounds: connections, buckets, traces, optimizer states, 1-bit Adam's warm-up
 TOLERANCE = 1e-4  # of losses, relative
 PATIENCE = 1800.0  # seconds
+SETUP = {"layers": 4, "width": 256, "heads": 4, "batch": 2, "context": 64}
+PERIODS = {"DiLoCo 10": 10}  # steps of a turn
 
 
 # -- contenders -------------------------------------------------------------------------------------------------------------
@@ -128,6 +138,8 @@ def contenders(per_host: int) -> dict[str, Callable[[nn.Module], Train]]:
     """What builds each of them."""
     everyone = comm.world()
     one_bit = fds.one_bit_adam(**{**peers.ADAMW, "warmup": 2})
+    mesh = comm.mesh(host=2, place=per_host)
+    workers = fds.compose(diloco(PERIODS["DiLoCo 10"], mesh["host"]), T.zero(0, mesh["place"]), T.apart(mesh["host"]))
     found: dict[str, Callable[[nn.Module], Train]] = {
         "no communication": partial(torch_loop, wrap=lambda model: model),
         "ddp": partial(torch_loop, wrap=ddp),
@@ -138,6 +150,7 @@ def contenders(per_host: int) -> dict[str, Callable[[nn.Module], Train]]:
         "1-bit Adam": partial(ours, transform=T.local_gradients(), optimizer=one_bit),
         "1-bit gradients": partial(ours, transform=T.compressed_gradients(comm.codecs.OneBit())),
         "powerSGD 4": partial(ours, transform=power_sgd(4)),
+        "DiLoCo 10": partial(ours, transform=workers),
     }
     if per_host > 1:
         found["hsdp"] = partial(torch_loop, wrap=lambda model: fsdp(model, 2, per_host))
@@ -145,7 +158,7 @@ def contenders(per_host: int) -> dict[str, Callable[[nn.Module], Train]]:
 
 
 # Those that do not compute what DDP does.
-APPROXIMATE = ("no communication", "ddp powerSGD 4", "1-bit Adam", "1-bit gradients", "powerSGD 4")
+APPROXIMATE = ("no communication", "ddp powerSGD 4", "1-bit Adam", "1-bit gradients", "powerSGD 4", "DiLoCo 10")
 
 
 # -- a rank -----------------------------------------------------------------------------------------------------------------
@@ -162,17 +175,33 @@ def limit(rate: str) -> None:
     subprocess.run(hosts.shaping(rate), check=True, capture_output=True)
 
 
-def measured(train: Train, batch: Batch) -> tuple[float, float, float, int]:
-    """A step's loss, the slowest rank's milliseconds, MB that left a host by its counter, this rank's bytes by the ledger."""
+def measured(train: Train, batch: Batch, times: int = 1) -> tuple[float, float, float, int]:
+    """A step's loss, the slowest rank's milliseconds, MB that left a host by its counter, this rank's bytes by the ledger.
+
+    Of so many steps on a batch they are means.
+    """
     comm.barrier()
     before, began = sent(), time.perf_counter()
     with comm.ledger() as book:
-        loss = train(batch)
+        loss = [train(batch) for _ in range(times)][-1]
     spent = time.perf_counter() - began
     comm.barrier()
     slowest, bytes_sent = comm.all_reduce(torch.tensor([spent, float(sent() - before)], dtype=torch.float64), op="max").tolist()
     mean = comm.all_reduce(torch.tensor(loss, dtype=torch.float64), op="avg").item()
-    return mean, slowest * 1e3, bytes_sent / 1e6, book.bytes
+    return mean, slowest * 1e3 / times, bytes_sent / 1e6 / times, book.bytes // times
+
+
+def link_gbit(per_host: int) -> float:
+    """The most that one of three broadcasts between hosts gets of the link, once its bucket is empty."""
+    pair, megabytes, best = comm.mesh(host=2, place=per_host)["host"], 40, 0.0
+    comm.broadcast(torch.zeros(8 * 2**20, dtype=torch.uint8), group=pair)
+    for _ in range(3):
+        comm.barrier()
+        began = time.perf_counter()
+        comm.broadcast(torch.zeros(megabytes * 10**6 // per_host, dtype=torch.uint8), group=pair)
+        slowest = comm.all_reduce(torch.tensor(time.perf_counter() - began), op="max").item()
+        best = max(best, megabytes * 8e-3 / slowest)
+    return best
 
 
 def rank_main(flags: argparse.Namespace) -> None:
@@ -196,12 +225,14 @@ def rank_main(flags: argparse.Namespace) -> None:
     for number, rate in enumerate(flags.rates):
         if here.rank % per_host == 0:
             limit(rate)
+        comm.barrier()
+        gbit = link_gbit(per_host)
         found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in passes}
         for turn in range(flags.rounds):
             if here.rank == 0:
                 peers.progress(f"{per_host} a host: {rate}, round {turn + 1} of {flags.rounds}")
             for name in peers.rotated(list(passes), turn):
-                loss, *figures = measured(passes[name], batches[SETTLE + number * flags.rounds + turn])
+                loss, *figures = measured(passes[name], batches[SETTLE + number * flags.rounds + turn], PERIODS.get(name, 1))
                 losses[name].append(loss)
                 found[name].append(tuple(figures))
         for name, rounds in found.items():
@@ -209,6 +240,7 @@ def rank_main(flags: argparse.Namespace) -> None:
             row = {
                 "ranks_per_host": per_host,
                 "rate": rate,
+                "link_gbit": gbit,
                 "contender": name,
                 "ms": ms,
                 "sent_mb": statistics.median(megabytes),
@@ -271,13 +303,15 @@ def table(rows: list[dict[str, Any]]) -> str:
         first = next(iter(mine.values()))
         text = f"{key[0]:<13}{key[1]:<20}{first['sent_mb']:>9.1f}{first['ledger_mb']:>11.1f}"
         lines.append(text + "".join(f"{mine[rate]['median_ms']:>16.0f}" for rate in rates))
+    links = {(row["ranks_per_host"], row["rate"]): row["link_gbit"] for row in rows}
+    lines += [f"link of {rate}, {per_host} a host: {gbit:.3g} Gbit/s" for (per_host, rate), gbit in links.items()]
     return "\n".join(lines)
 
 
 def main() -> int:
     """Prints a table and writes the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name, default in {"layers": 4, "width": 256, "heads": 4, "batch": 2, "context": 64, "rounds": 3}.items():
+    for name, default in {**SETUP, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=peers.positive, default=default)
     parser.add_argument("--ranks-per-host", type=peers.positive, nargs="+", default=[1, 2])
     parser.add_argument(
@@ -285,6 +319,7 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names, or their first words")
     parser.add_argument("--json", type=Path, default=peers.RESULTS / "hosts.json")
+    parser.add_argument("--into", type=Path, help="a file of an earlier run, to which this one is added, with its model")
     parser.add_argument(
         "--predict", action="store_true", help="only predict the measurements of the file, and write them there"
     )
@@ -295,7 +330,7 @@ def main() -> int:
         return 0
     if flags.predict:
         known = json.loads(flags.json.read_text())
-        print(add_predictions(known))
+        print(*map(add_predictions, [known, *known.get("added", [])]), sep="\n")
         flags.json.write_text(json.dumps(known, indent=1) + "\n")
         return 0
     reason = hosts.why_not()
@@ -303,18 +338,24 @@ def main() -> int:
         print(f"skipped: {reason}")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the hosts go, too
-    load, words = os.getloadavg()[0], sys.argv[1:]
+    load, words, known = os.getloadavg()[0], sys.argv[1:], json.loads(flags.into.read_text()) if flags.into else None
+    if known:
+        words += [f"--{name}={known['flags'][name]}" for name in SETUP]
+        flags = parser.parse_args(words)
     found = [contest(flags, per_host, words) for per_host in flags.ranks_per_host]
     rows = [row for each in found for row in each["rows"]]
     print(table(rows))
     wrong = {n: gaps for n, each in zip(flags.ranks_per_host, found, strict=True) if (gaps := disagreements(each["losses"]))}
     print(f"losses DISAGREE: {wrong}" if wrong else "losses agree")
-    kept = {flag: value for flag, value in vars(flags).items() if flag not in ("json", "predict", "rank_file")}
+    kept = {flag: value for flag, value in vars(flags).items() if flag not in ("json", "into", "predict", "rank_file")}
     whole = {"machine": {**peers.facts(), "load": load}, "flags": kept, "wrong": wrong, "rows": rows}
     print(add_predictions(whole))
-    flags.json.parent.mkdir(parents=True, exist_ok=True)
-    flags.json.write_text(json.dumps(whole, indent=1) + "\n")
-    print(f"written: {flags.json}")
+    if known:
+        whole = {**known, "added": [*known.get("added", []), whole]}
+    to = flags.into or flags.json
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(json.dumps(whole, indent=1) + "\n")
+    print(f"written: {to}")
     return 1 if wrong else 0
 
 

@@ -3,10 +3,11 @@
 Predictions know nothing of the measured times of what they predict. They are those of ``functional-ds plan``, and of
 ``graph.cost`` for a jitted step, on a machine whose rates were measured with other programs: of computation by
 ``benchmarks/plan.py``, scaled so that the contender without communication takes the time that it took; of messages within a
-host by ``benchmarks/comm.py``; of the link, its token bucket's.
+host by ``benchmarks/comm.py``; of the link, its token bucket's, or what broadcasts got where that is less.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
@@ -61,7 +62,7 @@ def transforms(per_host: int) -> dict[str, fds.Transform]:
 BYTES = {"10gbit": 1.25e9, "1gbit": 1.25e8, "100mbit": 1.25e7}  # a second
 
 
-def machine_of(per_host: int, rate: str) -> Machine:
+def machine_of(per_host: int, rate: str, gbit: float = math.inf) -> Machine:
     """Two ranks on two cores as they trained other models, messages within this machine, and the link."""
     ranks = 2 * per_host
     known = Machine(**json.loads((peers.RESULTS / "plan-2-ranks.json").read_text())["machine"])
@@ -76,7 +77,7 @@ def machine_of(per_host: int, rate: str) -> Machine:
         link_bandwidth=large["bus_bandwidth"],
         factors={**known.factors, "communicate": 1.0},
         ranks_per_node=per_host,
-        node_bandwidth=BYTES[rate] / per_host,
+        node_bandwidth=min(BYTES[rate], gbit * 1.25e8) / per_host,
     )
 
 
@@ -131,7 +132,7 @@ def predicted(
     alone, seconds, milliseconds = predict(setup, None), predict(setup, name), dict[str, float]()
     for row in found["rows"]:
         if (row["ranks_per_host"], row["contender"]) == (per_host, "no communication") and row["rate"] in BYTES:
-            machine = machine_of(per_host, row["rate"])
+            machine = machine_of(per_host, row["rate"], row.get("link_gbit", math.inf))
             machine = slower(machine, row["median_ms"] / 1e3 / alone(machine))
             milliseconds[row["rate"]] = seconds(machine) * 1e3
     return milliseconds

@@ -359,36 +359,30 @@ def test_what_ran_on_gpus_is_said() -> None:
     assert "Nothing has been run on a GPU" in " ".join(README.read_text(encoding="utf-8").split())
 
 
-def test_the_table_of_hosts_is_its_file() -> None:
+def test_the_tables_of_hosts_are_their_file() -> None:
+    """What was measured; predicted over measured time, and how many of those are within 15 %."""
+    tables = _script("../benchmarks/hosts_tables.py")
+    known = json.loads((TOP / "benchmarks/results/hosts.json").read_text(encoding="utf-8"))
     page = (TOP / "docs/benchmarks.md").read_text(encoding="utf-8").partition("## Two hosts")[2].partition("\n## ")[0]
-    found = {cells[0]: cells[1:] for line in page.splitlines() if len(cells := line.strip("| ").split(" | ")) == 7}
-    expected: dict[str, list[str]] = {}
-    rows = json.loads((TOP / "benchmarks/results/hosts.json").read_text(encoding="utf-8"))["rows"]
-    for row in rows:
-        cells = expected.setdefault(row["contender"], ["-"] * 6)
-        first = 3 * (row["ranks_per_host"] - 1)
-        if row["rate"] == "1gbit":
-            cells[first] = f"{row['sent_mb']:.1f}"
-        cells[first + 1 + (row["rate"] == "100mbit")] = f"{row['median_ms']:.0f}"
-    assert {name: cells for name, cells in found.items() if name in expected} == expected
+    for cells in (tables.measured(known), tables.predicted(known)):
+        assert all(f"| {name} | {' | '.join(row)} |" in page for name, row in cells.items())
+        width = len(next(iter(cells.values()))) + 1
+        lines = [line for line in page.splitlines() if line.count(" | ") == width - 1]
+        assert len(lines) == len(cells) + 1  # the head
+    near = [[abs(ratio - 1) <= 0.15 for ratio in tables.ratios(known, key).values()] for key in ("plan_ms", "graph_ms")]
+    assert f"{sum(near[0])} and {sum(near[1])} of {len(near[0])} are within 15 %" in " ".join(page.split())
 
 
-def test_the_table_of_predicted_hosts_is_their_file() -> None:
-    """Predicted over measured time; the text says how many are within 15 %, and names the others."""
-    page = (TOP / "docs/benchmarks.md").read_text(encoding="utf-8").partition("## Two hosts")[2].partition("\n## ")[0]
-    found = {cells[0]: cells[1:] for line in page.splitlines() if len(cells := line.strip("| ").split(" | ")) == 9}
-    rows = json.loads((TOP / "benchmarks/results/hosts.json").read_text(encoding="utf-8"))["rows"]
-    expected: dict[str, list[str]] = {}
-    ratios: dict[str, list[float]] = {"plan_ms": [], "graph_ms": []}
-    for row in (row for row in rows if "plan_ms" in row):
-        cells = expected.setdefault(row["contender"], ["-"] * 8)
-        first = 4 * (row["ranks_per_host"] - 1) + 2 * (row["rate"] == "100mbit")
-        for place, key in enumerate(ratios):
-            ratios[key].append(row[key] / row["median_ms"])
-            cells[first + place] = f"{ratios[key][-1]:.2f}"
-    assert {name: cells for name, cells in found.items() if name.strip(":- ")} == expected
-    near = [sum(abs(ratio - 1) <= 0.15 for ratio in each) for each in ratios.values()]
-    assert f"{near[0]} and {near[1]} of {len(ratios['plan_ms'])} are within 15 %" in " ".join(page.split())
+def test_tables_of_several_runs() -> None:
+    """A run that is added brings its rates and contenders; what the first one has stays."""
+    tables = _script("../benchmarks/hosts_tables.py")
+    cell = {"ranks_per_host": 1, "sent_mb": 1.0, "median_ms": 10.0}
+    first = {**cell, "contender": "ddp", "rate": "1gbit", "plan_ms": 9.0, "graph_ms": 8.0}
+    more = [{**first, "median_ms": 20.0}, {**first, "rate": "10gbit"}, {**cell, "contender": "DiLoCo 10", "rate": "10gbit"}]
+    known = {"rows": [first], "added": [{"rows": more}]}
+    nothing = ["-", "-", "-"]
+    assert tables.measured(known) == {"ddp": ["1.0", "10", "10", *nothing], "DiLoCo 10": ["1.0", "10", "-", *nothing]}
+    assert tables.predicted(known) == {"ddp": ["0.90", "0.80", "0.90", "0.80", *["-"] * 4]}
 
 
 def test_the_tables_of_peers_are_their_files() -> None:

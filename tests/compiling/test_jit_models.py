@@ -21,13 +21,18 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=8, **none, **SHAPE))
 
 
-def llama() -> Any:
-    """With attention of plain operators: torch's kernel rounds otherwise with the mask that transformers builds in a trace."""
+def grouped(name: str = "Llama", dtype: torch.dtype = torch.float32) -> Any:
+    """Fewer key-value heads than heads, with torch's attention kernels."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
-    config = transformers.LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, **heads, **SHAPE)
-    config._attn_implementation = "eager"
-    return transformers.LlamaForCausalLM(config)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, attn_implementation="sdpa", **heads, **SHAPE
+    )
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+
+
+def llama() -> Any:
+    return grouped()
 
 
 def trained(model: Any, stage: int, backend: str = "", halve: bool = False) -> Run:
@@ -54,6 +59,19 @@ def test_models_as_they_are(make: Any, stage: int, backend: str) -> None:
         assert found[2] == []
         assert found[0] == expected[0]
         assert all(torch.equal(found[1][path], x) for path, x in expected[1].items())
+
+
+@pytest.mark.law(58)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("Llama", torch.bfloat16), ("Qwen3", torch.float32), ("Qwen3", torch.bfloat16), ("Mixtral", torch.float32)],
+)
+def test_grouped_queries_without_a_mask(name: str, dtype: torch.dtype) -> None:
+    """transformers reads in the trace, too, that positions are consecutive, and builds no mask; its experts are traced."""
+    found, expected = trained(grouped(name, dtype), 1, "fx"), trained(grouped(name, dtype), 1)
+    assert found[2] == []
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][path], x) for path, x in expected[1].items())
 
 
 @pytest.mark.law(58)

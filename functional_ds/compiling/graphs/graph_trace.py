@@ -27,6 +27,7 @@ from .eager_calls import RUN, RUN_BACKWARD, StepRecorder
 from .graph_collectives import carrying_out
 from .graph_nodes import PHASE, RECOMPUTED, tagged
 from .graph_record import StepGraph
+from .known_indices import KnownIndices
 
 _PHASES = {"view": "view", "loss": "forward", "gradients": "backward", "reduce": "reduce", "update": "update"}
 _OVER_RANKS = ("norm", "finite", "sync_buffers")
@@ -74,7 +75,9 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
         marked_leaves = [
             like_marked(x, leaf) if isinstance(leaf, Tensor) else leaf for x, leaf in zip(given, leaves, strict=True)
         ]
-        results, spec = tree.flatten(Step.__call__(marked, *tree.unflatten(takes, marked_leaves)))
+        with KnownIndices() as known:
+            results, spec = tree.flatten(Step.__call__(marked, *tree.unflatten(takes, marked_leaves)))
+        results = [known.traced(x) for x in results]
         gives.append(spec)
         outputs.append(results)
         return [x.detach() if isinstance(x, Tensor) else x for x in results]

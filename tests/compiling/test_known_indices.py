@@ -1,0 +1,89 @@
+"""What follows from ``torch.arange`` alone may be read in a trace; what is written over or drawn may not."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_ds as fds
+from functional_ds.compiling import JitWarning
+from tests.planting import Bug, planted
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def losses(loss_fn: Loss, *, jits: bool) -> tuple[list[float], list[str]]:
+    step = fds.train_step(loss_fn, fds.sgd(0.1))
+    step = fds.jit(step) if jits else step
+    state, found = step.init({"w": torch.arange(1.0, 5.0)}), []
+    for i in range(3):
+        state, metrics = step(state, torch.full((4,), 1.0 + i))
+        found.append(metrics["loss"].item())
+    return found, getattr(step, "reasons", [])
+
+
+def reads(params: Any, x: Tensor) -> Tensor:
+    places = torch.arange(4, device=x.device)
+    mask = places.unsqueeze(0) >= places.unsqueeze(1)
+    rows = (params["w"] * x)[places.flip(0)] * places * int(places[-1])
+    return rows.sum() + (params["w"] * mask).sum() * (2.0 if mask.all() else 3.0)
+
+
+def writes(params: Any, x: Tensor) -> Tensor:
+    places = torch.arange(4)
+    places[:1].add_(x[:1].long())
+    return params["w"].sum() * (2.0 if places[0] > 1 else 1.0)
+
+
+def draws(params: Any, x: Tensor) -> Tensor:
+    return params["w"].sum() * (2.0 if torch.randint_like(torch.arange(4), 10).sum() > 20 else 1.0)
+
+
+def test_positions_are_read() -> None:
+    found, reasons = losses(reads, jits=True)
+    assert reasons == []
+    assert found == losses(reads, jits=False)[0]
+
+
+def test_they_may_be_kept() -> None:
+    def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        state, metrics = inner(step, state, grads)
+        return state.put(places=torch.arange(3)), metrics
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        return inner(step, params).put(places=torch.arange(3))
+
+    keeping = fds.wrap("keeping", slot="places", init=init, update=update)
+    step = fds.jit(keeping(fds.train_step(reads, fds.sgd(0.1))))
+    state = step.init({"w": torch.ones(4)})
+    for _ in range(3):
+        state, _ = step(state, torch.ones(4))
+    assert step.reasons == []
+    assert state.slots["places"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("loss_fn", [writes, draws])
+def test_other_values_are_not_read(loss_fn: Loss) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", JitWarning)
+        _, reasons = losses(loss_fn, jits=True)
+    assert len(reasons) == 1
+    assert "reads a value on the host" in reasons[0]
+
+
+KNOWN = "compiling.graphs.known_indices:KnownIndices.__torch_dispatch__"
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "bug"),
+    [
+        (writes, Bug("what is written over keeps its values", KNOWN, "storage_id(x) not in self._written", "True")),
+        (draws, Bug("draws have values", KNOWN, "torch.Tag.nondeterministic_seeded not in func.tags", "True")),
+    ],
+)
+def test_a_bug_is_seen(loss_fn: Loss, bug: Bug) -> None:
+    with planted(bug), pytest.raises(AssertionError):
+        test_other_values_are_not_read(loss_fn)
