@@ -1,12 +1,16 @@
 """The tensor subclass for leaves whose values are fetched at first use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from weakref import getweakrefcount
 
+import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import disable_torch_function_subclass, make_wrapper_subclass
+from functional_ds.base.torch_private import disable_torch_function_subclass, held_elsewhere, make_wrapper_subclass
+from functional_ds.sharding.layout import Layout
 
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
@@ -43,6 +47,7 @@ _IN_PLACE = [
     if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 ]
 _COPY: Any = Tensor.__deepcopy__
+_PLAIN = frozenset([Tensor, int, float, bool, type(None)])  # of arguments in which there is no lazy tensor
 _WATCHED = frozenset([_DATA.__get__, _COPY, *_REFUSED, *filter(callable, _IN_PLACE)])
 
 
@@ -80,7 +85,7 @@ class LazyTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if func in _WATCHED and isinstance(args[0], LazyTensor):
             return _watched(func, *args, **(kwargs or {}))
-        values = [x._fetch() if type(x) is LazyTensor else fetched(x) for x in args]
+        values = [x._fetch() if type(x) is LazyTensor else x if type(x) in _PLAIN else fetched(x) for x in args]
         return func(*values, **{name: fetched(x) for name, x in kwargs.items()}) if kwargs else func(*values)
 
     @classmethod
@@ -116,3 +121,65 @@ def fetched(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: fetched(v) for k, v in value.items()}
     return value
+
+
+@attrs.define(eq=False)
+class LazyLeaves:
+    """The lazy tensors of a view. Once it is closed, the next view of the state has them: making them takes long.
+
+    Attributes:
+        layout: their units.
+        device: of the params.
+        trains: whether gradients are wanted.
+        frees: whether the source of units frees them.
+        tensors: by the number of the leaf.
+        paths: of the leaves, by the tensors' ids; those fetched together are adjacent.
+        whole: the leaves of each unit that the view has gathered, by number.
+        enter: gathers a unit; returns its leaves.
+        bypassed: whether a leaf was used where autograd does not record.
+    """
+
+    layout: Layout
+    device: torch.device
+    trains: bool
+    frees: bool
+    tensors: list[LazyTensor] = attrs.field(init=False)
+    paths: Mapping[int, str] = attrs.field(init=False)
+    whole: Mapping[int, Mapping[int, Tensor]] = attrs.field(init=False)
+    enter: Callable[[int], Mapping[int, Tensor]] = attrs.field(init=False)
+    bypassed: bool = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        made: dict[int, LazyTensor] = {}
+        for segment in self.layout.segments:
+            for slot in segment.slots:
+                fetch, grad = partial(self._leaf, segment.unit, slot.leaf), self.trains and segment.trainable
+                made[slot.leaf] = LazyTensor(slot.shape, segment.dtype, self.device, grad, fetch, self.frees)
+        self.tensors = [made[leaf] for leaf in range(len(made))]
+        self.paths = {id(tensor): self.layout.paths[leaf] for leaf, tensor in made.items()}  # segments are in order of units
+        self.leave()
+
+    def leave(self) -> None:
+        """Drops what the view has gathered."""
+        self.whole, self.enter, self.bypassed = {}, _closed, False
+
+    def fit(self, layout: Layout, device: torch.device, *, trains: bool, frees: bool) -> bool:
+        """Whether a view of these arguments can have them: nothing else refers to one, or has set attributes on it."""
+        same = (self.layout, self.device, self.trains, self.frees) == (layout, device, trains, frees)
+        unset = {*map(len, map(vars, self.tensors))} <= {len(LazyTensor.__annotations__)}
+        return same and unset and not any(held_elsewhere(self.tensors)) and not any(map(getweakrefcount, self.tensors))
+
+    def _leaf(self, unit: int, leaf: int) -> Tensor:
+        if not torch.is_grad_enabled():  # as in the forward of a custom autograd.Function
+            self.bypassed = True
+        leaves = self.whole.get(unit)
+        return (self.enter(unit) if leaves is None else leaves)[leaf]
+
+    def __reduce__(self) -> Any:  # a copy of a state makes its own
+        return type(None), ()
+
+
+def _closed(unit: int) -> Mapping[int, Tensor]:
+    raise RuntimeError(
+        "the loss uses a parameter of an earlier pass, whose values are gone: take it from the params that the loss is given"
+    )

@@ -72,7 +72,7 @@ class SavedPlaces:
 
     def refers_to(self, unit: int) -> bool:
         """Whether any saved tensor refers to the unit."""
-        return self._saved[unit] > 0
+        return self._saved.get(unit, 0) > 0
 
     def pack(self, tensor: Tensor) -> SavedPlace | SavedTensor:
         """What to save for a tensor."""
