@@ -195,18 +195,14 @@ class Skeleton:
         ]
         self._leased_values = [*chain.from_iterable(map(dict.values, self._leased))]
 
-    def _changed(self) -> dict[str, dict[str, Any]]:
-        """The modules in which calls have set attributes, by path, with the attributes as they were leased."""
+    def _changed(self) -> list[tuple[str, nn.Module, dict[str, Any]]]:
+        """The modules in which calls have set attributes, with their paths and the attributes as they were leased."""
         now = [*map(vars, self.owners.values())]
         same = [*map(len, now)] == [*map(len, self._leased)]
         if same and all(map(is_, chain.from_iterable(map(dict.values, now)), self._leased_values)):  # they are many
-            return {}
-        rows = zip(self.owners, now, self._leased, strict=True)
-        return {
-            path: leased
-            for path, its, leased in rows
-            if len(its) != len(leased) or not all(map(is_, its.values(), leased.values()))
-        }
+            return []
+        rows = [(path, owner, leased) for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True)]
+        return [row for row in rows if [*map(id, vars(row[1]).values())] != [*map(id, row[2].values())]]
 
     def _has_written(self, name: str, value: Any, before: Any, held: ModuleValues) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""
@@ -221,7 +217,7 @@ class Skeleton:
     def settle(self, held: ModuleValues | None) -> None:
         """Undoes the attributes that calls have set, and stores them in ``held``."""
         memo: dict[int, Any] = {}
-        changed = self._changed().keys() | self._touched
+        changed = self._touched.union(path for path, _, _ in self._changed())
         for path, before, leased in zip(self.owners, self.attributes, self._leased, strict=True) if changed else ():
             if path not in changed:
                 continue
@@ -293,13 +289,9 @@ class Skeleton:
     def assigned(self, held: ModuleValues) -> list[tuple[str, Tensor]]:
         """The tensors without a graph that forward has set as attributes and buffers."""
         tensors = [(name, x) for name, x in held.values.items() if x is not None and held.is_assigned(name)]
-        for path, leased in self._changed().items():
-            owner = self.owners[path]
-            new = [
-                (joined(path, key), x)
-                for key, x in vars(owner).items()
-                if x is not leased.get(key, ABSENT) and not _is_ours(owner, key)
-            ]
+        for path, owner, leased in self._changed():
+            changed = [(key, x) for key, x in vars(owner).items() if x is not leased.get(key, ABSENT)]
+            new = [(joined(path, key), x) for key, x in changed if not _is_ours(owner, key)]
             tensors += [(name, x) for name, v in new for x in tree.leaves(v) if isinstance(x, Tensor) and not x.requires_grad]
         return tensors
 
@@ -307,12 +299,9 @@ class Skeleton:
         """The attributes that calls have set to tensors with a graph."""
         return [
             joined(path, key)
-            for path, leased in self._changed().items()
-            for key, value in vars(self.owners[path]).items()
-            if value is not leased.get(key, ABSENT)
-            and key != "training"
-            and not _is_ours(self.owners[path], key)
-            and has_graph(value)
+            for path, owner, leased in self._changed()
+            for key, value in vars(owner).items()
+            if value is not leased.get(key, ABSENT) and key != "training" and not _is_ours(owner, key) and has_graph(value)
         ]
 
     def divert(self, calls: tuple[Any, ...]) -> None:

@@ -70,9 +70,7 @@ class Gatherer:
 
     def fetch(self, unit: int) -> list[Tensor]:
         """The unit's flat tensors, one per segment."""
-        if unit in self.whole:
-            return self.whole[unit]
-        if not self._sharded(unit):
+        if unit not in self.whole and not self._sharded(unit):
             return [self.shards[index].detach() for index in self.layout.units[unit].segments]
         while unit not in self.whole and self._made < len(self._plan.fetches):
             self._follow_plan()
@@ -123,9 +121,9 @@ class Gatherer:
     def _sharded(self, unit: int) -> list[int]:
         """The segments to gather: those that are shared and not persistent, or in a file."""
         if unit not in self._to_gather:
-            segments = [(i, self.layout.segments[i]) for i in self.layout.units[unit].segments]
-            alone = {i for i, segment in segments if segment.alone and isinstance(self.shards[i], Tensor)}
-            self._to_gather[unit] = [i for i, segment in segments if not segment.persistent and i not in alone]
+            indices, segments = self.layout.units[unit].segments, self.layout.segments
+            alone = {i for i in indices if segments[i].alone and isinstance(self.shards[i], Tensor)}
+            self._to_gather[unit] = [i for i in indices if not segments[i].persistent and i not in alone]
         return self._to_gather[unit]
 
     def _start(self, unit: int) -> "comm.Pending[list[Tensor]]":

@@ -22,7 +22,7 @@ from functional_ds.step.views.view import NeedsWhole, Outputs, Pulled, Pulling, 
 
 from .reduce import Reducer
 from .state import ZeroCache
-from .units.lazy_tensor import LazyLeaves, LazyTensor
+from .units.lazy_tensor import LazyLeaves, LazyTensor, closed
 from .units.prefetch import FetchPlan
 from .units.saved_places import SavedPlaces, UnitLeaves, WriteGuard
 from .units.unit_source import UnitSource, WholeParams
@@ -113,7 +113,10 @@ class LazyParams:
         interrupted, cache.interrupted = cache.interrupted, None
         self._resumes = whole and interrupted is not None
         self.source: UnitSource = interrupted if self._resumes else source(self)
-        self._placeholders = self._lazy_leaves()
+        last, cache.lazy = cache.lazy, None  # other views may open while this one is
+        arguments = layout, device, trains, self.source.frees
+        self._placeholders = last if last is not None and last.fit(*arguments) else LazyLeaves(*arguments)
+        self._placeholders.point(self._leaves.whole, self._enter)
         self._lazy: list[LazyTensor] = self._placeholders.tensors
 
     def view(self) -> View:
@@ -174,15 +177,6 @@ class LazyParams:
             self.source.release(unit)
 
     # -- forward -------------------------------------------------------------------------------------------------------
-
-    def _lazy_leaves(self) -> LazyLeaves:
-        """Those of the last view, if they fit, or new ones."""
-        lazy, frees = self._cache.lazy, self.source.frees
-        if lazy is None or not lazy.fit(self.layout, self.device, trains=self._trains, frees=frees):
-            lazy = LazyLeaves(self.layout, self.device, self._trains, frees)
-        self._cache.lazy = None  # other views may open while this one is
-        lazy.whole, lazy.enter = self._leaves.whole, self._enter
-        return lazy
 
     def _begin(self) -> None:
         """Begins the forward pass, once."""
@@ -294,7 +288,7 @@ class LazyParams:
         """Drops all references. The graph's nodes refer to this object: a cycle, which would keep memory alive for a while."""
         if self._closed:
             return
-        self._placeholders.leave()
+        self._placeholders.point({}, closed)
         if self._settled and current_recorder() is None:
             self._cache.lazy = self._placeholders
         for held in (self._leaves, self._saved, self._nested, self._tokens, self._suspects):

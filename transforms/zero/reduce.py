@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, islice, repeat
 from operator import or_
 
 import attrs
@@ -158,11 +158,9 @@ class Reducer:
     # -- on this rank --------------------------------------------------------------------------------------------------
 
     def _add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
-        first = 0
+        remaining = chain(grads, repeat(None))
         for index in self.trained(unit):
-            count = len(self.layout.segments[index].slots)
-            self._accumulate(index, grads[first : first + count] or (None,) * count, device)
-            first += count
+            self._accumulate(index, [*islice(remaining, len(self.layout.segments[index].slots))], device)
 
     def _accumulate(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> None:
         segment = self.layout.segments[index]
@@ -187,10 +185,9 @@ class Reducer:
 
     def _dtype(self, segment: Segment, leaves: Sequence[Tensor | None]) -> torch.dtype:
         """The dtype of a segment's gradients: fp32 for half-precision sums over micro-batches."""
-        if segment.dtype not in (torch.float16, torch.bfloat16):
-            return segment.dtype
-        grown = not self.now or any(leaf is not None and leaf.dtype == torch.float32 for leaf in leaves)
-        return torch.float32 if grown else segment.dtype
+        half = segment.dtype in (torch.float16, torch.bfloat16)
+        grows = half and (not self.now or any(leaf is not None and leaf.dtype == torch.float32 for leaf in leaves))
+        return torch.float32 if grows else segment.dtype
 
     # -- over the ranks ------------------------------------------------------------------------------------------------
 

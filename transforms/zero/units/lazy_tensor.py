@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 from weakref import getweakrefcount
 
-import attrs
 import torch
 from torch import Tensor, nn
 
@@ -123,15 +122,10 @@ def fetched(value: Any) -> Any:
     return value
 
 
-@attrs.define(eq=False)
 class LazyLeaves:
     """The lazy tensors of a view. Once it is closed, the next view of the state has them: making them takes long.
 
     Attributes:
-        layout: their units.
-        device: of the params.
-        trains: whether gradients are wanted.
-        frees: whether the source of units frees them.
         tensors: by the number of the leaf.
         paths: of the leaves, by the tensors' ids; those fetched together are adjacent.
         whole: the leaves of each unit that the view has gathered, by number.
@@ -139,35 +133,25 @@ class LazyLeaves:
         bypassed: whether a leaf was used where autograd does not record.
     """
 
-    layout: Layout
-    device: torch.device
-    trains: bool
-    frees: bool
-    tensors: list[LazyTensor] = attrs.field(init=False)
-    paths: Mapping[int, str] = attrs.field(init=False)
-    whole: Mapping[int, Mapping[int, Tensor]] = attrs.field(init=False)
-    enter: Callable[[int], Mapping[int, Tensor]] = attrs.field(init=False)
-    bypassed: bool = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        made: dict[int, LazyTensor] = {}
-        for segment in self.layout.segments:
+    def __init__(self, layout: Layout, device: torch.device, trains: bool, frees: bool) -> None:
+        self._arguments, made = (layout, device, trains, frees), dict[int, LazyTensor]()
+        for segment in layout.segments:
             for slot in segment.slots:
-                fetch, grad = partial(self._leaf, segment.unit, slot.leaf), self.trains and segment.trainable
-                made[slot.leaf] = LazyTensor(slot.shape, segment.dtype, self.device, grad, fetch, self.frees)
+                fetch, grad = partial(self._leaf, segment.unit, slot.leaf), trains and segment.trainable
+                made[slot.leaf] = LazyTensor(slot.shape, segment.dtype, device, grad, fetch, frees)
         self.tensors = [made[leaf] for leaf in range(len(made))]
-        self.paths = {id(tensor): self.layout.paths[leaf] for leaf, tensor in made.items()}  # segments are in order of units
-        self.leave()
+        self.paths = {id(tensor): layout.paths[leaf] for leaf, tensor in made.items()}  # segments are in order of units
+        self.point({}, closed)
 
-    def leave(self) -> None:
-        """Drops what the view has gathered."""
-        self.whole, self.enter, self.bypassed = {}, _closed, False
+    def point(self, whole: Mapping[int, dict[int, Tensor]], enter: Callable[[int], dict[int, Tensor]]) -> None:
+        """Points the tensors at what a view gathers."""
+        self.whole, self.enter, self.bypassed = whole, enter, False
 
-    def fit(self, layout: Layout, device: torch.device, *, trains: bool, frees: bool) -> bool:
+    def fit(self, *arguments: Any) -> bool:
         """Whether a view of these arguments can have them: nothing else refers to one, or has set attributes on it."""
-        same = (self.layout, self.device, self.trains, self.frees) == (layout, device, trains, frees)
         unset = {*map(len, map(vars, self.tensors))} <= {len(LazyTensor.__annotations__)}
-        return same and unset and not any(held_elsewhere(self.tensors)) and not any(map(getweakrefcount, self.tensors))
+        kept = any(held_elsewhere(self.tensors)) or any(map(getweakrefcount, self.tensors))
+        return self._arguments == arguments and unset and not kept
 
     def _leaf(self, unit: int, leaf: int) -> Tensor:
         if not torch.is_grad_enabled():  # as in the forward of a custom autograd.Function
@@ -179,7 +163,10 @@ class LazyLeaves:
         return type(None), ()
 
 
-def _closed(unit: int) -> Mapping[int, Tensor]:
-    raise RuntimeError(
-        "the loss uses a parameter of an earlier pass, whose values are gone: take it from the params that the loss is given"
-    )
+def closed(unit: int) -> dict[int, Tensor]:
+    """What a view that is closed gathers.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("the loss uses a parameter of an earlier pass, whose values are gone: use the params that it is given")
