@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -159,8 +159,9 @@ class Group:
     rank: int
     name: str
     world: World = attrs.field(eq=id)
+    _channels: "dict[str, Group]" = attrs.field(factory=dict, init=False, eq=False)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of ranks in the group."""
         return len(self.ranks)
@@ -185,7 +186,9 @@ class Group:
         All ranks of a group must call its collectives in one order. Use separate channels for calls in independent orders:
         gathers follow the forward pass, reductions follow the gradients.
         """
-        return self.world.channel(self, name)
+        if name not in self._channels:
+            self._channels[name] = self.world.channel(self, name)
+        return self._channels[name]
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

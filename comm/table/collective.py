@@ -318,8 +318,8 @@ class Call:
     def agreement(self, tensors: Sequence[Tensor], here: CallContext) -> tuple[Any, ...]:
         """What must be equal on every member."""
         row = self.collective
-        options = tuple((k, v) for k, v in self.options.items() if k not in row.private)
-        return (row.name, options, tuple((t.dtype, t.device.type, tuple(row.shape(t, here))) for t in tensors))
+        options = tuple([item for item in self.options.items() if item[0] not in row.private])
+        return (row.name, options, tuple([(t.dtype, t.device.type, tuple(row.shape(t, here))) for t in tensors]))
 
     def private(self) -> Options:
         """The options that may differ between ranks."""

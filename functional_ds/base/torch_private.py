@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -290,9 +291,7 @@ def storage_id(held: Tensor | torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to in place."""
-    return tensor._version
+version_of: Callable[[Tensor], int] = attrgetter("_version")  # how often a tensor was written to in place
 
 
 def graph_number(tensor: Tensor) -> int:

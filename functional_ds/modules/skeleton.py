@@ -3,6 +3,7 @@
 import functools
 import gc
 from collections.abc import Collection, Mapping
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -86,6 +87,8 @@ class Skeleton:
     flags: list[bool] = attrs.field(factory=list)
     _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
     _leased: list[dict[str, Any]] = attrs.field(factory=list)  # the attributes with what the state had
+    _leased_values: list[Any] = attrs.field(factory=list)  # of all these
+    _touched: set[str] = attrs.field(factory=set)  # the modules in which they differ from ``attributes``
     _copies: dict[str, tuple[Any, Any, list[Any]]] = attrs.field(factory=dict)  # with their structure, leaves and versions
     _stores: dict[str, dict[str, Any]] = attrs.field(init=False)  # where each module has its buffers
     _shared: list[dict[str, Any]] = attrs.field(init=False)  # what it had there by itself
@@ -169,13 +172,13 @@ class Skeleton:
         self.attributes = [dict(vars(owner)) for owner in self.owners.values()]
         self._copies = {}
         memo: dict[int, Any] = {}  # modules may share a dict, and attributes a tensor
-        touched = set()
+        self._touched = set()
         for name in dict.fromkeys((*self.tensors, *held.attributes, *held.others)):
             path, key = parted(name)
             owner = self.owners.get(path)
             if owner is None:
                 continue
-            touched.add(path)
+            self._touched.add(path)
             value = held.attributes.get(name, vars(owner).get(key))
             if name in held.others:
                 if name in self.changes.since(held.others[name].version):  # the user has set it since
@@ -187,9 +190,19 @@ class Skeleton:
             if name not in held.others:
                 self._copies[name] = memo[id(value)], tree.structure(memo[id(value)]), _versioned(memo[id(value)])
         self._leased = [
-            dict(vars(owner)) if path in touched else before
+            dict(vars(owner)) if path in self._touched else before
             for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True)
         ]
+        self._leased_values = [*chain.from_iterable(map(dict.values, self._leased))]
+
+    def _changed(self) -> list[tuple[str, nn.Module, dict[str, Any]]]:
+        """The modules in which calls have set attributes, with their paths and the attributes as they were leased."""
+        now = [*map(vars, self.owners.values())]
+        same = [*map(len, now)] == [*map(len, self._leased)]
+        if same and all(map(is_, chain.from_iterable(map(dict.values, now)), self._leased_values)):  # they are many
+            return []
+        rows = [(path, owner, leased) for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True)]
+        return [row for row in rows if [*map(id, vars(row[1]).values())] != [*map(id, row[2].values())]]
 
     def _has_written(self, name: str, value: Any, before: Any, held: ModuleValues) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""
@@ -204,10 +217,11 @@ class Skeleton:
     def settle(self, held: ModuleValues | None) -> None:
         """Undoes the attributes that calls have set, and stores them in ``held``."""
         memo: dict[int, Any] = {}
-        for (path, owner), before, leased in zip(self.owners.items(), self.attributes, self._leased, strict=True):
-            now = vars(owner)
-            if leased is before and len(now) == len(before) and all(map(is_, now.values(), before.values())):
+        changed = self._touched.union(path for path, _, _ in self._changed())
+        for path, before, leased in zip(self.owners, self.attributes, self._leased, strict=True) if changed else ():
+            if path not in changed:
                 continue
+            now = vars(self.owners[path])
             for key in {**now, **before, **leased}:
                 name, value = joined(path, key), now.get(key, ABSENT)
                 if held is not None and (value is not leased.get(key, ABSENT) or name in self._copies or name in held.others):
@@ -275,15 +289,9 @@ class Skeleton:
     def assigned(self, held: ModuleValues) -> list[tuple[str, Tensor]]:
         """The tensors without a graph that forward has set as attributes and buffers."""
         tensors = [(name, x) for name, x in held.values.items() if x is not None and held.is_assigned(name)]
-        for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True):
-            now = vars(owner)
-            if len(now) == len(leased) and all(map(is_, now.values(), leased.values())):
-                continue
-            new = [
-                (joined(path, key), x)
-                for key, x in now.items()
-                if x is not leased.get(key, ABSENT) and not _is_ours(owner, key)
-            ]
+        for path, owner, leased in self._changed():
+            changed = [(key, x) for key, x in vars(owner).items() if x is not leased.get(key, ABSENT)]
+            new = [(joined(path, key), x) for key, x in changed if not _is_ours(owner, key)]
             tensors += [(name, x) for name, v in new for x in tree.leaves(v) if isinstance(x, Tensor) and not x.requires_grad]
         return tensors
 
@@ -291,7 +299,7 @@ class Skeleton:
         """The attributes that calls have set to tensors with a graph."""
         return [
             joined(path, key)
-            for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True)
+            for path, owner, leased in self._changed()
             for key, value in vars(owner).items()
             if value is not leased.get(key, ABSENT) and key != "training" and not _is_ours(owner, key) and has_graph(value)
         ]

@@ -118,6 +118,11 @@ class Segment:
         return torch.cat(parts) if room is None else torch.cat(parts, out=room)
 
     @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """The leaves' indices in the tree."""
+        return tuple(slot.leaf for slot in self.slots)
+
+    @cached_property
     def _strided(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
         """Each leaf's shape, strides and offset."""
         return tuple((s.shape, torch.empty(s.shape, device="meta").stride(), s.offset) for s in self.slots)
@@ -149,5 +154,5 @@ class Unit:
     def of(name: str, segments: Sequence[Segment], first: int) -> "Unit":
         """The unit of consecutive segments, the first of which has the index ``first``."""
         trained = [(index, segment) for index, segment in enumerate(segments, first) if segment.trainable]
-        leaves = tuple(slot.leaf for _, segment in trained for slot in segment.slots)
+        leaves = tuple(chain.from_iterable(segment.leaves for _, segment in trained))
         return Unit(name, tuple(range(first, first + len(segments))), tuple(index for index, _ in trained), leaves)

@@ -53,6 +53,7 @@ class Gatherer:
     _made: int = 0  # fetches of the plan so far
     _in_flight: "deque[comm.Pending[list[Tensor]]]" = attrs.field(factory=deque)
     _asked: list[int] = attrs.field(factory=list)
+    _to_gather: dict[int, list[int]] = attrs.field(factory=dict)  # by unit: which segments
     _first_levels: "dict[int, comm.Pending[object]]" = attrs.field(factory=dict)  # hpZ's secondary shards, by unit
 
     frees = gathers = True
@@ -118,11 +119,12 @@ class Gatherer:
         self.on_fetch(self._plan, self._made)
 
     def _sharded(self, unit: int) -> list[int]:
-        """The segments to gather: those that are shared and not persistent."""
-        return [i for i in self.layout.units[unit].segments if not self.layout.segments[i].persistent and not self._alone(i)]
-
-    def _alone(self, index: int) -> bool:
-        return self.layout.segments[index].alone and isinstance(self.shards[index], Tensor)  # else it is fetched from its file
+        """The segments to gather: those that are shared and not persistent, or in a file."""
+        if unit not in self._to_gather:
+            indices, segments = self.layout.units[unit].segments, self.layout.segments
+            alone = {i for i in indices if segments[i].alone and isinstance(self.shards[i], Tensor)}
+            self._to_gather[unit] = [i for i in indices if not segments[i].persistent and i not in alone]
+        return self._to_gather[unit]
 
     def _start(self, unit: int) -> "comm.Pending[list[Tensor]]":
         indices, sharded = self.layout.units[unit].segments, self._sharded(unit)

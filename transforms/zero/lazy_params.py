@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +15,14 @@ from functional_ds.base.torch_private import (
     in_torch_func,
     outside_functorch,
 )
+from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.views.graph_checks import watched
 from functional_ds.step.views.view import NeedsWhole, Outputs, Pulled, Pulling, View, differentiate
 
 from .reduce import Reducer
 from .state import ZeroCache
-from .units.lazy_tensor import LazyTensor
+from .units.lazy_tensor import LazyLeaves, LazyTensor, closed
 from .units.prefetch import FetchPlan
 from .units.saved_places import SavedPlaces, UnitLeaves, WriteGuard
 from .units.unit_source import UnitSource, WholeParams
@@ -102,11 +102,10 @@ class LazyParams:
         self._leaves = UnitLeaves()
         self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
         self._saved = SavedPlaces(layout, self._fetch, self._freeable)
-        self._begun = self._closed = False
+        self._begun = self._settled = self._closed = False
         self._in_backward = False
         self._outside = False  # whether other code runs the backward pass
         self._writes = WriteGuard(layout.paths, sums=cache.forward.uses is None)
-        self._bypassed = False  # whether a leaf was used where autograd does not record
         self._suspects: dict[str, Tensor] = {}  # the lazy tensors that may have gone into a function then, by path
         wants_grads = trains and any(unit.trained_leaves for unit in layout.units)
         self._handle = watched(torch.zeros((), device=device).requires_grad_()) if wants_grads else None
@@ -114,9 +113,11 @@ class LazyParams:
         interrupted, cache.interrupted = cache.interrupted, None
         self._resumes = whole and interrupted is not None
         self.source: UnitSource = interrupted if self._resumes else source(self)
-        self._lazy: list[Any] = self._lazy_leaves()
-        slots = (slot for unit in layout.units for index in unit.segments for slot in layout.segments[index].slots)
-        self._placeholders = {id(self._lazy[slot.leaf]): layout.paths[slot.leaf] for slot in slots}
+        last, cache.lazy = cache.lazy, None  # other views may open while this one is
+        arguments = layout, device, trains, self.source.frees
+        self._placeholders = last if last is not None and last.fit(*arguments) else LazyLeaves(*arguments)
+        self._placeholders.point(self._leaves.whole, self._enter)
+        self._lazy: list[LazyTensor] = self._placeholders.tensors
 
     def view(self) -> View:
         """The view of these params."""
@@ -127,7 +128,7 @@ class LazyParams:
             scope=self._scope,
             finish=self.finish,
             close=self.close,
-            placeholders=self._placeholders,
+            placeholders=self._placeholders.paths,
             owns=self._saved.owner if self.source.gathers else None,
             path_of=self.path_of,
         )
@@ -177,15 +178,6 @@ class LazyParams:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _lazy_leaves(self) -> list[Any]:
-        leaves: list[Any] = [None] * len(self.layout.paths)
-        for segment in self.layout.segments:
-            for slot in segment.slots:
-                fetch = partial(self._leaf, segment.unit, slot.leaf)
-                wants_grad = self._trains and segment.trainable
-                leaves[slot.leaf] = LazyTensor(slot.shape, segment.dtype, self.device, wants_grad, fetch, self.source.frees)
-        return leaves
-
     def _begin(self) -> None:
         """Begins the forward pass, once."""
         if self._begun:
@@ -227,12 +219,6 @@ class LazyParams:
         words += " in a pipeline; use zero(2) there, or torch.autograd.grad(..., create_graph=True) instead of torch.func"
         return RuntimeError(words) if self._whole else NeedsWhole(words)
 
-    def _leaf(self, unit: int, leaf: int) -> Tensor:
-        if not torch.is_grad_enabled():  # as in the forward of a custom autograd.Function
-            self._bypassed = True
-        leaves = self._leaves.whole.get(unit)
-        return (self._enter(unit) if leaves is None else leaves)[leaf]
-
     def _enter(self, unit: int) -> dict[int, Tensor]:
         """Fetches a unit; its leaves, the trained ones behind a node. The loss's grad and inference modes do not matter."""
         if torch.is_inference_mode_enabled() or in_torch_func():
@@ -252,7 +238,7 @@ class LazyParams:
             segment = self.layout.segments[index]
             if self.source.gathers:
                 self._saved.add(unit, place, flat)
-            leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
+            leaves.update(zip(segment.leaves, segment.views(flat), strict=True))
         if trained and self._handle is not None:
             # ``data`` has no base, which would keep alive the memory that a leaf releases.
             views = [leaves[leaf].data for leaf in trained]
@@ -281,7 +267,7 @@ class LazyParams:
                     self._node(unit, ())
         self._writes.check_all()
         self._set_grads_aside()
-        if self._bypassed:
+        if self._placeholders.bypassed:
             leaves = zip(self.layout.paths, self._lazy, strict=True)
             self._suspects = {path: leaf for path, leaf in leaves if leaf.requires_grad}
         self._leaves.clear()
@@ -300,6 +286,11 @@ class LazyParams:
 
     def close(self) -> None:
         """Drops all references. The graph's nodes refer to this object: a cycle, which would keep memory alive for a while."""
+        if self._closed:
+            return
+        self._placeholders.point({}, closed)
+        if self._settled and current_recorder() is None:
+            self._cache.lazy = self._placeholders
         for held in (self._leaves, self._saved, self._nested, self._tokens, self._suspects):
             held.clear()
         self._lazy, self._handle, self.reducer, self._closed = [], None, None, True
@@ -325,7 +316,7 @@ class LazyParams:
         self.reducer, self._outside = self._make_reducer(carry, last, passes), outputs is None
         self.source.begin(self._cache.backward)
         if outputs is not None:
-            given = {self._placeholders.get(id(output)): grad for output, grad in outputs}
+            given = {self._placeholders.paths.get(id(output)): grad for output, grad in outputs}
             if None in given:
                 zero = torch.zeros((), device=self.device)
                 roots = [*outputs, *((token, zero) for token in self._tokens.values())]
@@ -365,6 +356,7 @@ class LazyParams:
         renew = self.source.finish(reshard=True, note=reducer.out_of_place)
         self._collect_nested(reducer)
         sums, self._outside, self.reducer = reducer.finish(renew=renew), False, None
+        self._settled = True
         return Pulled(sums, reducer.unused())
 
     def _drop(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, islice, repeat
 from operator import or_
 
 import attrs
@@ -154,33 +154,33 @@ class Reducer:
         trained = [(index, segment) for index, segment in enumerate(self.layout.segments) if segment.trainable]
         used: dict[int, bool] = {}
         for index, segment in trained:
-            got = self._used.get(index, [False] * len(segment.slots))
-            used.update(zip((slot.leaf for slot in segment.slots), got, strict=True))
+            used.update(zip(segment.leaves, self._used.get(index) or [False] * len(segment.leaves), strict=True))
         return [place for place, leaf in enumerate(sorted(used)) if not used[leaf]]
 
     # -- on this rank --------------------------------------------------------------------------------------------------
 
     def _add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
-        remaining = iter(grads)
+        remaining = chain(grads, repeat(None))
         for index in self.trained(unit):
-            self._accumulate(index, [next(remaining, None) for _ in self.layout.segments[index].slots], device)
+            self._accumulate(index, [*islice(remaining, len(self.layout.segments[index].slots))], device)
 
     def _accumulate(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> None:
         segment = self.layout.segments[index]
+        leaves = [x if x is None or x.layout is torch.strided else dense(x) for x in leaves]
         used = [leaf is not None for leaf in leaves]
         before = self._used.get(index)
         self._used[index] = used if before is None else list(map(or_, before, used))
         fresh = index not in self.local
         if fresh:
             dtype = self._dtype(segment, leaves)
-            packed = segment.packed([dense(x) for x in leaves if x is not None], dtype, device, self.collectives.pool)
+            packed = segment.packed([x for x in leaves if x is not None], dtype, device, self.collectives.pool)
             if packed is not None:
                 self.local[index] = packed
                 return
             covered = all(used) and not any(segment.gaps)
             self.local[index] = (torch.empty if covered else torch.zeros)(segment.size, dtype=dtype, device=device)
         pairs = zip(segment.views(self.local[index]), leaves, strict=True)
-        present = [(view, dense(grad)) for view, grad in pairs if grad is not None and grad.numel()]
+        present = [(view, grad) for view, grad in pairs if grad is not None and grad.numel()]
         if present:
             move = foreach_copy_ if fresh else foreach_add_
             move([view for view, _ in present], [grad for _, grad in present])
@@ -188,8 +188,8 @@ class Reducer:
     def _dtype(self, segment: Segment, leaves: Sequence[Tensor | None]) -> torch.dtype:
         """The dtype of a segment's gradients: fp32 for half-precision sums over micro-batches."""
         half = segment.dtype in (torch.float16, torch.bfloat16)
-        grown = not self.now or any(leaf is not None and leaf.dtype == torch.float32 for leaf in leaves)
-        return torch.float32 if half and grown else segment.dtype
+        grows = half and (not self.now or any(leaf is not None and leaf.dtype == torch.float32 for leaf in leaves))
+        return torch.float32 if grows else segment.dtype
 
     # -- over the ranks ------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state.slots import Role
 
 from .reduce import ReduceOrder
+from .units.lazy_tensor import LazyLeaves
 from .units.prefetch import FetchTrace
 
 
@@ -31,6 +32,7 @@ class ZeroCache(tree.Uncompared):
         pool: memory for gathered units and their gradients.
         functional: whether this rank's loss uses torch.func, so that all units are gathered before it begins.
         interrupted: the source of units of a pass whose loss needs them whole and runs again with a new view.
+        lazy: the lazy tensors of the last view that was closed.
     """
 
     order: ReduceOrder
@@ -42,6 +44,7 @@ class ZeroCache(tree.Uncompared):
     pool: Pool = attrs.field(factory=Pool)
     functional: bool = False
     interrupted: Any = None
+    lazy: LazyLeaves | None = None
 
     @staticmethod
     def fresh(layout: Layout, leaf_map: LeafMap) -> "ZeroCache":

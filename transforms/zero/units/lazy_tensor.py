@@ -1,12 +1,15 @@
 """The tensor subclass for leaves whose values are fetched at first use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import disable_torch_function_subclass, make_wrapper_subclass
+from functional_ds.base.torch_private import disable_torch_function_subclass, held_elsewhere, make_wrapper_subclass
+from functional_ds.sharding.layout import Layout
 
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
@@ -43,6 +46,7 @@ _IN_PLACE = [
     if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 ]
 _COPY: Any = Tensor.__deepcopy__
+_PLAIN = frozenset([Tensor, int, float, bool, type(None)])  # of arguments in which there is no lazy tensor
 _WATCHED = frozenset([_DATA.__get__, _COPY, *_REFUSED, *filter(callable, _IN_PLACE)])
 
 
@@ -80,7 +84,7 @@ class LazyTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if func in _WATCHED and isinstance(args[0], LazyTensor):
             return _watched(func, *args, **(kwargs or {}))
-        values = [x._fetch() if type(x) is LazyTensor else fetched(x) for x in args]
+        values = [x._fetch() if type(x) is LazyTensor else x if type(x) in _PLAIN else fetched(x) for x in args]
         return func(*values, **{name: fetched(x) for name, x in kwargs.items()}) if kwargs else func(*values)
 
     @classmethod
@@ -116,3 +120,53 @@ def fetched(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: fetched(v) for k, v in value.items()}
     return value
+
+
+class LazyLeaves:
+    """The lazy tensors of a view. Once it is closed, the next view of the state has them: making them takes long.
+
+    Attributes:
+        tensors: by the number of the leaf.
+        paths: of the leaves, by the tensors' ids; those fetched together are adjacent.
+        whole: the leaves of each unit that the view has gathered, by number.
+        enter: gathers a unit; returns its leaves.
+        bypassed: whether a leaf was used where autograd does not record.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, trains: bool, frees: bool) -> None:
+        self._arguments, made = (layout, device, trains, frees), dict[int, LazyTensor]()
+        for segment in layout.segments:
+            for slot in segment.slots:
+                fetch, grad = partial(self._leaf, segment.unit, slot.leaf), trains and segment.trainable
+                made[slot.leaf] = LazyTensor(slot.shape, segment.dtype, device, grad, fetch, frees)
+        self.tensors = [made[leaf] for leaf in range(len(made))]
+        self.paths = {id(tensor): layout.paths[leaf] for leaf, tensor in made.items()}  # segments are in order of units
+        self.point({}, closed)
+
+    def point(self, whole: Mapping[int, dict[int, Tensor]], enter: Callable[[int], dict[int, Tensor]]) -> None:
+        """Points the tensors at what a view gathers."""
+        self.whole, self.enter, self.bypassed = whole, enter, False
+
+    def fit(self, *arguments: Any) -> bool:
+        """Whether a view of these arguments can have them: nothing else refers to one, or has set attributes on it."""
+        unset = {*map(len, map(vars, self.tensors))} <= {len(LazyTensor.__annotations__)}
+        kept = any(held_elsewhere(self.tensors)) or any(map(getweakrefcount, self.tensors))
+        return self._arguments == arguments and unset and not kept
+
+    def _leaf(self, unit: int, leaf: int) -> Tensor:
+        if not torch.is_grad_enabled():  # as in the forward of a custom autograd.Function
+            self.bypassed = True
+        leaves = self.whole.get(unit)
+        return (self.enter(unit) if leaves is None else leaves)[leaf]
+
+    def __reduce__(self) -> Any:  # a copy of a state makes its own
+        return type(None), ()
+
+
+def closed(unit: int) -> dict[int, Tensor]:
+    """What a view that is closed gathers.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("the loss uses a parameter of an earlier pass, whose values are gone: use the params that it is given")

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
+from operator import ne
 
 import attrs
 import torch
@@ -42,7 +44,8 @@ class SavedTensor:
         Raises:
             RuntimeError: it was written to since.
         """
-        check_version(self.tensor, self.version)
+        if version_of(self.tensor) != self.version:
+            check_version(self.tensor, self.version)
         return self.tensor
 
 
@@ -72,7 +75,7 @@ class SavedPlaces:
 
     def refers_to(self, unit: int) -> bool:
         """Whether any saved tensor refers to the unit."""
-        return self._saved[unit] > 0
+        return self._saved.get(unit, 0) > 0
 
     def pack(self, tensor: Tensor) -> SavedPlace | SavedTensor:
         """What to save for a tensor."""
@@ -177,22 +180,7 @@ class UnitLeaves:
 # -- writes into units, which would be lost with their memory -------------------------------------------------------------
 
 
-@attrs.frozen(eq=False)
-class _LeafVersion:
-    """What a write into a leaf changes: its version, and in the first pass sums of its bits."""
-
-    leaf: Tensor
-    number: int
-    sums: tuple[Tensor, ...] | None
-
-    @staticmethod
-    def of(leaf: Tensor, *, sums: bool) -> "_LeafVersion":
-        return _LeafVersion(leaf, version_of(leaf), bit_sums(leaf) if sums and not (leaf.is_meta or is_fake(leaf)) else None)
-
-    @property
-    def changed(self) -> bool:
-        same = self.sums is None or all(map(torch.equal, self.sums, bit_sums(self.leaf)))
-        return version_of(self.leaf) != self.number or not same
+_Noted = tuple[Mapping[int, Tensor], list[int], Mapping[int, tuple[Tensor, ...]]]  # leaves, versions, sums of their bits
 
 
 @attrs.frozen(eq=False)
@@ -206,11 +194,12 @@ class WriteGuard:
 
     paths: Sequence[str]
     sums: bool = attrs.field(kw_only=True)
-    _units: dict[int, dict[int, _LeafVersion]] = attrs.field(factory=dict)  # unit -> leaf -> as it was
+    _units: dict[int, _Noted] = attrs.field(factory=dict)  # of each unit
 
     def note(self, unit: int, leaves: Mapping[int, Tensor]) -> None:
         """Records the leaves of a unit that was fetched."""
-        self._units[unit] = {place: _LeafVersion.of(leaf, sums=self.sums) for place, leaf in leaves.items()}
+        there = [(place, x) for place, x in leaves.items() if not (x.is_meta or is_fake(x))] if self.sums else ()
+        self._units[unit] = leaves, [*map(version_of, leaves.values())], {place: bit_sums(leaf) for place, leaf in there}
 
     def check(self, unit: int) -> None:
         """Checks the leaves of a unit that is about to be freed.
@@ -218,13 +207,14 @@ class WriteGuard:
         Raises:
             RuntimeError: a leaf was written to; names its path.
         """
-        for place, version in self._units.pop(unit, {}).items():
-            if version.changed:
-                raise RuntimeError(
-                    f"the loss wrote into the parameter {self.paths[place]!r} in place, and a forward pass may write "
-                    "buffers alone: compute the weight from the parameter instead, or change params after the update, in a "
-                    "transform: fds.wrap(..., update=...)"
-                )
+        leaves, versions, sums = self._units.pop(unit, ({}, [], {}))
+        written = [*compress(leaves, map(ne, versions, map(version_of, leaves.values())))]
+        for place in written or [at for at, before in sums.items() if not all(map(torch.equal, before, bit_sums(leaves[at])))]:
+            raise RuntimeError(
+                f"the loss wrote into the parameter {self.paths[place]!r} in place, and a forward pass may write buffers "
+                "alone: compute the weight from the parameter instead, or change params after the update, in a transform: "
+                "fds.wrap(..., update=...)"
+            )
 
     def check_all(self) -> None:
         """Checks the leaves of all units, at the end of a forward pass."""
