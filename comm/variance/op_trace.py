@@ -325,7 +325,7 @@ def _checksum(tensor: Tensor) -> tuple[int | None, bool]:
         tensor = tensor.contiguous()
     data = (ctypes.c_char * n_bytes).from_address(tensor.data_ptr())  # NumPy lacks some dtypes
     bits = zlib.crc32(data)
-    if data[: tensor.itemsize].rstrip(b"\x80").strip(b"\0"):
+    if ctypes.string_at(data, tensor.itemsize).rstrip(b"\x80").strip(b"\0"):
         return bits, False
     if data.raw == bytes(n_bytes):
         return bits, True
