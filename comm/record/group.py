@@ -261,15 +261,9 @@ class Solo(World):
 _LIBRARIES = ("functional_ds", "torch", "optree", "threading")
 
 
-class _IsLibrary(dict[str, bool]):
-    """Whether modules are the library's or torch's, by name."""
-
-    def __missing__(self, module: str) -> bool:
-        self[module] = module.partition(".")[0] in _LIBRARIES
-        return self[module]
-
-
-_IS_LIBRARY = _IsLibrary()
+@cache
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
 
 
 @cache
@@ -296,9 +290,6 @@ def call_site() -> str:
     if _SITES.site:
         return _SITES.site
     frame = sys._getframe(1)
-    try:
-        while _IS_LIBRARY[frame.f_globals["__name__"]] and (outer := frame.f_back) is not None:
-            frame = outer
-    except KeyError:  # code that belongs to no module
-        pass
+    while _is_library(frame.f_globals.get("__name__", "")) and frame.f_back is not None:
+        frame = frame.f_back
     return _site(frame.f_code.co_filename, frame.f_lineno)

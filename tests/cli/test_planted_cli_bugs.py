@@ -78,7 +78,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "storages without values are one",
             "transforms.zero.units.saved_places:_place",
-            "storage.data_ptr() or -StorageWeakRef(storage).cdata",
+            "(storage.device.type != 'meta' and storage.data_ptr()) or -StorageWeakRef(storage).cdata",
             "storage.data_ptr()",
         ),
     ],

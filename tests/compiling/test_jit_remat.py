@@ -262,8 +262,8 @@ BUGS: list[tuple[Callable[[], Any], Bug]] = [
             Bug(
                 "a traced view doesn't own what it gathers",
                 "transforms.zero.lazy_params:LazyParams.view",
-                "self.source.gathers",
-                "self.source.frees",
+                "isinstance(self.source, WholeParams)",
+                "not self.source.frees",
             ),
         )
         for law in (

@@ -56,7 +56,7 @@ class Gatherer:
     _to_gather: dict[int, list[int]] = attrs.field(factory=dict)  # by unit: which segments
     _first_levels: "dict[int, comm.Pending[object]]" = attrs.field(factory=dict)  # hpZ's secondary shards, by unit
 
-    frees = gathers = True
+    frees = True
 
     def begin(self, trace: FetchTrace) -> None:
         """Starts a pass; units that are whole stay so."""

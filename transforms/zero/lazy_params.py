@@ -129,7 +129,7 @@ class LazyParams:
             finish=self.finish,
             close=self.close,
             placeholders=self._placeholders.paths,
-            owns=self._saved.owner if self.source.gathers else None,
+            owns=None if isinstance(self.source, WholeParams) else self._saved.owner,
             path_of=self.path_of,
         )
 
@@ -236,7 +236,7 @@ class LazyParams:
         trained = self._trained_leaves(unit)
         for place, (index, flat) in enumerate(zip(self.layout.units[unit].segments, flats, strict=True)):
             segment = self.layout.segments[index]
-            if self.source.gathers:
+            if not isinstance(self.source, WholeParams):
                 self._saved.add(unit, place, flat)
             leaves.update(zip(segment.leaves, segment.views(flat), strict=True))
         if trained and self._handle is not None:

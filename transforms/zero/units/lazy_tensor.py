@@ -156,8 +156,7 @@ class LazyLeaves:
     def _leaf(self, unit: int, leaf: int) -> Tensor:
         if not torch.is_grad_enabled():  # as in the forward of a custom autograd.Function
             self.bypassed = True
-        leaves = self.whole.get(unit)
-        return (self.enter(unit) if leaves is None else leaves)[leaf]
+        return (self.whole.get(unit) or self.enter(unit))[leaf]
 
     def __reduce__(self) -> Any:  # a copy of a state makes its own
         return type(None), ()

@@ -16,14 +16,10 @@ class UnitSource(Protocol):
 
     Attributes:
         frees: whether it may free a unit and fetch it again.
-        gathers: whether a unit's memory is made within the pass.
     """
 
     @property
     def frees(self) -> bool: ...
-
-    @property
-    def gathers(self) -> bool: ...
 
     def begin(self, trace: FetchTrace) -> None:
         """Starts a pass over the units."""
@@ -49,7 +45,7 @@ class WholeParams:
 
     layout: Layout
     flats: Sequence[Tensor]
-    frees = gathers = False
+    frees = False
 
     def begin(self, trace: FetchTrace) -> None:
         """Does nothing."""
