@@ -289,8 +289,10 @@ class LazyParams:
         if self._closed:
             return
         self._placeholders.point({}, closed)
-        if self._settled and current_recorder() is None:
+        if self._settled and current_recorder() is None and not self._placeholders.marked:
             self._cache.lazy = self._placeholders
+        else:
+            self._lazy.clear()  # what their attributes and weak tables hold goes with them
         for held in (self._leaves, self._saved, self._nested, self._tokens, self._suspects):
             held.clear()
         self._lazy, self._handle, self.reducer, self._closed = [], None, None, True

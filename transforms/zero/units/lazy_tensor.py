@@ -147,11 +147,18 @@ class LazyLeaves:
         """Points the tensors at what a view gathers."""
         self.whole, self.enter, self.bypassed = whole, enter, False
 
-    def fit(self, *arguments: Any) -> bool:
-        """Whether a view of these arguments can have them: nothing else refers to one, or has set attributes on it."""
+    @property
+    def marked(self) -> bool:
+        """Whether one has attributes that a loss has set, or weak references: these are of one pass."""
         unset = {*map(len, map(vars, self.tensors))} <= {len(LazyTensor.__annotations__)}
-        kept = any(held_elsewhere(self.tensors)) or any(map(getweakrefcount, self.tensors))
-        return self._arguments == arguments and unset and not kept
+        return not unset or any(map(getweakrefcount, self.tensors))
+
+    def fit(self, *arguments: Any) -> bool:
+        """Whether a view of these arguments can have them, which nothing else refers to; if not, drops them."""
+        fits = self._arguments == arguments and not self.marked and not any(held_elsewhere(self.tensors))
+        if not fits:
+            self.tensors.clear()  # they refer to this object
+        return fits
 
     def _leaf(self, unit: int, leaf: int) -> Tensor:
         if not torch.is_grad_enabled():  # as in the forward of a custom autograd.Function
