@@ -198,11 +198,11 @@ class Skeleton:
     def _changed(self) -> list[tuple[str, nn.Module, dict[str, Any]]]:
         """The modules in which calls have set attributes, with their paths and the attributes as they were leased."""
         now = [*map(vars, self.owners.values())]
-        same = [*map(len, now)] == [*map(len, self._leased)]
+        same = [*map(list, now)] == [*map(list, self._leased)]
         if same and all(map(is_, chain.from_iterable(map(dict.values, now)), self._leased_values)):  # they are many
             return []
         rows = [(path, owner, leased) for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True)]
-        return [row for row in rows if [*map(id, vars(row[1]).values())] != [*map(id, row[2].values())]]
+        return [row for row in rows if [*map(id, chain(*vars(row[1]).items()))] != [*map(id, chain(*row[2].items()))]]
 
     def _has_written(self, name: str, value: Any, before: Any, held: ModuleValues) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""

@@ -124,6 +124,38 @@ def test_what_forward_sets_back_deletes_or_switches_holds(build: type[Base], sta
     check(build, stage)
 
 
+class Renames(Base):
+    def setup(self) -> None:
+        self.a.fresh = True
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.base(x, y)
+        if not hasattr(self.a, "fresh"):
+            return loss
+        del self.a.fresh
+        self.a.worn = True  # the same object, at the same place of the dict
+        return 2 * loss
+
+
+@pytest.mark.parametrize("stage", [None, 3])
+def test_a_new_state_begins_with_the_names_that_were_built(stage: int | None) -> None:
+    apply, params = fds.functional(Renames())
+    step = fds.train_step(lambda p, b: apply(p, *b), fds.sgd(0.05))
+    if stage is not None:
+        step = transforms.zero(stage)(step)
+
+    def losses() -> list[float]:
+        state, found = step.init(params), []
+        for _ in range(3):
+            state, metrics = step(state, batch(0))
+            found.append(metrics["loss"].item())
+        return found
+
+    first = losses()
+    assert first[0] > 1.5 * first[1]
+    assert losses() == first
+
+
 class Letter(enum.Enum):
     A = 1
     B = 2

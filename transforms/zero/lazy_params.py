@@ -116,7 +116,7 @@ class LazyParams:
         last, cache.lazy = cache.lazy, None  # other views may open while this one is
         arguments = layout, device, trains, self.source.frees
         self._placeholders = last if last is not None and last.fit(*arguments) else LazyLeaves(*arguments)
-        self._placeholders.point(self._leaves.whole, self._enter)
+        self._placeholders.values.point(self._leaves.whole, self._enter)
         self._lazy: list[LazyTensor] = self._placeholders.tensors
 
     def view(self) -> View:
@@ -267,7 +267,7 @@ class LazyParams:
                     self._node(unit, ())
         self._writes.check_all()
         self._set_grads_aside()
-        if self._placeholders.bypassed:
+        if self._placeholders.values.bypassed:
             leaves = zip(self.layout.paths, self._lazy, strict=True)
             self._suspects = {path: leaf for path, leaf in leaves if leaf.requires_grad}
         self._leaves.clear()
@@ -288,9 +288,10 @@ class LazyParams:
         """Drops all references. The graph's nodes refer to this object: a cycle, which would keep memory alive for a while."""
         if self._closed:
             return
-        self._placeholders.point({}, closed)
-        if self._settled and current_recorder() is None:
+        self._placeholders.values.point({}, closed)
+        if self._settled and current_recorder() is None and not self._placeholders.marked:
             self._cache.lazy = self._placeholders
+        del self._placeholders  # what weak tables hold ends with them
         for held in (self._leaves, self._saved, self._nested, self._tokens, self._suspects):
             held.clear()
         self._lazy, self._handle, self.reducer, self._closed = [], None, None, True

@@ -147,6 +147,18 @@ def test_loss_backward_wants_its_scale() -> None:
     assert engine_of(1, fp16={"enabled": True, "loss_scale": 64}).loss_scale() == 64.0
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_penalty_on_the_modules_own_parameters_is_refused(stage: int, direct: bool) -> None:
+    def penalised(engine: Any) -> None:
+        loss = square(engine, rows()) + sum(p.square().sum() for p in engine.module.parameters())
+        loss.backward() if direct else engine.backward(loss)
+        engine.step()
+
+    with pytest.raises(RuntimeError, match=r"gave the parameter '0.weight'" if direct else "not one of the step's params"):
+        penalised(engine_of(stage))
+
+
 def test_a_loss_that_is_none_of_the_engines_is_refused() -> None:
     engine = engine_of(1)
     with pytest.raises(RuntimeError, match=r"engine\.module"):

@@ -122,41 +122,56 @@ def fetched(value: Any) -> Any:
     return value
 
 
-class LazyLeaves:
-    """The lazy tensors of a view. Once it is closed, the next view of the state has them: making them takes long.
+class LazyValues:
+    """Where lazy tensors find their values.
 
     Attributes:
-        tensors: by the number of the leaf.
-        paths: of the leaves, by the tensors' ids; those fetched together are adjacent.
         whole: the leaves of each unit that the view has gathered, by number.
         enter: gathers a unit; returns its leaves.
         bypassed: whether a leaf was used where autograd does not record.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, trains: bool, frees: bool) -> None:
-        self._arguments, made = (layout, device, trains, frees), dict[int, LazyTensor]()
-        for segment in layout.segments:
-            for slot in segment.slots:
-                fetch, grad = partial(self._leaf, segment.unit, slot.leaf), trains and segment.trainable
-                made[slot.leaf] = LazyTensor(slot.shape, segment.dtype, device, grad, fetch, frees)
-        self.tensors = [made[leaf] for leaf in range(len(made))]
-        self.paths = {id(tensor): layout.paths[leaf] for leaf, tensor in made.items()}  # segments are in order of units
-        self.point({}, closed)
-
     def point(self, whole: Mapping[int, dict[int, Tensor]], enter: Callable[[int], dict[int, Tensor]]) -> None:
         """Points the tensors at what a view gathers."""
         self.whole, self.enter, self.bypassed = whole, enter, False
 
-    def fit(self, *arguments: Any) -> bool:
-        """Whether a view of these arguments can have them: nothing else refers to one, or has set attributes on it."""
-        unset = {*map(len, map(vars, self.tensors))} <= {len(LazyTensor.__annotations__)}
-        kept = any(held_elsewhere(self.tensors)) or any(map(getweakrefcount, self.tensors))
-        return self._arguments == arguments and unset and not kept
-
-    def _leaf(self, unit: int, leaf: int) -> Tensor:
+    def leaf(self, unit: int, leaf: int) -> Tensor:
+        """A leaf's value."""
         if not torch.is_grad_enabled():  # as in the forward of a custom autograd.Function
             self.bypassed = True
         return (self.whole.get(unit) or self.enter(unit))[leaf]
+
+
+class LazyLeaves:
+    """The lazy tensors of a view. Once it is closed, the next view of the state has them: making them takes long.
+
+    Nothing refers back to them, so that they end with the last reference, and with them what weak tables hold.
+
+    Attributes:
+        tensors: by the number of the leaf.
+        paths: of the leaves, by the tensors' ids; those fetched together are adjacent.
+        values: where they find their values.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, trains: bool, frees: bool) -> None:
+        self._arguments, self.values, made = (layout, device, trains, frees), LazyValues(), dict[int, LazyTensor]()
+        for segment in layout.segments:
+            for slot in segment.slots:
+                fetch, grad = partial(self.values.leaf, segment.unit, slot.leaf), trains and segment.trainable
+                made[slot.leaf] = LazyTensor(slot.shape, segment.dtype, device, grad, fetch, frees)
+        self.tensors = [made[leaf] for leaf in range(len(made))]
+        self.paths = {id(tensor): layout.paths[leaf] for leaf, tensor in made.items()}  # segments are in order of units
+        self.values.point({}, closed)
+
+    @property
+    def marked(self) -> bool:
+        """Whether one has attributes that a loss has set, or weak references: these are of one pass."""
+        unset = {*map(len, map(vars, self.tensors))} <= {len(LazyTensor.__annotations__)}
+        return not unset or any(map(getweakrefcount, self.tensors))
+
+    def fit(self, *arguments: Any) -> bool:
+        """Whether a view of these arguments can have them, which nothing else refers to."""
+        return self._arguments == arguments and not self.marked and not any(held_elsewhere(self.tensors))
 
     def __reduce__(self) -> Any:  # a copy of a state makes its own
         return type(None), ()

@@ -164,8 +164,18 @@ class EngineLoop:
             self._run.last = last and not self._several
 
     def collect(self) -> None:
-        """Takes the gradients of a ``loss.backward()`` of the user's, if there was one."""
+        """Takes the gradients of a ``loss.backward()`` of the user's, if there was one.
+
+        Raises:
+            RuntimeError: the loss used a parameter of the module itself.
+        """
         if self._direct and self._run is not None:
+            for name, parameter in self.live.params.items():
+                if parameter.grad is not None:
+                    raise RuntimeError(
+                        f"loss.backward() gave the parameter {name!r} of engine.module a .grad, which the update does not "
+                        "include: compute from parameters in the module's forward, and set each .grad to None before"
+                    )
             with self._ending():
                 self.grads = self._run.collect(close=False)
             self._direct = False
