@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import functional_ds as fds
+from functional_ds import comm
 from functional_ds.compiling import JitWarning
 from tests.planting import Bug, planted
 
@@ -42,10 +44,44 @@ def draws(params: Any, x: Tensor) -> Tensor:
     return params["w"].sum() * (2.0 if torch.randint_like(torch.arange(4), 10).sum() > 20 else 1.0)
 
 
-def test_positions_are_read() -> None:
-    found, reasons = losses(reads, jits=True)
+def parts(params: Any, x: Tensor) -> Tensor:
+    places = torch.arange(4)
+    places.split(2)[1].add_(x[:2].long())
+    return params["w"].sum() * (2.0 if places.sum() > 8 else 1.0)
+
+
+def lists(params: Any, x: Tensor) -> Tensor:
+    places = torch.arange(4)
+    places.add_(x.long())
+    return params["w"].sum() * float(sum(places.tolist()))
+
+
+def reshapes(params: Any, x: Tensor) -> Tensor:
+    places = torch.arange(4)
+    same = places.view(4)
+    places.unsqueeze_(0)
+    return (params["w"] * x * places).sum() * places.dim() * same.dim()
+
+
+def conjugates(params: Any, x: Tensor) -> Tensor:
+    places = torch.arange(4).to(torch.complex64) * 1j
+    places.conj()
+    return (params["w"] * x * (places * 1j).real).sum()
+
+
+@pytest.mark.parametrize("loss_fn", [reads, reshapes, conjugates])
+def test_positions_are_read(loss_fn: Loss) -> None:
+    found, reasons = losses(loss_fn, jits=True)
     assert reasons == []
-    assert found == losses(reads, jits=False)[0]
+    assert found == losses(loss_fn, jits=False)[0]
+
+
+def test_collectives_take_them() -> None:
+    def gathers(params: Any, x: Tensor) -> Tensor:
+        return (params["w"] * x * comm.all_gather(torch.arange(2)).flatten()).sum()
+
+    jitted, eager = (comm.simulate(partial(losses, gathers, jits=jits), world_size=2) for jits in (True, False))
+    assert jitted == eager
 
 
 def test_they_may_be_kept() -> None:
@@ -65,7 +101,7 @@ def test_they_may_be_kept() -> None:
     assert state.slots["places"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("loss_fn", [writes, draws])
+@pytest.mark.parametrize("loss_fn", [writes, parts, lists, draws])
 def test_other_values_are_not_read(loss_fn: Loss) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", JitWarning)
@@ -80,10 +116,23 @@ KNOWN = "compiling.graphs.known_indices:KnownIndices.__torch_dispatch__"
 @pytest.mark.parametrize(
     ("loss_fn", "bug"),
     [
-        (writes, Bug("what is written over keeps its values", KNOWN, "storage_id(x) not in self._written", "True")),
+        (writes, Bug("written ones keep their values", KNOWN, "storage_id(self.traced(x)) not in self._written", "True")),
+        (parts, Bug("writes into parts are missed", KNOWN, "x.layout == torch.strided", "self._has(x)")),
         (draws, Bug("draws have values", KNOWN, "torch.Tag.nondeterministic_seeded not in func.tags", "True")),
     ],
 )
 def test_a_bug_is_seen(loss_fn: Loss, bug: Bug) -> None:
     with planted(bug), pytest.raises(AssertionError):
         test_other_values_are_not_read(loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "bug"),
+    [
+        (reshapes, Bug("views in place are missed", KNOWN, "torch.Tag.inplace_view in func.tags", "False")),
+        (conjugates, Bug("complex numbers have values", KNOWN, "out.dtype not in _DTYPES", "out.is_floating_point()")),
+    ],
+)
+def test_a_bug_of_places_is_seen(loss_fn: Loss, bug: Bug) -> None:
+    with planted(bug), pytest.raises(AssertionError):
+        test_positions_are_read(loss_fn)
