@@ -55,8 +55,8 @@ class _NoAddresses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.known.stale(func, args[0] if args else None):
             raise UntraceableError(f"the step reads a value on the host by {func.__name__}(), of memory that a graph may write")
-        if func is Tensor.data_ptr:
-            raise UntraceableError("the step reads a tensor's address (data_ptr), which differs from step to step")
+        if func in (Tensor.data_ptr, Tensor.__dlpack__):
+            raise UntraceableError(f"the step reads a tensor's address ({func.__name__}), which differs from step to step")
         return func(*args, **(kwargs or {}))
 
 

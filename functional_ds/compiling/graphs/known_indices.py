@@ -65,14 +65,19 @@ class KnownIndices(TorchDispatchMode):
         out = func(*traced_args, **traced_kwargs)
         known = known and not written and torch.Tag.nondeterministic_seeded not in func.tags and func.namespace == "aten"
         known = known and get_proxy_mode() is not None  # else the graph has no node for it: a trial within the trace
-        if not known or not isinstance(out, Tensor) or out.dtype not in _DTYPES or out.numel() > _MOST:
-            return out
-        return self._keep(_value(func, args, kwargs), out)
+        if any(x.shape != self.traced(x).shape for x in written):
+            raise RuntimeError(f"{func} makes torch.arange's result larger or smaller")
+        return self._keep(_value(func, args, kwargs), out) if known and all(map(_may_have_values, tree.leaves(out))) else out
 
-    def _keep(self, value: Tensor, out: Tensor) -> Tensor:
-        self._known[_place(value)] = value, out
-        self._storages.add(storage_id(out))
-        return value
+    def _keep(self, values: Any, outs: Any) -> Any:
+        for value, out in zip(tree.leaves(values), tree.leaves(outs), strict=True):
+            self._known[_place(value)] = value, out
+            self._storages.add(storage_id(out))
+        return values
+
+
+def _may_have_values(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in _DTYPES and x.numel() <= _MOST
 
 
 def _place(x: Tensor) -> Any:
