@@ -329,8 +329,8 @@ def _checksum(tensor: Tensor) -> tuple[int | None, bool]:
         return bits, False
     if data.raw == bytes(n_bytes):
         return bits, True
-    countable = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # -0.0 is zero; torch cannot count float8
-    return bits, not countable.detach().count_nonzero()
+    countable = tensor.is_floating_point() or tensor.is_complex()  # -0.0 is zero
+    return bits, countable and tensor.itemsize > 1 and not tensor.detach().count_nonzero()  # torch cannot count float8
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

@@ -46,11 +46,17 @@ def _marking(tag: str) -> Callable[..., Any]:
 
 
 class _NoAddresses(TorchFunctionMode):
-    """Raises an error for queries of addresses: tensors without values all have address 0."""
+    """Raises an error for queries of addresses, as tensors without values all have address 0, and for reads past operators."""
+
+    def __init__(self, known: KnownIndices) -> None:
+        super().__init__()
+        self.known = known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.data_ptr:
-            raise UntraceableError("the step reads a tensor's address (data_ptr), which differs from step to step")
+        if self.known.stale(func, args[0] if args else None):
+            raise UntraceableError(f"the step reads a value on the host by {func.__name__}(), of memory that a graph may write")
+        if func in (Tensor.data_ptr, Tensor.__dlpack__):
+            raise UntraceableError(f"the step reads a tensor's address ({func.__name__}), which differs from step to step")
         return func(*args, **(kwargs or {}))
 
 
@@ -67,7 +73,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     marked = attrs.evolve(marked, over_ranks={**step.over_ranks, **over_ranks})
     recorder, gives, outputs = StepRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
 
-    passing = _passing_buffers(state)
+    passing, known = _passing_buffers(state), KnownIndices()
 
     def function(*inputs: Any) -> list[Any]:
         given = inputs[: len(leaves)]
@@ -75,7 +81,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
         marked_leaves = [
             like_marked(x, leaf) if isinstance(leaf, Tensor) else leaf for x, leaf in zip(given, leaves, strict=True)
         ]
-        with KnownIndices() as known:
+        with known:
             results, spec = tree.flatten(Step.__call__(marked, *tree.unflatten(takes, marked_leaves)))
         results = [known.traced(x) for x in results]
         gives.append(spec)
@@ -87,7 +93,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     inputs = _at_places([*leaves, *held])
     fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
     try:
-        with _caches_as_before(state), recording(recorder), carrying_out(recorder.sites), mode, _NoAddresses():
+        with _caches_as_before(state), recording(recorder), carrying_out(recorder.sites), mode, _NoAddresses(known):
             module = make_fx(function)(*fakes)
     except Exception as error:
         raise UntraceableError(_reason(error)) from error

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -40,6 +41,13 @@ def test_views_have_the_checksums_of_their_bytes() -> None:
         for one in made:
             number = trace.number(one)
             assert (trace.bits[number], trace.zero[number]) == _checksum(one)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.int8, torch.bool, torch.bfloat16, torch.complex64])
+def test_zeros_of_a_dtype(dtype: torch.dtype) -> None:
+    """Also of those that torch cannot count."""
+    assert _checksum(torch.tensor([0, 0]).to(dtype))[1]
+    assert not _checksum(torch.tensor([0, 1]).to(dtype))[1]
 
 
 def test_a_million_storages_are_not_kept() -> None:
