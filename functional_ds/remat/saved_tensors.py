@@ -138,9 +138,9 @@ class Resident:
     keep = Keep.SAVE
 
     def __init__(self, tensor: Tensor) -> None:
-        # The tensor itself would keep alive the graph that it belongs to.
-        self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
-        self.version = version_of(tensor)
+        # The tensor itself would keep alive the graph that it belongs to; and one that stands for a param has no version.
+        self.tensor = tensor if is_own(tensor) and tensor.grad_fn is None else tensor.detach()
+        self.version = version_of(self.tensor)
         self.whole = self.held = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
 
     @property

@@ -186,3 +186,10 @@ def test_every_module_trains_as_in_torch(name: str) -> None:
     program = ZOO[name]
     check(program, RULES["momentum"], Strategy())
     check(program, RULES["momentum"], Strategy(stage=3, ranks=2 if program.by_row else 1))
+
+
+@WARNED
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (3, 1), (3, 2)])
+def test_a_function_that_saves_a_param_under_offload(stage: int, ranks: int) -> None:
+    """Its param is a lazy tensor, which has no version."""
+    check(ZOO["a backward of its own"], RULES["adamw"], Strategy(stage=stage, ranks=ranks, remat="offload"))
