@@ -33,9 +33,6 @@ KEEPS = frozenset(
     ]
 )
 
-# Those whose result is their input's memory, row by row; a copy may read what NumPy has written there.
-SAME_BYTES = frozenset({"alias", "detach", "reshape_alias", "squeeze", "unsafe_view", "unsqueeze", "view"})
-
 # Linear in each tensor while the others are constant.
 PRODUCTS = frozenset({"mul", "mm", "bmm", "mv", "dot", "vdot", "matmul", "outer", "ger", "kron", "convolution", "grouped_mm"})
 

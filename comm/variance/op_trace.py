@@ -18,7 +18,7 @@ from functional_ds.base.tree import setting
 from functional_ds.comm.record.group import Group, call_site
 from functional_ds.comm.table.collective import Call, Variance
 
-from .linearity import SAME_BYTES, UNLIKE
+from .linearity import UNLIKE
 
 _SWEEP = 1024  # after that many new storages, freed ones are removed
 _PLAIN, _STRIDED = (Tensor, nn.Parameter), torch.strided
@@ -81,7 +81,6 @@ class _TracedOperator:
         name: its name without its overload and underscores.
         by_tensor: whether it does the same to each tensor of lists.
         unlike: whether its arguments play different parts.
-        same_bytes: whether its result has its input's elements in their order.
         writes: the places and names of the arguments that it writes to.
         random: whether it may draw random numbers, unless its dropout probability is zero.
         dropout: the place of that argument; None if it has none.
@@ -90,7 +89,6 @@ class _TracedOperator:
     name: str
     by_tensor: bool
     unlike: bool
-    same_bytes: bool
     writes: tuple[tuple[int, str], ...]
     random: bool
     dropout: int | None
@@ -115,7 +113,6 @@ def _operator_of(func: Any) -> _TracedOperator:
         name,
         private.startswith("_foreach_"),
         name in UNLIKE,
-        name in SAME_BYTES and schema.overload_name != "dtype",
         tuple((place, x.name) for place, x in arguments if x.alias_info and x.alias_info.is_write),
         torch.Tag.nondeterministic_seeded in func.tags,
         next((place for place, x in arguments if x.name == "dropout_p"), None),
@@ -199,7 +196,7 @@ class OpTrace(TorchDispatchMode):
     ) -> None:
         inputs = tuple([number for operand in operands if type(operand) is Values for number in operand])
         event = self._event(kind, operator.name, inputs, operands if operator.unlike else ())
-        self._define(event, [*written, *made], writes=len(written), same=inputs[0] if operator.same_bytes else None)
+        self._define(event, [*written, *made], writes=len(written))
 
     # -- collectives and declarations ----------------------------------------------------------------------------------
 
@@ -260,14 +257,12 @@ class OpTrace(TorchDispatchMode):
         self.events.append(event)
         return event
 
-    def _define(self, event: TracedEvent, tensors: Sequence[Tensor], *, writes: int, same: int | None = None) -> None:
-        """New values for the tensors, of which the first ``writes`` were written into, with the bytes of ``same``."""
+    def _define(self, event: TracedEvent, tensors: Sequence[Tensor], *, writes: int) -> None:
+        """New values for the tensors, of which the first ``writes`` were written into."""
         content = "empty" not in event.name  # else the results are not initialized
         for place, tensor in enumerate(tensors):
             plain = _is_plain(tensor)
-            bits, zero = (None, False) if same is None else (self.bits[same], self.zero[same])
-            if bits is None and plain and content:
-                bits, zero = _checksum(tensor)
+            bits, zero = _checksum(tensor) if plain and content else (None, False)
             number = self._value(event, tensor.shape, bits, zero)
             if plain:
                 self._place(tensor, number, written=place < writes)

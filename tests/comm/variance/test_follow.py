@@ -334,13 +334,14 @@ def test_what_is_the_same_along_an_axis_stays_so_through_another() -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_numpy_writes_is_seen_in_a_copy() -> None:
+@pytest.mark.parametrize("name", ["clone", "detach", "t"])
+def test_what_numpy_writes_is_seen_in_copies_and_views(name: str) -> None:
     def program() -> Tensor:
         buffer = torch.zeros(4, 4) + 0
         buffer.numpy()[:] = rank()
-        return comm.all_reduce(comm.partial(torch.ones(4, 4) + rank()) * buffer.clone())
+        return comm.all_reduce(comm.partial(torch.ones(4, 4) + rank()) * getattr(buffer, name)())
 
-    assert "get different values from clone" in says(program)
+    assert f"get different values from {name}" in says(program)
 
 
 def test_memory_that_is_written_into_is_something_else() -> None:
