@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from .refusals import (
 )
 from .shared_memory import SharedMemory
 from .skeleton import Skeleton
-from .write_watch import is_trial, refuse_aliases, same_versions, watched
+from .write_watch import is_trial, refuse_aliases, refuse_new_versions, versions, watched
 
 
 class Apply:
@@ -239,13 +239,12 @@ class Apply:
         class_name = type(self.module).__name__
         plain = pass_ is not None and not pass_.placeholders
         try:
-            watches = held.looks and pass_ is not None and not trial
-            with (
-                same_versions(class_name, params) if plain else nullcontext(),
-                watched(class_name, params, pass_) if watches else nullcontext(),  # type: ignore[arg-type]
-                self._marks.on(params) if pass_ is None else nullcontext(),
-            ):
+            before = versions(params) if plain else []
+            marked: AbstractContextManager[None] = self._marks.on(params) if pass_ is None else nullcontext()
+            with watched(class_name, params, pass_) if held.looks and pass_ is not None and not trial else marked:
                 output = called(skeleton.module, function)(skeleton.module)
+            if plain:
+                refuse_new_versions(class_name, params, before)
             if held.looks:
                 self._hidden.hide(skeleton.passing())
             return output

@@ -78,17 +78,14 @@ def watched(class_name: str, params: Mapping[str, Tensor], pass_: Pass) -> Itera
             _refuse_write(class_name, name, params[name], "its values have changed")
 
 
-@contextmanager
-def same_versions(class_name: str, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which writes that autograd counts, or that replace a param's memory, raise an error."""
-    before = _versions(params)
-    yield
-    if before != (after := _versions(params)):
+def refuse_new_versions(class_name: str, params: Mapping[str, Tensor], before: list[tuple[int, int]]) -> None:
+    """Raises an error if a param's version or memory is another than ``before``."""
+    if before != (after := versions(params)):
         name = next(name for name, old, new in zip(params, before, after, strict=True) if old != new)
         _refuse_write(class_name, name, params[name], "under no_grad, or by .data =")
 
 
-def _versions(params: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+def versions(params: Mapping[str, Tensor]) -> list[tuple[int, int]]:
     """Values that change with a write in place, or an assignment of ``data``."""
     try:
         return [(version_of(p), p.data_ptr() if type(p) in (Tensor, nn.Parameter) else 0) for p in params.values()]

@@ -23,7 +23,7 @@ from .checks import name_sum, refuse_other_names, refuse_shared, structure_of, w
 from .guards import GUARDS
 from .open_pass import OpenPass
 from .over_ranks.gradient_sums import GRADIENT_SUMS
-from .over_ranks.mesh_axes import OVER_RANKS, Axis, AxisRole, axes_of
+from .over_ranks.mesh_axes import OVER_RANKS, Axis, AxisRole
 from .pass_gradients import Gradients
 from .phase_signatures import Metrics, Passed, Phase
 from .phases import Layer, Trait, check_phases, compose_phase
@@ -266,16 +266,17 @@ class Step(AtParams):
 
     def loss(self, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         """The loss of a batch and further metrics."""
-        loss, metrics = super().loss(state, params, batch)
+        loss, metrics = self.phases["loss"](self, state, params, batch)
         check_constant(loss.weight, "the loss")
         return loss, metrics
 
     def forward(self, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """As ``Phases.forward``, with the named axes set."""
-        for axis in axes_of(self):
-            if axis.name is not None:
-                function = with_axis(axis.name, axis.value or axis.ranks(), function)
-        return super().forward(state, function, batch)
+        for layer in self.layers:
+            for axis in layer.axes:
+                if axis.name is not None:
+                    function = with_axis(axis.name, axis.value or axis.ranks(), function)
+        return self.phases["forward"](self, state, function, batch)
 
     def gradients(self, state: State, batch: Any, carry: Weighted | None, last: bool) -> Passed:
         """Sums of gradients over this rank's batch and ``carry``, those of earlier micro-batches; not reduced yet."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import reduce
 from typing import Any
 
 import attrs
@@ -226,9 +227,6 @@ def _metrics(runner: Runner, state: State) -> dict[str, Weighted]:
     """The sums of all micro-batches' loss and metrics; zeros on ranks without the last stage."""
     if runner.losses:
         losses = [runner.losses[j] for j in sorted(runner.losses)]
-        totals = {"loss": losses[0][0], **losses[0][1]}
-        for loss, metrics in losses[1:]:
-            totals = tree.map(torch.add, totals, {"loss": loss, **metrics})
-        return totals
+        return tree.map(lambda *parts: reduce(torch.add, parts), *losses)  # type: ignore[no-any-return]
     zero, sums = torch.zeros((), device=state.step.device), runner.micros[0].crossing.sums
     return {name: Weighted(zero.to(dtype), zero.to(weight_dtype(dtype))) for name, dtype in sums.items()}

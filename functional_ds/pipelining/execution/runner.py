@@ -155,7 +155,7 @@ class Runner:
     parts: Mapping[int, Sequence[str]]
     records: bool
     recorder: Recorder | None = None
-    losses: dict[int, tuple[Weighted, dict[str, Weighted]]] = attrs.field(factory=dict)
+    losses: dict[int, dict[str, Weighted]] = attrs.field(factory=dict)
     _mail: Mailbox = attrs.field(init=False)
     _in_flight: dict[tuple[int, int], InFlightMicroBatch] = attrs.field(factory=dict)
     _params: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
@@ -197,10 +197,13 @@ class Runner:
         """Computes a stage's outputs; at the last stage the loss."""
         micro, params = self.micros[j], self.params(stage)
         x, inputs = (None, []) if not stage else micro.crossing.boundaries[stage - 1].value(self._mail.take(Kind.F, stage, j))
-        if stage == len(self.stages) - 1:
+        if stage == len(self.placement) - 1:
             loss, metrics = self.step.loss(micro.state, params, LossInput(micro.batch, x, micro.weight))
             outputs = [loss.sum] if loss.sum.requires_grad else []
-            self.losses[j] = tree.map(lambda x: self._durable(stage, x.detach()), (loss, metrics))
+            self.losses[j] = {
+                name: Weighted(self._durable(stage, value.sum.detach()), self._durable(stage, value.weight.detach()))
+                for name, value in {"loss": loss, **metrics}.items()
+            }
         else:
             key, function, boundary = micro.state.key, self.stages[stage].run, micro.crossing.boundaries[stage]
             y = self.step.forward(micro.state, lambda batch: function(params, x, batch, key), micro.batch)
@@ -226,9 +229,9 @@ class Runner:
 
     def _seeds(self, stage: int, j: int, in_flight: InFlightMicroBatch) -> list[Tensor]:
         """The gradients of a stage's outputs."""
-        if stage < len(self.stages) - 1:
+        if stage < len(self.placement) - 1:
             return self._mail.take(Kind.B, stage, j)
-        return [torch.ones_like(self.losses[j][0].sum)] * len(in_flight.edges)
+        return [torch.ones_like(self.losses[j]["loss"].sum)] * len(in_flight.edges)
 
     def _give(self, kind: Kind, stage: int, j: int, values: list[Tensor]) -> None:
         self._mail.put(kind, stage, j, [self._durable(stage, value) for value in values])
@@ -325,7 +328,7 @@ class Rehearsal(Runner):
         micros = [MicroBatch(None, state, None, Crossing((), {}))] * spec.schedule.microbatches
         made = Rehearsal(step, spec.stages, spec.schedule.placement, spec.group, micros, gathered, parts, records=True)
         zero = torch.zeros((), device="meta")
-        made.losses[0] = Weighted(zero, torch.ones_like(zero)), {}
+        made.losses[0] = {"loss": Weighted(zero, torch.ones_like(zero))}
         return made
 
     def exchange(self, actions: Sequence[Action]) -> None:

@@ -137,7 +137,7 @@ class Stages:
         if isinstance(batch, LossInput):
             if batch.trial is not None:
                 held = {path: leaf.detach().requires_grad_(path in batch.trial) for path, leaf in held.items()}
-            loss = self.run(len(self) - 1, held, batch.x, batch.batch, key)
+            loss = self.stages[-1].run(held, batch.x, batch.batch, key)
             return loss if batch.weight is None else _weighing(loss, batch.weight)
         x = None
         for index in range(len(self)):
