@@ -172,7 +172,7 @@ class Collectives:
         groups = self.groups.among(segments[0].sharers)
         if self.config.stage == 0:
             return self._reduce_whole(flats, groups)
-        if groups.n == 1:
+        if not groups.levels:
             return comm.Pending.of(flats)
         if segments[0].owner is not None:
             return self._reduce_to_owner(flats, segments[0].owner, groups.shards)
