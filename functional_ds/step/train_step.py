@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Collection
+from itertools import compress
 from typing import Any
 
 import attrs
@@ -132,6 +133,7 @@ def updating(rule: BoundOptimizer) -> Phase:
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         leaves, spec = tree.flatten(state.params)
+        trained = [*map(is_trainable, leaves)]
         weight = torch.as_tensor(grads.weight)
         weight = torch.where(weight == 0, math.inf, weight)  # no weight: gradient zero, not 0 / 0
         grads = tree.replace(grads, weight=weight, skip=state.skip, unused=unused_leaves(step, state))
@@ -143,12 +145,13 @@ def updating(rule: BoundOptimizer) -> Phase:
             )
         try:
             moved, optimizer_state = rule.update(
-                trainable(state.params), grads, state.optimizer, rate=rate, leaf_map=lambda: step.leaf_map(state)
+                [*compress(leaves, trained)], grads, state.optimizer, rate=rate, leaf_map=lambda: step.leaf_map(state)
             )
         except IndivisibleStateError as error:
             raise UpdateError(str(error)) from None
         new = iter(moved)
-        params = tree.unflatten(spec, [_moved(leaf, next(new)) if is_trainable(leaf) else leaf for leaf in leaves])
+        pairs = zip(leaves, trained, strict=True)
+        params = tree.unflatten(spec, [_moved(leaf, next(new)) if moves else leaf for leaf, moves in pairs])
         count = 1 if state.skip is None else state.skip.logical_not()
         return tree.replace(state, params=params, optimizer=optimizer_state, step=state.step + count), {}
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate, chain, islice, repeat, starmap
 from operator import or_
 
 import attrs
@@ -226,7 +226,7 @@ class Reducer:
         segments, flats = [*map(self.layout.segments.__getitem__, trained)], [*map(self.local.pop, trained)]
 
         def summed(sums: Sequence[Tensor]) -> list[Tensor]:
-            return [self._with_earlier(index, value) for index, value in zip(trained, sums, strict=True)]
+            return [*starmap(self._with_earlier, zip(trained, sums, strict=True))]
 
         with labelled(self.layout.units[unit].name):
             pending = collectives.reduce(segments, flats)
