@@ -231,9 +231,9 @@ def in_dual_level() -> bool:
 
 def has_tangent(tensor: Tensor) -> bool:
     """Whether forward mode carries a derivative along with the tensor."""
-    while in_dual_level() and torch._C._functorch.is_batchedtensor(tensor):  # unpack_dual has no batching rule
+    while (dual := in_dual_level()) and torch._C._functorch.is_batchedtensor(tensor):  # unpack_dual has no batching rule
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return in_dual_level() and forward_ad.unpack_dual(tensor).tangent is not None
+    return dual and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def held_elsewhere(held: list[Any]) -> list[bool]:
