@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections.abc import Callable, Collection
-from itertools import compress
 from typing import Any
 
 import attrs
@@ -133,7 +132,6 @@ def updating(rule: BoundOptimizer) -> Phase:
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         leaves, spec = tree.flatten(state.params)
-        trained = [*map(is_trainable, leaves)]
         weight = torch.as_tensor(grads.weight)
         weight = torch.where(weight == 0, math.inf, weight)  # no weight: gradient zero, not 0 / 0
         grads = tree.replace(grads, weight=weight, skip=state.skip, unused=unused_leaves(step, state))
@@ -145,13 +143,12 @@ def updating(rule: BoundOptimizer) -> Phase:
             )
         try:
             moved, optimizer_state = rule.update(
-                [*compress(leaves, trained)], grads, state.optimizer, rate=rate, leaf_map=lambda: step.leaf_map(state)
+                trainable(state.params), grads, state.optimizer, rate=rate, leaf_map=lambda: step.leaf_map(state)
             )
         except IndivisibleStateError as error:
             raise UpdateError(str(error)) from None
         new = iter(moved)
-        pairs = zip(leaves, trained, strict=True)
-        params = tree.unflatten(spec, [_moved(leaf, next(new)) if moves else leaf for leaf, moves in pairs])
+        params = tree.unflatten(spec, [_moved(leaf, next(new)) if is_trainable(leaf) else leaf for leaf in leaves])
         count = 1 if state.skip is None else state.skip.logical_not()
         return tree.replace(state, params=params, optimizer=optimizer_state, step=state.step + count), {}
 
