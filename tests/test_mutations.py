@@ -1726,7 +1726,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "untouched units are not reduced",
             "transforms.zero.lazy_params:LazyParams.finish",
-            "self._trained_leaves(unit) and unit not in self._tokens",
+            "self.layout.units[unit].trained_leaves and unit not in self._tokens",
             "False",
             comm.errors.DeadlockError,
         ),

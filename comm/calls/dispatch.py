@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
+from itertools import repeat
 from operator import itemgetter
 from typing import Any, ParamSpec, TypeVar
 
@@ -147,7 +148,7 @@ def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     if isinstance(tree, Tensor):
         return [tree], _ALONE
     leaves, spec = pytree.flatten(tree)
-    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+    if not all(map(isinstance, leaves, repeat(Tensor))):
         path, leaf = next((path, leaf) for path, leaf in zip(spec.paths(), leaves, strict=True) if not isinstance(leaf, Tensor))
         where = "".join(f"[{entry!r}]" for entry in path) or "the value itself"
         raise TypeError(f"{name}: every leaf must be a tensor; {where} is {type(leaf).__name__} {leaf!r}")

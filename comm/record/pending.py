@@ -26,8 +26,8 @@ class Pending(Generic[T]):
     since other ranks need this rank's part.
     """
 
-    def __init__(self, finish: Callable[[], T], poll: Callable[[float], bool], text: Callable[[], str]) -> None:
-        self._finish: Callable[[], T] | None = finish
+    def __init__(self, finish: Callable[[], T] | None, poll: Callable[[float], bool], text: Callable[[], str]) -> None:
+        self._finish = finish
         self._poll = poll
         self._text = text
         self._result: T
@@ -58,7 +58,9 @@ class Pending(Generic[T]):
         >>> Pending.of(2).then(lambda x: x + 1).wait()
         3
         """
-        return Pending(lambda: value, lambda timeout_s: True, lambda: "a result that is there")
+        there: Pending[U] = Pending(None, lambda timeout_s: True, lambda: "a result that is there")
+        there._result = value
+        return there
 
     @staticmethod
     def all(pendings: "Sequence[Pending[Any]]") -> "Pending[list[Any]]":

@@ -105,7 +105,7 @@ class GroupCall:
         arrivals = [self.arrivals[rank] for rank in self.members]
         call = arrivals[0].call
         options = call.merged([arrival.call.private() for arrival in arrivals])
-        leaves = zip(*(arrival.inputs for arrival in arrivals), strict=True)
+        leaves = zip(*[arrival.inputs for arrival in arrivals], strict=True)
         with torch.inference_mode(False), torch.no_grad(), disable_dispatch_modes():  # not in the modes of the last rank
             results = [call.collective.denotation(xs, options) for xs in leaves]
         self.outputs = {rank: [result[i] for result in results] for i, rank in enumerate(self.members)}

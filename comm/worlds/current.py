@@ -87,7 +87,7 @@ def recording(recorder: CallRecorder) -> AbstractContextManager[None]:
 
 def labelled(name: str) -> AbstractContextManager[None]:
     """Names the values of this thread's collectives inside the block, if they are recorded."""
-    recorder = current_recorder()
+    recorder = _THREAD.recorder
     return nullcontext() if recorder is None else recorder.labelled(name)
 
 

@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar, cast
 
 import torch
@@ -231,9 +231,9 @@ def in_dual_level() -> bool:
 
 def has_tangent(tensor: Tensor) -> bool:
     """Whether forward mode carries a derivative along with the tensor."""
-    while in_dual_level() and torch._C._functorch.is_batchedtensor(tensor):  # unpack_dual has no batching rule
+    while (dual := in_dual_level()) and torch._C._functorch.is_batchedtensor(tensor):  # unpack_dual has no batching rule
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return in_dual_level() and forward_ad.unpack_dual(tensor).tangent is not None
+    return dual and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def held_elsewhere(held: list[Any]) -> list[bool]:
@@ -308,9 +308,8 @@ def node_number() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
-def mark_parameter(tensor: Tensor) -> None:
-    """Makes ``isinstance(tensor, nn.Parameter)`` true, for losses that search for parameters."""
-    tensor._is_param = True
+# Makes ``isinstance(tensor, nn.Parameter)`` true, for losses that search for parameters.
+mark_parameter: Callable[[Tensor], None] = methodcaller("__setattr__", "_is_param", True)
 
 
 def has_late_hooks(tensor: Tensor) -> bool:

@@ -98,7 +98,7 @@ class Segment:
         return [torch.as_strided(flat, shape, strides, start + offset) for shape, strides, offset in self._strided]
 
     def packed(
-        self, leaves: Sequence[Tensor], dtype: torch.dtype, device: torch.device, pool: Pool | None = None
+        self, leaves: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device, pool: Pool | None = None
     ) -> Tensor | None:
         """The inverse of ``views``: copies leaves to a new flat tensor, from the pool if given, with zeros as padding.
 
@@ -109,7 +109,7 @@ class Segment:
         parts: list[Tensor] = []
         nothing = torch.zeros(max(self.gaps), dtype=dtype, device=device) if any(self.gaps) else None
         for leaf, gap in zip(leaves, self.gaps, strict=True):
-            if leaf.dtype != dtype or leaf.device != device or not leaf.is_contiguous():
+            if leaf is None or leaf.dtype != dtype or leaf.device != device or not leaf.is_contiguous():
                 return None
             parts.append(leaf.view(-1))
             if gap and nothing is not None:

@@ -136,7 +136,7 @@ def updating(rule: BoundOptimizer) -> Phase:
         weight = torch.where(weight == 0, math.inf, weight)  # no weight: gradient zero, not 0 / 0
         grads = tree.replace(grads, weight=weight, skip=state.skip, unused=unused_leaves(step, state))
         rate = step.rate(state)
-        if not step.keeps_graph and any(isinstance(x, Tensor) and x.requires_grad for x in (rate, weight, *grads.sum)):
+        if not step.keeps_graph and [x for x in (rate, weight, *grads.sum) if isinstance(x, Tensor) and x.requires_grad]:
             raise UpdateError(
                 "update: its learning rate or its gradients require grad, as those of a schedule or a limit do that is such a "
                 f"tensor, and this step keeps no graph ({step}): use fds.differentiable(step)"

@@ -645,7 +645,7 @@ BUGS: list[tuple[Callable[[], None], Bug]] = [
         Bug(
             "a direct backward leaves out units that this rank did not use",
             "transforms.zero.lazy_params:LazyParams._settle",
-            "self._trained_leaves(unit) and (not reducer.has(unit))",
+            "self.layout.units[unit].trained_leaves and (not reducer.has(unit))",
             "False",
             comm.errors.DeadlockError,
         ),

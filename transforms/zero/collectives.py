@@ -168,11 +168,11 @@ class Collectives:
         Returns:
             Pending: this rank's shards of the sums, ``[segment.shard]``; in stage 0 whole sums over all ranks.
         """
-        flats = [self._to_comm_dtype(flat) for flat in flats]
+        flats = [*map(self._to_comm_dtype, flats)]
         groups = self.groups.among(segments[0].sharers)
         if self.config.stage == 0:
             return self._reduce_whole(flats, groups)
-        if groups.n == 1:
+        if not groups.levels:
             return comm.Pending.of(flats)
         if segments[0].owner is not None:
             return self._reduce_to_owner(flats, segments[0].owner, groups.shards)

@@ -128,7 +128,7 @@ class Gatherer:
 
     def _start(self, unit: int) -> "comm.Pending[list[Tensor]]":
         indices, sharded = self.layout.units[unit].segments, self._sharded(unit)
-        segments, shards = [self.layout.segments[i] for i in sharded], [self.shards[i] for i in sharded]
+        segments, shards = [*map(self.layout.segments.__getitem__, sharded)], [*map(self.shards.__getitem__, sharded)]
         if self.hpz and segments[0].sharers is None and unit not in self._first_levels:
             self._first_levels[unit] = self.collectives.gather_first_level(shards)
         pending = self.collectives.gather(segments, shards, self._first_levels.get(unit))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ class LazyParams:
         """The path of the leaf that is this output of a node of the graph; None if it is none of these params'."""
         if getattr(node, "params", None) is not self or not output:
             return None
-        path: str = self.layout.paths[self._trained_leaves(node.unit)[output - 1]]
+        path: str = self.layout.paths[self.layout.units[node.unit].trained_leaves[output - 1]]
         return path
 
     def forget(self, unit: int) -> None:
@@ -165,7 +166,7 @@ class LazyParams:
 
     def nested(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """Takes the gradients of a backward pass within the loss, or within a recomputation."""
-        for leaf, grad in zip(self._trained_leaves(unit), grads, strict=True):
+        for leaf, grad in zip(self.layout.units[unit].trained_leaves, grads, strict=True):
             if grad is not None:
                 self._found(leaf, grad)
 
@@ -173,7 +174,7 @@ class LazyParams:
         """Takes the gradients of the unit's backward node."""
         if self.reducer is not None:
             self.reducer.add(unit, grads, self.device)
-        if not self._saved.refers_to(unit):
+        if self.source.frees and not self._saved.refers_to(unit):
             self.source.release(unit)
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ class LazyParams:
             raise self._again()
         flats = self.source.fetch(unit)
         leaves: dict[int, Tensor] = {}
-        trained = self._trained_leaves(unit)
+        trained = self.layout.units[unit].trained_leaves
         for place, (index, flat) in enumerate(zip(self.layout.units[unit].segments, flats, strict=True)):
             segment = self.layout.segments[index]
             if not isinstance(self.source, WholeParams):
@@ -263,7 +264,7 @@ class LazyParams:
         self._begin()
         if self._trains:
             for unit in range(len(self.layout.units)):
-                if self._trained_leaves(unit) and unit not in self._tokens:  # other ranks may have used them
+                if self.layout.units[unit].trained_leaves and unit not in self._tokens:  # other ranks may have used them
                     self._node(unit, ())
         self._writes.check_all()
         self._set_grads_aside()
@@ -320,12 +321,12 @@ class LazyParams:
             given = {self._placeholders.paths.get(id(output)): grad for output, grad in outputs}
             if None in given:
                 zero = torch.zeros((), device=self.device)
-                roots = [*outputs, *((token, zero) for token in self._tokens.values())]
+                roots = [*outputs, *zip(self._tokens.values(), repeat(zero), strict=False)]
                 leaves = [] if self._handle is None else [self._handle]
                 differentiate(roots, leaves, retain_graph=retain_graph, suspects=self._suspects)
             else:
                 for unit in reversed(range(len(self.layout.units))):
-                    if trained := self._trained_leaves(unit):
+                    if trained := self.layout.units[unit].trained_leaves:
                         self.completed(unit, [given.get(self.layout.paths[leaf]) for leaf in trained])
         return Pulling(self._settle, self._drop)
 
@@ -335,9 +336,6 @@ class LazyParams:
     def _freeable(self, unit: int) -> None:
         if self._in_backward:
             self.source.release(unit)
-
-    def _trained_leaves(self, unit: int) -> tuple[int, ...]:
-        return self.layout.units[unit].trained_leaves
 
     def _found(self, leaf: int, grad: Tensor) -> None:
         if self._in_backward:
@@ -352,7 +350,7 @@ class LazyParams:
         if reducer is None:
             raise RuntimeError("the gradients of this view were taken already, or it is closed")
         for unit in range(len(self.layout.units)) if self._outside else ():  # it may not have reached all of them
-            if self._trained_leaves(unit) and not reducer.has(unit):
+            if self.layout.units[unit].trained_leaves and not reducer.has(unit):
                 self.completed(unit, ())
         renew = self.source.finish(reshard=True, note=reducer.out_of_place)
         self._collect_nested(reducer)
@@ -370,7 +368,7 @@ class LazyParams:
             if grad is not None:
                 self._found(index, grad)
         for unit in range(len(self.layout.units)) if self._nested else ():
-            nested = [self._nested.get(leaf) for leaf in self._trained_leaves(unit)]
+            nested = [self._nested.get(leaf) for leaf in self.layout.units[unit].trained_leaves]
             if any(grad is not None for grad in nested):
                 reducer.add_nested(unit, nested, self.device)
 

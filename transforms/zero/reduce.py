@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate, chain, islice, repeat, starmap
 from operator import or_
 
 import attrs
@@ -82,10 +82,6 @@ class Reducer:
     _completed_after: dict[int, int] = attrs.field(factory=dict)  # unit -> fetches made
     _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # reductions in flight
 
-    def trained(self, unit: int) -> tuple[int, ...]:
-        """The unit's segments that get gradients."""
-        return self.layout.units[unit].trained_segments
-
     def has(self, unit: int) -> bool:
         """Whether the unit is complete."""
         return unit in self._completed_after
@@ -143,7 +139,7 @@ class Reducer:
             self._trace_order(renew)
             for unit in self.order.nested:
                 if unit not in self._nested:
-                    self._add(unit, (), self.sums[self.trained(unit)[0]].device)
+                    self._add(unit, (), self.sums[self.layout.units[unit].trained_segments[0]].device)
                 self._start(unit, again=True)
             self._settle_all()
             results = self.sums
@@ -161,7 +157,7 @@ class Reducer:
 
     def _add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
         remaining = chain(grads, repeat(None))
-        for index in self.trained(unit):
+        for index in self.layout.units[unit].trained_segments:
             self._accumulate(index, [*islice(remaining, len(self.layout.segments[index].slots))], device)
 
     def _accumulate(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> None:
@@ -173,7 +169,7 @@ class Reducer:
         fresh = index not in self.local
         if fresh:
             dtype = self._dtype(segment, leaves)
-            packed = segment.packed([x for x in leaves if x is not None], dtype, device, self.collectives.pool)
+            packed = segment.packed(leaves, dtype, device, self.collectives.pool)
             if packed is not None:
                 self.local[index] = packed
                 return
@@ -207,7 +203,7 @@ class Reducer:
         return self._plan is not None and self.order.plan is self._plan
 
     def _due(self, unit: int) -> bool:
-        return self.has(unit) and self._in_place(unit)
+        return unit in self._completed_after and self._in_place(unit)
 
     def _in_place(self, unit: int) -> bool:
         return not self._placed or self._made >= self.order.after[unit]
@@ -226,12 +222,11 @@ class Reducer:
 
     def _start(self, unit: int, *, again: bool = False) -> None:
         """Starts the reduction of this rank's sums; ``again`` adds it to what was reduced before."""
-        trained, collectives = self.trained(unit), self.collectives
-        segments = [self.layout.segments[index] for index in trained]
-        flats = [self.local.pop(index) for index in trained]
+        trained, collectives = self.layout.units[unit].trained_segments, self.collectives
+        segments, flats = [*map(self.layout.segments.__getitem__, trained)], [*map(self.local.pop, trained)]
 
         def summed(sums: Sequence[Tensor]) -> list[Tensor]:
-            return [self._with_earlier(index, value) for index, value in zip(trained, sums, strict=True)]
+            return [*starmap(self._with_earlier, zip(trained, sums, strict=True))]
 
         with labelled(self.layout.units[unit].name):
             pending = collectives.reduce(segments, flats)
@@ -249,7 +244,7 @@ class Reducer:
 
     def _settle(self) -> None:
         unit, pending = self._own.popleft()
-        self.sums.update(zip(self.trained(unit), pending.wait(), strict=True))
+        self.sums.update(zip(self.layout.units[unit].trained_segments, pending.wait(), strict=True))
 
     def _with_earlier(self, index: int, value: Tensor) -> Tensor:
         """Adds the shards of earlier micro-batches."""
@@ -276,4 +271,4 @@ class Reducer:
             order.plan, order.after = self._plan, dict(zip(order.units, accumulate(latest.tolist(), max), strict=True))
 
     def _paths(self, unit: int) -> list[str]:
-        return [self.layout.paths[slot.leaf] for index in self.trained(unit) for slot in self.layout.segments[index].slots]
+        return [self.layout.paths[leaf] for leaf in self.layout.units[unit].trained_leaves]

@@ -1,7 +1,9 @@
 """ZeRO: optimizer states, gradients and params in shards (Rajbhandari, Rasley, Ruwase, He 2020)."""
 
 from collections.abc import Collection, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -259,7 +261,7 @@ class Zero(ZeroConfig):
             )
         layout, cache = _as_stored(partition, state.params), partition.cache
         pool = None if comm.world().world.host is None else cache.pool
-        collectives = Collectives(ProcessGroups.by(self), self, lambda dtype: step.comm_dtype(state, dtype), pool)
+        collectives = Collectives(ProcessGroups.by(self), self, lru_cache(lambda dtype: step.comm_dtype(state, dtype)), pool)
         device = state.params[0].device if state.params else torch.device("cpu")
         params = LazyParams(
             layout,
@@ -282,8 +284,7 @@ class Zero(ZeroConfig):
         params: LazyParams,
     ) -> UnitSource:
         groups = collectives.groups
-        offloaded = any(not isinstance(shard, Tensor) for shard in stored)  # on the host or a disk
-        if self.stage < 3 or (groups.n == 1 and not offloaded):
+        if self.stage < 3 or (groups.n == 1 and all(map(isinstance, stored, repeat(Tensor)))):  # none on the host or a disk
             return WholeParams(layout, stored)
         recorder = current_recorder()
         if recorder is not None:
@@ -356,7 +357,7 @@ zero = Zero
 
 def _as_stored(partition: Partition, stored: Sequence[Any]) -> Layout:
     """The layout with the dtypes of ``stored``, which mixed precision changes after ``init``."""
-    dtypes, known = tuple(flat.dtype for flat in stored), partition.cache.layouts
+    dtypes, known = tuple(map(attrgetter("dtype"), stored)), partition.cache.layouts
     if dtypes not in known:
         pairs = zip(partition.layout.segments, dtypes, strict=True)
         known[dtypes] = attrs.evolve(partition.layout, segments=tuple(attrs.evolve(s, dtype=dtype) for s, dtype in pairs))
