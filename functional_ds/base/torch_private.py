@@ -66,6 +66,7 @@ __all__ = [
     "graph_number",
     "has_late_hooks",
     "has_tangent",
+    "has_values",
     "held_elsewhere",
     "hooks_of",
     "hooks_of_optimizer",
@@ -162,6 +163,11 @@ def detect_fake_mode() -> Any:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor is a FakeTensor."""
     return isinstance(tensor, FakeTensor)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values: it is neither on the device "meta" nor fake."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def is_transformed(tensor: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Token dispatch and combine: tokens are sent to the ranks of their experts, and the results back."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.comm.agreement.alike import alike
-from functional_ds.comm.record.call_recorder import CallRecorder
 from functional_ds.comm.record.group import Ready
-from functional_ds.comm.worlds.current import current_recorder, runs_on_shapes
+from functional_ds.comm.worlds.current import recorder, runs_on_shapes
 from functional_ds.step.axes import axis
 from functional_ds.step.pass_scope import current_pass
 
@@ -123,10 +122,9 @@ def exchange(
     size = 1 if group is None else group.size
     rows = x.reshape(-1, x.shape[-1])
     _check(rows, x, routing, size)
-    recorder: Any = current_recorder()
-    traced = recorder is not None and not recorder.trial
+    traced = recorder().traces
     if traced or group is None or size == 1:
-        out = _as_one_call(recorder, f, rows, routing, group, way) if traced else _alone(f, rows, routing)
+        out = _as_one_call(f, rows, routing, group, way) if traced else _alone(f, rows, routing)
         if size > 1 and not len(rows):
             _keep(out)
         out = out.view(*x.shape[:-1], out.shape[-1])
@@ -151,9 +149,7 @@ def _ranks(group: comm.Group | None) -> comm.Group | None:
     return ep_axis.group if isinstance(ep_axis, ExpertAxis) else None
 
 
-def _as_one_call(
-    recorder: CallRecorder, f: ExpertFunction, rows: Tensor, routing: Routing, group: comm.Group | None, way: Way
-) -> Tensor:
+def _as_one_call(f: ExpertFunction, rows: Tensor, routing: Routing, group: comm.Group | None, way: Way) -> Tensor:
     """The exchange in a traced step: its sizes depend on values, so the graph calls it as one operation."""
     closure, rebuilt = closed_over(f)
     leaves, spec = tree.flatten((rows, tree.replace(routing, probabilities=None), closure))
@@ -169,7 +165,7 @@ def _as_one_call(
     tensors = [leaves[place] for place in places]
     for place in places:  # tensors of the trace would stay as long as the graph
         leaves[place] = None
-    return recorder.eager(run, tensors)
+    return recorder().eager(run, tensors)
 
 
 def _check(rows: Tensor, x: Tensor, routing: Routing, ranks: int) -> None:
