@@ -185,12 +185,8 @@ def _keep(out: Tensor) -> None:
         pass_.roots.append(out)
 
 
-def _known(rows: Tensor) -> bool:
-    """Whether there are values; else the routing is assumed to be even."""
-    return not runs_on_shapes(rows)
-
-
 def _even(total: int, parts: int) -> list[int]:
+    """The routing that is assumed where there are no values."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
@@ -198,11 +194,11 @@ def _alone(f: ExpertFunction, rows: Tensor, routing: Routing) -> Tensor:
     """On one device; the host waits only if capacity may have dropped or exceeded rows."""
     order = TokenOrder.of(routing.experts, routing.kept, routing.count)
     load = routing.load()
-    if routing.overflow is not None and _known(rows):
+    if routing.overflow is not None and not runs_on_shapes(rows):
         overflow_error(routing, [routing.overflow.tolist()])
     if routing.kept is None:
         return combine(f(spread(rows, order), RowGroups.of(load)), routing.weights, order)
-    counts = load.tolist() if _known(rows) else _even(routing.experts.numel(), routing.count)
+    counts = _even(routing.experts.numel(), routing.count) if runs_on_shapes(rows) else load.tolist()
     order = order.cut(sum(counts))
     return combine(f(spread(rows, order), RowGroups(load.cumsum(0).to(torch.int32), tuple(counts))), routing.weights, order)
 
@@ -248,7 +244,7 @@ class _ExchangeByAllToAll(_Exchange):
         load = routing.load().view(size, -1)  # [P, E / P]
         told = load if routing.overflow is None else torch.cat([load, routing.overflow.expand(size, 3)], 1)
         heard = comm.all_to_all(told, self.group)
-        if not _known(rows):
+        if runs_on_shapes(rows):
             even, local = _even(routing.experts.numel(), routing.count), load.shape[1]
             here = even[self.group.rank * local : (self.group.rank + 1) * local]
             sent = [sum(even[r * local : (r + 1) * local]) for r in range(size)]
@@ -312,7 +308,7 @@ class _ExchangeByGather(_Exchange):
         told = [routing.load(), routing.experts.new_full((1,), len(rows))]
         told += [] if routing.overflow is None else [routing.overflow]
         heard = comm.all_gather(torch.cat(told), self.group, tiled=False)
-        if not _known(rows):
+        if runs_on_shapes(rows):
             even = [rows * size for rows in _even(routing.experts.numel(), routing.count)[local]]
             return [len(rows)] * size, even, heard[:, local]
         numbers = heard.tolist()  # the host waits here
@@ -356,7 +352,7 @@ class _ExchangeByRank(_Exchange):
         told = [load, tokens[:, None]] + ([] if routing.overflow is None else [routing.overflow.expand(size, 3)])
         heard = comm.all_to_all(torch.cat(told, 1), self.group)
         per_rank = load.shape[1]
-        if not _known(rows):
+        if runs_on_shapes(rows):
             here = _even(routing.experts.numel(), routing.count)[self.group.rank * per_rank : (self.group.rank + 1) * per_rank]
             even = _even(len(rows) * routing.reach(size), size)
             return even, [even[self.group.rank]] * size, [size * count for count in here], heard[:, :per_rank]
