@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property, lru_cache
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 import attrs
 import torch
@@ -63,8 +63,10 @@ class World(ABC):
         made_for: the function that calls on a group are made for, and its arguments, by the group's ranks and name (``alike``).
         ranks_per_node: how many consecutive ranks each node has; 1 if that is unknown or differs.
         host: manages the memory of the rank's process; None if the user does, or if the process has several ranks.
+        has_peers: whether the other ranks run, with values of their own; not so under ``comm.symmetric``.
     """
 
+    has_peers: ClassVar[bool] = True
     rank: int
     ledgers: list[Ledger] = attrs.field(factory=list, init=False)
     watch: ValueWatch | None = attrs.field(default=None, init=False)
@@ -165,6 +167,11 @@ class Group:
     def size(self) -> int:
         """The number of ranks in the group."""
         return len(self.ranks)
+
+    @property
+    def compares(self) -> bool:
+        """Whether there are other ranks with real values to compare with."""
+        return self.size > 1 and self.world.has_peers
 
     @property
     def ranks_per_node(self) -> int:

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.base.torch_private import is_fake
+from functional_ds.base.torch_private import has_values
 from functional_ds.comm.record.group import Group, call_site
 from functional_ds.comm.table.collective import Call, Handle, Variance, WatchedHandle
 from functional_ds.comm.table.errors import VarianceError
@@ -54,7 +54,7 @@ class RankWatch:
         self, variance: Variance, leaves: Sequence[Tensor], group: Group, names: Sequence[str], *, distinct: bool = False
     ) -> None:
         """Records a declaration, to be compared once all ranks have reached it, and likewise its gradients."""
-        if any(leaf.is_meta or is_fake(leaf) for leaf in leaves):  # a trial run without values
+        if not all(map(has_values, leaves)):  # a trial run without values
             return
         site = call_site()
         self.trace.declare(variance, leaves, group, gradient=False, site=site)

@@ -2,11 +2,11 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
 
-from functional_ds.base.torch_private import is_fake
+from functional_ds.base.torch_private import detect_fake_mode, has_values
 from functional_ds.base.tree import setting
 from functional_ds.comm.record.call_recorder import CallRecorder
 from functional_ds.comm.record.group import Group, Solo, World
@@ -21,12 +21,12 @@ class _OfThread(threading.local):
     Attributes:
         group: the world, if the thread is a simulated rank.
         simulates: whether it waits for the ranks of a simulation.
-        recorder: records its collectives.
+        recorder: performs its collectives, or records them.
     """
 
     group: Group | None = None
     simulates: bool = False
-    recorder: CallRecorder | None = None
+    recorder: CallRecorder = CallRecorder()
 
 
 _THREAD = _OfThread()
@@ -75,26 +75,14 @@ def world() -> Group:
     return simulated_world() or process_world() or _SOLO
 
 
-def current_recorder() -> CallRecorder | None:
-    """This thread's recorder; None if collectives are performed instead of recorded."""
+def recorder() -> CallRecorder:
+    """What takes this thread's collectives: performs them, or records them."""
     return _THREAD.recorder
 
 
-def recording(recorder: CallRecorder) -> AbstractContextManager[None]:
+def recording(into: CallRecorder) -> AbstractContextManager[None]:
     """Records this thread's collectives inside the block."""
-    return setting(_THREAD, recorder=recorder)
-
-
-def labelled(name: str) -> AbstractContextManager[None]:
-    """Names the values of this thread's collectives inside the block, if they are recorded."""
-    recorder = _THREAD.recorder
-    return nullcontext() if recorder is None else recorder.labelled(name)
-
-
-def recomputing() -> AbstractContextManager[None]:
-    """Marks the block as recomputation for a backward pass, if the thread's collectives are recorded."""
-    recorder = current_recorder()
-    return nullcontext() if recorder is None else recorder.recomputing()
+    return setting(_THREAD, recorder=into)
 
 
 def runs_on_shapes(tensor: Tensor) -> bool:
@@ -102,5 +90,9 @@ def runs_on_shapes(tensor: Tensor) -> bool:
 
     False for fake tensors while a step is traced into a graph: the graph runs on values later, so it must include the checks.
     """
-    recorder = current_recorder()
-    return tensor.is_meta or (is_fake(tensor) and (recorder is None or recorder.trial))
+    return not has_values(tensor) and (tensor.is_meta or not recorder().traces)
+
+
+def is_trial() -> bool:
+    """Whether this run is only for shapes and leaves nothing behind; not so when a step is traced into a graph."""
+    return detect_fake_mode() is not None and not recorder().records

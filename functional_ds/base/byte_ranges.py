@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from .torch_private import is_fake, storage_id
+from .torch_private import has_values, is_fake, storage_id
 
 _KINDS = (Tensor, nn.Parameter)
 
@@ -40,7 +40,7 @@ class ByteRange:
         if not (type(tensor) in _KINDS or is_fake(tensor)) or tensor.layout != torch.strided or not tensor.numel():
             return None
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        address = 0 if tensor.is_meta or is_fake(tensor) else tensor.data_ptr()
+        address = tensor.data_ptr() if has_values(tensor) else 0
         start = address or int(tensor.storage_offset()) * tensor.element_size()
         return ByteRange(name, tensor, 0 if address else storage_id(tensor), start, start + extent * tensor.element_size())
 

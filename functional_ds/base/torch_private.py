@@ -66,6 +66,7 @@ __all__ = [
     "graph_number",
     "has_late_hooks",
     "has_tangent",
+    "has_values",
     "held_elsewhere",
     "hooks_of",
     "hooks_of_optimizer",
@@ -107,16 +108,11 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # the operator of ``.item()``
 
 # Re-exported names, and what they are used for:
-# - FakeTensor, FakeTensorMode: to build, trace and estimate models without memory.
 # - FakeTensorConverter: `deferred` disables its memo of weak references, with which modules could not be cast or moved.
 # - The three exceptions: raised if an operation on fake tensors needs values; stages and traces report them.
-# - unset_fake_temporarily: real tensors inside a fake mode, for buffers and for recorded initial values.
-# - detect_fake_mode: detects trial runs, which must not change buffers and reports.
 # - CPU_ATTENTION, its backward, GROUPED_PRODUCT: operators for which torch has no operation counts, or no shapes. Ring
 #   attention computes its blocks with the former two, and with CUDA_ATTENTION and its backward: the public function does not
 #   return the log-sum-exp by which blocks are merged.
-# - TorchDispatchMode: intercepts all operations below autograd, for tracing, rematerialization policies and peaks. torch
-#   documents the class, but keeps it in a private module.
 
 
 class TorchDispatchMode(AnyDispatchMode):
@@ -162,6 +158,11 @@ def detect_fake_mode() -> Any:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor is a FakeTensor."""
     return isinstance(tensor, FakeTensor)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values: neither on the device "meta" nor fake (of a trial run, which must not change buffers)."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def is_transformed(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ __all__ = [
     "leaves",
     "map",
     "named",
+    "on_meta",
     "record",
     "replace",
     "rows_of",
@@ -197,6 +198,15 @@ def named(tree: Any) -> list[tuple[str, Any]]:
     """
     paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
     return [(".".join(str(part) for part in path), leaf) for path, leaf in zip(paths, values, strict=True)]
+
+
+def on_meta(tree: Any) -> bool:
+    """Whether a leaf is a tensor on the device "meta", without values.
+
+    >>> on_meta({"a": torch.ones(1), "b": torch.empty(1, device="meta")}), on_meta([1, torch.ones(1)])
+    (True, False)
+    """
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves(tree))
 
 
 def map_named(function: Callable[[str, Any], Any], tree: Any) -> Any:

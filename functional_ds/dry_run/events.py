@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, storage_id, unset_fake_temporarily
+from functional_ds.base.torch_private import FakeTensorMode, has_values, storage_id, unset_fake_temporarily
 from functional_ds.comm.debug.trace import opened
 from functional_ds.comm.record.group import Ready, World
 from functional_ds.comm.record.ledger import Ledger, LedgerCall, Row
@@ -203,7 +203,7 @@ class FakeRecorder(EventRecorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with unset_fake_temporarily() as fakes:
             if isinstance(fakes, FakeTensorMode):
-                bare = (x for x in tensors_in((args, kwargs)) if not isinstance(x, FakeTensor) and not x.is_meta)
+                bare = (x for x in tensors_in((args, kwargs)) if has_values(x))
                 self.keep_apart([fakes.from_tensor(x) for x in bare])
         return super().__torch_dispatch__(func, types, args, kwargs)
 

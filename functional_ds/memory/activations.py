@@ -60,7 +60,7 @@ def activations(
     >>> activations(lambda params, batch: torch.tanh(batch @ params["w"]).sum(), {"w": w}, x).kept  # tanh keeps its result
     6400
     """
-    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves((params, batch))):
+    if tree.on_meta((params, batch)):
         with FakeTensorMode(allow_non_fake_inputs=True):
             params, batch = (tree.map(lambda x: _standing_for(x, device), held) for held in (params, batch))
             return _run(loss_fn, params, batch, torch.device(device), autocast)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from functional_ds.base import tree
 from functional_ds.base.marks import ModuleRef, mark_module
 from functional_ds.base.torch_private import buffers_of, non_persistent_buffers_of, outside_functorch, unset_fake_temporarily
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.worlds.current import is_trial, recorder
 from functional_ds.remat.entered import called, current_region
 from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state.buffer_scope import ModuleValues
@@ -33,7 +33,7 @@ from .refusals import (
 )
 from .shared_memory import SharedMemory
 from .skeleton import Skeleton
-from .write_watch import is_trial, refuse_aliases, refuse_new_versions, versions, watched
+from .write_watch import refuse_aliases, refuse_new_versions, versions, watched
 
 
 class Apply:
@@ -202,11 +202,9 @@ class Apply:
                 unknown[self] = self._fresh({})
             return unknown[self], False
         if not held.complete:
-            recorder = current_recorder()
-            traced = {} if recorder is None else recorder.notes.buffers
             for name, owner, key in self._homes:  # what ``state_dict`` leaves out
                 if (buffer := buffers_of(owner)[key]) is not None:
-                    held.add(name, traced.get((self, name), buffer))
+                    held.add(name, recorder().buffer(self, name, buffer))
             held.complete = True
         return held, True
 
@@ -232,8 +230,7 @@ class Apply:
         *,
         trial: bool,
     ) -> Any:
-        if (recorder := current_recorder()) is not None:
-            recorder.notes.modes[self] = self.modes
+        recorder().ran(self, self.modes)
         skeleton, temporary = self._lease(params, held, pass_, trial)
         skeleton.put(held)
         class_name = type(self.module).__name__

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import TorchDispatchMode, detect_fake_mode, storage_id, version_of
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.base.torch_private import TorchDispatchMode, storage_id, version_of
 from functional_ds.remat.operator_arguments import tensors_written
 from functional_ds.step.pass_scope import Pass
 from functional_ds.step.views.graph_checks import bit_sums
@@ -165,8 +164,3 @@ class _Operations(TorchDispatchMode):
             for tensor in tensors_written(func, args, kwargs):
                 self._watch.look(tensor, str(func.overloadpacket))
         return func(*args, **kwargs)
-
-
-def is_trial() -> bool:
-    """Whether this run is only for shapes and leaves nothing behind; not so when a step is traced into a graph."""
-    return detect_fake_mode() is not None and current_recorder() is None

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import nn
 
-from functional_ds.base.torch_private import graph_number, is_fake, node_number
+from functional_ds.base.torch_private import graph_number, has_values, node_number
 from functional_ds.dry_run.operations import OperationCounter, SizedOperation, tensors_in
 from functional_ds.step.pass_scope import current_pass
 
@@ -68,7 +68,7 @@ class ModuleFlops(OperationCounter):
 
     def add(self, operation: SizedOperation, result: Any) -> None:
         """An operation ran and returned this; runs for shapes do not count."""
-        if not operation.flops or any(x.is_meta or is_fake(x) for x in tensors_in(result)):
+        if not operation.flops or not all(map(has_values, tensors_in(result))):
             return
         node, path = node_number(), self._inside[-1][0] if self._inside else ""
         if node is None:

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
-from functional_ds.base.torch_private import detect_fake_mode
 from functional_ds.base.tree import setting
-from functional_ds.comm.worlds.current import current_recorder, recomputing
+from functional_ds.comm.worlds.current import is_trial, recorder
 from functional_ds.step.pass_scope import Moment
 
 from .entered import Entered, current_region, entered
@@ -40,11 +39,9 @@ def run(
 
     ``part`` names the call in reports; ``seen`` is called with the names that ``checkpoint_name`` gave inside.
     """
-    recorder = current_recorder()
-    parent, report = current_region(), open_report() if recorder is None else None
+    parent, report = current_region(), None if recorder().records else open_report()
     plain = policy.saves_everything and (report is None or parent is not None)
-    asks_for_shapes = recorder is None and detect_fake_mode() is not None
-    if plain or not torch.is_grad_enabled() or asks_for_shapes:
+    if plain or not torch.is_grad_enabled() or is_trial():
         return function(*args, **kwargs)
     replaying = parent is not None and parent.replaying
     notes = Notes(None if replaying else report, part, parent is not None and parent.recomputed)
@@ -142,7 +139,7 @@ class Region:
         """For the first run and for further ones; torch needs two modes if a step is traced."""
         if self._recorder is None:
             return nullcontext(), nullcontext()
-        replays = self.policy.by_operation or current_recorder() is not None
+        replays = self.policy.by_operation or recorder().records
         return self._recorder, Replayer(self._recorder) if replays else nullcontext()
 
     @contextmanager
@@ -158,7 +155,7 @@ class Region:
     @contextmanager
     def _second_run(self) -> Iterator[None]:
         draws = nullcontext() if self._drawn is None else redrawn(*self._drawn)
-        with recomputing(), self.modules.rewound(), draws, self._moment.restored(), self._entered(again=True):
+        with recorder().recomputing(), self.modules.rewound(), draws, self._moment.restored(), self._entered(again=True):
             yield
 
     @contextmanager

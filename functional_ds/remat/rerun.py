@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, disable_dispatch_modes, is_fake, parameters_of, version_of
 from functional_ds.base.tree import setting
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.worlds.current import recorder
 
 _SHARED = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 _CONTAINERS = (list, tuple, dict, set, deque)
@@ -90,7 +90,7 @@ class Rewind:
         try:
             yield
         finally:
-            traced = current_recorder() is not None  # into a graph, which omits unread copies
+            traced = recorder().records  # into a graph, which omits unread copies
             written = {key for key, b in every.items() if traced or _is_small(b) or version_of(b) != versions[key]}
             written |= _other_bits([(b, copies[key]) for key, b in every.items() if key not in written])
             self._copies = [copies[key] for key in written]
@@ -142,7 +142,7 @@ def _is_plain(value: Any) -> bool:
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """With copies of structures and small tensors: a call may write into them."""
-    with _unseen():
+    with recorder().unseen():
         return {
             name: tree.map(lambda x: _copy(x) if isinstance(x, Tensor) and _is_small(x) else x, value)
             for name, value in attributes.items()
@@ -157,18 +157,13 @@ def _is_small(buffer: Tensor) -> bool:
 
 def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """By id; no recorder records them as a part of the function."""
-    with _unseen():
+    with recorder().unseen():
         return {id(tensor): _copy(tensor) for tensor in tensors}
-
-
-def _unseen() -> AbstractContextManager[Any]:
-    """A context in which no mode sees operations; but if a step is traced into a graph, copies are nodes."""
-    return nullcontext() if current_recorder() is not None else disable_dispatch_modes()
 
 
 def _copy(tensor: Tensor) -> Tensor:
     """A copy; if a step is traced, tensors with values are not part of the graph and are kept."""
-    return tensor if current_recorder() is not None and not is_fake(tensor) else tensor.detach().clone()
+    return tensor if recorder().records and not is_fake(tensor) else tensor.detach().clone()
 
 
 def _other_bits(pairs: Iterable[tuple[Tensor, Tensor]]) -> set[int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.device_streams import Arrival, CopyStream
 from functional_ds.base.torch_private import is_fake, saved_tensors_hooks_in_force, storage_id, version_of
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.views.graph_checks import check_version
 
@@ -26,7 +26,7 @@ from .policy import Keep
 
 def is_own(tensor: Tensor) -> bool:
     """Whether it is a plain tensor; a tensor without values is, if a step is traced into a graph."""
-    return type(tensor) is Tensor or (is_fake(tensor) and current_recorder() is not None)
+    return type(tensor) is Tensor or (is_fake(tensor) and recorder().records)
 
 
 def address_of(tensor: Tensor) -> int:
@@ -267,10 +267,10 @@ class TensorStore:
         """
         if self.group is None or self.group.size == 1:
             return
-        if current_recorder() is None:
-            self.log.compare(self.group)
-        else:  # the eager step before has compared, and ranks compare what their graphs gather
+        if recorder().records:  # the eager step before has compared, and ranks compare what their graphs gather
             self.log.clear()
+        else:
+            self.log.compare(self.group)
 
     def _to_host(self, flat: Tensor) -> HostTensor:
         stream = self._streams.setdefault(flat.device, CopyStream(flat.device, "activations"))

@@ -16,8 +16,7 @@ from functional_ds.base import tree
 from functional_ds.base.byte_ranges import overlapping
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import like_marked, trainable
-from functional_ds.base.torch_private import in_torch_func, storage_id
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.base.torch_private import has_values, in_torch_func, storage_id
 from functional_ds.comm.worlds.process import ProcessWorld
 
 from .phases import Layer
@@ -92,7 +91,7 @@ def check_state(step: Strategy, state: Any, *args: Any) -> None:
 
 def shared_tensors(state: State) -> list[tuple[str, str, Tensor]]:
     """What of its optimizer's state and slots shares memory with the params, or with each other: ``(part, other, tensor)``."""
-    if state.step.is_meta or current_recorder() is not None:
+    if not has_values(state.step):
         return []
     slots = {f"the slot {slot!r}": value for slot, value in state.slots.items()}
     parts = {"the params": state.params, "the optimizer's state": state.optimizer, **slots}
@@ -142,7 +141,7 @@ def name_sum(step: Strategy, state: State, metrics: Mapping[str, Any], call: str
     Raises:
         ValueError: the names differ from those of the first call.
     """
-    if not step.sums or state.step.is_meta or current_recorder() is not None:
+    if not step.sums or not has_values(state.step):
         return None
     names, known = sorted(metrics.keys() - {"loss"}), state.graphs.metrics.setdefault(step, {})
     if call in known:
@@ -224,19 +223,15 @@ def _check_leaves(batch: Any) -> None:
 
 def _refuse_bare(step: Strategy, state: State, batch: Any) -> None:
     """Raises an error for params without values, which are for dry runs, whose batches have none either."""
-    if not _on_meta(state.params) or all(map(_on_meta, tree.leaves(batch))):
+    if not tree.on_meta(state.params) or all(map(tree.on_meta, tree.leaves(batch))):
         return
     tensors, leaf_map = trainable(state.params), step.leaf_map(state)
-    trained = [leaf_map.leaves[piece.leaf].path for piece in leaf_map.shards if _on_meta(tensors[piece.tensor])]
-    path = next(iter(trained), None) or next(path for path, leaf in tree.named(state.params) if _on_meta(leaf))
+    trained = [leaf_map.leaves[piece.leaf].path for piece in leaf_map.shards if tree.on_meta(tensors[piece.tensor])]
+    path = next(iter(trained), None) or next(path for path, leaf in tree.named(state.params) if tree.on_meta(leaf))
     raise ValueError(
         f"state: the leaf {path!r} of its params is on the device 'meta', without values, but the batch has some; a module "
         "without memory is built by fds.deferred(build), and fds.from_source(params, source) names where values are read"
     )
-
-
-def _on_meta(values: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(values))
 
 
 @contextmanager
@@ -247,7 +242,7 @@ def warning_of_lone_ranks(step: Strategy, state: State) -> Iterator[None]:
     """
     here = comm.world()
     counts = state.batch is None and here.size > 1 and here.rank == 0 and not any(layer.axes for layer in step.layers)
-    if not counts or not isinstance(here.world, ProcessWorld) or current_recorder() is not None:
+    if not counts or not isinstance(here.world, ProcessWorld):
         yield
         return
     with comm.ledger() as sent:

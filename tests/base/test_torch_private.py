@@ -39,7 +39,7 @@ def checks(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     return register
 
 
-@checks("FakeTensor", "FakeTensorMode", "is_fake")
+@checks("FakeTensor", "FakeTensorMode", "has_values", "is_fake")
 def fake_tensors_have_shapes_and_no_memory() -> None:
     with private.FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(2**40, 3)
@@ -47,6 +47,8 @@ def fake_tensors_have_shapes_and_no_memory() -> None:
     assert isinstance(y, private.FakeTensor)
     assert private.is_fake(y)
     assert not private.is_fake(torch.ones(1))
+    assert private.has_values(torch.ones(1))
+    assert not any(map(private.has_values, (y, torch.ones(1, device="meta"))))
     assert (y.shape, y.device.type) == ((2**40, 2), "cpu")
 
 

@@ -93,7 +93,7 @@ BUGS: dict[Callable[[], Any], list[Bug]] = {
         Bug(
             "a trace takes what it sees for a trial",
             "comm.worlds.current:runs_on_shapes",
-            "recorder is None or recorder.trial",
+            "tensor.is_meta or not recorder().traces",
             "True",
             Exception,
         ),

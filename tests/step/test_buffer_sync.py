@@ -191,7 +191,7 @@ BUGS: list[tuple[str, Bug]] = [
         Bug(
             "numbers are not sent",
             f"{SYNC}:_exchanged_attributes",
-            "numbers and current_recorder() is None",
+            "numbers and not recorder().records",
             "False",
         ),
     ),

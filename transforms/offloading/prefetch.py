@@ -7,7 +7,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base.device_streams import CopyStream
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.worlds.current import recorder
 
 
 def refuse_streams(overlaps: bool) -> None:
@@ -16,7 +16,7 @@ def refuse_streams(overlaps: bool) -> None:
     Raises:
         RuntimeError: a graph would have to contain them.
     """
-    if overlaps and current_recorder() is not None:
+    if overlaps and recorder().records:
         raise RuntimeError("offload copies between a device and the host on streams, which no graph holds")
 
 
@@ -41,13 +41,13 @@ class Prefetcher:
 
     def know(self, handle: Any) -> None:
         """Makes the handle the newest one of its name, and drops what was prefetched."""
-        if current_recorder() is None:  # traced tensors have no values to prefetch
+        if not recorder().records:  # traced tensors have no values to prefetch
             self._handles[handle.name] = handle
             self._begun = None
 
     def fetch(self, handle: Any) -> Tensor:
         """The handle's tensor, on the device."""
-        if current_recorder() is not None:
+        if recorder().records:
             refuse_streams(self.copies.overlaps)
             alone: Tensor = handle.end(handle.begin())
             return alone

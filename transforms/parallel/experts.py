@@ -239,7 +239,7 @@ class Experts:
             ValueError: a gradient reaches experts without a collective over ``ep``.
         """
         view: View = inner(step, state, trains, whole)
-        if self.ep.size == 1 or step.has(AxisRole.STAGES) or comm.is_symmetric(self.ep):
+        if not self.ep.compares or step.has(AxisRole.STAGES):
             return view
         plain = {id(leaf): path for path, leaf in tree.named(view.params)}
 

@@ -12,7 +12,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import generator_states
 from functional_ds.base.weighted import Weighted
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.parallel.sequence.axis import AXIS, IN_DOCUMENTS, SequenceAxis
 from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
 from functional_ds.state_dict.fingerprint import fingerprints
@@ -167,7 +167,9 @@ class _SequenceParallel:
 
     def _has_no_sequences(self, batch: Any) -> bool:
         """Whether the batch is one of a memory forecast, in which only rows count."""
-        return comm.is_symmetric(self.mesh_axis.ranks()) and isinstance(batch, Tensor) and batch.is_meta and batch.dim() < 2
+        return (
+            not self.mesh_axis.ranks().world.has_peers and isinstance(batch, Tensor) and batch.dim() < 2 and tree.on_meta(batch)
+        )
 
     def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int, dict[str, int]]:
         """This rank's piece of the batch, the unpadded length of the whole sequence, and which leaves are split."""
@@ -211,9 +213,9 @@ class _SequenceParallel:
             ValueError: ranks have different layouts, lengths or leaves, or, where they get whole batches, different values.
         """
         signature = (group, layout, tuple((path, tuple(leaf.shape)) for path, leaf in pieces.items()))
-        if signature in self.agreed or not self.mesh_axis.compares or any(x.is_meta for x in pieces.values()):
+        if signature in self.agreed or not self.mesh_axis.compares or tree.on_meta(dict(pieces)):
             return
-        if current_recorder() is not None:  # traced tensors have no values to compare
+        if recorder().records:  # traced tensors have no values to compare
             raise RuntimeError(f"{EAGER_FIRST}: ranks compare batches of a new shape")
         prints = fingerprints([leaf.contiguous().flatten() for leaf in pieces.values()]) if self.rules.whole else None
         shapes = {path: list(leaf.shape) for path, leaf in pieces.items()}
@@ -266,7 +268,7 @@ class _SequenceParallel:
         graphs = state.graphs
         if state.batch is None:
             return graphs.is_new("first step over sequences")
-        return ZEROS in graphs.kinds and current_recorder() is None and graphs.is_new("second step over sequences")
+        return ZEROS in graphs.kinds and not recorder().records and graphs.is_new("second step over sequences")
 
     def guard_forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """Refuses draws from torch's generator, a loss that is None, and a loss that does not ask for the axis.

@@ -22,7 +22,7 @@ T = TypeVar("T")
 def check_batch(batch: Any, group: comm.Group) -> None:
     """Raises an error for batches that differ over the group, before the first step."""
     known = [x.detach().flatten() for x in tree.leaves(batch) if isinstance(x, Tensor) and x.layout == torch.strided]
-    if known and not any(x.is_meta for x in known):
+    if known and not tree.on_meta(known):
         prints = torch.tensor(fingerprints(known), device=group.world.device)
         told = comm.all_gather(prints, group.channel("control"), tiled=False)
         others = [rank for rank, row in enumerate(told) if not torch.equal(row, told[0])]
@@ -56,7 +56,7 @@ def check_loss(output: Any, group: comm.Group) -> None:
     """
     loss = output[0] if isinstance(output, tuple) and output else output
     parts = [loss.sum, loss.weight] if isinstance(loss, Weighted) else [loss]
-    if any(isinstance(x, Tensor) and (x.is_meta or x.numel() != 1) for x in parts):
+    if tree.on_meta(parts) or any(isinstance(x, Tensor) and x.numel() != 1 for x in parts):
         return
     numbers = [float(x.detach() if isinstance(x, Tensor) else x) for x in parts]
     rows = _told(numbers, group)

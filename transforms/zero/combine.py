@@ -10,8 +10,8 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import trainable
+from functional_ds.base.torch_private import has_values
 from functional_ds.base.weighted import Weighted
-from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.comm.worlds.rng_state import RngState
 from functional_ds.optim.kernels import reals
 from functional_ds.sharding.sources import values_of
@@ -84,7 +84,7 @@ class Combine:
         Raises:
             ValueError: a leaf's result depends on another leaf's gradient, on any rank.
         """
-        if not step.has(AxisRole.STAGES) or state.step.is_meta:
+        if not step.has(AxisRole.STAGES) or not has_values(state.step):
             return
         device = state.step.device
         coupled = torch.full((), float(self._couples(leaves, memory, ranks, device)), device=device)
@@ -176,7 +176,7 @@ def combining(zero: Any, combine: Combine, step: Step) -> Step:
 def _unused(step: Step, state: State, means: Sequence[Tensor]) -> frozenset[str]:
     """The leaves without a gradient from the loss or the memory; read on the host if the loss left some out."""
     unused = state.unused if step.skips_unused else None
-    if not unused or state.step.is_meta or current_recorder() is not None:
+    if not unused or not has_values(state.step):
         return unused or frozenset()
     leaves = step.leaf_map(state).leaves
     return frozenset(leaf.path for leaf, mean in zip(leaves, means, strict=True) if leaf.path in unused and not mean.any())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.comm.algorithms.bruck import bruck
-from functional_ds.comm.worlds.current import labelled
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.sharding.layout import Layout
 
 from .collectives import Collectives
@@ -176,7 +176,7 @@ class GatherOnce(Gatherer):
     def fetch(self, unit: int) -> list[Tensor]:
         """The unit's flat tensors, one per segment."""
         if unit not in self.whole:
-            with labelled(self.layout.units[unit].name):
+            with recorder().labelled(self.layout.units[unit].name):
                 flats = Gatherer.fetch(self, unit) if not self._sharded(unit) else self._start(unit).wait()
             self.whole[unit] = flats
         return self.whole[unit]

@@ -16,7 +16,7 @@ from functional_ds.base.torch_private import (
     in_torch_func,
     outside_functorch,
 )
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.views.graph_checks import watched
 from functional_ds.step.views.view import NeedsWhole, Outputs, Pulled, Pulling, View, differentiate
@@ -290,7 +290,7 @@ class LazyParams:
         if self._closed:
             return
         self._placeholders.values.point({}, closed)
-        if self._settled and current_recorder() is None and not self._placeholders.marked:
+        if self._settled and not recorder().records and not self._placeholders.marked:
             self._cache.lazy = self._placeholders
         del self._placeholders  # what weak tables hold ends with them
         for held in (self._leaves, self._saved, self._nested, self._tokens, self._suspects):

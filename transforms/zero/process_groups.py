@@ -132,7 +132,7 @@ class ProcessGroups:
         groups = [self.group] if self.replicas is None else [self.group, self.replicas]
         differ, mend = "other leaves, shapes, dtypes or frozen leaves", "build the same model on every rank"
         ranks = comm.agree(layout, *groups, what="params", differ=differ, mend=mend)
-        if len(set(ranks)) != len(ranks) and not comm.is_symmetric(self.group.channel("control")):
+        if len(set(ranks)) != len(ranks) and self.group.channel("control").world.has_peers:
             raise ValueError(
                 f"replicate: the groups {self.group.name!r} and {getattr(self.replicas, 'name', None)!r} make no grid: "
                 f"together their members name the ranks {ranks}; take two axes of one mesh"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.torch_private import foreach_add_, foreach_copy_
-from functional_ds.comm.worlds.current import labelled
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.segment import Segment
 from functional_ds.step.views.view import dense, wide
@@ -228,7 +228,7 @@ class Reducer:
         def summed(sums: Sequence[Tensor]) -> list[Tensor]:
             return [*starmap(self._with_earlier, zip(trained, sums, strict=True))]
 
-        with labelled(self.layout.units[unit].name):
+        with recorder().labelled(self.layout.units[unit].name):
             pending = collectives.reduce(segments, flats)
         if self.more:  # replicas sum once a step, over all micro-batches
             pending = pending.then(summed)

@@ -15,7 +15,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import version_of
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.record.call_recorder import UnitGathering
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.compose import check_step, wrap
@@ -286,9 +286,8 @@ class Zero(ZeroConfig):
         groups = collectives.groups
         if self.stage < 3 or (groups.n == 1 and all(map(isinstance, stored, repeat(Tensor)))):  # none on the host or a disk
             return WholeParams(layout, stored)
-        recorder = current_recorder()
-        if recorder is not None:
-            recorder.notes.gathering = UnitGathering(self.max_live_units, self.reshard_last_units, self.prefetch, self.hpz)
+        if recorder().records:
+            recorder().gathers(UnitGathering(self.max_live_units, self.reshard_last_units, self.prefetch, self.hpz))
             return GatherOnce(layout, stored, collectives)
         return Gatherer(
             layout,

@@ -16,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import storage_id
-from functional_ds.comm.calls.dispatch import outline
-from functional_ds.comm.record.call_recorder import TraceNotes
+from functional_ds.comm.record.call_recorder import CallRecorder, outline
 from functional_ds.comm.record.group import Group, Ready
 from functional_ds.comm.table.collective import Call, CallContext, Handle
 from functional_ds.comm.worlds.current import recording
@@ -195,16 +194,17 @@ class _Given(torch.autograd.Function):
 
 
 @attrs.define(eq=False)
-class _InnerCalls:
+class _InnerCalls(CallRecorder):
     """Records collectives of a dry run on tensors without values."""
 
-    trial: bool = True
-    notes: TraceNotes = attrs.field(factory=TraceNotes)
+    records = True
     work: list[SizedOperation | InnerCall] = attrs.field(factory=list)
 
-    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool) -> Handle:
+    def start(
+        self, call: Call, leaves: Sequence[Tensor], group: Group, here: CallContext, *, beside: bool, early: bool
+    ) -> Handle:
         self.work.append(InnerCall(call, group, [leaf.detach() for leaf in leaves]))
-        return Ready([outline(call, leaf, CallContext(call.options, group.rank, group.size)) for leaf in leaves])
+        return Ready([outline(call, leaf, here) for leaf in leaves])
 
     def recomputing(self) -> Any:
         raise RuntimeError("an exchange of experts' rows is recomputed or offloaded, which no graph holds")

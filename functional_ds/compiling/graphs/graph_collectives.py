@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from functional_ds.base.tree import setting
-from functional_ds.comm.calls.dispatch import outline, start_call
-from functional_ds.comm.record.call_recorder import TraceNotes
+from functional_ds.comm.calls.dispatch import start_call
+from functional_ds.comm.record.call_recorder import CallRecorder, TraceNotes, UnitGathering, outline
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, CallContext, Handle
 
@@ -71,16 +71,15 @@ class _RecordedHandle:
 
 
 @attrs.define(eq=False)
-class GraphRecorder:
+class GraphRecorder(CallRecorder):
     """Records a rank's collectives into the graph that is being traced.
 
     Attributes:
         sites: the collectives so far; a node refers to one by its index.
         notes: what the step reports about itself.
-        trial: never.
     """
 
-    trial = False
+    records = traces = True
     sites: list[CallSite] = attrs.field(factory=list)
     notes: TraceNotes = attrs.field(factory=TraceNotes)
     _label: str = ""
@@ -88,7 +87,9 @@ class GraphRecorder:
     _recomputed: int = 0
     _turns: Counter[tuple[str, tuple[int, ...]]] = attrs.field(factory=Counter)
 
-    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, beside: bool, early: bool) -> Handle:
+    def start(
+        self, call: Call, leaves: Sequence[Tensor], group: Group, here: CallContext, *, beside: bool, early: bool
+    ) -> Handle:
         """Two nodes: one here, and one where the results are used.
 
         Raises:
@@ -119,6 +120,18 @@ class GraphRecorder:
         """A context in which all nodes share one number."""
         self._recomputed += 1
         return tagged(RECOMPUTED, self._recomputed)
+
+    def gathers(self, gathering: UnitGathering) -> None:
+        """For graph passes that do the same."""
+        self.notes.gathering = gathering
+
+    def ran(self, module: Any, modes: tuple[int, ...]) -> None:
+        """The modes are those of a graph's calls."""
+        self.notes.modes[module] = modes
+
+    def buffer(self, module: Any, name: str, buffer: Tensor) -> Tensor:
+        """An input of the graph."""
+        return self.notes.buffers.get((module, name), buffer)
 
 
 class _GraphOfThread(threading.local):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import is_fake
+from functional_ds.base.torch_private import has_values
 
 from .grouped import RowGroups
 from .token_exchange import ExpertFunction
@@ -38,10 +38,10 @@ def each_expert(f: Callable[[Any, Tensor], Tensor], stacked: Any) -> ExpertFunct
                     f"stacked: the leaf at {path!r} has shape {list(leaf.shape)}, and the rows come in {groups.size} groups, "
                     "one for each local expert: [experts, ...] is needed, with the experts of this rank only"
                 )
-        if rows.is_meta or is_fake(rows):
-            counts = [len(rows) // groups.size + (e < len(rows) % groups.size) for e in range(groups.size)]
-        else:
+        if has_values(rows):
             counts = groups.read()
+        else:
+            counts = [len(rows) // groups.size + (e < len(rows) % groups.size) for e in range(groups.size)]
         leaves, spec = tree.flatten(stacked)
         experts = zip(*(leaf.unbind() for leaf in leaves), strict=True)
         pieces = zip(experts, rows.split(counts), strict=True)

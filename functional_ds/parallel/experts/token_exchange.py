@@ -1,7 +1,7 @@
 """Token dispatch and combine: tokens are sent to the ranks of their experts, and the results back."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.comm.agreement.alike import alike
-from functional_ds.comm.record.call_recorder import CallRecorder
 from functional_ds.comm.record.group import Ready
-from functional_ds.comm.worlds.current import current_recorder, runs_on_shapes
+from functional_ds.comm.worlds.current import recorder, runs_on_shapes
 from functional_ds.step.axes import axis
 from functional_ds.step.pass_scope import current_pass
 
@@ -123,10 +122,9 @@ def exchange(
     size = 1 if group is None else group.size
     rows = x.reshape(-1, x.shape[-1])
     _check(rows, x, routing, size)
-    recorder: Any = current_recorder()
-    traced = recorder is not None and not recorder.trial
+    traced = recorder().traces
     if traced or group is None or size == 1:
-        out = _as_one_call(recorder, f, rows, routing, group, way) if traced else _alone(f, rows, routing)
+        out = _as_one_call(f, rows, routing, group, way) if traced else _alone(f, rows, routing)
         if size > 1 and not len(rows):
             _keep(out)
         out = out.view(*x.shape[:-1], out.shape[-1])
@@ -151,9 +149,7 @@ def _ranks(group: comm.Group | None) -> comm.Group | None:
     return ep_axis.group if isinstance(ep_axis, ExpertAxis) else None
 
 
-def _as_one_call(
-    recorder: CallRecorder, f: ExpertFunction, rows: Tensor, routing: Routing, group: comm.Group | None, way: Way
-) -> Tensor:
+def _as_one_call(f: ExpertFunction, rows: Tensor, routing: Routing, group: comm.Group | None, way: Way) -> Tensor:
     """The exchange in a traced step: its sizes depend on values, so the graph calls it as one operation."""
     closure, rebuilt = closed_over(f)
     leaves, spec = tree.flatten((rows, tree.replace(routing, probabilities=None), closure))
@@ -169,7 +165,7 @@ def _as_one_call(
     tensors = [leaves[place] for place in places]
     for place in places:  # tensors of the trace would stay as long as the graph
         leaves[place] = None
-    return recorder.eager(run, tensors)
+    return recorder().eager(run, tensors)
 
 
 def _check(rows: Tensor, x: Tensor, routing: Routing, ranks: int) -> None:
@@ -189,12 +185,8 @@ def _keep(out: Tensor) -> None:
         pass_.roots.append(out)
 
 
-def _known(rows: Tensor) -> bool:
-    """Whether there are values; else the routing is assumed to be even."""
-    return not runs_on_shapes(rows)
-
-
 def _even(total: int, parts: int) -> list[int]:
+    """The routing that is assumed where there are no values."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
@@ -202,11 +194,11 @@ def _alone(f: ExpertFunction, rows: Tensor, routing: Routing) -> Tensor:
     """On one device; the host waits only if capacity may have dropped or exceeded rows."""
     order = TokenOrder.of(routing.experts, routing.kept, routing.count)
     load = routing.load()
-    if routing.overflow is not None and _known(rows):
+    if routing.overflow is not None and not runs_on_shapes(rows):
         overflow_error(routing, [routing.overflow.tolist()])
     if routing.kept is None:
         return combine(f(spread(rows, order), RowGroups.of(load)), routing.weights, order)
-    counts = load.tolist() if _known(rows) else _even(routing.experts.numel(), routing.count)
+    counts = _even(routing.experts.numel(), routing.count) if runs_on_shapes(rows) else load.tolist()
     order = order.cut(sum(counts))
     return combine(f(spread(rows, order), RowGroups(load.cumsum(0).to(torch.int32), tuple(counts))), routing.weights, order)
 
@@ -252,7 +244,7 @@ class _ExchangeByAllToAll(_Exchange):
         load = routing.load().view(size, -1)  # [P, E / P]
         told = load if routing.overflow is None else torch.cat([load, routing.overflow.expand(size, 3)], 1)
         heard = comm.all_to_all(told, self.group)
-        if not _known(rows):
+        if runs_on_shapes(rows):
             even, local = _even(routing.experts.numel(), routing.count), load.shape[1]
             here = even[self.group.rank * local : (self.group.rank + 1) * local]
             sent = [sum(even[r * local : (r + 1) * local]) for r in range(size)]
@@ -316,7 +308,7 @@ class _ExchangeByGather(_Exchange):
         told = [routing.load(), routing.experts.new_full((1,), len(rows))]
         told += [] if routing.overflow is None else [routing.overflow]
         heard = comm.all_gather(torch.cat(told), self.group, tiled=False)
-        if not _known(rows):
+        if runs_on_shapes(rows):
             even = [rows * size for rows in _even(routing.experts.numel(), routing.count)[local]]
             return [len(rows)] * size, even, heard[:, local]
         numbers = heard.tolist()  # the host waits here
@@ -360,7 +352,7 @@ class _ExchangeByRank(_Exchange):
         told = [load, tokens[:, None]] + ([] if routing.overflow is None else [routing.overflow.expand(size, 3)])
         heard = comm.all_to_all(torch.cat(told, 1), self.group)
         per_rank = load.shape[1]
-        if not _known(rows):
+        if runs_on_shapes(rows):
             here = _even(routing.experts.numel(), routing.count)[self.group.rank * per_rank : (self.group.rank + 1) * per_rank]
             even = _even(len(rows) * routing.reach(size), size)
             return even, [even[self.group.rank]] * size, [size * count for count in here], heard[:, :per_rank]

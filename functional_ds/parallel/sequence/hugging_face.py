@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import is_fake
+from functional_ds.base.torch_private import has_values
 from functional_ds.step.axes import is_for_shapes
 
 from .axis import SequenceAxis, sequence_axis
@@ -140,7 +140,7 @@ def _arguments(mask: SequenceMask, axis: SequenceAxis) -> dict[str, Any]:
 
 def _check_positions(name: str, given: Tensor | None, axis: SequenceAxis) -> None:
     """Without documents, positions count through the whole sequence; a model on its own would count each piece from 0."""
-    if given is None or given.is_meta or is_fake(given):
+    if given is None or not has_values(given):
         return
     positions = axis.positions(given.device)
     if axis.documents is None and axis.layout.documents is None and not torch.equal(given, positions.expand_as(given)):
@@ -188,7 +188,7 @@ def _mask(name: str) -> Callable[..., SequenceMask]:
 
 
 def _check_padding(name: str, given: Tensor | None, axis: SequenceAxis) -> None:
-    if given is None or given.is_meta or is_fake(given):
+    if given is None or not has_values(given):
         return
     documents = axis.documents
     expected = torch.ones_like(given, dtype=torch.bool) if documents is None else (axis.cut(documents) >= 0).expand_as(given)

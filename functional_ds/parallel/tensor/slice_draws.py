@@ -6,7 +6,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.prng import Places
-from functional_ds.base.torch_private import disable_dispatch_modes, is_fake, is_transformed
+from functional_ds.base.torch_private import disable_dispatch_modes, has_values, is_transformed
 
 from .pairs import tensor_group
 
@@ -56,7 +56,7 @@ class DrawLog:
 
     def __call__(self, x: Tensor, name: str) -> None:
         """Records a value, unless it is known or has no values."""
-        if self.recorded is None or name in self.known or x.is_meta or is_fake(x) or is_transformed(x) or not x.numel():
+        if self.recorded is None or name in self.known or not has_values(x) or is_transformed(x) or not x.numel():
             return
         with disable_dispatch_modes(), torch.no_grad():
             self.recorded.append((name, list(x.shape), told_apart(x.detach())))

@@ -211,7 +211,7 @@ def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:
 
 def _exchanged(grads: list[Tensor], part: StageParams, group: comm.Group) -> list[Tensor]:
     """The sums over the part's ranks, added in the order of ranks, so that they are bitwise equal on all ranks."""
-    others = [] if comm.is_symmetric(group) else [rank for rank in part.ranks if rank != group.rank]
+    others = [rank for rank in part.ranks if rank != group.rank] if group.compares else []
     if not others or not grads:
         return grads
     ops = [op for rank in others for op in (comm.Send(grads, rank), comm.Recv(grads, rank))]

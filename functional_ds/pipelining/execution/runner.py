@@ -312,7 +312,7 @@ class Rehearsal(Runner):
     @staticmethod
     def fits(batch: Any, group: comm.Group) -> bool:
         """Whether other ranks do not run, and there is nothing to compute."""
-        return comm.is_symmetric(group) and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(batch))
+        return not group.world.has_peers and tree.on_meta(batch)
 
     @staticmethod
     def of(spec: Any, step: Any, state: Any, gathered: dict[str, GatheredParams], parts: dict[int, list[str]]) -> "Rehearsal":

@@ -23,7 +23,7 @@ def row_of(
     control = group.channel("control")
     if group.size == 1:
         return index, count
-    if comm.is_symmetric(control) and count % group.size == 0:  # which row it is makes no difference without values
+    if not control.compares and count % group.size == 0:  # which row it is makes no difference without values
         return index % (count // group.size), count // group.size
     key = (group, index, count)
     if key not in known:

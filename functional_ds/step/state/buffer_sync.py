@@ -9,7 +9,8 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.base.torch_private import has_values
+from functional_ds.comm.worlds.current import recorder
 
 from .buffers import BUFFERS, Buffers
 from .state import State
@@ -67,7 +68,7 @@ def unagreed(state: State) -> Tensor | None:
 
 def agreed_anew(state: State, ranks: Tensor | None) -> State:
     """The state, whose ranks agree again on the buffers that they write if any rank must; not in a captured step."""
-    if ranks is not None and current_recorder() is None and ranks.item():
+    if ranks is not None and has_values(ranks) and ranks.item():
         state.slots[BUFFERS].known.agreed.clear()
     return state
 
@@ -172,7 +173,7 @@ def _exchanged_attributes(buffers: Buffers, agreed: Agreement, group: comm.Group
         for (which, index), value in zip(given, comm.broadcast(sent, giver, group) if sent else (), strict=True):
             leaves[which][index] = value
     numbers = [place for place in places if place not in tensors]
-    if numbers and current_recorder() is None:  # in a graph they are those of its trace, as all numbers
+    if numbers and not recorder().records:  # in a graph they are those of its trace, as all numbers
         ranks = comm.all_gather_object([leaves[which][index] for which, index in numbers], group.channel("control"))
         for (which, index), values in zip(numbers, zip(*ranks, strict=True), strict=True):
             giver = agreed.attributes[which][0]

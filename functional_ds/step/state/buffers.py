@@ -6,7 +6,6 @@ to it; ``collect`` gives the buffers of the next state. The tensors of the state
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any, ClassVar, Protocol
 
 import attrs
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.marks import module_of
-from functional_ds.base.torch_private import disable_dispatch_modes
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.worlds.current import recorder
 
 from .slots import Role
 
@@ -298,6 +296,5 @@ def plain_copy(buffer: Any) -> Any:
     """A copy that a pass may write to, even if the buffer was made in inference mode."""
     if buffer is None:
         return None
-    hidden = disable_dispatch_modes() if current_recorder() is None else nullcontext()  # except in a graph of the step
-    with torch.inference_mode(False), hidden:  # so that no other recorder records it as a part of the function
+    with torch.inference_mode(False), recorder().unseen():  # no other recorder records it as a part of the function
         return buffer.detach().clone()

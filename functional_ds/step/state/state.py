@@ -13,7 +13,8 @@ from functional_ds.base import tree
 from functional_ds.base.device import arriving
 from functional_ds.base.marks import like_marked
 from functional_ds.base.prng import Key
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.base.torch_private import has_values
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_selection import Unused
 
@@ -134,7 +135,7 @@ class State:
         leaves = [leaf for leaf in tree.leaves(self) if isinstance(leaf, Tensor)]
         size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         count = len(tree.leaves(self.params))
-        done = "?" if self.step.is_meta else int(self.step)
+        done = int(self.step) if has_values(self.step) else "?"
         return f"State(step={done}, {count} stored params, {size:,} bytes in all, slots: {', '.join(self.slots) or 'none'})"
 
     def _repr_html_(self) -> str:
@@ -250,7 +251,7 @@ def summed_over_ranks(step: Summing, state: State, scalars: Any) -> tuple[Any, .
     unused = state.unused
     if not step.skips_unused or unused is None or not step.sums:
         return (*step.sum_over_ranks(state, scalars), unused if unused and step.skips_unused else None)
-    if unused and current_recorder() is not None:
+    if unused and recorder().records:
         raise RuntimeError(
             f"the loss does not use {', '.join(map(repr, sorted(unused)[:3]))}, and whether another rank does is read on the "
             "host in every step: give them gradients of zero with fds.train_step(..., unused='zeros')"
@@ -265,7 +266,7 @@ def summed_over_ranks(step: Summing, state: State, scalars: Any) -> tuple[Any, .
     else:
         used = torch.ones(len(leaves), device=device)
     *scalars, users = step.sum_over_ranks(state, (*scalars, used))
-    if not unused or users.is_meta:
+    if not unused or not has_values(users):
         return (*scalars, None)
     nobody = {path for path, count in zip(paths, users.tolist(), strict=True) if not count}
     return (*scalars, unused & nobody or None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from functional_ds.base.torch_private import held_elsewhere, is_fake, version_of
+from functional_ds.base.torch_private import has_values, held_elsewhere, version_of
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.views.graph_checks import bit_sums, check_version
 
@@ -198,7 +198,7 @@ class WriteGuard:
 
     def note(self, unit: int, leaves: Mapping[int, Tensor]) -> None:
         """Records the leaves of a unit that was fetched."""
-        there = [(place, x) for place, x in leaves.items() if not (x.is_meta or is_fake(x))] if self.sums else ()
+        there = [(place, x) for place, x in leaves.items() if has_values(x)] if self.sums else ()
         self._units[unit] = leaves, [*map(version_of, leaves.values())], {place: bit_sums(leaf) for place, leaf in there}
 
     def check(self, unit: int) -> None:
