@@ -46,7 +46,7 @@ def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         if (other := with_dict.setdefault(id(vars(owner)), path)) != path:
             raise ValueError(
                 f"fds.functional: the modules {other or class_name!r} and {path!r} have one __dict__, and copies of them would "
-                f"have one each: put one module in both places, or share parameters and buffers one by one (b.weight = a.weight)"
+                "have one each: put one module in both places, or share parameters and buffers one by one (b.weight = a.weight)"
             )
         for key, value in vars(owner).items():
             parameter_name = None if key in _OF_MODULES else _name_in_keys(value, names)

@@ -296,7 +296,7 @@ class Skeleton:
         self._check_nested(class_name, held)
 
     def _check_nested(self, class_name: str, held: ModuleValues) -> None:
-        """Raises an error for writes into a container that is at two places, one of them inside of another: states are trees."""
+        """Raises an error for writes into a container at two places, one of them inside of another: states are trees."""
         tops = {id(value): (name, value) for name in self._copies if is_state(value := self._now(name))}
         for path, owner, leased in self._changed():
             new = [(joined(path, key), x) for key, x in vars(owner).items() if x is not leased.get(key, ABSENT)]
@@ -308,7 +308,7 @@ class Skeleton:
                 if other != where and any(self._has_written(top, self._now(top), self._now(top), held) for top in (of, name)):
                     kind = type(inside).__name__
                     raise RuntimeError(
-                        f"the module {class_name} wrote into its attributes in forward, of which {other!r} and {where!r} are one "
+                        f"the module {class_name} wrote into its attributes, of which {other!r} and {where!r} are one "
                         f"{kind}, and a state would have two: keep one of them, or make both attributes of modules themselves"
                     )
 

@@ -1,9 +1,8 @@
 """Tracks the memory of gathered units: autograd saves places in it."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-import attrs
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
