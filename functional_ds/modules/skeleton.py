@@ -297,10 +297,8 @@ class Skeleton:
 
     def _check_nested(self, class_name: str, held: ModuleValues) -> None:
         """Raises an error for writes into a container at two places, one of them inside of another: states are trees."""
-        tops = {id(value): (name, value) for name in self._copies if is_state(value := self._now(name))}
-        for path, owner, leased in self._changed():
-            new = [(joined(path, key), x) for key, x in vars(owner).items() if x is not leased.get(key, ABSENT)]
-            tops.update((id(value), (name, value)) for name, value in new if id(value) not in tops and is_state(value))
+        named = (*((name, self._now(name)) for name in self._copies), *self._set())
+        tops = {id(value): (name, value) for name, value in named if is_state(value)}
         seen: dict[int, tuple[str, str]] = {}
         for name, value in tops.values():
             for where, inside in _containers(name, value):
@@ -328,20 +326,19 @@ class Skeleton:
     def assigned(self, held: ModuleValues) -> list[tuple[str, Tensor]]:
         """The tensors without a graph that forward has set as attributes and buffers."""
         tensors = [(name, x) for name, x in held.values.items() if x is not None and held.is_assigned(name)]
-        for path, owner, leased in self._changed():
-            changed = [(key, x) for key, x in vars(owner).items() if x is not leased.get(key, ABSENT)]
-            new = [(joined(path, key), x) for key, x in changed if not _is_ours(owner, key)]
-            tensors += [(name, x) for name, v in new for x in tree.leaves(v) if isinstance(x, Tensor) and not x.requires_grad]
-        return tensors
+        named = ((name, x) for name, value in self._set() for x in tree.leaves(value))
+        return [*tensors, *((name, x) for name, x in named if isinstance(x, Tensor) and not x.requires_grad)]
 
     def passing(self) -> list[str]:
         """The attributes that calls have set to tensors with a graph."""
-        return [
-            joined(path, key)
-            for path, owner, leased in self._changed()
-            for key, value in vars(owner).items()
-            if value is not leased.get(key, ABSENT) and key != "training" and not _is_ours(owner, key) and has_graph(value)
-        ]
+        return [name for name, value in self._set() if has_graph(value)]
+
+    def _set(self) -> Iterator[tuple[str, Any]]:
+        """The attributes that calls have set, with their values."""
+        for path, owner, leased in self._changed():
+            for key, value in vars(owner).items():
+                if value is not leased.get(key, ABSENT) and not _is_ours(owner, key):
+                    yield joined(path, key), value
 
     def divert(self, calls: tuple[Any, ...]) -> None:
         """Makes each of ``calls`` run the modules that it chooses, the last outermost, in this copy."""
