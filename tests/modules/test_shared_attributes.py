@@ -134,10 +134,12 @@ def plain(build: Callable[[], nn.Module], passes: int) -> list[float]:
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for index in range(STEPS):
         optimizer.zero_grad()
-        mean = sum(net(rows(index)).square().mean() / passes for _ in range(passes))
-        mean.backward()  # type: ignore[union-attr]
+        parts = []
+        for _ in range(passes):
+            parts.append(net(rows(index)).square().mean() / passes)
+            parts[-1].backward()
         optimizer.step()
-        losses.append(float(mean))
+        losses.append(sum(part.item() for part in parts))
     return losses
 
 
