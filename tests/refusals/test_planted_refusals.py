@@ -99,7 +99,7 @@ CASES: list[tuple[Callable[[Path], None], Bug]] = [
         Bug(
             "one dict becomes two",
             "modules.refusals:check_module",
-            "other := with_dict.setdefault(id(vars(owner)), path)",
+            "(other := with_dict.setdefault(id(vars(owner)), path))",
             "path",
         ),
     ),
